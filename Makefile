@@ -1,0 +1,36 @@
+# `make demo` and `make test` need only make and a Python >= 3.10 with venv; everything else goes to .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.PHONY: demo test setup lint wheel clean
+
+demo: setup
+	$(BIN)/tokenring demo
+
+# pytest comes last, so that its summary closes the output.
+test: lint wheel
+	$(BIN)/python -m pytest
+
+setup: $(STAMP)
+
+# The stamp is there only while the set-up is whole: an interrupted one starts afresh, a changed
+# requirement is installed over the old ones.
+$(STAMP): pyproject.toml constraints.txt
+	@test -e $@ || { echo "setting up $(VENV) (a minute or more: it installs torch)"; \
+	    $(PYTHON) -m venv --clear $(VENV); }
+	@rm -f $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+wheel: setup
+	ci/wheel $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,115 @@
+"""The package as it is shipped: folders, links, guards, version, and what importing it costs."""
+
+import __future__
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import tokenring
+
+REPO = Path(__file__).resolve().parent.parent
+CODE = ("tokenring", "backends", "topology", "tests", "ci", "examples")
+
+
+def run_python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
+
+
+def test_package_list_equals_folders() -> None:
+    """A sub-package that is not listed works in the checkout and is missing from the wheel."""
+    tomllib = pytest.importorskip("tomllib", reason="the list is the same on every Python")
+    listed = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = [
+        ".".join(Path(folder).relative_to(REPO).parts)
+        for folder, _, files in os.walk(REPO / "tokenring", followlinks=True)
+        if any(name.endswith(".py") for name in files)
+    ]
+    assert sorted(found) == listed
+
+
+def test_every_package_has_an_init() -> None:
+    for name in ("tokenring", "backends", "topology"):
+        for module in (REPO / name).rglob("*.py"):
+            assert module.with_name("__init__.py").exists(), f"{module.parent} has no __init__.py"
+
+
+@pytest.mark.parametrize("name", ["backends", "topology"])
+class TestMappedFolder:
+    def test_is_linked(self, name: str) -> None:
+        link = REPO / "tokenring" / name
+        assert link.is_symlink(), f"{link} must be a link: a copy would go stale"
+        assert os.readlink(link) == f"../{name}"
+
+    def test_twin_import_is_refused(self, name: str) -> None:
+        result = run_python(f"import {name}", cwd=REPO)
+        assert f"ImportError: import tokenring.{name}, not {name}" in result.stderr
+
+    def test_import_through_the_package_works(self, name: str) -> None:
+        assert run_python(f"import tokenring.{name}", cwd=REPO).returncode == 0
+
+
+def test_no_file_is_over_400_lines() -> None:
+    files = (path for folder in CODE for path in (REPO / folder).rglob("*.py"))
+    too_long = {str(path): n for path in files if (n := len(path.read_text().splitlines())) > 400}
+    assert not too_long
+
+
+def test_changelog_agrees_with_version() -> None:
+    versions = re.findall(r"^## \[(\d.*?)\]", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == tokenring.__version__
+
+
+def test_all_lists_the_public_names() -> None:
+    """Ruff (RUF022) keeps the list in order."""
+    public = {
+        name
+        for name, value in vars(tokenring).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType | __future__._Feature)
+    }
+    assert len(tokenring.__all__) == len(set(tokenring.__all__))
+    assert set(tokenring.__all__) - {"__version__"} == public
+
+
+def import_cost(module: str, cwd: Path, **env: str) -> dict[str, Any]:
+    """Seconds that importing the module takes after torch, and the foreign packages that it brings in."""
+    code = f"""
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import {module}
+seconds = time.perf_counter() - start
+new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+foreign = new - {{"torch", "{module}"}} - sys.stdlib_module_names
+print(json.dumps({{"seconds": seconds, "foreign": sorted(foreign)}}))
+"""
+    result = run_python(code, cwd, **env)
+    assert result.returncode == 0, result.stderr
+    cost: dict[str, Any] = json.loads(result.stdout)
+    return cost
+
+
+class TestImport:
+    def test_is_quick(self, tmp_path: Path) -> None:
+        """At most 0.15 s beyond torch; best of three, as the machine may be busy."""
+        assert min(import_cost("tokenring", tmp_path)["seconds"] for _ in range(3)) <= 0.15
+
+    def test_brings_in_no_foreign_package(self, tmp_path: Path) -> None:
+        """No vendor package (torch_npu, triton, flash_attn, ...) and nothing else but torch."""
+        assert import_cost("tokenring", tmp_path)["foreign"] == []
+
+    def test_check_can_fail(self, tmp_path: Path) -> None:
+        (tmp_path / "torch_npu.py").touch()
+        (tmp_path / "greedy.py").write_text("import time, torch_npu; time.sleep(0.2)")
+        cost = import_cost("greedy", tmp_path, PYTHONPATH=str(tmp_path))
+        assert cost["foreign"] == ["torch_npu"]
+        assert cost["seconds"] > 0.15

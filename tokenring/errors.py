@@ -1,0 +1,37 @@
+"""The errors that tokenring raises on purpose.
+
+TokenRingError
+├── ConfigurationError (ValueError)   what was asked for cannot be: layouts, shapes, groups, names
+├── UnsupportedError (NotImplementedError)   a feature, dtype or mask that no part here provides
+├── ScheduleError (ValueError)        a schedule that fails its proof, or a text that is none
+├── PeerLost (RuntimeError)           a peer did not answer in time
+└── BackendUnavailable (RuntimeError) a transport or kernel that this machine lacks
+
+Each message says what was asked, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+
+class TokenRingError(Exception):
+    """Base of every error that tokenring raises on purpose."""
+
+
+class ConfigurationError(TokenRingError, ValueError):
+    """Sizes, names or groups that do not fit together."""
+
+
+class UnsupportedError(TokenRingError, NotImplementedError):
+    """A feature, dtype or mask that nothing here provides."""
+
+
+class ScheduleError(TokenRingError, ValueError):
+    """A schedule that fails its proof, or a text that is not a schedule."""
+
+
+class PeerLost(TokenRingError, RuntimeError):
+    """A peer did not answer within the time limit."""
+
+
+class BackendUnavailable(TokenRingError, RuntimeError):
+    """A transport or kernel that this machine does not have."""

@@ -1,0 +1,76 @@
+"""What a schedule costs: bytes on each link, bytes of buffers, floating-point operations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tokenring.schedule.ir import PARTIALS, Pass, Schedule
+from tokenring.schedule.payload import STATISTIC_BYTES, Records
+from tokenring.schedule.program import Program
+from tokenring.workload import Workload
+
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
+
+
+def link_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
+    """Payload bytes of each (source, destination) that carries any in this pass."""
+    records = Records(schedule, workload, direction)
+    links: dict[tuple[int, int], int] = defaultdict(int)
+    for move in schedule.moves_in(direction):
+        full = move.channel == PARTIALS and schedule.in_full_precision(move)
+        links[move.src, move.dst] += records(move.block.kind, full).nbytes * schedule.unit_length(move.block.kind)
+    return dict(sorted(links.items()))
+
+
+def slot_bytes(schedule: Schedule, workload: Workload, program: Program) -> list[int]:
+    """Bytes of each slot of a program."""
+    records = Records(schedule, workload, program.direction)
+    forward = Records(schedule, workload, "forward")
+    return [
+        (forward if slot.kept else records)(slot.kind, slot.full_precision, slot.all_heads).nbytes * slot.rows
+        for slot in program.slots
+    ]
+
+
+def scratch_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+    """Two statistics for each row of the largest merge."""
+    heads = workload.q_heads // schedule.head_groups
+    return 2 * program.scratch_rows * workload.batch * heads * STATISTIC_BYTES
+
+
+def program_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+    """The buffer pool that one rank's program needs; what is kept for backward is a saved tensor, not counted."""
+    sizes = zip(program.slots, slot_bytes(schedule, workload, program), strict=True)
+    pooled = sum(aligned(size) for slot, size in sizes if not slot.kept)
+    return pooled + aligned(scratch_bytes(schedule, workload, program))
+
+
+def aligned(nbytes: int) -> int:
+    """Slots begin at multiples of a cache line."""
+    return -(-nbytes // 64) * 64
+
+
+def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forward", transport: str = "gloo") -> int:
+    """The pool of the rank that needs most."""
+    from tokenring.backends.registry import kernel_for_planning, transport_capabilities
+    from tokenring.schedule.lower import lower
+
+    early = transport_capabilities(transport).early_receives
+    supports = kernel_for_planning().supports_patch
+    return max(
+        program_bytes(schedule, workload, lower(schedule, rank, direction, workload, supports, early))
+        for rank in range(schedule.world_size)
+    )
+
+
+def flops(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
+    """Floating-point operations of each rank: 4 (forward) or 10 (backward) for each visible pair and head element."""
+    low, high = workload.q_head_range(0, schedule.head_groups)
+    a_pair = FLOPS_PER_PAIR[direction] * workload.batch * (high - low) * workload.head_dim
+    total = dict.fromkeys(range(schedule.world_size), 0)
+    for tile in schedule.tiles:
+        for q in tile.q:
+            for kv in tile.kv:
+                region = schedule.mask.region(schedule.positions(q), schedule.positions(kv))
+                total[tile.rank] += a_pair * sum(patch.pairs() for patch in region)
+    return total

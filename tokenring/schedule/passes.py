@@ -1,0 +1,97 @@
+"""Passes from schedule to schedule: fuse, prune, order. None knows any mask or scheme by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+
+from tokenring.schedule.ir import PARTIALS, Block, Move, Schedule, Tile
+
+
+def fuse(schedule: Schedule) -> Schedule:
+    """One tile for tiles of one rank, step and head group that together are all q × all kv of theirs."""
+    groups: dict[tuple[int, int, int], list[Tile]] = defaultdict(list)
+    for tile in schedule.tiles:
+        groups[tile.step, tile.rank, tile.heads].append(tile)
+    tiles: list[Tile] = []
+    for (step, rank, _heads), group in groups.items():
+        q, kv = {tile.q for tile in group}, {tile.kv for tile in group}
+        if len(group) > 1 and set(product(q, kv)) == {(tile.q, tile.kv) for tile in group}:
+            tiles.append(Tile(step, rank, _sequence_order(schedule, q), _sequence_order(schedule, kv)))
+        else:
+            tiles.extend(group)
+    return schedule.replace(tiles=tuple(tiles))
+
+
+def _sequence_order(schedule: Schedule, parts: set[tuple[Block, ...]]) -> tuple[Block, ...]:
+    return tuple(sorted({block for part in parts for block in part}, key=schedule.positions))
+
+
+def prune(schedule: Schedule) -> Schedule:
+    """Drop tiles that the mask hides, then moves that bring what no tile needs or carry what no tile made."""
+    sees = _visibility(schedule)
+    tiles = []
+    for tile in schedule.tiles:
+        q = tuple(a for a in tile.q if any(sees(a, b) for b in tile.kv))
+        kv = tuple(b for b in tile.kv if any(sees(a, b) for a in tile.q))
+        if q:
+            tiles.append(Tile(tile.step, tile.rank, q, kv))
+    kept = {*_needed_requests(schedule, tiles), *_fed_partials(schedule, tiles)}
+    return schedule.replace(tiles=tuple(tiles), moves=tuple(m for m in schedule.moves if m in kept), pruned=True)
+
+
+class _visibility:
+    """Whether a q block sees anything of a kv block, remembered for each pair of units."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.known: dict[tuple[int, int, int, int], bool] = {}
+
+    def __call__(self, q: Block, kv: Block) -> bool:
+        key = (q.chunk, q.piece, kv.chunk, kv.piece)
+        seen = self.known.get(key)
+        if seen is None:
+            schedule = self.schedule
+            seen = schedule.mask.visible(schedule.positions(q), schedule.positions(kv))
+            self.known[key] = seen
+        return seen
+
+
+def _needed_requests(schedule: Schedule, tiles: list[Tile]) -> set[Move]:
+    """From the last use backwards: a hop stays if its destination uses or passes on the block."""
+    needed = {(block, tile.rank) for tile in tiles for block in (*tile.q, *tile.kv)}
+    kept = set()
+    for move in sorted(schedule.moves, key=lambda move: -move.step):
+        if move.channel != PARTIALS and (move.block, move.dst) in needed:
+            needed.add((move.block, move.src))
+            kept.add(move)
+    return kept
+
+
+def _fed_partials(schedule: Schedule, tiles: list[Tile]) -> set[Move]:
+    """From the first contribution forwards: a hop stays if its source made or received something for it."""
+    fed = {
+        block.partial(tile.rank)
+        for tile in tiles
+        for block in (*tile.q, *tile.kv)
+        if schedule.owner(block) != tile.rank
+    }
+    held = {(block, block.made_at) for block in fed}
+    kept = set()
+    for move in sorted(schedule.moves, key=lambda move: move.step):
+        if move.channel == PARTIALS and (move.block, move.src) in held:
+            held.add((move.block._replace(made_at=move.dst) if move.add else move.block, move.dst))
+            kept.add(move)
+    return kept
+
+
+def order(schedule: Schedule) -> Schedule:
+    """One total order: by step, lower rank sending first, first pieces first, then by ranks and block."""
+    moves = sorted(schedule.moves, key=move_order)
+    tiles = sorted(schedule.tiles, key=lambda tile: (tile.step, tile.rank, tile.q, tile.kv))
+    return schedule.replace(moves=tuple(moves), tiles=tuple(tiles))
+
+
+def move_order(move: Move) -> tuple[int, bool, int, int, int, Block]:
+    """Where a move stands among all moves of its channel: both ends of a pair agree on it."""
+    return move.step, move.src > move.dst, move.block.piece, move.src, move.dst, move.block

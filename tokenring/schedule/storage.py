@@ -1,0 +1,126 @@
+"""Where blocks lie at each rank: which of them share a slot, and in which order.
+
+Units that a tile reads together lie together, in sequence order, so that one kernel call can
+take them; all units of one owner, head group and piece lie together too, in the owner's order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from tokenring.schedule.ir import REQUEST_OF, Block, Kind, Move, Schedule
+
+Group = tuple[Kind, int, int, int]  # kind (q or kv), owner, head group, piece
+
+
+class Slab(NamedTuple):
+    """Request blocks that share a slot at one rank, in the order in which they lie there."""
+
+    key: Group
+    blocks: tuple[Block, ...]
+    own_only: bool
+
+
+class Storage:
+    """The slabs of every rank of a schedule. Ranks agree on it without talking."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._joined = self._join_fused()
+        self._members: dict[tuple[int, Group], list[Group]] = defaultdict(list)
+        for (rank, group), key in self._joined.items():
+            self._members[rank, key].append(group)
+        self._slabs: dict[tuple[int, Group], Slab] = {}
+        self._row: dict[tuple[int, Group], dict[Block, int]] = {}
+
+    def group(self, block: Block) -> Group:
+        kind = REQUEST_OF.get(block.kind, block.kind)
+        return kind, self.schedule.owner(block), block.heads, block.piece
+
+    def slab(self, rank: int, block: Block) -> Slab:
+        """The slab of a request block at a rank (partials of a unit lie as their requests do)."""
+        group = self.group(block)
+        key = self._joined.get((rank, group), group)
+        if (rank, key) not in self._slabs:
+            self._slabs[rank, key] = self._make(rank, key)
+        return self._slabs[rank, key]
+
+    def row(self, rank: int, block: Block) -> int:
+        """The first row of a request block in its slab; in the own tensors if the slab is the rank's own."""
+        slab = self.slab(rank, block)
+        if slab.own_only:
+            return self.own_row(block)
+        rows = self._row.get((rank, slab.key))
+        if rows is None:
+            length = self.schedule.unit_length(slab.key[0])
+            rows = {each: index * length for index, each in enumerate(slab.blocks)}
+            self._row[rank, slab.key] = rows
+        return rows[block]
+
+    def own_row(self, block: Block) -> int:
+        """The first row of a unit in its owner's tensors."""
+        layout = self.schedule.layout_of(block.kind)
+        return layout.local_start[block.chunk] + block.piece * self.schedule.unit_length(block.kind)
+
+    def group_row(self, block: Block) -> int:
+        """The first row of a unit among its owner's units of the same head group and piece."""
+        layout = self.schedule.layout_of(block.kind)
+        return layout.local_start[block.chunk] // layout.chunk_length * self.schedule.unit_length(block.kind)
+
+    def group_blocks(self, group: Group) -> tuple[Block, ...]:
+        kind, owner, heads, piece = group
+        return tuple(Block(kind, chunk, heads, piece) for chunk in self.schedule.layout_of(kind).owned_by(owner))
+
+    def messages(self, moves: list[Move]) -> list[list[Move]]:
+        """Moves of one step, source, destination and channel, joined where their rows are neighbours at both ends."""
+        joined: list[list[Move]] = []
+        for move in moves:
+            if joined and self._adjacent(joined[-1][-1], move):
+                joined[-1].append(move)
+            else:
+                joined.append([move])
+        return joined
+
+    def _adjacent(self, a: Move, b: Move) -> bool:
+        if a._replace(block=b.block) != b or self._slot_group(a.block) != self._slot_group(b.block):
+            return False
+        length = self.schedule.unit_length(a.block.kind)
+        return all(self._wire_row(rank, b.block) - self._wire_row(rank, a.block) == length for rank in (a.src, a.dst))
+
+    def _slot_group(self, block: Block) -> tuple[Group, int | None]:
+        return self.group(block), block.made_at
+
+    def _wire_row(self, rank: int, block: Block) -> int:
+        """The row from or into which a rank sends or receives the block."""
+        request = block.request() if block.made_at is not None else block
+        if block.made_at not in (None, rank) or self.slab(rank, request).own_only:
+            return self.group_row(request)
+        return self.row(rank, request)
+
+    def _make(self, rank: int, key: Group) -> Slab:
+        members = self._members.get((rank, key)) or [key]
+        blocks = [block for group in members for block in self.group_blocks(group)]
+        blocks.sort(key=self.schedule.positions)
+        own = all(group[1] == rank for group in members)
+        return Slab(key, tuple(blocks), own)
+
+    def _join_fused(self) -> dict[tuple[int, Group], Group]:
+        """For groups that some tile reads together with another: the group that stands for all of them."""
+        parent: dict[tuple[int, Group], Group] = {}
+
+        def find(rank: int, group: Group) -> Group:
+            while (up := parent.get((rank, group), group)) != group:
+                group = up
+            return group
+
+        for tile in self.schedule.tiles:
+            for blocks in (tile.q, tile.kv):
+                groups = sorted({self.group(block) for block in blocks})
+                for group in groups:
+                    if len(groups) > 1:
+                        parent.setdefault((tile.rank, group), group)
+                        low, high = sorted((find(tile.rank, groups[0]), find(tile.rank, group)))
+                        parent[tile.rank, high] = low
+        return {(rank, group): find(rank, group) for rank, group in parent}
+
