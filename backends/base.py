@@ -1,0 +1,92 @@
+"""What a transport and a kernel must offer. One screen each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tokenring.region import Patch
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do, as the passes and the planner need to know it.
+
+    early_receives: the two directions of a pair are matched apart, so receives may be posted
+    before sends. channels: how many channels move at once. pair_serial: both directions with one
+    peer share one queue in each channel. one_sided: the sender writes into the receiver's slot.
+    zero_sm: moves take no compute units. multicast, collectives: natively offered.
+    """
+
+    early_receives: bool
+    channels: int
+    pair_serial: bool = False
+    one_sided: bool = False
+    zero_sm: bool = False
+    multicast: bool = False
+    collectives: bool = False
+
+
+class Handle(Protocol):
+    """One message on its way."""
+
+    def wait(self) -> None:
+        """Until it has arrived, or may be overwritten. Raises PeerLost at the time limit."""
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks of one group.
+
+    Messages between two ranks on one channel keep their order. `sent_bytes` counts payload by
+    destination rank since it was last cleared.
+    """
+
+    rank: int
+    world_size: int
+    capabilities: Capabilities
+    sent_bytes: dict[int, int]
+
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        """Post the send of a contiguous tensor; never blocks."""
+
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        """Post the receive into a contiguous tensor; never blocks."""
+
+
+class AttentionKernel(Protocol):
+    """Local attention of one tile, with the log-sum-exp (lse).
+
+    q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D] with any strides whose last is 1; Hq is a multiple of
+    Hkv. `patch` says what is visible, from its own corner (row0 = col0 = 0). lse is fp32, natural
+    log, [B, Hq, Sq]; a row that sees nothing has out 0, lse -inf and no gradient. Results come in
+    fp32 or the input's dtype.
+    """
+
+    name: str
+
+    def supports(self, patch: Patch, head_dim: int, dtype: torch.dtype) -> str | None:
+        """None, or why this kernel does not take such a tile."""
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        """None, or why a patch should be cut: asked when a schedule is lowered."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [B, Hq, Sq, D] and lse."""
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        *,
+        patch: Patch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv of this tile, from the lse and delta = rowsum(dout · out) of the whole row."""

@@ -1,0 +1,1 @@
+"""Local attention kernels that also return the log-sum-exp."""

@@ -1,0 +1,94 @@
+"""torch's own flash attention for the CPU, forward and backward.
+
+Its ways, normalised here: causal is top-left aligned; other patches go in as an additive mask; a
+row that sees nothing comes back with lse 0; a zero-length q or kv crashes it, so it never gets
+one (patches are never empty). It computes bf16 and fp16 tiles in fp32: twice as fast on machines
+without matrix units for them, and exact. Its backward wants O: it gets a stand-in that carries
+delta, because O does not travel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenring.backends.kernels.reference import dense_mask
+from tokenring.region import Patch
+
+BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted
+
+
+def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """O' with rowsum(dout · O') = delta, parallel to dout, scaled by each row's largest |dout| against overflow.
+
+    dout [..., D], delta [...]; rows of zero dout give zero.
+    """
+    largest = dout.abs().amax(dim=-1, keepdim=True)
+    unit = dout / largest.clamp_min(torch.finfo(dout.dtype).tiny)
+    square = (unit * unit).sum(dim=-1, keepdim=True)
+    factor = delta[..., None] / (largest * square)
+    return unit.mul_(torch.where(largest > 0, factor, torch.zeros_like(factor)))
+
+
+class CpuFlash:
+    """aten::_scaled_dot_product_flash_attention_for_cpu and its backward."""
+
+    name = "cpu-flash"
+
+    def supports(self, patch: Patch, head_dim: int, dtype: torch.dtype) -> str | None:
+        if head_dim > 512:
+            return f"head_dim {head_dim} is above 512"
+        return self.supports_patch(patch)
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        if patch.is_full or patch.is_causal or patch.rows <= BAND_ROWS:
+            return None
+        if 2 * patch.pairs() >= patch.rows * patch.cols:
+            return None
+        return f"more than half of its {patch.rows} × {patch.cols} rectangle is hidden"
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = _additive(patch)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.float(), k.float(), v.float(), 0.0, patch.is_causal, attn_mask=mask, scale=scale
+        )
+        if mask is not None and (empty := _empty_rows(mask)) is not None:
+            lse = lse.masked_fill(empty, float("-inf"))
+            out = out.masked_fill(empty[:, None], 0.0)
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        *,
+        patch: Patch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout = dout.float()
+        # Rows that see nothing anywhere have lse -inf: any finite value gives their hidden pairs exp(-inf) = 0.
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q.float(), k.float(), v.float(), stand_in(dout, delta), lse, 0.0, patch.is_causal,
+            attn_mask=_additive(patch), scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _additive(patch: Patch) -> torch.Tensor | None:
+    """0 where visible, -inf where not; None where the operator needs no mask."""
+    if patch.is_full or patch.is_causal:
+        return None
+    visible = dense_mask(patch, torch.device("cpu"))
+    assert visible is not None  # only full patches have none
+    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+
+
+def _empty_rows(mask: torch.Tensor) -> torch.Tensor | None:
+    empty = (mask == float("-inf")).all(dim=-1)
+    return empty if bool(empty.any()) else None

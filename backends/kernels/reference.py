@@ -1,0 +1,91 @@
+"""Attention and its gradient in plain torch: any device, any patch; in float64 the oracle of the tests.
+
+The forward is softmax written out (Vaswani et al. 2017, eq. 1); the backward follows
+FlashAttention-2 (Dao 2023, §3.1.2), whose delta is rowsum(dO · O).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenring.region import Patch
+
+
+def dense_mask(patch: Patch, device: torch.device) -> torch.Tensor | None:
+    """[rows, cols] booleans, True where visible; None when everything is."""
+    if patch.is_full:
+        return None
+    rows = torch.arange(patch.rows, device=device)[:, None] * patch.row_step
+    cols = torch.arange(patch.cols, device=device)[None, :] * patch.col_step
+    visible = torch.ones(patch.rows, patch.cols, dtype=torch.bool, device=device)
+    if patch.low is not None:
+        visible &= cols - rows >= patch.low
+    if patch.high is not None:
+        visible &= cols - rows <= patch.high
+    return visible
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, patch: Patch, scale: float) -> torch.Tensor:
+    """q kᵀ · scale with hidden pairs at -inf: [B, Hkv, Hq/Hkv, Sq, Skv]."""
+    made = torch.einsum("bghsd,bgtd->bghst", _grouped(q, k.shape[1]), k) * scale
+    visible = dense_mask(patch, q.device)
+    return made if visible is None else made.masked_fill(~visible, float("-inf"))
+
+
+def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[B, Hq, ...] as [B, Hkv, Hq/Hkv, ...]."""
+    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
+
+
+class Reference:
+    """Plain torch. Computes in fp32, or in float64 when given float64."""
+
+    name = "reference"
+
+    def supports(self, patch: Patch, head_dim: int, dtype: torch.dtype) -> str | None:
+        return None
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = _wide(q), _wide(k), _wide(v)
+        s = scores(q, k, patch, scale)
+        lse = torch.logsumexp(s, dim=-1)
+        p = _probabilities(s, lse)
+        out = torch.einsum("bghst,bgtd->bghsd", p, v)
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        *,
+        patch: Patch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, q, k, v = _wide(dout), _wide(q), _wide(k), _wide(v)
+        kv_heads = k.shape[1]
+        p = _probabilities(scores(q, k, patch, scale), _grouped(lse, kv_heads))
+        dout = _grouped(dout, kv_heads)
+        dv = torch.einsum("bghst,bghsd->bgtd", p, dout)
+        dp = torch.einsum("bghsd,bgtd->bghst", dout, v)
+        ds = p * (dp - _grouped(delta, kv_heads)[..., None]) * scale
+        dq = torch.einsum("bghst,bgtd->bghsd", ds, k)
+        dk = torch.einsum("bghst,bghsd->bgtd", ds, _grouped(q, kv_heads))
+        return dq.flatten(1, 2), dk, dv
+
+
+def _probabilities(s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(s - lse); 0 in rows that see nothing, where both are -inf."""
+    return torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

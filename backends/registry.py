@@ -1,0 +1,55 @@
+"""Transports and kernels by name, imported only when asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from tokenring.backends.base import AttentionKernel, Capabilities, Transport
+from tokenring.errors import BackendUnavailable, ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TRANSPORTS = {"gloo": "tokenring.backends.gloo:GlooTransport"}
+KERNELS = {
+    "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
+    "reference": "tokenring.backends.kernels.reference:Reference",
+}
+CAPABILITIES = {"gloo": Capabilities(early_receives=True, channels=2)}
+
+
+def _load(kind: str, name: str, known: dict[str, str]) -> Any:
+    if name not in known:
+        raise ConfigurationError(f"unknown {kind} {name!r}; choose one of auto, {', '.join(known)}")
+    module, _, attribute = known[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def transport_capabilities(name: str) -> Capabilities:
+    """What the transport called `name` can do, without starting it."""
+    if name not in CAPABILITIES:
+        raise ConfigurationError(f"unknown transport {name!r}; choose one of auto, {', '.join(CAPABILITIES)}")
+    return CAPABILITIES[name]
+
+
+def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Transport:
+    """The transport for a group; "auto" takes Gloo, which moves CPU tensors between any machines."""
+    made = _load("transport", "gloo" if name == "auto" else name, TRANSPORTS)
+    return cast(Transport, made(group, timeout_seconds))
+
+
+def make_kernel(name: str, device: torch.device) -> AttentionKernel:
+    """The kernel `name`; "auto" takes the fastest one for the device. Raises BackendUnavailable."""
+    if name == "auto":
+        name = "cpu-flash" if device.type == "cpu" else "reference"
+    if name == "cpu-flash" and device.type != "cpu":
+        raise BackendUnavailable(f"kernel 'cpu-flash' computes on the CPU; the tensors are on {device}: use 'auto'")
+    return cast(AttentionKernel, _load("kernel", name, KERNELS)())
+
+
+def kernel_for_planning() -> AttentionKernel:
+    """The kernel whose cuts count when a schedule is measured without tensors at hand."""
+    return make_kernel("auto", torch.device("cpu"))

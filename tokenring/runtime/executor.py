@@ -1,0 +1,249 @@
+"""The one executor: it runs the program of any schedule, in either pass, on any transport and kernel.
+
+A program is bound once to a buffer pool: each instruction becomes a function of the call, with
+its views already made. Running it is a loop over these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from tokenring.backends.base import AttentionKernel, Handle, Transport
+from tokenring.errors import ConfigurationError
+from tokenring.runtime.merge import merge_
+from tokenring.runtime.pool import Pool, Views
+from tokenring.runtime.trace import Event, Trace
+from tokenring.schedule.ir import Kind, Schedule
+from tokenring.schedule.program import (
+    OWN, Attend, Fill, Instruction, Merge, Pack, Program, Recv, Release, Result, Send, Span, Wait,
+)  # fmt: skip
+from tokenring.workload import Workload
+
+FIELDS: dict[str, tuple[str, ...]] = {"q_partial": ("dq",), "kv_partial": ("dk", "dv")}
+
+
+@dataclass
+class Call:
+    """The tensors of one call. `own` holds q, k, v, dout [B, T, H, D] and lse, delta [B, H, T] by name."""
+
+    own: dict[str, torch.Tensor]
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)  # slot → bytes that outlive the pass
+    handles: dict[int, Handle] = field(default_factory=dict)
+
+
+Step = Callable[[Call], None]
+
+
+class Executor:
+    """One program, bound to a pool, a transport and a kernel."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        workload: Workload,
+        program: Program,
+        pool: Pool,
+        transport: Transport | None,
+        kernel: AttentionKernel,
+        scale: float,
+    ) -> None:
+        self.program, self.transport, self.kernel, self.scale = program, transport, kernel, scale
+        self.forward = program.direction == "forward"
+        self.views = Views(schedule, workload, program, pool)
+        self.head_range = self.views.records.head_range
+        self.steps: list[Step] = [self._bind(instruction) for instruction in program.instructions]
+
+    def run(self, call: Call, trace: Trace | None = None) -> None:
+        """Run the program; results are then in the home slots (`result`)."""
+        if trace is None:
+            for step in self.steps:
+                step(call)
+            return
+        for step, instruction, number in zip(self.steps, self.program.instructions, self.program.steps, strict=True):
+            began = perf_counter()
+            step(call)
+            trace.events.append(Event(self.program.rank, self.program.direction, number, instruction, began, perf_counter()))
+
+    def result(self, kind: Kind, name: str) -> torch.Tensor:
+        """A field of the rank's own result: [T, B, H, D] or, for lse, [T, B, H], in fp32, until the next run."""
+        return self.views.whole(dict(self.program.home)[kind], name)
+
+    def new_kept(self, device: torch.device) -> dict[int, torch.Tensor]:
+        """Memory for what forward keeps for backward."""
+        return {
+            slot: torch.empty(self.views.nbytes[slot] // 4 * 4, dtype=torch.uint8, device=device)
+            for slot, spec in enumerate(self.program.slots)
+            if spec.kept
+        }
+
+    def _bind(self, instruction: Instruction) -> Step:
+        match instruction:
+            case Attend():
+                return self._attend(instruction)
+            case Merge():
+                return self._merge(instruction)
+            case Pack():
+                return self._pack(instruction)
+            case Recv() | Send():
+                return self._post(instruction)
+            case Wait(message):
+                return lambda call: call.handles.pop(message).wait()
+            case Fill():
+                return self._fill(instruction)
+            case Release():
+                return lambda call: None  # two-sided transports need no credit: the posted receive is one
+        raise TypeError(f"unknown instruction {instruction}")
+
+    # ---------- messages
+
+    def _post(self, post: Recv | Send) -> Step:
+        transport = self.transport
+        if transport is None:
+            raise ConfigurationError("this schedule sends messages, but there is no process group to send them in")
+        span, message, channel, label = post.span, post.message, post.channel, post.label
+        data = self._fixed(span, lambda kept: self.views.message(span, kept))
+        if isinstance(post, Send):
+            to = post.dst
+
+            def send(call: Call) -> None:
+                call.handles[message] = transport.send(data(call), to, channel, label)
+
+            return send
+        source = post.src
+
+        def recv(call: Call) -> None:
+            call.handles[message] = transport.recv(data(call), source, channel, label)
+
+        return recv
+
+    def _fixed(self, span: Span, make: Callable[[torch.Tensor | None], torch.Tensor]) -> Callable[[Call], torch.Tensor]:
+        """A view that is made once, or for each call if it lies in memory of the call."""
+        slot = span.slot
+        if self.program.slots[slot].kept:
+            return lambda call: make(call.kept[slot])
+        view = make(None)
+        return lambda call: view
+
+    def _pack(self, pack: Pack) -> Step:
+        names = [each.name for each in self.views.record(pack.into.slot).fields]
+        targets = [(name, self._fixed(pack.into, self._field_maker(pack.into, name))) for name in names]
+        low, high = self.head_range(pack.kind, pack.source.heads)
+        rows = slice(pack.source.start, pack.source.stop)
+
+        def copy(call: Call) -> None:
+            for name, target in targets:
+                own = call.own[name]
+                if own.dim() == 3:
+                    target(call).copy_(own[:, low:high, rows].permute(2, 0, 1))
+                else:
+                    target(call).copy_(own[:, rows, low:high].transpose(0, 1))
+
+        return copy
+
+    def _field_maker(self, span: Span, name: str) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        return lambda kept: self.views.field(span, name, kept)
+
+    # ---------- tiles
+
+    def _operand(self, span: Span, name: str, kind: Kind) -> Callable[[Call], torch.Tensor]:
+        """A kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
+        if span.slot != OWN:
+            return self._fixed(span, lambda kept: _heads_first(self.views.field(span, name, kept)))
+        low, high = self.head_range(kind, span.heads)
+        rows = slice(span.start, span.stop)
+        if name in ("lse", "delta"):
+            return lambda call: call.own[name][:, low:high, rows]
+        return lambda call: call.own[name][:, rows, low:high].transpose(1, 2)
+
+    def _attend(self, attend: Attend) -> Step:
+        kernel, patch, scale = self.kernel, attend.patch, self.scale
+        k, v = self._operand(attend.kv, "k", "kv"), self._operand(attend.kv, "v", "kv")
+        q = self._operand(attend.kept_q or attend.q, "q", "q")
+        sinks = [self._sink(result) for result in attend.results]
+        if self.forward:
+
+            def forward(call: Call) -> None:
+                made = kernel.forward(q(call), k(call), v(call), patch=patch, scale=scale)
+                for sink in sinks:
+                    sink(made)
+
+            return forward
+        dout, lse, delta = (self._operand(attend.q, name, "q") for name in ("dout", "lse", "delta"))
+
+        def backward(call: Call) -> None:
+            made = kernel.backward(
+                dout(call), q(call), k(call), v(call), lse(call), delta(call), patch=patch, scale=scale
+            )
+            for sink in sinks:
+                sink(made)
+
+        return backward
+
+    def _sink(self, result: Result) -> Callable[[tuple[torch.Tensor, ...]], None]:
+        """Puts rows of a kernel's result where they belong."""
+        rows = slice(result.start, result.start + result.into.rows)
+        if self.forward:
+            accept = self._accept_out(result.into, result.first)
+            return lambda made: accept(_rows_first(made[0][:, :, rows]), made[1][:, :, rows].permute(2, 0, 1))
+        accept_gradients = self._accept_gradients(result.kind, result.into, result.first)
+        which = slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
+        return lambda made: accept_gradients([_rows_first(each[:, :, rows]) for each in made[which]])
+
+    # ---------- accumulators
+
+    def _accept_out(self, into: Span, first: bool) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        out, lse = self.views.field(into, "out"), self.views.field(into, "lse")
+        if first:
+
+            def copy(new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
+                out.copy_(new_out)
+                lse.copy_(new_lse)
+
+            return copy
+        scratch = self.views.scratch(into.rows, lse.shape[2])
+        return lambda new_out, new_lse: merge_(out, lse, new_out, new_lse, scratch)
+
+    def _accept_gradients(self, kind: Kind, into: Span, first: bool) -> Callable[[list[torch.Tensor]], None]:
+        targets = [self.views.field(into, name) for name in FIELDS[kind]]
+
+        def accept(news: list[torch.Tensor]) -> None:
+            for target, new in zip(targets, news, strict=True):
+                if first:
+                    target.copy_(new)
+                else:
+                    target.add_(new)
+
+        return accept
+
+    def _merge(self, merge: Merge) -> Step:
+        if self.forward:
+            accept = self._accept_out(merge.into, merge.first)
+            out, lse = self.views.field(merge.source, "out"), self.views.field(merge.source, "lse")
+            return lambda call: accept(out, lse)
+        accept_gradients = self._accept_gradients(merge.kind, merge.into, merge.first)
+        sources = [self.views.field(merge.source, name) for name in FIELDS[merge.kind]]
+        return lambda call: accept_gradients(sources)
+
+    def _fill(self, fill: Fill) -> Step:
+        names = ("out", "lse") if self.forward else FIELDS[fill.kind]
+        targets = [(self.views.field(fill.into, name), float("-inf") if name == "lse" else 0.0) for name in names]
+
+        def clear(call: Call) -> None:
+            for target, value in targets:
+                target.fill_(value)
+
+        return clear
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[S, B, H, ...] → [B, H, S, ...]"""
+    return x.permute(1, 2, 0, 3) if x.dim() == 4 else x.permute(1, 2, 0)
+
+
+def _rows_first(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] → [S, B, H, D]"""
+    return x.permute(2, 0, 1, 3)

@@ -1,0 +1,103 @@
+"""The buffer pool of one rank: all slots and accumulators of a program in one allocation."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenring.schedule.measure import aligned, scratch_bytes, slot_bytes
+from tokenring.schedule.payload import Field, Record, Records
+from tokenring.schedule.program import Program, Span
+from tokenring.schedule.ir import Schedule
+from tokenring.workload import Workload
+
+
+class Pool:
+    """Bytes that only grow. `high_water_bytes` is the end of the furthest view ever given out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8, device=device)
+        self.high_water_bytes = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """At least so many bytes; views given out before a growth stay on the old memory."""
+        if nbytes > self.data.numel():
+            self.data = torch.empty(nbytes, dtype=torch.uint8, device=self.data.device)
+
+    def touch(self, end: int) -> None:
+        self.high_water_bytes = max(self.high_water_bytes, end)
+
+
+class Views:
+    """Typed views of the slots of one program on a pool (or on kept tensors)."""
+
+    def __init__(self, schedule: Schedule, workload: Workload, program: Program, pool: Pool) -> None:
+        self.program, self.pool, self.workload = program, pool, workload
+        self.records = Records(schedule, workload, program.direction)
+        self.forward_records = Records(schedule, workload, "forward")
+        self.nbytes = slot_bytes(schedule, workload, program)
+        self.offsets, at = [], 0
+        for slot, size in zip(program.slots, self.nbytes, strict=True):
+            self.offsets.append(-1 if slot.kept else at)
+            at += 0 if slot.kept else aligned(size)
+        self._scratch_at = at
+        pool.reserve(at + aligned(scratch_bytes(schedule, workload, program)))
+        self.base = pool.data
+
+    def record(self, slot: int) -> Record:
+        spec = self.program.slots[slot]
+        records = self.forward_records if spec.kept else self.records
+        return records(spec.kind, spec.full_precision, spec.all_heads)
+
+    def message(self, span: Span, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """The bytes of a span, contiguous."""
+        size = self.record(span.slot).nbytes
+        start, base = self._start(span.slot, kept)
+        self._touch(span, kept)
+        return base[start + span.start * size : start + span.stop * size]
+
+    def field(self, span: Span, name: str, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, B, heads, D], or [rows, B, heads] for a statistic: the span's rows and head group."""
+        record = self.record(span.slot)
+        field = record.field(name)
+        start, base = self._start(span.slot, kept)
+        self._touch(span, kept)
+        whole = _strided(base, start + span.start * record.nbytes, span.rows, record, field, self.workload)
+        spec = self.program.slots[span.slot]
+        if not spec.all_heads:
+            return whole
+        low, high = self.records.head_range(spec.kind, span.heads)
+        return whole[:, :, low:high]
+
+    def whole(self, slot: int, name: str) -> torch.Tensor:
+        """All rows and heads of a slot."""
+        record = self.record(slot)
+        rows = self.program.slots[slot].rows
+        self._touch(Span(slot, 0, rows), None)
+        return _strided(self.base, self.offsets[slot], rows, record, record.field(name), self.workload)
+
+    def scratch(self, rows: int, heads: int) -> torch.Tensor:
+        """[2, rows, B, heads] fp32 for merging."""
+        count = 2 * rows * self.workload.batch * heads
+        self.pool.touch(self._scratch_at + aligned(4 * count))
+        flat = self.base[self._scratch_at : self._scratch_at + 4 * count].view(torch.float32)
+        return flat.view(2, rows, self.workload.batch, heads)
+
+    def _start(self, slot: int, kept: torch.Tensor | None) -> tuple[int, torch.Tensor]:
+        return (self.offsets[slot], self.base) if kept is None else (0, kept)
+
+    def _touch(self, span: Span, kept: torch.Tensor | None) -> None:
+        if kept is None:
+            self.pool.touch(self.offsets[span.slot] + aligned(self.nbytes[span.slot]))
+
+
+def _strided(
+    base: torch.Tensor, start: int, rows: int, record: Record, field: Field, workload: Workload
+) -> torch.Tensor:
+    typed = base[: base.numel() // 4 * 4].view(field.dtype)
+    size = field.dtype.itemsize
+    shape: tuple[int, ...] = (rows, workload.batch, record.heads)
+    strides: tuple[int, ...] = (record.nbytes // size, record.heads, 1)
+    if not field.statistic:
+        shape = (*shape, workload.head_dim)
+        strides = (strides[0], record.heads * workload.head_dim, workload.head_dim, 1)
+    return typed.as_strided(shape, strides, (start + field.offset_bytes) // size)

@@ -1,0 +1,38 @@
+"""What happened when: one event for each instruction of a traced call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.program import Attend, Instruction, Wait
+
+
+class Event(NamedTuple):
+    """One instruction as it ran; times are perf_counter seconds of its process."""
+
+    rank: int
+    direction: Pass
+    step: int
+    instruction: Instruction
+    began_seconds: float
+    ended_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_seconds - self.began_seconds
+
+
+@dataclass
+class Trace:
+    """The events of the calls that ran while it was active, in order."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def split_seconds(self) -> dict[str, float]:
+        """Time in kernels, in waits (exposed communication), and in everything else."""
+        compute = sum(event.seconds for event in self.events if isinstance(event.instruction, Attend))
+        exposed = sum(event.seconds for event in self.events if isinstance(event.instruction, Wait))
+        total = sum(event.seconds for event in self.events)
+        return {"compute": compute, "exposed": exposed, "rest": total - compute - exposed}
