@@ -31,13 +31,12 @@ def to_json(schedule: Schedule) -> str:
 def _document(schedule: Schedule) -> dict[str, object]:
     requests = [move for move in schedule.moves if move.block.kind in PARTIAL_OF]
     partials = [move for move in schedule.moves if move.block.kind not in PARTIAL_OF]
-    mask = schedule.mask
     return {
         "format": FORMAT,
         "version": VERSION,
         "name": schedule.name,
         "world_size": schedule.world_size,
-        "mask": {"low": mask.low, "high": mask.high, "cu_seqlens": mask.cu_seqlens},
+        "mask": mask_document(schedule.mask),
         "q_layout": _layout_document(schedule.q_layout),
         "kv_layout": _layout_document(schedule.kv_layout),
         "head_groups": schedule.head_groups,
@@ -50,6 +49,11 @@ def _document(schedule: Schedule) -> dict[str, object]:
         "moves": [_move_document(schedule, move) for move in requests],
         "returns": [_return_document(schedule, move) for move in partials],
     }
+
+
+def mask_document(mask: Mask) -> dict[str, object]:
+    """The three numbers of a mask."""
+    return {"low": mask.low, "high": mask.high, "cu_seqlens": mask.cu_seqlens}
 
 
 def _layout_document(layout: Layout) -> dict[str, object]:
@@ -117,7 +121,7 @@ def from_json(text: str) -> Schedule:
         raise ScheduleError("document: nested too deeply") from None
     except (ValueError, TypeError) as error:
         raise ScheduleError(f"document: not JSON: {error}") from None
-    return _schedule(_Node(value, ""))
+    return _schedule(Node(value, ""))
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -128,7 +132,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return made
 
 
-def _schedule(root: _Node) -> Schedule:
+def _schedule(root: Node) -> Schedule:
     kind = root.fields("format", "version", others=True)
     kind["format"].choice(FORMAT)
     if (version := kind["version"].integer()) != VERSION:
@@ -144,12 +148,12 @@ def _schedule(root: _Node) -> Schedule:
         world,
         q_layout,
         kv_layout,
-        _mask(part["mask"], q_layout.length),
+        read_mask(part["mask"], q_layout.length),
         (),
         (),
         part["head_groups"].integer(1),
-        _pieces(part["q_pieces"], q_layout),
-        _pieces(part["kv_pieces"], kv_layout),
+        read_pieces(part["q_pieces"], q_layout),
+        read_pieces(part["kv_pieces"], kv_layout),
         frozenset(part["keep"].distinct(lambda node: node.choice("q", "kv"))),
         part["slack"].optional(lambda node: node.integer(0)),
         _codecs(part["codecs"]),
@@ -161,7 +165,8 @@ def _schedule(root: _Node) -> Schedule:
     return empty.replace(tiles=tuple(tiles), moves=tuple(merge(moves, returns, key=move_order)))
 
 
-def _mask(node: _Node, length: int) -> Mask:
+def read_mask(node: Node, length: int) -> Mask:
+    """The mask that mask_document() describes, over a sequence of this length."""
     part = node.fields("low", "high", "cu_seqlens")
     low, high = (part[key].optional(lambda bound: bound.integer(-INTEGER_LIMIT)) for key in ("low", "high"))
     bounds = part["cu_seqlens"].optional(lambda list_: list_.each(lambda bound: bound.integer(0, length)))
@@ -170,7 +175,7 @@ def _mask(node: _Node, length: int) -> Mask:
     return Mask(low, high, None if bounds is None else tuple(bounds))
 
 
-def _layout(node: _Node, world_size: int) -> Layout:
+def _layout(node: Node, world_size: int) -> Layout:
     part = node.fields("name", "length", "chunks")
     name, length = part["name"].name(), part["length"].integer(1)
     pairs = part["chunks"].each(lambda chunk: _chunk(chunk, length, world_size))
@@ -185,7 +190,7 @@ def _layout(node: _Node, world_size: int) -> Layout:
     return layout
 
 
-def _chunk(node: _Node, length: int, world_size: int) -> tuple[Positions, int]:
+def _chunk(node: Node, length: int, world_size: int) -> tuple[Positions, int]:
     part = node.fields("start", "stop", "step", "owner")
     start = part["start"].integer(0, length - 1)
     positions = Positions(start, part["stop"].integer(start + 1), part["step"].integer(1))
@@ -217,15 +222,16 @@ def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout
     return layout if len(layout.chunks) == chunks else None
 
 
-def _pieces(node: _Node, layout: Layout) -> int:
+def read_pieces(node: Node, layout: Layout) -> int:
+    """Into how many parts the layout's chunks are cut."""
     pieces = node.integer(1)
     if layout.chunk_length % pieces:
         raise node.error(f"{pieces} pieces do not divide chunks of {layout.chunk_length} positions")
     return pieces
 
 
-def _codecs(node: _Node) -> tuple[tuple[str, str], ...]:
-    def codec(entry: _Node) -> tuple[str, str]:
+def _codecs(node: Node) -> tuple[tuple[str, str], ...]:
+    def codec(entry: Node) -> tuple[str, str]:
         part = entry.fields("kind", "codec")
         return part["kind"].choice("q", "kv"), part["codec"].name()
 
@@ -235,12 +241,12 @@ def _codecs(node: _Node) -> tuple[tuple[str, str], ...]:
     return tuple(codecs)
 
 
-def _tile(node: _Node, schedule: Schedule) -> Tile:
+def _tile(node: Node, schedule: Schedule) -> Tile:
     part = node.fields("step", "rank", "heads", "q", "kv")
     heads = part["heads"].index(schedule.head_groups, "a head group")
 
     def units(kind: Kind) -> tuple[Block, ...]:
-        def unit(entry: _Node) -> Block:
+        def unit(entry: Node) -> Block:
             return Block(kind, *_unit(entry.fields("chunk", "piece"), kind, schedule, heads))
 
         blocks = part[kind].each(unit)
@@ -252,44 +258,45 @@ def _tile(node: _Node, schedule: Schedule) -> Tile:
     return Tile(part["step"].integer(0), rank, units("q"), units("kv"))
 
 
-def _unit(part: dict[str, _Node], kind: Kind, schedule: Schedule, heads: int) -> tuple[int, int, int]:
+def _unit(part: dict[str, Node], kind: Kind, schedule: Schedule, heads: int) -> tuple[int, int, int]:
     name = "q" if kind.startswith("q") else "kv"
     chunk = part["chunk"].index(len(schedule.layout_of(kind).chunks), f"a {name} chunk")
     return chunk, heads, part["piece"].index(schedule.pieces_of(kind), f"a {name} piece")
 
 
-def _request(node: _Node, schedule: Schedule) -> Move:
+def _request(node: Node, schedule: Schedule) -> Move:
     part = node.fields("step", "kind", "chunk", "heads", "piece", "src", "dst", "channel")
     return _move(part, part["kind"].choice("q", "kv"), None, schedule, REQUESTS)
 
 
-def _return(node: _Node, schedule: Schedule) -> Move:
+def _return(node: Node, schedule: Schedule) -> Move:
     part = node.fields("step", "kind", "chunk", "heads", "piece", "made_at", "src", "dst", "channel", "add")
     made_at = part["made_at"].index(schedule.world_size, "a rank")
     move = _move(part, part["kind"].choice("q_partial", "kv_partial"), made_at, schedule, PARTIALS)
     return move._replace(add=part["add"].boolean())
 
 
-def _move(part: dict[str, _Node], kind: Kind, made_at: int | None, schedule: Schedule, channel: str) -> Move:
+def _move(part: dict[str, Node], kind: Kind, made_at: int | None, schedule: Schedule, channel: str) -> Move:
     heads = part["heads"].index(schedule.head_groups, "a head group")
     block = Block(kind, *_unit(part, kind, schedule, heads), made_at)
     src, dst = (part[end].index(schedule.world_size, "a rank") for end in ("src", "dst"))
     return Move(part["step"].integer(0), block, src, dst, part["channel"].choice(channel))
 
 
-class _Node:
+class Node:
     """A value of the document and where it stands, for errors that say so."""
 
     def __init__(self, value: object, path: str) -> None:
         self.value, self.path = value, path
 
     def error(self, text: str) -> ScheduleError:
+        """What is wrong, after where it is."""
         return ScheduleError(f"{self.path or 'document'}: {text}")
 
     def _expected(self, what: str) -> ScheduleError:
         return self.error(f"expected {what}, found {_short(self.value)}")
 
-    def fields(self, *names: str, others: bool = False) -> dict[str, _Node]:
+    def fields(self, *names: str, others: bool = False) -> dict[str, Node]:
         """An object with exactly these keys, or with others as well."""
         if not isinstance(self.value, dict):
             raise self._expected("an object")
@@ -300,23 +307,27 @@ class _Node:
             if name not in names and not others:
                 raise self.error(f"has an unknown key {_short(name)}")
         dot = "." if self.path else ""
-        return {name: _Node(self.value[name], f"{self.path}{dot}{name}") for name in names}
+        return {name: Node(self.value[name], f"{self.path}{dot}{name}") for name in names}
 
-    def each(self, read: Callable[[_Node], T]) -> list[T]:
+    def each(self, read: Callable[[Node], T]) -> list[T]:
+        """What `read` makes of each element of a list."""
         if not isinstance(self.value, list):
             raise self._expected("a list")
-        return [read(_Node(value, f"{self.path}[{index}]")) for index, value in enumerate(self.value)]
+        return [read(Node(value, f"{self.path}[{index}]")) for index, value in enumerate(self.value)]
 
-    def distinct(self, read: Callable[[_Node], T]) -> list[T]:
+    def distinct(self, read: Callable[[Node], T]) -> list[T]:
+        """The same, each once."""
         values = self.each(read)
         if len(set(values)) < len(values):
             raise self.error("names something twice")
         return values
 
-    def optional(self, read: Callable[[_Node], T]) -> T | None:
+    def optional(self, read: Callable[[Node], T]) -> T | None:
+        """None for null."""
         return None if self.value is None else read(self)
 
     def integer(self, least: int = 0, most: int = INTEGER_LIMIT) -> int:
+        """An integer in [least, most]."""
         if isinstance(self.value, bool) or not isinstance(self.value, int):
             raise self._expected("an integer")
         if not least <= self.value <= most:
@@ -324,22 +335,26 @@ class _Node:
         return self.value
 
     def index(self, count: int, what: str) -> int:
+        """The number of one of `count` things."""
         value = self.integer(-INTEGER_LIMIT)
         if not 0 <= value < count:
             raise self.error(f"{value} is not {what} of {count}")
         return value
 
     def boolean(self) -> bool:
+        """True or false."""
         if not isinstance(self.value, bool):
             raise self._expected("true or false")
         return self.value
 
     def name(self) -> str:
+        """A name that can be printed on one line."""
         if not isinstance(self.value, str) or not self.value or not self.value.isprintable():
             raise self._expected("a printable name")
         return self.value
 
     def choice(self, *values: Name) -> Name:
+        """One of these strings."""
         for value in values:
             if self.value == value:
                 return value

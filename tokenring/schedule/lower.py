@@ -131,15 +131,15 @@ class _Lowering:
                 self.arriving[move.block] = number
             self.emit(Recv(number, span, first.src, first.channel, label))
             return
-        span, source = self._send_span(message)
+        span, sources = self._send_span(message)
         self.emit(Send(number, span, first.dst, first.channel, label))
         self.slots.sent(span.slot, number, self.step)
-        self._used(self.agenda.use_key(first), span.slot, source)
+        self._used(self.agenda.use_key(first), *sources)
 
     def _used(self, key: object, *slots: int) -> None:
         self.agenda.uses[key] -= 1
         if self.agenda.uses[key] == 0:
-            for slot in set(slots):
+            for slot in sorted(set(slots)):
                 self.slots.drop(slot)
 
     def _receive_span(self, message: list[Move]) -> Span:
@@ -151,8 +151,8 @@ class _Lowering:
         slot = self._incoming_slot(first)
         return self._span(slot, self.storage.group_row(first.block.request()), rows, first.block)
 
-    def _send_span(self, message: list[Move]) -> tuple[Span, int]:
-        """What is sent, and the slot in which it came about."""
+    def _send_span(self, message: list[Move]) -> tuple[Span, list[int]]:
+        """What is sent, and the slots that are done with when this was the last send from them."""
         first = message[0]
         block = first.block
         rows = len(message) * self.schedule.unit_length(block.kind)
@@ -160,13 +160,15 @@ class _Lowering:
             slab, group = self.storage.slab(self.rank, block), self.storage.group(block)
             slot = self.staged[group] if slab.own_only else self._request_slot(slab)
             row = self.storage.group_row(block) if slab.own_only else self.storage.row(self.rank, block)
-            return self._span(slot, row, rows, block), slot
+            return self._span(slot, row, rows, block), [slot]
         if block.made_at == self.rank:
             slab = self.storage.slab(self.rank, block.request())
             row = self.storage.row(self.rank, block.request())
-            return self._span(self._wire_slot(first), row, rows, block), self._partial_slot(block.kind, slab)
+            span = self._span(self._wire_slot(first), row, rows, block)
+            wire = self.wire_slots.get(slab.key)
+            return span, [self._partial_slot(block.kind, slab), *([] if wire is None else [wire])]
         slot = self.incoming_slots[self.storage.group(block), made_at(block)]
-        return self._span(slot, self.storage.group_row(block.request()), rows, block), slot
+        return self._span(slot, self.storage.group_row(block.request()), rows, block), [slot]
 
     @staticmethod
     def _span(slot: int, row: int, rows: int, block: Block) -> Span:

@@ -83,7 +83,10 @@ class Storage:
         return joined
 
     def _adjacent(self, a: Move, b: Move) -> bool:
-        if a._replace(block=b.block) != b or self._slot_group(a.block) != self._slot_group(b.block):
+        precise = self.schedule.in_full_precision
+        if a._replace(block=b.block) != b or precise(a) != precise(b):
+            return False
+        if self._slot_group(a.block) != self._slot_group(b.block):
             return False
         length = self.schedule.unit_length(a.block.kind)
         return all(self._wire_row(rank, b.block) - self._wire_row(rank, a.block) == length for rank in (a.src, a.dst))

@@ -1,0 +1,54 @@
+"""tokenring: attention over many devices, with schedules that are data.
+
+    cp = tokenring.ContextParallel(layout="zigzag", schedule="auto")
+    x = tokenring.shard(x, cp, dim=1)
+    out = tokenring.attention(q, k, v, cp, mask=tokenring.Causal())
+"""
+
+from tokenring._version import __version__
+from tokenring.attention import attention
+from tokenring.context import ContextParallel
+from tokenring.errors import (
+    BackendUnavailable,
+    ConfigurationError,
+    PeerLost,
+    ScheduleError,
+    TokenRingError,
+    UnsupportedError,
+)
+from tokenring.layout import Layout, Positions
+from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
+from tokenring.schedule.build import Scheme
+from tokenring.schedule.ir import Block, Move, Schedule, Tile
+from tokenring.schedule.schemes import schedule
+from tokenring.sharding import positions, shard, unshard
+from tokenring.workload import Workload
+
+__all__ = [
+    "BackendUnavailable",
+    "Block",
+    "Causal",
+    "ConfigurationError",
+    "ContextParallel",
+    "Documents",
+    "Full",
+    "Layout",
+    "Mask",
+    "Move",
+    "PeerLost",
+    "Positions",
+    "ScheduleError",
+    "Scheme",
+    "Schedule",
+    "SlidingWindow",
+    "Tile",
+    "TokenRingError",
+    "UnsupportedError",
+    "Workload",
+    "__version__",
+    "attention",
+    "positions",
+    "schedule",
+    "shard",
+    "unshard",
+]

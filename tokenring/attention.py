@@ -1,0 +1,111 @@
+"""The function that users call."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+
+from tokenring.context import ContextParallel, Request
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.mask import Full, Mask
+from tokenring.runtime.autograd import AttentionFunction
+from tokenring.workload import Workload
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
+    scale: float | None = None, return_lse: Literal[False] = False, *, dropout_p: float = 0.0, softcap: float = 0.0,
+    sinks: object = None, bias: object = None,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
+    scale: float | None = None, *, return_lse: Literal[True], dropout_p: float = 0.0, softcap: float = 0.0,
+    sinks: object = None, bias: object = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    sinks: object = None,
+    bias: object = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over the sequence that the ranks of `cp` hold together; differentiable.
+
+    q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv.
+    mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &.
+    scale: of q·k; default 1/√D. Every rank must call with the same sizes, mask and scale.
+
+    Returns out [B, T, Hq, D] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural
+    log; -inf and out 0 where a row sees nothing). No gradient flows through lse.
+
+    Raises ConfigurationError (sizes that do not fit), UnsupportedError (dropout, softcap, sinks,
+    bias, dtypes) and PeerLost (a rank that does not answer within cp.timeout_seconds).
+    """
+    _refuse({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
+    mask = Full() if mask is None else mask
+    q, k, v = (_autocast(x) for x in (q, k, v))
+    workload = _workload(q, k, v, cp, mask)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    request = Request(workload, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), training, q.device)
+    out, lse = AttentionFunction.apply(q, k, v, cp, request)
+    return (out, lse) if return_lse else out
+
+
+def _refuse(features: dict[str, object]) -> None:
+    advice = {
+        "dropout_p": "its mask cannot be the same under every split; set it to 0",
+        "softcap": "no kernel here computes it; use a model without logit soft-capping",
+        "sinks": "no kernel here computes them",
+        "bias": "only masks of positions are supported: Causal, SlidingWindow, Documents",
+    }
+    for name, value in features.items():
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            raise UnsupportedError(f"attention with {name} is not supported: {advice[name]}")
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """What scaled_dot_product_attention does under autocast."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask) -> Workload:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ConfigurationError(f"attention wants q, k and v as [B, T, H, D]; got {shapes}")
+    if not q.shape[3] == k.shape[3] == v.shape[3]:
+        raise UnsupportedError(f"q, k and v must have one head dimension; got {shapes}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0]:
+        raise ConfigurationError(f"k and v must have one shape, and q the same batch; got {shapes}")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ConfigurationError(
+            f"q, k and v must share dtype and device; got {q.dtype}/{k.dtype}/{v.dtype} on {q.device}/{k.device}/{v.device}"
+        )
+    if min(q.shape[1], k.shape[1]) == 0:
+        raise ConfigurationError(f"a rank with an empty shard cannot take part: {shapes}; pad the sequence")
+    if not isinstance(mask, Mask):
+        raise ConfigurationError(f"mask is a {type(mask).__name__}; use Full(), Causal(), SlidingWindow or Documents")
+    q_length, kv_length = q.shape[1] * cp.world_size, k.shape[1] * cp.world_size
+    if q_length != kv_length and mask.needs_equal_lengths:
+        raise UnsupportedError(
+            f"mask {mask} numbers one sequence, but q has {q_length} positions and kv {kv_length}: only Full takes both"
+        )
+    mask.check_length(q_length)
+    return Workload(q.shape[0], q_length, kv_length, q.shape[2], k.shape[2], q.shape[3], q.dtype)

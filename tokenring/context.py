@@ -1,0 +1,234 @@
+"""ContextParallel: the group, the layout and the way attention is to be computed over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tokenring.errors import ConfigurationError
+from tokenring.layout import Layout, make_layout
+from tokenring.mask import Mask
+from tokenring.runtime.trace import Trace
+from tokenring.schedule.build import Scheme, build
+from tokenring.schedule.ir import Pass, Schedule
+from tokenring.workload import Workload
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tokenring.backends.base import AttentionKernel, Transport
+    from tokenring.planner.select import Plan
+    from tokenring.runtime.executor import Executor
+    from tokenring.runtime.pool import Pool
+
+TIMEOUT_SECONDS = 60.0
+CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kind of attention call, as this rank sees it."""
+
+    workload: Workload
+    mask: Mask
+    scale: float
+    training: bool
+    device: torch.device
+
+
+class ContextParallel:
+    """Attention over the ranks of a group.
+
+    group: a ProcessGroup, a one-dimensional DeviceMesh (as mesh["cp"]), or None for the world (one
+        rank, if torch.distributed is not initialised).
+    layout: "contiguous", "zigzag", "striped", a finer cut of one ("zigzag/2"), or a Layout.
+    schedule: "auto", "auto:ring,tokenring" (choose among these), a name, or a Scheme or Schedule of
+        your own. None reads TOKENRING_SCHEDULE, and takes "auto" when it is not set.
+    transport: "auto", a name, or the `transport` of another ContextParallel of the same group.
+    kernel: "auto" or a name.
+    pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
+    timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
+
+    Raises ConfigurationError and BackendUnavailable.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | DeviceMesh | None = None,
+        layout: str | Layout = "zigzag",
+        schedule: str | Scheme | Schedule | None = None,
+        transport: str | Transport = "auto",
+        *,
+        kernel: str = "auto",
+        pieces: int | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self.group = _process_group(group)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ConfigurationError("this rank is not a member of the group; only members make a ContextParallel")
+        self.layout = layout
+        self.schedule = schedule or os.environ.get("TOKENRING_SCHEDULE") or "auto"
+        self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, timeout_seconds
+        self._transport = transport
+        self._pools: dict[torch.device, Pool] = {}
+        self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_plan)
+        self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_executor)
+        self._trace: Trace | None = None
+        self._check()
+
+    def _check(self) -> None:
+        from tokenring.backends.registry import KERNELS, TRANSPORTS
+
+        if isinstance(self.layout, str):
+            make_layout(self.layout, 1, 1 << 20 if "/" not in self.layout else _cuts(self.layout) * 2)
+        for what, name, known in (("transport", self._transport, TRANSPORTS), ("kernel", self.kernel_name, KERNELS)):
+            if isinstance(name, str) and name != "auto" and name not in known:
+                raise ConfigurationError(f"unknown {what} {name!r}; choose one of auto, {', '.join(known)}")
+        of_others = getattr(self._transport, "world_size", self.world_size)
+        if of_others != self.world_size:
+            raise ConfigurationError(f"the transport joins {of_others} ranks, the group has {self.world_size}")
+        made_for = getattr(self.schedule, "world_size", self.world_size)
+        if made_for != self.world_size:
+            raise ConfigurationError(f"the schedule is for {made_for} ranks, the group has {self.world_size}")
+        if isinstance(self.schedule, str):
+            _check_schedule_name(self.schedule)
+
+    def layout_for(self, length: int) -> Layout:
+        """The layout of a sequence of this length. Raises ConfigurationError when it does not divide."""
+        return make_layout(self.layout, self.world_size, length)
+
+    @property
+    def transport(self) -> Transport | None:
+        """The transport, made when first needed; None for one rank. All ranks must get here together."""
+        if isinstance(self._transport, str):
+            if self.group is None or self.world_size == 1:
+                return None
+            from tokenring.backends.registry import make_transport
+
+            self._transport = make_transport(self._transport, self.group, self.timeout_seconds)
+        return self._transport
+
+    def plan(self, request: Request) -> Plan:
+        """The schedule for a call, and why."""
+        return self._plan(request)
+
+    def executor(self, request: Request, direction: Pass) -> Executor:
+        """What runs a pass of a call on this rank."""
+        return self._executor(request, direction)
+
+    def pool(self, device: torch.device) -> Pool:
+        """The buffer pool of a device: all programs share it, since one runs at a time."""
+        from tokenring.runtime.pool import Pool
+
+        if device not in self._pools:
+            self._pools[device] = Pool(device)
+        return self._pools[device]
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Time every instruction of the calls made inside; costs some microseconds for each."""
+        before, self._trace = self._trace, Trace()
+        try:
+            yield self._trace
+        finally:
+            self._trace = before
+
+    @property
+    def active_trace(self) -> Trace | None:
+        return self._trace
+
+    def kernel(self, device: torch.device) -> AttentionKernel:
+        from tokenring.backends.registry import make_kernel
+
+        return make_kernel(self.kernel_name, device)
+
+    def _make_plan(self, request: Request) -> Plan:
+        from tokenring.planner.select import Plan, named_schedule, select
+        from tokenring.topology.graph import full_mesh
+
+        size, mask = request.workload, request.mask
+        q_layout, kv_layout = self.layout_for(size.q_length), self.layout_for(size.kv_length)
+        asked = self.schedule
+        if isinstance(asked, Schedule):
+            _check_made_for(asked, q_layout, kv_layout, mask)
+            return Plan(asked.verify(), size, "the schedule that was given", ())
+        if isinstance(asked, Scheme):
+            return Plan(build(asked, q_layout, kv_layout, mask).verify(), size, "the scheme that was given", ())
+        name, _, families = asked.partition(":")
+        if name != "auto":
+            made = named_schedule(name, size, q_layout, kv_layout, mask, self.pieces)
+            return Plan(made, size, f"asked for by name: {name}", ())
+        passes: tuple[Pass, ...] = ("forward", "backward") if request.training else ("forward",)
+        options = {"families": families.split(",")} if families else {}
+        return select(
+            size, full_mesh(self.world_size), q_layout=q_layout, kv_layout=kv_layout, mask=mask, passes=passes, **options
+        )
+
+    def _make_executor(self, request: Request, direction: Pass) -> Executor:
+        from tokenring.runtime.executor import Executor
+        from tokenring.schedule.lower import lower
+
+        schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
+        transport = self.transport
+        early = transport is None or transport.capabilities.early_receives
+        program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, early)
+        pool = self.pool(request.device)
+        return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
+
+
+def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    if group is None:
+        ready = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if ready else None
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ConfigurationError(
+                f"a DeviceMesh of {group.ndim} dimensions was given; name the one for context parallelism, as mesh['cp']"
+            )
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"group is a {type(group).__name__}; give a ProcessGroup, a one-dimensional DeviceMesh or None for the world"
+        )
+    return group
+
+
+def _check_schedule_name(name: str) -> None:
+    from tokenring.schedule.schemes import SCHEMES
+
+    base, _, families = name.partition(":")
+    unknown = [each for each in (families.split(",") if families else [base]) if each not in SCHEMES]
+    if base != "auto" and (families or unknown) or (families and unknown):
+        raise ConfigurationError(
+            f"unknown schedule {unknown[0] if unknown else name!r} in {name!r}; choose auto, one of {', '.join(SCHEMES)}, "
+            f"or restrict the choice, as in 'auto:ring,tokenring'"
+        )
+
+
+def _check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
+    for what, made, wanted in (
+        ("q layout", schedule.q_layout, q_layout),
+        ("kv layout", schedule.kv_layout, kv_layout),
+        ("mask", schedule.mask, mask),
+    ):
+        if made != wanted:
+            text = [f"{each.name} of {each.length}" if isinstance(each, Layout) else str(each) for each in (made, wanted)]
+            raise ConfigurationError(
+                f"schedule {schedule.name!r} was made for {what} {text[0]}, but the call has {text[1]}: "
+                f"make it for this call, or give its Scheme, which is built for each"
+            )
+
+
+def _cuts(layout: str) -> int:
+    cuts = layout.partition("/")[2]
+    return int(cuts) if cuts.isdigit() else 1

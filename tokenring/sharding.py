@@ -1,0 +1,67 @@
+"""Between whole sequences and the parts that ranks hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenring.context import ContextParallel
+from tokenring.errors import ConfigurationError
+from tokenring.layout import split_order
+
+
+def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
+    """This rank's part of a whole tensor that every rank holds, along the sequence dimension `dim`.
+
+    Differentiable: the gradient of the whole tensor is zero where other ranks hold the positions.
+    Raises ConfigurationError when the length does not divide.
+    """
+    return x.index_select(dim, positions(cp, x.shape[dim], x.device))
+
+
+def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """The global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
+    return torch.tensor(cp.layout_for(seq_len).positions(cp.rank), dtype=torch.int64, device=device)
+
+
+def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
+    """The whole tensor on every rank, in sequence order, from each rank's part.
+
+    Differentiable: a rank's gradient is the sum over all ranks of what their copies of the whole got
+    (so a loss that every rank computes in full counts once for each rank).
+    """
+    gathered = _Gather.apply(x, cp, dim)
+    layout = cp.layout_for(gathered.shape[dim])
+    order = torch.tensor(split_order(layout), device=x.device)
+    return gathered.index_select(dim, torch.argsort(order))
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along `dim` by rank; its gradient is summed over ranks and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel, dim: int) -> torch.Tensor:
+        ctx.cp, ctx.dim = cp, dim
+        if cp.world_size == 1:
+            return x.clone()
+        _check_same_shape(x, cp)
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cp.world_size)]
+        dist.all_gather(parts, x.contiguous(), group=cp.group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        grad = grads[0].contiguous().clone()
+        if ctx.cp.world_size > 1:
+            dist.all_reduce(grad, group=ctx.cp.group)
+        return grad.chunk(ctx.cp.world_size, ctx.dim)[ctx.cp.rank], None, None
+
+
+def _check_same_shape(x: torch.Tensor, cp: ContextParallel) -> None:
+    shapes: list[Any] = [None] * cp.world_size
+    dist.all_gather_object(shapes, tuple(x.shape), group=cp.group)
+    if any(shape != tuple(x.shape) for shape in shapes):
+        found = ", ".join(f"rank {rank}: {list(shape)}" for rank, shape in enumerate(shapes))
+        raise ConfigurationError(f"unshard wants parts of one shape from every rank; found {found}")
