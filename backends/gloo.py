@@ -32,7 +32,7 @@ class _Handle:
         try:
             done = self.work.wait(self.timeout)
         except RuntimeError as error:
-            raise PeerLost(self._message(str(error).splitlines()[0])) from None
+            raise PeerLost(self._message(_first_line(error))) from None
         if done is False:
             raise PeerLost(self._message("no answer"))
 
@@ -72,14 +72,14 @@ class GlooTransport:
         try:
             work = self._groups[channel].send([data], dst, TAG)
         except RuntimeError as error:
-            raise PeerLost(f"rank {self.rank} cannot send {label} to rank {dst}: {str(error).splitlines()[0]}") from None
+            raise PeerLost(f"rank {self.rank} cannot send {label} to rank {dst}: {_first_line(error)}") from None
         return _Handle(work, self._timeout, f"rank {self.rank}: send of {label} to rank {dst}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         try:
             work = self._groups[channel].recv([data], src, TAG)
         except RuntimeError as error:
-            raise PeerLost(f"rank {self.rank} cannot receive {label} from rank {src}: {str(error).splitlines()[0]}") from None
+            raise PeerLost(f"rank {self.rank} cannot receive {label} from rank {src}: {_first_line(error)}") from None
         return _Handle(work, self._timeout, f"rank {self.rank}: receive of {label} from rank {src}")
 
     def close(self) -> None:
@@ -87,3 +87,7 @@ class GlooTransport:
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,8 +1,8 @@
 """tokenring: attention over many devices, with schedules that are data.
 
-    cp = tokenring.ContextParallel(layout="zigzag", schedule="auto")
-    x = tokenring.shard(x, cp, dim=1)
-    out = tokenring.attention(q, k, v, cp, mask=tokenring.Causal())
+cp = tokenring.ContextParallel(layout="zigzag", schedule="auto")
+x = tokenring.shard(x, cp, dim=1)
+out = tokenring.attention(q, k, v, cp, mask=tokenring.Causal())
 """
 
 from tokenring._version import __version__
@@ -37,9 +37,9 @@ __all__ = [
     "Move",
     "PeerLost",
     "Positions",
+    "Schedule",
     "ScheduleError",
     "Scheme",
-    "Schedule",
     "SlidingWindow",
     "Tile",
     "TokenRingError",

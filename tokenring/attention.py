@@ -62,7 +62,7 @@ def attention(
     workload = _workload(q, k, v, cp, mask)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     request = Request(workload, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), training, q.device)
-    out, lse = AttentionFunction.apply(q, k, v, cp, request)
+    out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -96,7 +96,8 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
         raise ConfigurationError(f"k and v must have one shape, and q the same batch; got {shapes}")
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ConfigurationError(
-            f"q, k and v must share dtype and device; got {q.dtype}/{k.dtype}/{v.dtype} on {q.device}/{k.device}/{v.device}"
+            f"q, k and v must share dtype and device; got {q.dtype}/{k.dtype}/{v.dtype} "
+            f"on {q.device}/{k.device}/{v.device}"
         )
     if min(q.shape[1], k.shape[1]) == 0:
         raise ConfigurationError(f"a rank with an empty shard cannot take part: {shapes}; pad the sequence")

@@ -171,7 +171,13 @@ class ContextParallel:
         passes: tuple[Pass, ...] = ("forward", "backward") if request.training else ("forward",)
         options = {"families": families.split(",")} if families else {}
         return select(
-            size, full_mesh(self.world_size), q_layout=q_layout, kv_layout=kv_layout, mask=mask, passes=passes, **options
+            size,
+            full_mesh(self.world_size),
+            q_layout=q_layout,
+            kv_layout=kv_layout,
+            mask=mask,
+            passes=passes,
+            **options,
         )
 
     def _make_executor(self, request: Request, direction: Pass) -> Executor:
@@ -190,17 +196,17 @@ def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | No
     if group is None:
         ready = dist.is_available() and dist.is_initialized()
         return dist.group.WORLD if ready else None
-    if hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise ConfigurationError(
-                f"a DeviceMesh of {group.ndim} dimensions was given; name the one for context parallelism, as mesh['cp']"
-            )
-        return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if not hasattr(group, "get_group"):
         raise ConfigurationError(
-            f"group is a {type(group).__name__}; give a ProcessGroup, a one-dimensional DeviceMesh or None for the world"
+            f"group is a {type(group).__name__}; give a ProcessGroup, a one-dimensional DeviceMesh or None"
         )
-    return group
+    if group.ndim != 1:
+        raise ConfigurationError(
+            f"a DeviceMesh of {group.ndim} dimensions was given; name the one for context parallelism, as mesh['cp']"
+        )
+    return group.get_group()
 
 
 def _check_schedule_name(name: str) -> None:
@@ -208,10 +214,10 @@ def _check_schedule_name(name: str) -> None:
 
     base, _, families = name.partition(":")
     unknown = [each for each in (families.split(",") if families else [base]) if each not in SCHEMES]
-    if base != "auto" and (families or unknown) or (families and unknown):
+    if (base != "auto" and (families or unknown)) or (families and unknown):
         raise ConfigurationError(
-            f"unknown schedule {unknown[0] if unknown else name!r} in {name!r}; choose auto, one of {', '.join(SCHEMES)}, "
-            f"or restrict the choice, as in 'auto:ring,tokenring'"
+            f"unknown schedule {unknown[0] if unknown else name!r} in {name!r}; choose auto, one of "
+            f"{', '.join(SCHEMES)}, or restrict the choice, as in 'auto:ring,tokenring'"
         )
 
 
@@ -222,7 +228,9 @@ def _check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mas
         ("mask", schedule.mask, mask),
     ):
         if made != wanted:
-            text = [f"{each.name} of {each.length}" if isinstance(each, Layout) else str(each) for each in (made, wanted)]
+            text = [
+                f"{each.name} of {each.length}" if isinstance(each, Layout) else str(each) for each in (made, wanted)
+            ]
             raise ConfigurationError(
                 f"schedule {schedule.name!r} was made for {what} {text[0]}, but the call has {text[1]}: "
                 f"make it for this call, or give its Scheme, which is built for each"

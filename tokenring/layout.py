@@ -68,7 +68,9 @@ class Layout:
             raise ConfigurationError(f"layout {self.name!r}: number the chunks by their first position")
         counts = {self.owners.count(rank) for rank in range(self.world_size)}
         if len(counts) != 1 or not set(self.owners) <= set(range(self.world_size)):
-            raise ConfigurationError(f"layout {self.name!r}: give each of the {self.world_size} ranks equally many chunks")
+            raise ConfigurationError(
+                f"layout {self.name!r}: give each of the {self.world_size} ranks equally many chunks"
+            )
 
     @property
     def chunk_length(self) -> int:
@@ -81,7 +83,9 @@ class Layout:
 
     @cached_property
     def _owned(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(c for c, owner in enumerate(self.owners) if owner == rank) for rank in range(self.world_size))
+        return tuple(
+            tuple(c for c, owner in enumerate(self.owners) if owner == rank) for rank in range(self.world_size)
+        )
 
     def owned_by(self, rank: int) -> tuple[int, ...]:
         """The rank's chunks, in the order in which its local tensor holds them."""
@@ -105,7 +109,9 @@ def contiguous(world_size: int, length: int, cuts: int = 1) -> Layout:
     """Rank r holds the r-th of `world_size` equal parts, itself cut `cuts` times."""
     count = world_size * cuts
     _check_divides("contiguous", world_size, length, count, cuts)
-    return Layout(_name("contiguous", cuts), world_size, length, _cut(length, count), tuple(c // cuts for c in range(count)))
+    return Layout(
+        _name("contiguous", cuts), world_size, length, _cut(length, count), tuple(c // cuts for c in range(count))
+    )
 
 
 def zigzag(world_size: int, length: int, cuts: int = 1) -> Layout:

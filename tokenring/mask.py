@@ -94,19 +94,19 @@ def Full() -> Mask:  # noqa: N802: masks read as types, and may become types
     return Mask()
 
 
-def Causal() -> Mask:  # noqa: N802
+def Causal() -> Mask:
     """A position sees itself and those before it."""
     return Mask(high=0)
 
 
-def SlidingWindow(left: int, right: int = 0) -> Mask:  # noqa: N802
+def SlidingWindow(left: int, right: int = 0) -> Mask:
     """A position sees `left` positions before it and `right` after it, inclusive; -1 is unbounded."""
     if left < -1 or right < -1:
         raise ConfigurationError(f"SlidingWindow({left}, {right}): use 0 or more, or -1 for unbounded")
     return Mask(None if left == -1 else -left, None if right == -1 else right)
 
 
-def Documents(cu_seqlens: Sequence[int]) -> Mask:  # noqa: N802
+def Documents(cu_seqlens: Sequence[int]) -> Mask:
     """Packed documents: positions cu_seqlens[i] to cu_seqlens[i+1] see each other only.
 
     `cu_seqlens` starts with 0 and does not decrease (a list, or a tensor of integers, which is

@@ -59,9 +59,7 @@ class Patch(NamedTuple):
 
     def shifted(self, rows: int, cols: int) -> Patch:
         """The same patch seen from a corner that lies so much further up and left."""
-        return self._replace(
-            row0=self.row0 + rows, row1=self.row1 + rows, col0=self.col0 + cols, col1=self.col1 + cols
-        )
+        return self._replace(row0=self.row0 + rows, row1=self.row1 + rows, col0=self.col0 + cols, col1=self.col1 + cols)
 
     def cut_rows(self, row0: int, row1: int) -> Patch | None:
         """Only rows [row0, row1), counted as the patch's own row0 and row1 are."""

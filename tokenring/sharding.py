@@ -32,7 +32,7 @@ def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
     Differentiable: a rank's gradient is the sum over all ranks of what their copies of the whole got
     (so a loss that every rank computes in full counts once for each rank).
     """
-    gathered = _Gather.apply(x, cp, dim)
+    gathered: torch.Tensor = _Gather.apply(x, cp, dim)  # type: ignore[no-untyped-call]
     layout = cp.layout_for(gathered.shape[dim])
     order = torch.tensor(split_order(layout), device=x.device)
     return gathered.index_select(dim, torch.argsort(order))

@@ -34,7 +34,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, patch: Patch, scale: float) -> torc
 
 def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[B, Hq, ...] as [B, Hkv, Hq/Hkv, ...]."""
-    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
+    return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
 class Reference:

@@ -19,7 +19,19 @@ from tokenring.runtime.pool import Pool, Views
 from tokenring.runtime.trace import Event, Trace
 from tokenring.schedule.ir import Kind, Schedule
 from tokenring.schedule.program import (
-    OWN, Attend, Fill, Instruction, Merge, Pack, Program, Recv, Release, Result, Send, Span, Wait,
+    OWN,
+    Attend,
+    Fill,
+    Instruction,
+    Merge,
+    Pack,
+    Program,
+    Recv,
+    Release,
+    Result,
+    Send,
+    Span,
+    Wait,
 )  # fmt: skip
 from tokenring.workload import Workload
 
@@ -66,7 +78,9 @@ class Executor:
         for step, instruction, number in zip(self.steps, self.program.instructions, self.program.steps, strict=True):
             began = perf_counter()
             step(call)
-            trace.events.append(Event(self.program.rank, self.program.direction, number, instruction, began, perf_counter()))
+            trace.events.append(
+                Event(self.program.rank, self.program.direction, number, instruction, began, perf_counter())
+            )
 
     def result(self, kind: Kind, name: str) -> torch.Tensor:
         """A field of the rank's own result: [T, B, H, D] or, for lse, [T, B, H], in fp32, until the next run."""

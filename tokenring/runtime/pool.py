@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from tokenring.schedule.ir import Schedule
 from tokenring.schedule.measure import aligned, scratch_bytes, slot_bytes
 from tokenring.schedule.payload import Field, Record, Records
 from tokenring.schedule.program import Program, Span
-from tokenring.schedule.ir import Schedule
 from tokenring.workload import Workload
 
 

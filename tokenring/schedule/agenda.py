@@ -49,18 +49,22 @@ class Agenda:
 
     def use_key(self, move: Move) -> object:
         """Which slot a message uses at this rank, None if it only fills one."""
-        block, group = move.block, self.storage.group(move.block)
+        block = move.block
         if block.made_at is None:
             if move.dst == self.rank:
                 return None
             slab = self.storage.slab(self.rank, block)
-            return ("staged", group) if slab.own_only else slab.key
+            return ("staged", self.storage.group(block)) if slab.own_only else slab.key
         merged_here = move.add or self.schedule.owner(block) == self.rank
         if move.dst == self.rank and not merged_here:
             return None
         if move.src == self.rank and block.made_at == self.rank:
             return "partial", self.storage.slab(self.rank, block.request()).key
-        return "incoming", group, block.made_at
+        return self.incoming_key(move)
+
+    def incoming_key(self, move: Move) -> tuple[Group, int, bool]:
+        """What shares a slot among partials that come in: one owner, maker and precision."""
+        return self.storage.group(move.block), made_at(move.block), self.schedule.in_full_precision(move)
 
     def _count_uses(self, messages: list[Message]) -> Counter[object]:
         uses = Counter(self.use_key(message[0]) for message in messages)

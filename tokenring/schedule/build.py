@@ -83,7 +83,12 @@ def _units(schedule: Schedule, kind: Kind) -> Iterable[Block]:
 
 def _origin(schedule: Schedule, block: Block) -> Origin:
     return Origin(
-        schedule.owner(block), schedule.world_size, block.chunk, block.heads, block.piece, schedule.pieces_of(block.kind)
+        schedule.owner(block),
+        schedule.world_size,
+        block.chunk,
+        block.heads,
+        block.piece,
+        schedule.pieces_of(block.kind),
     )
 
 
@@ -92,7 +97,10 @@ def _arrivals(routes: Routes) -> dict[Block, dict[int, int]]:
 
 
 def _tiles(
-    schedule: Schedule, place: Placement, q_arrivals: dict[Block, dict[int, int]], kv_arrivals: dict[Block, dict[int, int]]
+    schedule: Schedule,
+    place: Placement,
+    q_arrivals: dict[Block, dict[int, int]],
+    kv_arrivals: dict[Block, dict[int, int]],
 ) -> list[Tile]:
     ranks = range(schedule.world_size)
     q_blocks = _blocks_by_owner(schedule, "q")

@@ -119,11 +119,14 @@ class Schedule:
     @cached_property
     def unit_positions(self) -> dict[str, tuple[Positions, ...]]:
         """The positions of every unit, by the first letter of its kind, then chunk · pieces + piece."""
+        kinds: tuple[Kind, ...] = ("q", "kv")
         return {
             kind[0]: tuple(
-                chunk.part(piece, pieces) for chunk in self.layout_of(kind).chunks for piece in range(pieces)
+                chunk.part(piece, self.pieces_of(kind))
+                for chunk in self.layout_of(kind).chunks
+                for piece in range(self.pieces_of(kind))
             )
-            for kind, pieces in (("q", self.q_pieces), ("kv", self.kv_pieces))  # type: ignore[arg-type]
+            for kind in kinds
         }
 
     def unit_index(self, block: Block) -> int:

@@ -16,7 +16,18 @@ import torch
 from tokenring.errors import ScheduleError
 from tokenring.schedule.ir import PASSES, Schedule
 from tokenring.schedule.program import (
-    OWN, Attend, Fill, Instruction, Merge, Pack, Program, Recv, Release, Send, Span, Wait,
+    OWN,
+    Attend,
+    Fill,
+    Instruction,
+    Merge,
+    Pack,
+    Program,
+    Recv,
+    Release,
+    Send,
+    Span,
+    Wait,
 )  # fmt: skip
 from tokenring.workload import Workload
 
@@ -81,7 +92,9 @@ class _Replay:
     def _name(self, rank: int, message: int) -> str:
         post = self.ranks[rank].posted[message]
         peer = post.src if isinstance(post, Recv) else post.dst
-        return f"{'receive' if isinstance(post, Recv) else 'send'} {message} ({post.label}, rank {peer}, {post.channel})"
+        return (
+            f"{'receive' if isinstance(post, Recv) else 'send'} {message} ({post.label}, rank {peer}, {post.channel})"
+        )
 
     def _advance(self, rank: int) -> list[int]:
         """Run a rank until it must wait; the ranks that can go on because of it."""
@@ -159,7 +172,9 @@ class _Replay:
         for message, rows, receiving in state.in_flight[span.slot]:
             if receiving and _overlap(rows, span):
                 raise self._fail(rank, f"reads slot {span.slot} before waiting for {self._name(rank, message)}")
-        if not state.program.slots[span.slot].kept and not any(_overlap(rows, span) for rows in state.written[span.slot]):
+        if not state.program.slots[span.slot].kept and not any(
+            _overlap(rows, span) for rows in state.written[span.slot]
+        ):
             raise self._fail(rank, f"reads rows {span.start} to {span.stop} of slot {span.slot}, which hold nothing")
 
     def _write(self, rank: int, span: Span, accumulates: bool = False) -> None:
@@ -167,15 +182,17 @@ class _Replay:
         for message, rows, _ in state.in_flight[span.slot]:
             if _overlap(rows, span):
                 raise self._fail(rank, f"writes slot {span.slot} before waiting for {self._name(rank, message)}")
-        if not accumulates:
-            if any(_overlap(rows, span) for rows in state.written[span.slot]):
-                raise self._fail(rank, f"overwrites rows {span.start} to {span.stop} of slot {span.slot} before its release")
+        if not accumulates and any(_overlap(rows, span) for rows in state.written[span.slot]):
+            text = f"overwrites rows {span.start} to {span.stop} of slot {span.slot} before its release"
+            raise self._fail(rank, text)
         state.written[span.slot].append(span)
 
     def _release(self, rank: int, slot: int) -> None:
         state = self.ranks[rank]
         if state.in_flight[slot]:
-            raise self._fail(rank, f"releases slot {slot} before waiting for {self._name(rank, state.in_flight[slot][0][0])}")
+            raise self._fail(
+                rank, f"releases slot {slot} before waiting for {self._name(rank, state.in_flight[slot][0][0])}"
+            )
         state.written[slot].clear()
 
 

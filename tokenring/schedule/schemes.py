@@ -38,7 +38,9 @@ def tokenring(direction: int = 1, pieces: int = 1) -> Scheme:
 def bidirectional(direction: int = 1, pieces: int = 2) -> Scheme:
     """Half of each kv block goes round each way."""
     gather = routes.both_ways
-    return Scheme("bidirectional", at_query, gather_kv=gather, return_kv=routes.follow(gather), kv_pieces=pieces, slack=0)
+    return Scheme(
+        "bidirectional", at_query, gather_kv=gather, return_kv=routes.follow(gather), kv_pieces=pieces, slack=0
+    )
 
 
 def direct_kv(direction: int = 1, pieces: int = 1) -> Scheme:

@@ -7,6 +7,8 @@ take them; all units of one owner, head group and piece lie together too, in the
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from tokenring.schedule.ir import REQUEST_OF, Block, Kind, Move, Schedule
@@ -20,6 +22,12 @@ class Slab(NamedTuple):
     key: Group
     blocks: tuple[Block, ...]
     own_only: bool
+
+
+@lru_cache(maxsize=64)
+def storage_of(schedule: Schedule) -> Storage:
+    """The schedule's storage, worked out once."""
+    return Storage(schedule)
 
 
 class Storage:
@@ -71,6 +79,22 @@ class Storage:
     def group_blocks(self, group: Group) -> tuple[Block, ...]:
         kind, owner, heads, piece = group
         return tuple(Block(kind, chunk, heads, piece) for chunk in self.schedule.layout_of(kind).owned_by(owner))
+
+    def destinations(
+        self, rank: int, slab: Slab, blocks: tuple[Block, ...], start: int, stop: int
+    ) -> Iterator[tuple[int, int, bool, int]]:
+        """Where rows [start, stop) of a result go, counted from start: (first, last, whether home, row there)."""
+        owners = {self.schedule.owner(block) == rank for block in blocks}
+        if slab.own_only or owners == {False}:
+            yield 0, stop - start, slab.own_only, start
+            return
+        length = self.schedule.unit_length(blocks[0].kind)
+        for block in blocks:
+            at = self.row(rank, block)
+            low, high = max(at, start), min(at + length, stop)
+            if low < high:
+                home = self.schedule.owner(block) == rank
+                yield low - start, high - start, home, self.own_row(block) + low - at if home else low
 
     def messages(self, moves: list[Move]) -> list[list[Move]]:
         """Moves of one step, source, destination and channel, joined where their rows are neighbours at both ends."""
@@ -126,4 +150,3 @@ class Storage:
                         low, high = sorted((find(tile.rank, groups[0]), find(tile.rank, group)))
                         parent[tile.rank, high] = low
         return {(rank, group): find(rank, group) for rank, group in parent}
-

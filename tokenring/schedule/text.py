@@ -11,27 +11,37 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout
 from tokenring.mask import Mask, parse_mask
 from tokenring.schedule.interchange import known_layout, mask_document
-from tokenring.schedule.ir import REQUESTS, Block, Move, Schedule, Tile
+from tokenring.schedule.ir import PARTIAL_OF, Block, Kind, Move, Schedule, Tile
 
-LETTERS = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}
+LETTERS: dict[Kind, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}
 WORD = r'[\w./+-]+|"(?:[^"\\]|\\.)*"'
+Unit = tuple[int, int | None, int | None]  # chunk; piece, or None for all; where made, or None for here
+
 LEGEND = (
-    "# A cell: requests (kv3>2: kv chunk 3 goes to rank 2), then tiles (q × kv), then partials to where they belong",
-    "# (o: out, in backward dq; dkv: dk, dv, in backward only; +: the next rank adds them to its own partial).",
+    "# A cell: requests sent (kv3>2: kv chunk 3, to rank 2), tiles computed (q × kv), partials sent.",
+    "# Partials: o is out, in backward dq; dkv is dk and dv, in backward only; + is added to the receiver's own.",
 )
-PIECES_LEGEND = "# kv3.p1 is piece 1 of kv chunk 3, and kv3 all its pieces."
-HEADS_LEGEND = "# h2: in front of blocks says that they are of head group 2."
+PIECES_LEGEND = "# Pieces: kv3.p1 is piece 1 of kv chunk 3; kv3 is all of them."
+HEADS_LEGEND = "# Heads: h2:q3 is q chunk 3, of head group 2."
 
 
 def to_text(schedule: Schedule) -> str:
     """The schedule as header lines and a grid. Its moves read back in their total order."""
     header = _align([[key, *words] for key, *words in _header(schedule)])
     return "\n".join([*header, *_legend(schedule), *_grid(schedule)])
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that to_text printed; not verified. Raises ScheduleError with line and column."""
+    from tokenring.schedule.text_parse import parse_text
+
+    return parse_text(text)
 
 
 def _header(schedule: Schedule) -> Iterator[tuple[str, ...]]:
@@ -73,7 +83,7 @@ def _mask(mask: Mask) -> str:
 
 
 def word(name: str) -> str:
-    """A name as it is, or quoted if it would not read back."""
+    """A name as it is, or quoted as in JSON if it would not read back."""
     return name if re.fullmatch(WORD, name, re.ASCII) and name[0] != '"' else json.dumps(name)
 
 
@@ -131,16 +141,73 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def tile_text(schedule: Schedule, tile: Tile) -> str:
     """`q0,7×kv0,7`, after `h1:` for head group 1 of several."""
-    names = (_names(schedule, blocks, tile.rank) for blocks in (tile.q, tile.kv))
+    names = (_names(_units(schedule, blocks, tile.rank), blocks[0].kind) for blocks in (tile.q, tile.kv))
     return _heads(schedule, tile.q[0]) + "×".join(names)
 
 
 def sends(schedule: Schedule, moves: Iterable[Move]) -> list[str]:
     """What one rank sends in one step, blocks with the same destinations together: `q6>2,3`, `dkv1,6>0+`."""
-    to: dict[tuple[str, int, bool, int], list[Block]] = defaultdict(list)
+    to: dict[tuple[str, int, bool, int], list[Move]] = defaultdict(list)
     for move in moves:
-        to[move.block.kind, move.block.heads, move.add, move.dst].append(move.block)
-    together: dict[tuple[tuple[Block, ...], bool], list[int]] = defaultdict(list)
-    for (_, _, add, dst), blocks in to.items():
-        together[tuple(sorted(blocks)), add].append(dst)
-    return [_send(schedule, blocks, add, dsts) for (blocks, add), dsts in together.items()]
+        to[move.block.kind, move.block.heads, move.add, move.dst].append(move)
+    together: dict[tuple[str, bool], list[int]] = defaultdict(list)
+    for (_, _, add, dst), group in to.items():
+        together[_payload(schedule, group), add].append(dst)
+    return [f"{payload}>{ranges(dsts)}{'+' if add else ''}" for (payload, add), dsts in together.items()]
+
+
+def _payload(schedule: Schedule, moves: Sequence[Move]) -> str:
+    """The blocks of moves from one rank to another: in their order by chunk, as moves have one of their own."""
+    first = moves[0]
+    blocks = sorted((move.block for move in moves), key=lambda block: (block.made_at or 0, block.chunk, block.piece))
+    units = _units(schedule, blocks, first.src)
+    units.sort(key=lambda unit: tuple(-1 if part is None else part for part in (unit[2], unit[1], unit[0])))
+    return _heads(schedule, first.block) + _names(units, first.block.kind)
+
+
+def _heads(schedule: Schedule, block: Block) -> str:
+    return f"h{block.heads}:" if schedule.head_groups > 1 else ""
+
+
+def _units(schedule: Schedule, blocks: Sequence[Block], rank: int) -> list[Unit]:
+    """One for each block, or for all pieces of a chunk if they stand one after another."""
+    pieces = schedule.pieces_of(blocks[0].kind)
+    units: list[Unit] = []
+    at = 0
+    while at < len(blocks):
+        first = blocks[at]
+        made_at = None if first.made_at == rank else first.made_at
+        if tuple(blocks[at : at + pieces]) == tuple(first._replace(piece=piece) for piece in range(pieces)):
+            units.append((first.chunk, None, made_at))
+            at += pieces
+        else:
+            units.append((first.chunk, first.piece, made_at))
+            at += 1
+    return units
+
+
+def _names(units: Sequence[Unit], kind: Kind) -> str:
+    """`kv0-3,6.p1`: all of chunks 0 to 3, and piece 1 of chunk 6."""
+    names = (
+        f"{numbers}{suffix}"
+        for suffix, group in groupby(units, key=_suffix)
+        for numbers in _runs([chunk for chunk, _, _ in group])
+    )
+    return LETTERS[kind] + ",".join(names)
+
+
+def _suffix(unit: Unit) -> str:
+    _, piece, made_at = unit
+    return ("" if piece is None else f".p{piece}") + ("" if made_at is None else f"@{made_at}")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-3,6`."""
+    return ",".join(_runs(numbers))
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """Three or more numbers that follow each other as a range, others alone."""
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        yield from [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)

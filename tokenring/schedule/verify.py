@@ -77,8 +77,8 @@ def check_form(schedule: Schedule) -> None:
     for before, after in pairwise(schedule.moves):
         if move_order(before) >= move_order(after):
             raise ScheduleError(
-                f"{schedule.name}: step {after.step}, rank {after.src}: {after.block} to rank {after.dst} stands behind "
-                f"{before.block} of step {before.step}, or twice, against the order that both ends of a pair share"
+                f"{schedule.name}: step {after.step}, rank {after.src}: {after.block} to rank {after.dst} stands "
+                f"behind {before.block} of step {before.step}, or twice, against the order that both ends share"
             )
 
 
@@ -117,18 +117,19 @@ class _Proof:
     def run(self) -> None:
         if self.direction == "backward":
             self._hold_kept()
-        steps: dict[int, tuple[list[Move], list[Tile], list[Move]]] = defaultdict(lambda: ([], [], []))
+        requests: dict[int, list[Move]] = defaultdict(list)
+        tiles: dict[int, list[Tile]] = defaultdict(list)
+        partials: dict[int, list[Move]] = defaultdict(list)
         for move in self.schedule.moves_in(self.direction):
-            steps[move.step][0 if move.channel == REQUESTS else 2].append(move)
+            (requests if move.channel == REQUESTS else partials)[move.step].append(move)
         for tile in self.schedule.tiles:
-            steps[tile.step][1].append(tile)
-        for step in sorted(steps):
-            requests, tiles, partials = steps[step]
-            for move in requests:
+            tiles[tile.step].append(tile)
+        for step in sorted({*requests, *tiles, *partials}):
+            for move in requests[step]:
                 self._request(move)
-            for tile in tiles:
+            for tile in tiles[step]:
                 self._tile(tile)
-            for move in partials:
+            for move in partials[step]:
                 self._partial(move)
         self._check_goal()
 
@@ -214,7 +215,7 @@ class _Proof:
 
     def _merge(self, move: Move, into: Block, again: int) -> None:
         if again:
-            other = "kv" if into.kind == "q_partial" else "q"
+            other: Kind = "kv" if into.kind == "q_partial" else "q"
             raise self._fail(move.step, move.dst, f"merges {move.block} into {into}: {self._names(other, again)} twice")
 
     def _check_goal(self) -> None:
