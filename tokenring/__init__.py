@@ -6,7 +6,7 @@ out = tokenring.attention(q, k, v, cp, mask=tokenring.Causal())
 """
 
 from tokenring._version import __version__
-from tokenring.attention import attention
+from tokenring.attention import attention, plan
 from tokenring.context import ContextParallel
 from tokenring.errors import (
     BackendUnavailable,
@@ -18,6 +18,7 @@ from tokenring.errors import (
 )
 from tokenring.layout import Layout, Positions
 from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
+from tokenring.planner.select import Plan
 from tokenring.schedule.build import Scheme
 from tokenring.schedule.ir import Block, Move, Schedule, Tile
 from tokenring.schedule.schemes import schedule
@@ -36,6 +37,7 @@ __all__ = [
     "Mask",
     "Move",
     "PeerLost",
+    "Plan",
     "Positions",
     "Schedule",
     "ScheduleError",
@@ -47,6 +49,7 @@ __all__ = [
     "Workload",
     "__version__",
     "attention",
+    "plan",
     "positions",
     "schedule",
     "shard",

@@ -10,6 +10,7 @@ import torch
 from tokenring.context import ContextParallel, Request
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Full, Mask
+from tokenring.planner.select import Plan
 from tokenring.runtime.autograd import AttentionFunction
 from tokenring.workload import Workload
 
@@ -57,13 +58,27 @@ def attention(
     bias, dtypes) and PeerLost (a rank that does not answer within cp.timeout_seconds).
     """
     _refuse({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
-    mask = Full() if mask is None else mask
     q, k, v = (_autocast(x) for x in (q, k, v))
-    workload = _workload(q, k, v, cp, mask)
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    request = Request(workload, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), training, q.device)
+    request = make_request(q, k, v, cp, mask, scale)
     out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
+
+
+def plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None
+) -> Plan:
+    """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
+    return cp.plan(make_request(_autocast(q), _autocast(k), _autocast(v), cp, mask, None))
+
+
+def make_request(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None, scale: float | None
+) -> Request:
+    """What a call asks for; checks that everything fits together."""
+    mask = Full() if mask is None else mask
+    workload = _workload(q, k, v, cp, mask)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return Request(workload, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), training, q.device)
 
 
 def _refuse(features: dict[str, object]) -> None:

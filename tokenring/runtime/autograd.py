@@ -26,7 +26,7 @@ class AttentionFunction(torch.autograd.Function):
         out.copy_(executor.result("q_partial", "out").transpose(0, 1))
         lse = executor.result("q_partial", "lse").permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
         ctx.save_for_backward(q, k, v, out, lse, *call.kept.values())
-        ctx.cp, ctx.request, ctx.kept_slots = cp, request, tuple(call.kept)
+        ctx.cp, ctx.request = cp, request
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -43,7 +43,7 @@ class AttentionFunction(torch.autograd.Function):
         q, k, v, out, lse, *kept = ctx.saved_tensors
         executor = ctx.cp.executor(ctx.request, "backward")
         own = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": row_dot(dout, out)}
-        executor.run(Call(own, dict(zip(ctx.kept_slots, kept, strict=True))), ctx.cp.active_trace)
+        executor.run(Call(own, dict(zip(executor.kept_slots, kept, strict=True))), ctx.cp.active_trace)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         dq.copy_(executor.result("q_partial", "dq").transpose(0, 1))

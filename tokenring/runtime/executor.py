@@ -86,12 +86,15 @@ class Executor:
         """A field of the rank's own result: [T, B, H, D] or, for lse, [T, B, H], in fp32, until the next run."""
         return self.views.whole(dict(self.program.home)[kind], name)
 
+    @property
+    def kept_slots(self) -> list[int]:
+        """The slots that forward leaves to backward; their numbers differ between the passes, their order does not."""
+        return [slot for slot, spec in enumerate(self.program.slots) if spec.kept]
+
     def new_kept(self, device: torch.device) -> dict[int, torch.Tensor]:
         """Memory for what forward keeps for backward."""
         return {
-            slot: torch.empty(self.views.nbytes[slot] // 4 * 4, dtype=torch.uint8, device=device)
-            for slot, spec in enumerate(self.program.slots)
-            if spec.kept
+            slot: torch.empty(self.views.nbytes[slot], dtype=torch.uint8, device=device) for slot in self.kept_slots
         }
 
     def _bind(self, instruction: Instruction) -> Step:

@@ -44,7 +44,7 @@ class Accumulators:
         self.wire_slots: dict[Group, int] = {}
         self.coverage: dict[object, Coverage] = defaultdict(Coverage)
         self.scratch_rows = 0
-        self.home = {
+        self.home: dict[Kind, int] = {
             kind: self.slots.take(Slot(kind, self._local_rows(kind), True, True), 0, None) for kind in self.kinds
         }
         self.agenda = Agenda(self.storage, rank, direction, supports, self.half)

@@ -30,7 +30,11 @@ Placement = Callable[[Pair], int]
 
 @dataclass(frozen=True)
 class Scheme:
-    """A family of schedules: where each tile is computed, and by which routes blocks and partials travel."""
+    """A family of schedules: where each tile is computed, and by which routes blocks and partials travel.
+
+    `together`: a rank computes when everything has arrived, so that its tiles can fuse into one
+    kernel call; else each tile as soon as its blocks are due.
+    """
 
     name: str
     place: Placement
@@ -42,6 +46,7 @@ class Scheme:
     q_pieces: int = 1
     kv_pieces: int = 1
     keep: frozenset[str] = field(default_factory=frozenset)
+    together: bool = False
     slack: int | None = None
     codecs: tuple[tuple[str, str], ...] = ()
 
@@ -61,6 +66,8 @@ def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     q_routes = _routes(schedule, "q", scheme.gather_q)
     kv_routes = _routes(schedule, "kv", scheme.gather_kv)
     tiles = _tiles(schedule, scheme.place, _arrivals(q_routes), _arrivals(kv_routes))
+    if scheme.together:
+        tiles = _after_all(tiles)
     moves = [*_requests(q_routes), *_requests(kv_routes)]
     moves += _partials(schedule, "q", tiles, scheme.return_q)
     moves += _partials(schedule, "kv", tiles, scheme.return_kv)
@@ -117,6 +124,13 @@ def _tiles(
                 )
                 tiles.append(Tile(step, rank, q, kv))
     return tiles
+
+
+def _after_all(tiles: list[Tile]) -> list[Tile]:
+    last: dict[int, int] = defaultdict(int)
+    for tile in tiles:
+        last[tile.rank] = max(last[tile.rank], tile.step)
+    return [tile._replace(step=last[tile.rank]) for tile in tiles]
 
 
 def _blocks_by_owner(schedule: Schedule, kind: Kind) -> dict[tuple[int, int, int], tuple[Block, ...]]:

@@ -213,7 +213,7 @@ def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout
     """The layout that make_layout knows by this name, if there is one with so many chunks."""
     cuts = name.partition("/")[2]
     # A name from outside must not make us cut a sequence into more chunks than the document lists.
-    if cuts and not (cuts.isascii() and cuts.isdigit() and len(cuts) < 10 and int(cuts) <= chunks):
+    if cuts and not (cuts.isascii() and cuts.isdigit() and len(cuts) < 10 and int(cuts) * world_size <= chunks):
         return None
     try:
         layout = make_layout(name, world_size, length)

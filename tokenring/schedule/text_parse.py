@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tokenring.errors import ConfigurationError, ScheduleError
@@ -18,8 +18,9 @@ from tokenring.schedule.text import LETTERS, WORD
 KINDS: dict[str, Kind] = {letters: kind for kind, letters in LETTERS.items()}
 NUMBER = re.compile("[0-9]{1,15}")
 ITEM = re.compile(r"([0-9]+(?:-[0-9]+)?)(?:\.p([0-9]+))?(?:@([0-9]+))?")
-TILE = re.compile(r"(?:h([0-9]+):)?q([^×xa-oq-z]+)[×x]kv([^×x]+)")
+TILE = re.compile(r"(?:h([0-9]+):)?q([^×x]+)[×x]kv([^×x]+)")
 SEND = re.compile(r"(?:h([0-9]+):)?(q|kv|o|dkv)([^>]+)>([0-9,-]+)(\+?)")
+CODEC = re.compile(rf"(?<!\S)(q|kv)=({WORD})(?!\S)", re.ASCII)
 CHUNK_LIMIT = 2**20  # chunks that "0-99" in a layout may stand for
 
 
@@ -62,24 +63,24 @@ class Spot(NamedTuple):
             raise self.error(f"is not a number from {least} on")
         return int(self.text)
 
-    def index(self, count: int, what: str) -> int:
+    def ordinal(self, count: int, what: str) -> int:
         """The number of one of `count` things."""
         value = self.integer()
         if value >= count:
             raise self.error(f"is not {what} of {count}")
         return value
 
-    def range(self, count: int, what: str) -> range:
+    def span(self, count: int, what: str) -> range:
         """What `3` or `0-3` stands for."""
         first, last = (*self.split("-"), self)[:2] if "-" in self.text else (self, self)
-        start, stop = first.index(count, what), last.index(count, what) + 1
+        start, stop = first.ordinal(count, what), last.ordinal(count, what) + 1
         if stop <= start:
             raise self.error("is an empty range")
         return range(start, stop)
 
     def numbers(self, count: int, what: str) -> list[int]:
         """What `0-3,6` stands for."""
-        return [number for item in self.split(",") for number in item.range(count, what)]
+        return [number for item in self.split(",") for number in item.span(count, what)]
 
     def name(self) -> str:
         """A name, quoted or not."""
@@ -182,13 +183,9 @@ class _Header:
         name, length = spot.group(match, 1).name(), spot.group(match, 2).integer(1)
         owners = _owners(spot.group(match, 3), world_size)
         chunks = self.optional(f"{prefix}chunks")
-        try:
-            if chunks is not None:
-                layout = Layout(name, world_size, length, _chunks(chunks, length), owners)
-                check_layout(layout)
-                return layout
-        except ConfigurationError as error:
-            raise spot.error(f"cannot be: {error}") from None
+        if chunks is not None:
+            positions = _chunks(chunks, length)
+            return _checked(spot, lambda: Layout(name, world_size, length, positions, owners))
         known = known_layout(name, world_size, length, len(owners))
         if known is None or known.owners != owners:
             raise spot.error(f"is no layout that we know: give its positions in a line '{prefix}chunks'")
@@ -221,13 +218,22 @@ class _Header:
         spot = self.optional("codecs")
         if spot is None:
             return ()
-        if not re.fullmatch(rf"(?:(q|kv)=({WORD})\s*)+", spot.text, re.ASCII):
+        found = list(CODEC.finditer(spot.text))
+        if not found or CODEC.sub("", spot.text).strip():
             raise spot.error("is not like 'q=bf16 kv=bf16'")
-        found = re.finditer(rf"(q|kv)=({WORD})", spot.text, re.ASCII)
         codecs = tuple((match[1], spot.group(match, 2).name()) for match in found)
         if len(dict(codecs)) < len(codecs):
             raise spot.error("names a kind twice")
         return codecs
+
+
+def _checked(spot: Spot, make: Callable[[], Layout]) -> Layout:
+    try:
+        layout = make()
+        check_layout(layout)
+    except ConfigurationError as error:
+        raise spot.error(f"cannot be: {error}") from None
+    return layout
 
 
 def _owners(spot: Spot, world_size: int) -> tuple[int, ...]:
@@ -248,11 +254,12 @@ def _owners(spot: Spot, world_size: int) -> tuple[int, ...]:
 def _chunks(spot: Spot, length: int) -> tuple[Positions, ...]:
     chunks = []
     for word in spot.words():
-        start, stop, step, *more = *word.split(":"), Spot(0, 0, "1"), Spot(0, 0, "1")
-        if word.text.count(":") not in (1, 2):
+        start, *ends = word.split(":")
+        if len(ends) not in (1, 2):
             raise word.error("is not start:stop or start:stop:step")
-        first = start.index(length, "a position")
-        chunks.append(Positions(first, stop.integer(first + 1), step.integer(1)))
+        first = start.ordinal(length, "a position")
+        step = ends[1].integer(1) if len(ends) > 1 else 1
+        chunks.append(Positions(first, ends[0].integer(first + 1), step))
     return tuple(chunks)
 
 
@@ -298,7 +305,7 @@ def _moves(frame: Schedule, step: int, rank: int, word: Spot, match: re.Match[st
 def _heads(frame: Schedule, word: Spot, match: re.Match[str]) -> int:
     if match[1] is None and frame.head_groups > 1:
         raise word.error(f"does not say which of {frame.head_groups} head groups, as in h0:{word.text}")
-    return 0 if match[1] is None else word.group(match, 1).index(frame.head_groups, "a head group")
+    return 0 if match[1] is None else word.group(match, 1).ordinal(frame.head_groups, "a head group")
 
 
 def _blocks(frame: Schedule, kind: Kind, heads: int, spot: Spot, made_at: int | None = None) -> Iterator[Block]:
@@ -307,10 +314,10 @@ def _blocks(frame: Schedule, kind: Kind, heads: int, spot: Spot, made_at: int | 
         match = ITEM.fullmatch(item.text)
         if match is None or (match[3] and made_at is None):
             raise item.error(f"is not a {name} chunk, a range of them or a piece of one")
-        at = made_at if match[3] is None else item.group(match, 3).index(frame.world_size, "a rank")
+        at = made_at if match[3] is None else item.group(match, 3).ordinal(frame.world_size, "a rank")
         pieces = range(frame.pieces_of(kind))
         if match[2] is not None:
-            piece = item.group(match, 2).index(len(pieces), f"a {name} piece")
+            piece = item.group(match, 2).ordinal(len(pieces), f"a {name} piece")
             pieces = range(piece, piece + 1)
-        for chunk in item.group(match, 1).range(len(frame.layout_of(kind).chunks), f"a {name} chunk"):
+        for chunk in item.group(match, 1).span(len(frame.layout_of(kind).chunks), f"a {name} chunk"):
             yield from (Block(kind, chunk, heads, piece, at) for piece in pieces)
