@@ -106,7 +106,7 @@ def moved_tokens(schedule: Schedule) -> int:
 
 
 def schedule(
-    name: str,
+    name: str | Scheme,
     ranks: int,
     layout: str | Layout = "zigzag",
     mask: Mask | None = None,
@@ -114,8 +114,9 @@ def schedule(
     pieces: int | None = None,
     length: int | None = None,
 ) -> Schedule:
-    """A named schedule to print, prove or export: `tr.schedule("tokenring", ranks=8, mask=tr.Causal())`.
+    """A schedule to print, prove or export: `tr.schedule("tokenring", ranks=8, mask=tr.Causal())`.
 
+    name: a named schedule, or a Scheme of your own (which says itself what moves in how many pieces).
     length: tokens of the whole sequence; the default gives each chunk 64. It matters for masks
     that count positions (windows, documents). Raises ConfigurationError.
     """
@@ -126,6 +127,8 @@ def schedule(
     mask = Mask() if mask is None else mask
     mask.check_length(length)
     made = make_layout(layout, ranks, length)
+    if isinstance(name, Scheme):
+        return build(name, made, made, mask)
     return make_schedule(name, made, made, mask, direction, pieces)
 
 
