@@ -84,9 +84,14 @@ class AttentionKernel(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         *,
+        out: torch.Tensor | None = None,
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of this tile, from the lse and delta = rowsum(dout · out) of the whole row."""
+        """dq, dk, dv of this tile, from the lse of the whole row and its out or delta = rowsum(dout · out).
+
+        One of the two is given: out where it is at hand, at the rank that owns q; delta elsewhere.
+        Results are new tensors, which the caller may change.
+        """

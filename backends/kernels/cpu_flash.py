@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.backends.kernels.reference import dense_mask
+from tokenring.backends.kernels.reference import dense_mask, given
 from tokenring.region import Patch
 
 BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted
@@ -65,16 +65,18 @@ class CpuFlash:
         k: torch.Tensor,
         v: torch.Tensor,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         *,
+        out: torch.Tensor | None = None,
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout = dout.float()
+        o = stand_in(dout, delta) if delta is not None else given(out)
         # Rows that see nothing anywhere have lse -inf: any finite value gives their hidden pairs exp(-inf) = 0.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q.float(), k.float(), v.float(), stand_in(dout, delta), lse, 0.0, patch.is_causal,
+            dout, q.float(), k.float(), v.float(), o.float(), lse, 0.0, patch.is_causal,
             attn_mask=_additive(patch), scale=scale,
         )  # fmt: skip
         return dq, dk, dv

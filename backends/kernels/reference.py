@@ -65,12 +65,15 @@ class Reference:
         k: torch.Tensor,
         v: torch.Tensor,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         *,
+        out: torch.Tensor | None = None,
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v = _wide(dout), _wide(q), _wide(k), _wide(v)
+        if delta is None:
+            delta = row_dot(dout, given(out))
         kv_heads = k.shape[1]
         p = _probabilities(scores(q, k, patch, scale), _grouped(lse, kv_heads))
         dout = _grouped(dout, kv_heads)
@@ -80,6 +83,18 @@ class Reference:
         dq = torch.einsum("bghst,bgtd->bghsd", ds, k)
         dk = torch.einsum("bghst,bghsd->bgtd", ds, _grouped(q, kv_heads))
         return dq.flatten(1, 2), dk, dv
+
+
+def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """delta = rowsum(dout · out), in fp32 or wider (FlashAttention-2, §3.1.2)."""
+    return (_wide(dout) * _wide(out)).sum(dim=-1)
+
+
+def given(out: torch.Tensor | None) -> torch.Tensor:
+    """out, where a kernel was given no delta."""
+    if out is None:
+        raise TypeError("a kernel's backward needs delta or out")
+    return out
 
 
 def _probabilities(s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

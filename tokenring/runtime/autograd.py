@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tokenring.backends.kernels.reference import row_dot
 from tokenring.context import ContextParallel, Request
 from tokenring.errors import UnsupportedError
 from tokenring.runtime.executor import Call
@@ -22,9 +23,8 @@ class AttentionFunction(torch.autograd.Function):
         executor = cp.executor(request, "forward")
         call = Call({"q": q, "k": k, "v": v}, executor.new_kept(q.device))
         executor.run(call, cp.active_trace)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        out.copy_(executor.result("q_partial", "out").transpose(0, 1))
-        lse = executor.result("q_partial", "lse").permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
+        out = _kept_by_caller(executor.result(call, "q_partial", "out"), q.dtype)
+        lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
         ctx.save_for_backward(q, k, v, out, lse, *call.kept.values())
         ctx.cp, ctx.request = cp, request
         ctx.set_materialize_grads(False)
@@ -42,16 +42,26 @@ class AttentionFunction(torch.autograd.Function):
             return None, None, None, None, None
         q, k, v, out, lse, *kept = ctx.saved_tensors
         executor = ctx.cp.executor(ctx.request, "backward")
-        own = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": row_dot(dout, out)}
-        executor.run(Call(own, dict(zip(executor.kept_slots, kept, strict=True))), ctx.cp.active_trace)
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-        dq.copy_(executor.result("q_partial", "dq").transpose(0, 1))
-        dk.copy_(executor.result("kv_partial", "dk").transpose(0, 1))
-        dv.copy_(executor.result("kv_partial", "dv").transpose(0, 1))
+        own = OwnTensors({"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "out": out})
+        call = Call(own, dict(zip(executor.kept_slots, kept, strict=True)))
+        executor.run(call, ctx.cp.active_trace)
+        dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
+        dk, dv = (_kept_by_caller(executor.result(call, "kv_partial", name), k.dtype) for name in ("dk", "dv"))
         return dq, dk, dv, None, None
 
 
-def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """delta = rowsum(dout · out) in fp32: [B, T, H, D] → [B, H, T] (FlashAttention-2, §3.1.2)."""
-    return (dout.float() * out.float()).sum(dim=-1).transpose(1, 2)
+class OwnTensors(dict[str, torch.Tensor]):
+    """The call's tensors; delta [B, H, T] is worked out when the first instruction asks for it."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        if name != "delta":
+            raise KeyError(name)
+        self[name] = row_dot(self["dout"], self["out"]).transpose(1, 2)
+        return self[name]
+
+
+def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, T, H, D] in the caller's dtype, contiguous, in memory of its own."""
+    if result.dtype == dtype:
+        return result.contiguous()
+    return torch.empty_like(result, dtype=dtype, memory_format=torch.contiguous_format).copy_(result)

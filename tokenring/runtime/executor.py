@@ -35,7 +35,7 @@ from tokenring.schedule.program import (
 )  # fmt: skip
 from tokenring.workload import Workload
 
-FIELDS: dict[str, tuple[str, ...]] = {"q_partial": ("dq",), "kv_partial": ("dk", "dv")}
+GRADIENTS: dict[str, tuple[str, ...]] = {"q_partial": ("dq",), "kv_partial": ("dk", "dv")}
 
 
 @dataclass
@@ -44,10 +44,13 @@ class Call:
 
     own: dict[str, torch.Tensor]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # slot → bytes that outlive the pass
+    outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # slot → field → [T, B, H, ...]
     handles: dict[int, Handle] = field(default_factory=dict)
 
 
 Step = Callable[[Call], None]
+Made = tuple[torch.Tensor, ...]  # what a kernel returns
+Sink = Callable[[Call, Made], None]
 
 
 class Executor:
@@ -67,10 +70,12 @@ class Executor:
         self.forward = program.direction == "forward"
         self.views = Views(schedule, workload, program, pool)
         self.head_range = self.views.records.head_range
+        self.adopted: set[int] = set()  # output slots that take over a kernel's result
         self.steps: list[Step] = [self._bind(instruction) for instruction in program.instructions]
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
-        """Run the program; results are then in the home slots (`result`)."""
+        """Run the program; `result` then gives what it made."""
+        self._new_outputs(call)
         if trace is None:
             for step in self.steps:
                 step(call)
@@ -82,9 +87,30 @@ class Executor:
                 Event(self.program.rank, self.program.direction, number, instruction, began, perf_counter())
             )
 
-    def result(self, kind: Kind, name: str) -> torch.Tensor:
-        """A field of the rank's own result: [T, B, H, D] or, for lse, [T, B, H], in fp32, until the next run."""
-        return self.views.whole(dict(self.program.home)[kind], name)
+    def result(self, call: Call, kind: Kind, name: str) -> torch.Tensor:
+        """A field of the rank's own result: [B, T, H, D] or, for lse, [B, H, T].
+
+        In fp32 it is the caller's to keep; else it lies in the pool, in fp32, until the next run.
+        """
+        slot = dict(self.program.home)[kind]
+        made = call.outputs[slot][name] if slot in call.outputs else self.views.whole(slot, name)
+        return made.permute(1, 2, 0) if made.dim() == 3 else made.transpose(0, 1)
+
+    def _new_outputs(self, call: Call) -> None:
+        """Memory for results that no kernel makes in one piece."""
+        size = self.views.workload
+        for slot, spec in enumerate(self.program.slots):
+            if not spec.output or slot in self.adopted:
+                continue
+            record, some = self.views.record(slot), next(iter(call.own.values()))
+            shapes = {
+                each.name: (size.batch, spec.rows, record.heads, *(() if each.statistic else (size.head_dim,)))
+                for each in record.fields
+            }
+            call.outputs[slot] = {
+                name: torch.empty(shape, dtype=torch.float32, device=some.device).transpose(0, 1)
+                for name, shape in shapes.items()
+            }
 
     @property
     def kept_slots(self) -> list[int]:
@@ -145,9 +171,17 @@ class Executor:
         view = make(None)
         return lambda call: view
 
+    def _field(self, span: Span, name: str) -> Callable[[Call], torch.Tensor]:
+        """[rows, B, heads, D], or [rows, B, heads]: a field of a span, wherever it lies."""
+        slot, spec = span.slot, self.program.slots[span.slot]
+        if not spec.output:
+            return self._fixed(span, lambda kept: self.views.field(span, name, kept))
+        low, high = self.head_range(spec.kind, span.heads)
+        return lambda call: call.outputs[slot][name][span.start : span.stop, :, low:high]
+
     def _pack(self, pack: Pack) -> Step:
         names = [each.name for each in self.views.record(pack.into.slot).fields]
-        targets = [(name, self._fixed(pack.into, self._field_maker(pack.into, name))) for name in names]
+        targets = [(name, self._field(pack.into, name)) for name in names]
         low, high = self.head_range(pack.kind, pack.source.heads)
         rows = slice(pack.source.start, pack.source.stop)
 
@@ -160,9 +194,6 @@ class Executor:
                     target(call).copy_(own[:, rows, low:high].transpose(0, 1))
 
         return copy
-
-    def _field_maker(self, span: Span, name: str) -> Callable[[torch.Tensor | None], torch.Tensor]:
-        return lambda kept: self.views.field(span, name, kept)
 
     # ---------- tiles
 
@@ -180,78 +211,111 @@ class Executor:
         kernel, patch, scale = self.kernel, attend.patch, self.scale
         k, v = self._operand(attend.kv, "k", "kv"), self._operand(attend.kv, "v", "kv")
         q = self._operand(attend.kept_q or attend.q, "q", "q")
-        sinks = [self._sink(result) for result in attend.results]
+        sinks = [self._sink(attend, result) for result in attend.results]
         if self.forward:
 
             def forward(call: Call) -> None:
                 made = kernel.forward(q(call), k(call), v(call), patch=patch, scale=scale)
                 for sink in sinks:
-                    sink(made)
+                    sink(call, made)
 
             return forward
-        dout, lse, delta = (self._operand(attend.q, name, "q") for name in ("dout", "lse", "delta"))
+        dout, lse = self._operand(attend.q, "dout", "q"), self._operand(attend.q, "lse", "q")
+        # The owner of q has out; elsewhere delta came with q.
+        out, delta = (self._operand(attend.q, name, "q") if at_home else None
+                      for name, at_home in (("out", attend.q.slot == OWN), ("delta", attend.q.slot != OWN)))  # fmt: skip
 
         def backward(call: Call) -> None:
             made = kernel.backward(
-                dout(call), q(call), k(call), v(call), lse(call), delta(call), patch=patch, scale=scale
-            )
+                dout(call), q(call), k(call), v(call), lse(call), delta and delta(call), out=out and out(call),
+                patch=patch, scale=scale,
+            )  # fmt: skip
             for sink in sinks:
-                sink(made)
+                sink(call, made)
 
         return backward
 
-    def _sink(self, result: Result) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    def _sink(self, attend: Attend, result: Result) -> Sink:
         """Puts rows of a kernel's result where they belong."""
+        whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
         rows = slice(result.start, result.start + result.into.rows)
+        if self._adopts(result, whole):
+            return self._adopt(result)
         if self.forward:
             accept = self._accept_out(result.into, result.first)
-            return lambda made: accept(_rows_first(made[0][:, :, rows]), made[1][:, :, rows].permute(2, 0, 1))
+            return lambda call, made: accept(
+                call, _rows_first(made[0][:, :, rows]), made[1][:, :, rows].permute(2, 0, 1)
+            )
         accept_gradients = self._accept_gradients(result.kind, result.into, result.first)
         which = slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
-        return lambda made: accept_gradients([_rows_first(each[:, :, rows]) for each in made[which]])
+        return lambda call, made: accept_gradients(call, [_rows_first(each[:, :, rows]) for each in made[which]])
+
+    def _adopts(self, result: Result, rows: int) -> bool:
+        """Whether a kernel makes the whole of an output before anything else does."""
+        spec = self.program.slots[result.into.slot]
+        low, high = self.head_range(spec.kind, result.into.heads)
+        all_heads = high - low == self.views.record(result.into.slot).heads
+        return spec.output and result.first and all_heads and result.into.rows == rows == spec.rows
+
+    def _adopt(self, result: Result) -> Sink:
+        slot = result.into.slot
+        self.adopted.add(slot)
+        if self.forward:
+
+            def take(call: Call, made: Made) -> None:
+                call.outputs[slot] = {"out": _rows_first(made[0]), "lse": made[1].permute(2, 0, 1)}
+
+            return take
+        names, which = GRADIENTS[result.kind], slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
+
+        def take_gradients(call: Call, made: Made) -> None:
+            call.outputs[slot] = {name: _rows_first(each) for name, each in zip(names, made[which], strict=True)}
+
+        return take_gradients
 
     # ---------- accumulators
 
-    def _accept_out(self, into: Span, first: bool) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        out, lse = self.views.field(into, "out"), self.views.field(into, "lse")
+    def _accept_out(self, into: Span, first: bool) -> Callable[[Call, torch.Tensor, torch.Tensor], None]:
+        out, lse = self._field(into, "out"), self._field(into, "lse")
         if first:
 
-            def copy(new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
-                out.copy_(new_out)
-                lse.copy_(new_lse)
+            def copy(call: Call, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
+                out(call).copy_(new_out)
+                lse(call).copy_(new_lse)
 
             return copy
-        scratch = self.views.scratch(into.rows, lse.shape[2])
-        return lambda new_out, new_lse: merge_(out, lse, new_out, new_lse, scratch)
+        low, high = self.head_range(self.program.slots[into.slot].kind, into.heads)
+        scratch = self.views.scratch(into.rows, high - low)
+        return lambda call, new_out, new_lse: merge_(out(call), lse(call), new_out, new_lse, scratch)
 
-    def _accept_gradients(self, kind: Kind, into: Span, first: bool) -> Callable[[list[torch.Tensor]], None]:
-        targets = [self.views.field(into, name) for name in FIELDS[kind]]
+    def _accept_gradients(self, kind: Kind, into: Span, first: bool) -> Callable[[Call, list[torch.Tensor]], None]:
+        targets = [self._field(into, name) for name in GRADIENTS[kind]]
 
-        def accept(news: list[torch.Tensor]) -> None:
+        def accept(call: Call, news: list[torch.Tensor]) -> None:
             for target, new in zip(targets, news, strict=True):
                 if first:
-                    target.copy_(new)
+                    target(call).copy_(new)
                 else:
-                    target.add_(new)
+                    target(call).add_(new)
 
         return accept
 
     def _merge(self, merge: Merge) -> Step:
         if self.forward:
             accept = self._accept_out(merge.into, merge.first)
-            out, lse = self.views.field(merge.source, "out"), self.views.field(merge.source, "lse")
-            return lambda call: accept(out, lse)
+            out, lse = self._field(merge.source, "out"), self._field(merge.source, "lse")
+            return lambda call: accept(call, out(call), lse(call))
         accept_gradients = self._accept_gradients(merge.kind, merge.into, merge.first)
-        sources = [self.views.field(merge.source, name) for name in FIELDS[merge.kind]]
-        return lambda call: accept_gradients(sources)
+        sources = [self._field(merge.source, name) for name in GRADIENTS[merge.kind]]
+        return lambda call: accept_gradients(call, [source(call) for source in sources])
 
     def _fill(self, fill: Fill) -> Step:
-        names = ("out", "lse") if self.forward else FIELDS[fill.kind]
-        targets = [(self.views.field(fill.into, name), float("-inf") if name == "lse" else 0.0) for name in names]
+        names = ("out", "lse") if self.forward else GRADIENTS[fill.kind]
+        targets = [(self._field(fill.into, name), float("-inf") if name == "lse" else 0.0) for name in names]
 
         def clear(call: Call) -> None:
             for target, value in targets:
-                target.fill_(value)
+                target(call).fill_(value)
 
         return clear
 

@@ -37,8 +37,8 @@ class Views:
         self.nbytes = slot_bytes(schedule, workload, program)
         self.offsets, at = [], 0
         for slot, size in zip(program.slots, self.nbytes, strict=True):
-            self.offsets.append(-1 if slot.kept else at)
-            at += 0 if slot.kept else aligned(size)
+            self.offsets.append(at if slot.pooled else -1)
+            at += aligned(size) if slot.pooled else 0
         self._scratch_at = at
         pool.reserve(at + aligned(scratch_bytes(schedule, workload, program)))
         self.base = pool.data

@@ -44,10 +44,12 @@ class Accumulators:
         self.wire_slots: dict[Group, int] = {}
         self.coverage: dict[object, Coverage] = defaultdict(Coverage)
         self.scratch_rows = 0
-        self.home: dict[Kind, int] = {
-            kind: self.slots.take(Slot(kind, self._local_rows(kind), True, True), 0, None) for kind in self.kinds
-        }
+        self.home = {kind: self._home_slot(kind) for kind in self.kinds}
         self.agenda = Agenda(self.storage, rank, direction, supports, self.half)
+
+    def _home_slot(self, kind: Kind) -> int:
+        spec = Slot(kind, self._local_rows(kind), full_precision=True, all_heads=True, output=not self.half)
+        return self.slots.take(spec, 0, None)
 
     def emit(self, instruction: Instruction) -> None:
         self.instructions.append(instruction)

@@ -39,9 +39,9 @@ def scratch_bytes(schedule: Schedule, workload: Workload, program: Program) -> i
 
 
 def program_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
-    """The buffer pool that one rank's program needs; what is kept for backward is a saved tensor, not counted."""
+    """The buffer pool that one rank's program needs; saved tensors and outputs are not counted."""
     sizes = zip(program.slots, slot_bytes(schedule, workload, program), strict=True)
-    pooled = sum(aligned(size) for slot, size in sizes if not slot.kept)
+    pooled = sum(aligned(size) for slot, size in sizes if slot.pooled)
     return pooled + aligned(scratch_bytes(schedule, workload, program))
 
 

@@ -20,6 +20,11 @@ REQUEST, PARTIAL = "#1f6fb2", "#d2600a"
 INK, PALE, GREY = "#22282f", "#77808a", "#8d959e"
 LANE = 5  # how far requests run above the middle of a tile, and partials below
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+ARROWS = {  # (is a partial, is added)
+    (False, False): "request: needed there in a later step",
+    (True, False): "partial result, towards its owner",
+    (True, True): "partial result, added to the receiver's own",
+}
 RESULTS = {"forward": "out", "backward": "dq, dk, dv"}
 
 
@@ -105,7 +110,8 @@ class _Picture:
 
     def draw(self) -> str:
         """The whole document."""
-        width, legend = self.grid.width, _Legend(self.grid.bottom + 30, self.grid.width)
+        width, arrows = self.grid.width, {(move.block.kind not in PARTIAL_OF, move.add) for move in self.moves}
+        legend = _Legend(self.grid.bottom + 30, width, arrows)
         height = legend.bottom + MARGIN
         size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
         parts = [
@@ -126,10 +132,11 @@ class _Picture:
         schedule = self.schedule
         layouts = dict.fromkeys(layout.name for layout in (schedule.q_layout, schedule.kv_layout))
         ranks = f"{schedule.world_size} rank{'s' if schedule.world_size > 1 else ''}"
-        return [ranks, f"{schedule.mask} mask", f"{' and '.join(layouts)} layout", f"{self.direction} pass"]
+        parts = [ranks, f"{schedule.mask} mask", f"{' and '.join(layouts)} layout", f"{self.direction} pass"]
+        return [part if len(part) <= 60 else f"{part[:57]}..." for part in parts]
 
     def _head(self) -> Iterator[str]:
-        yield f"<title>{escape(self.schedule.name)}: {escape(', '.join(self._about()))}</title>"
+        yield f"<title>{_escape(self.schedule.name)}: {_escape(', '.join(self._about()))}</title>"
         for name, colour in (("request", REQUEST), ("partial", PARTIAL)):
             size = 'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"'
             yield (
@@ -228,13 +235,13 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], partial: bool, 
 class _Legend:
     """What boxes and arrows mean, in as many lines as the width needs."""
 
-    def __init__(self, top: float, width: float) -> None:
+    def __init__(self, top: float, width: float, arrows: set[tuple[bool, bool]]) -> None:
         self.x, self.bottom, self.width = float(MARGIN), top, width
         self.parts: list[str] = []
         self._tile("tile: q chunks × kv chunks, in the colours of their owners")
-        self._arrow(False, False, "request: needed there in a later step")
-        self._arrow(True, False, "partial result to its owner")
-        self._arrow(True, True, "partial result, added to at the next rank")
+        for (partial, add), text in ARROWS.items():
+            if (partial, add) in arrows:
+                self._arrow(partial, add, text)
 
     def _place(self, sample: float, text: str) -> float:
         """Room for a sample and its text; writes the text and returns where the sample begins."""
@@ -262,9 +269,14 @@ def _text(
     extra = "" if weight == "normal" else f' font-weight="{weight}"'
     extra += "" if anchor == "start" else f' text-anchor="{anchor}"'
     extra += "" if size == 11 else f' font-size="{size:g}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}"{extra}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}"{extra}>{_escape(text)}</text>'
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "none", radius: float = 3) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     return f'<rect {place} rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
+
+
+def _escape(text: str) -> str:
+    """Text as XML takes it, which has no place for control characters."""
+    return escape("".join(letter if letter.isprintable() else "?" for letter in text))

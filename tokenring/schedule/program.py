@@ -12,13 +12,21 @@ OWN = -1  # "slot" of the rank's own tensors
 
 
 class Slot(NamedTuple):
-    """A buffer of so many token records. Accumulators of a rank's own result hold all heads."""
+    """A buffer of so many token records. Accumulators of a rank's own result hold all heads.
+
+    In fp32 they are the very tensors that the caller gets; else they are pooled, and converted at the end.
+    """
 
     kind: Kind
     rows: int
     full_precision: bool = False
     all_heads: bool = False
     kept: bool = False  # outside the pool: forward leaves it to backward
+    output: bool = False  # outside the pool: what the caller gets, accumulated in place
+
+    @property
+    def pooled(self) -> bool:
+        return not (self.kept or self.output)
 
 
 class Span(NamedTuple):

@@ -181,7 +181,7 @@ class _Header:
         if match is None:
             raise spot.error("is not 'NAME of LENGTH: chunks of rank 0 | chunks of rank 1 | ...'")
         name, length = spot.group(match, 1).name(), spot.group(match, 2).integer(1)
-        owners = _owners(spot.group(match, 3), world_size)
+        owners = _owners(spot.group(match, 3).strip(), world_size)
         chunks = self.optional(f"{prefix}chunks")
         if chunks is not None:
             positions = _chunks(chunks, length)
