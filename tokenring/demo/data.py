@@ -2,9 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+import tokenring as tr
+from tokenring.errors import ConfigurationError
+
 VOCABULARY = 256  # tokens are bytes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens [1, T], the token after each of them [1, T], and where each stands in the whole sequence [T]."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+
+    def shard(self, cp: tr.ContextParallel) -> Batch:
+        """This rank's part of a whole batch.
+
+        Targets are cut like tokens: the token after a rank's last one is another rank's.
+        """
+        length = self.tokens.shape[1]
+        return Batch(tr.shard(self.tokens, cp), tr.shard(self.targets, cp), tr.positions(cp, length))
+
+
+class Text:
+    """Random windows of the text; equal seeds give equal windows, so that all ranks cut the same ones."""
+
+    def __init__(self, tokens: torch.Tensor, length: int, seed: int) -> None:
+        if tokens.numel() <= length:
+            raise ConfigurationError(
+                f"a sequence of {length:,} tokens is longer than the text ({tokens.numel():,} bytes): use a smaller --seq"
+            )
+        self.tokens, self.length = tokens, length
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def batch(self) -> Batch:
+        """The next window, whole."""
+        start = int(torch.randint(self.tokens.numel() - self.length, (), generator=self._generator))
+        window = self.tokens[None, start : start + self.length + 1]
+        return Batch(window[:, :-1], window[:, 1:], torch.arange(self.length))
 
 
 def text_tokens() -> torch.Tensor:
@@ -13,20 +53,3 @@ def text_tokens() -> torch.Tensor:
 
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
-
-
-def windows(tokens: torch.Tensor, length: int, seed: int) -> torch.Generator:
-    """The generator that `window` draws from: equal on all ranks, so that all cut the same windows."""
-    if tokens.numel() <= length:
-        raise ValueError(f"the text has {tokens.numel():,} bytes: too few for a sequence of {length:,}")
-    return torch.Generator().manual_seed(seed)
-
-
-def window(tokens: torch.Tensor, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next random window: inputs [1, length] and the token after each of them [1, length].
-
-    Targets are taken before anything is cut: a rank's last token is followed by a token of another rank.
-    """
-    start = int(torch.randint(tokens.numel() - length, (), generator=generator))
-    whole = tokens[start : start + length + 1]
-    return whole[None, :-1], whole[None, 1:]

@@ -2,7 +2,7 @@
 grouped-query attention, SwiGLU.
 
 How attention is computed is an argument, so one model runs split over ranks and whole on one.
-B batch, T tokens here, H heads, D head dim, E model width.
+B batch, T tokens held here, H heads, D head dim, E model width.
 """
 
 from __future__ import annotations
@@ -83,12 +83,18 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """Equal on all ranks; what adds to the residual stream begins smaller (GPT-2)."""
+        """Equal on all ranks. Embeddings of size 1: normalised ones tell bytes apart from the first step on."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                residual = name.endswith(("output.weight", "down.weight"))
-                scale = 0.02 / (2 * self.config.layers) ** 0.5 if residual else 0.02
-                parameter.normal_(0.0, scale, generator=generator)
+            if parameter.dim() == 1:
+                continue
+            scale = float(parameter.shape[1]) ** -0.5
+            if name.startswith("embedding"):
+                scale = 1.0
+            elif name.startswith("unembedding"):
+                scale = 0.02  # the first loss is that of a uniform guess
+            elif name.endswith(("output.weight", "down.weight")):
+                scale /= (2 * self.config.layers) ** 0.5  # what adds to the residual stream begins smaller (GPT-2)
+            parameter.normal_(0.0, scale, generator=generator)
 
 
 def rotary_angles(positions_T: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -102,11 +108,6 @@ def rotate(x_BTHD: torch.Tensor, angles_TD: torch.Tensor) -> torch.Tensor:
     cos, sin = angles_TD.cos()[:, None], angles_TD.sin()[:, None]
     first, second = x_BTHD.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def next_token_loss(logits: torch.Tensor, targets: torch.Tensor, whole_length: int) -> torch.Tensor:
-    """This part's share of the mean cross-entropy over the whole sequence: the shares of all ranks add up to it."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / whole_length
 
 
 def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

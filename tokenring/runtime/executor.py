@@ -222,8 +222,9 @@ class Executor:
             return forward
         dout, lse = self._operand(attend.q, "dout", "q"), self._operand(attend.q, "lse", "q")
         # The owner of q has out; elsewhere delta came with q.
-        out, delta = (self._operand(attend.q, name, "q") if at_home else None
-                      for name, at_home in (("out", attend.q.slot == OWN), ("delta", attend.q.slot != OWN)))  # fmt: skip
+        at_home = attend.q.slot == OWN
+        out = self._operand(attend.q, "out", "q") if at_home else None
+        delta = None if at_home else self._operand(attend.q, "delta", "q")
 
         def backward(call: Call) -> None:
             made = kernel.backward(

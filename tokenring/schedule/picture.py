@@ -123,7 +123,9 @@ class _Picture:
             *self._arrows(),
             *(part for key in sorted(self.cells) for part in self._cell(*key)),
             *self._results(),
+            "<g>",
             *legend.parts,
+            "</g>",
             "</svg>",
         ]
         return "\n".join(parts) + "\n"
