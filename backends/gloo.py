@@ -7,12 +7,14 @@ posted first (the executor's programs do that).
 
 from __future__ import annotations
 
+import uuid
 from collections import defaultdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends.base import Capabilities, Handle
 from tokenring.errors import BackendUnavailable, PeerLost
@@ -54,18 +56,7 @@ class GlooTransport:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self._timeout = timedelta(seconds=timeout_seconds)
-        ranks = dist.get_process_group_ranks(group)
-        # Only members call this: a group of some ranks must not need the others.
-        self._groups: dict[str, Any] = {
-            channel: dist.new_group(
-                ranks,
-                timeout=self._timeout,
-                backend="gloo",
-                use_local_synchronization=True,
-                group_desc=f"tokenring {channel}",
-            )
-            for channel in (REQUESTS, PARTIALS)
-        }
+        self._groups: dict[str, Any] = _own_groups(group, self.rank, self.world_size, self._timeout)
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
         self.sent_bytes[dst] += data.numel() * data.element_size()
@@ -84,9 +75,22 @@ class GlooTransport:
 
     def close(self) -> None:
         """Give back both groups."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def _own_groups(group: ProcessGroup, rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
+    """One Gloo group for each channel, of the members of `group` alone.
+
+    Not by dist.new_group: it wants every rank of the world, or else names groups by how many a rank
+    has made before, on which members of overlapping groups disagree, and then wait for each other.
+    """
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return {
+        channel: dist.ProcessGroupGloo(PrefixStore(f"tokenring/{name[0]}/{channel}", store), rank, world_size, timeout)
+        for channel in (REQUESTS, PARTIALS)
+    }
 
 
 def _first_line(error: Exception) -> str:

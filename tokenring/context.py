@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class ContextParallel:
         rank, if torch.distributed is not initialised).
     layout: "contiguous", "zigzag", "striped", a finer cut of one ("zigzag/2"), or a Layout.
     schedule: "auto", "auto:ring,tokenring" (choose among these), a name, or a Scheme or Schedule of
-        your own. None reads TOKENRING_SCHEDULE, and takes "auto" when it is not set.
+        your own.
     transport: "auto", a name, or the `transport` of another ContextParallel of the same group.
     kernel: "auto" or a name.
     pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
@@ -64,7 +63,7 @@ class ContextParallel:
         self,
         group: ProcessGroup | DeviceMesh | None = None,
         layout: str | Layout = "zigzag",
-        schedule: str | Scheme | Schedule | None = None,
+        schedule: str | Scheme | Schedule = "auto",
         transport: str | Transport = "auto",
         *,
         kernel: str = "auto",
@@ -77,7 +76,7 @@ class ContextParallel:
         if self.rank < 0:
             raise ConfigurationError("this rank is not a member of the group; only members make a ContextParallel")
         self.layout = layout
-        self.schedule = schedule or os.environ.get("TOKENRING_SCHEDULE") or "auto"
+        self.schedule = schedule
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, timeout_seconds
         self._transport = transport
         self._pools: dict[torch.device, Pool] = {}
@@ -189,7 +188,11 @@ class ContextParallel:
         early = transport is None or transport.capabilities.early_receives
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, early)
         pool = self.pool(request.device)
-        return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
+        before = pool.data
+        made = Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
+        if pool.data is not before:
+            self._executor.cache_clear()  # the others would keep the smaller pool alive
+        return made
 
 
 def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:

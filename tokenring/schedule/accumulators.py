@@ -44,7 +44,7 @@ class Accumulators:
         self.wire_slots: dict[Group, int] = {}
         self.coverage: dict[object, Coverage] = defaultdict(Coverage)
         self.scratch_rows = 0
-        self.home = {kind: self._home_slot(kind) for kind in self.kinds}
+        self.home: dict[Kind, int] = {kind: self._home_slot(kind) for kind in self.kinds}
         self.agenda = Agenda(self.storage, rank, direction, supports, self.half)
 
     def _home_slot(self, kind: Kind) -> int:

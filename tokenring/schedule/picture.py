@@ -90,8 +90,7 @@ class _Picture:
         lines = [text for part in self.lines.values() for text, _ in part]
         tiles = [tile_text(self.schedule, tile) for tile in self.schedule.tiles]
         longest = max(map(len, ["q0×kv0", *lines, *(tile + "    " for tile in tiles)]))
-        boxes = max((len(cell.tiles) for cell in self.cells.values()), default=1)
-        below = max((len(part) for part in self.lines.values()), default=0)
+        heights = (max(1, len(c.tiles)) * (TILE + 3) + len(self.lines[key]) * LINE for key, c in self.cells.items())
         ranks = self.schedule.world_size
         last = steps[-1] if steps else 0
         return _Grid(
@@ -100,7 +99,7 @@ class _Picture:
             label=max(CHARACTER * len(self._holds(rank)) for rank in range(ranks)) + 34,
             cell=ceil(longest * CHARACTER) + 8,
             gutter=44 + 5 * min(ranks, 16) if self.moves else 12,
-            row=2 * PADDING + boxes * (TILE + 3) + below * LINE,
+            row=2 * PADDING + max(heights, default=TILE),
             after=CHARACTER * len(RESULTS[self.direction]) + 20 if any(m.step == last for m in self.moves) else 0,
         )
 

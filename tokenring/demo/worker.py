@@ -1,0 +1,124 @@
+"""One rank of the demo, as torchrun starts it: python -m tokenring.demo.worker --seq 8192 ...
+
+Its standard output carries results for the process that shows them, its standard error a log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import tokenring as tr
+from tokenring.demo.check import check
+from tokenring.demo.data import VOCABULARY, Text, text_tokens
+from tokenring.demo.measure import measure
+from tokenring.demo.model import ModelConfig, Transformer
+from tokenring.demo.results import Failed, Result, Started, Stepped, to_line
+from tokenring.demo.train import Trainer, split_attention, sum_over_ranks
+
+PR_SET_PDEATHSIG = 1
+WAIT_SECONDS = 120.0  # for other ranks: one process computes the reference meanwhile
+LAST_WORDS_SECONDS = 2.0  # from a rank's failure until it ends
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run this rank; returns the exit code."""
+    _end_with_parent()
+    torch.set_num_threads(1)
+    options = _options(argv)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_SECONDS))
+    rank = dist.get_rank()
+    try:
+        run(options, rank)
+    except Exception as error:
+        traceback.print_exc()
+        report(Failed(rank, type(error).__name__, _short(error), isinstance(error, tr.TokenRingError)))
+        # torchrun ends all ranks with the first: until then, others may still say what they found.
+        time.sleep(LAST_WORDS_SECONDS)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def run(options: argparse.Namespace, rank: int) -> None:
+    """The check, the training and the measurement; rank 0 reports."""
+    cp = tr.ContextParallel(layout=options.layout, schedule=options.schedule, timeout_seconds=WAIT_SECONDS)
+    cp.layout_for(options.seq)  # a length that does not divide is refused before anything is said
+    config = ModelConfig(vocabulary=VOCABULARY)
+    model = Transformer(config, options.seed)
+    tokens = text_tokens()
+    text = Text(tokens, options.seq, options.seed)
+    attend = split_attention(cp)
+    tell = report if rank == 0 else lambda result: None
+    tell(_started(config, model, tokens.numel()))
+
+    whole = text.batch()
+    checked = check(model, whole, whole.shard(cp), attend)
+    if checked is not None:
+        tell(checked)
+
+    trainer = Trainer(model, attend, options.steps)
+    training_began = time.perf_counter()
+    for step in range(options.steps):
+        began = time.perf_counter()
+        loss = trainer.step(step, text.batch().shard(cp), options.seq)
+        tell(Stepped(step + 1, loss, time.perf_counter() - began))
+        if _any_rank(time.perf_counter() - training_began > options.training_seconds):
+            break
+    tell(measure(config, options.seq, cp))
+
+
+def report(result: Result) -> None:
+    """One line, in one write: lines of several ranks do not mix."""
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), (to_line(result) + "\n").encode())
+
+
+def _started(config: ModelConfig, model: Transformer, text_bytes: int) -> Started:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Started(
+        parameters, config.layers, config.q_heads, config.kv_heads, config.head_dim, text_bytes, torch.__version__
+    )
+
+
+def _any_rank(here: bool) -> bool:
+    """Ranks must agree when to stop; their clocks do not."""
+    votes = torch.tensor([float(here)])
+    sum_over_ranks([votes])
+    return bool(votes.item())
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:600]
+
+
+def _end_with_parent() -> None:
+    """If torchrun is killed, this rank must not stay behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it was, before we asked
+            os._exit(1)
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seq", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--layout", required=True)
+    parser.add_argument("--schedule", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--training-seconds", type=float, required=True)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
