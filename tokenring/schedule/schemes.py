@@ -11,6 +11,7 @@ from tokenring.schedule import routes
 from tokenring.schedule.build import Pair, Scheme, build
 from tokenring.schedule.ir import REQUESTS, Schedule
 
+GRADIENT_SLACK = 1  # steps: what follows a ring is added to in the next step anyway
 PARTIAL_SLACK = 2  # steps: a partial sent after tile s arrives while tile s+1 runs, or a little later
 
 
@@ -27,7 +28,9 @@ def at_key(pair: Pair) -> int:
 def ring(direction: int = 1, pieces: int = 1) -> Scheme:
     """Ring Attention (arXiv:2310.01889): kv blocks circulate; in backward their gradients follow them."""
     gather = routes.ring(direction)
-    return Scheme("ring", at_query, gather_kv=gather, return_kv=routes.follow(gather), kv_pieces=pieces, slack=0)
+    return Scheme(
+        "ring", at_query, gather_kv=gather, return_kv=routes.follow(gather), kv_pieces=pieces, slack=GRADIENT_SLACK
+    )
 
 
 def tokenring(direction: int = 1, pieces: int = 1) -> Scheme:
@@ -39,7 +42,12 @@ def bidirectional(direction: int = 1, pieces: int = 2) -> Scheme:
     """Half of each kv block goes round each way."""
     gather = routes.both_ways
     return Scheme(
-        "bidirectional", at_query, gather_kv=gather, return_kv=routes.follow(gather), kv_pieces=pieces, slack=0
+        "bidirectional",
+        at_query,
+        gather_kv=gather,
+        return_kv=routes.follow(gather),
+        kv_pieces=pieces,
+        slack=GRADIENT_SLACK,
     )
 
 
