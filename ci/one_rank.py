@@ -53,7 +53,8 @@ def main(arguments: list[str]) -> int:
     print(f"1 rank, {spec.threads} threads, {spec.tokens} tokens, {spec.heads} heads x {spec.dim}, fp32, causal, "
           f"forward + backward, {spec.pairs} interleaved pairs")  # fmt: skip
     for name, times in seconds.items():
-        print(f"{name:10} median {statistics.median(times) * 1e3:8.1f} ms  ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})")
+        median, low, high = (1e3 * each for each in (statistics.median(times), min(times), max(times)))
+        print(f"{name:10} median {median:8.1f} ms  ({low:.1f} to {high:.1f})")
     print(f"ratio      median {statistics.median(ratios):.4f}  ({min(ratios):.4f} to {max(ratios):.4f})")
     return 0
 

@@ -2,8 +2,8 @@
 
     ci/shaped_links.py path/to/testbed.py [--ranks 8] [--link-gbit 0.05] [--rounds 7]
 
-Prints, for each schedule, the median time of a forward call over interleaved rounds, the time its
-most loaded link needs for its bytes alone, and their ratio. Needs root and the test bed script.
+Prints, for each schedule, the median over interleaved rounds of the slowest rank's time, the time
+its most loaded link needs for its bytes alone, and their ratio. Needs root and the test bed script.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def run_rank(spec: argparse.Namespace) -> None:
             out = tr.attention(q, k, v, cp, mask=mask)
             if grad:
                 out.backward(out.detach())
-            dist.barrier()
+            slowest = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if turn:  # the first builds plans and connections
-                times[name].append(time.perf_counter() - began)
+                times[name].append(slowest.item())
     if rank == 0:
         print(f"{ranks} ranks, {spec.topology}, {spec.link_gbit} Gbit/s a link, {spec.tokens} tokens a rank,")
         print(f"{HEADS}:{spec.kv_heads} heads x {DIM}, fp32, {mask}, {'forward + backward' if grad else 'forward'},")
@@ -88,7 +89,8 @@ def run_rank(spec: argparse.Namespace) -> None:
             median = statistics.median(times[name])
             low, high = min(times[name]), max(times[name])
             ratio = median / link_seconds
-            print(f"{name:15} {median * 1e3:10.1f} {low * 1e3:8.1f} {high * 1e3:8.1f} {link_seconds * 1e3:9.1f} {ratio:6.2f}")
+            figures = [1e3 * seconds for seconds in (median, low, high, link_seconds)]
+            print("{:15} {:10.1f} {:8.1f} {:8.1f} {:9.1f} {:6.2f}".format(name, *figures, ratio))
         best = min(statistics.median(times[name]) for name in runs if name.startswith("direct"))
         print(f"ring / direct {statistics.median(times['ring']) / best:.2f}")
     dist.barrier()
