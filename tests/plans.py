@@ -53,7 +53,7 @@ def tiles(columns: int) -> Scheme:
 
 
 def sub_sharded(heads: int, q_pieces: int, kv_pieces: int) -> Scheme:
-    """u × α × β tiles of everybody's pieces, all in one hop: what indivisible heads need."""
+    """u × a × b tiles of everybody's pieces, all in one hop: what indivisible heads need."""
 
     def place(pair: Pair) -> int:
         return (pair.heads * q_pieces + pair.q_piece) * kv_pieces + pair.kv_piece

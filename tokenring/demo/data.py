@@ -35,7 +35,7 @@ class Text:
     def __init__(self, tokens: torch.Tensor, length: int, seed: int) -> None:
         if tokens.numel() <= length:
             raise ConfigurationError(
-                f"a sequence of {length:,} tokens is longer than the text ({tokens.numel():,} bytes): use a smaller --seq"
+                f"a sequence of {length:,} tokens is longer than the text, {tokens.numel():,} bytes: take a shorter one"
             )
         self.tokens, self.length = tokens, length
         self._generator = torch.Generator().manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tokenring as tr
 from tokenring.demo.model import ModelConfig
-from tokenring.demo.results import Bar, Measured, Pass
+from tokenring.demo.results import Bar, Measured, Message, Pass
 from tokenring.runtime.trace import Event, Trace
 from tokenring.schedule.ir import PASSES
 from tokenring.schedule.program import Attend, Fill, Instruction, Merge, Pack, Recv, Release, Send, Wait
@@ -54,7 +54,8 @@ def measure(config: ModelConfig, length: int, cp: tr.ContextParallel) -> Measure
         )
         passes.append(Pass(direction, predicted, counted, _mean([rank.split_seconds for rank in at_ranks])))
     bars = [_bar(event, start) for rank in observed for each in rank for event in each.events]
-    return Measured(plan.name, plan.reason, passes, bars)
+    messages = [each for number in range(len(PASSES)) for each in _messages([rank[number] for rank in observed], start)]
+    return Measured(plan.name, plan.reason, passes, bars, messages)
 
 
 def _inputs(config: ModelConfig, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -112,15 +113,40 @@ def _mean(splits: list[dict[str, float]]) -> dict[str, float]:
 def _bar(event: Event, start: float) -> Bar:
     """Ranks share a clock: perf_counter is CLOCK_MONOTONIC, which is one for the whole machine."""
     began, ended = event.began_seconds - start, event.ended_seconds - start
-    kind = KIND_OF[type(event.instruction)]
-    return Bar(event.rank, event.direction, kind, _label(event.instruction), round(began, 6), round(ended, 6))
+    kind = KIND_OF.get(type(event.instruction), "pack")
+    label, short = _label(event.instruction), ""
+    if isinstance(event.instruction, Attend):
+        short = f"{event.instruction.patch.rows} × {event.instruction.patch.cols}"
+    return Bar(event.rank, event.direction, kind, label, short, round(began, 6), round(ended, 6))
+
+
+def _messages(at_ranks: list[_Observed], start: float) -> Iterator[Message]:
+    """Messages between two ranks on one channel keep their order: the n-th sent is the n-th received."""
+    arrivals = [list(_arrivals(rank.events)) for rank in at_ranks]
+    for src, rank in enumerate(at_ranks):
+        for event in rank.events:
+            send = event.instruction
+            if isinstance(send, Send):
+                here = next(each for each in arrivals[send.dst] if each[:2] == (src, send.channel))
+                arrivals[send.dst].remove(here)
+                sent, received = event.began_seconds - start, here[2] - start
+                yield Message(src, send.dst, send.label, round(sent, 6), round(received, 6))
+
+
+def _arrivals(events: list[Event]) -> Iterator[tuple[int, str, float]]:
+    """(source, channel, when the wait for it ended) of each message, in the order in which receives were posted."""
+    waited = {event.instruction.message: event.ended_seconds for event in events if isinstance(event.instruction, Wait)}
+    for event in events:
+        if isinstance(event.instruction, Recv):
+            yield event.instruction.src, event.instruction.channel, waited[event.instruction.message]
 
 
 def _label(instruction: Instruction) -> str:
     match instruction:
         case Attend():
-            shape = "causal" if instruction.patch.is_causal else "full" if instruction.patch.is_full else "masked"
-            return f"attention of {instruction.q.rows} × {instruction.kv.rows} tokens, {shape}"
+            patch = instruction.patch
+            shape = "causal" if patch.is_causal else "full" if patch.is_full else "masked"
+            return f"attention of {patch.rows} × {patch.cols} tokens, {shape}"
         case Send():
             return f"post the send of {instruction.label} to rank {instruction.dst}"
         case Recv():

@@ -87,14 +87,26 @@ class Pass:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that a rank did; seconds since the first rank began."""
+    """Something that a rank did; seconds since the first rank began. `short` fits into a bar."""
 
     rank: int
     direction: str
     kind: str
     label: str
+    short: str
     began: float
     ended: float
+
+
+@dataclass(frozen=True)
+class Message:
+    """From when it was posted until its receiver had waited for it."""
+
+    src: int
+    dst: int
+    label: str
+    sent: float
+    received: float
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,7 @@ class Measured:
     reason: str
     passes: list[Pass]
     bars: list[Bar]
+    messages: list[Message]
 
     def complaint(self) -> str | None:
         """None, or what was counted otherwise than predicted."""
@@ -138,6 +151,7 @@ def from_line(line: str) -> Result | None:
     if kind == "Measured":
         values["passes"] = [Pass(**each) for each in values["passes"]]
         values["bars"] = [Bar(**each) for each in values["bars"]]
+        values["messages"] = [Message(**each) for each in values["messages"]]
     return KINDS[kind](**values)
 
 

@@ -38,7 +38,7 @@ def sum_over_ranks(tensors: Iterable[torch.Tensor]) -> None:
         return
     flat = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(flat)
-    for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+    for part, summed in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
         part.copy_(summed.view_as(part))
 
 

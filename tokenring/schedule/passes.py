@@ -88,8 +88,13 @@ def _fed_partials(schedule: Schedule, tiles: list[Tile]) -> set[Move]:
 def order(schedule: Schedule) -> Schedule:
     """One total order: by step, lower rank sending first, first pieces first, then by ranks and block."""
     moves = sorted(schedule.moves, key=move_order)
-    tiles = sorted(schedule.tiles, key=lambda tile: (tile.step, tile.rank, tile.q, tile.kv))
+    tiles = sorted(schedule.tiles, key=tile_order)
     return schedule.replace(moves=tuple(moves), tiles=tuple(tiles))
+
+
+def tile_order(tile: Tile) -> tuple[int, int, tuple[Block, ...], tuple[Block, ...]]:
+    """Where a tile stands: by step, then rank, then blocks."""
+    return tile.step, tile.rank, tile.q, tile.kv
 
 
 def move_order(move: Move) -> tuple[int, bool, int, int, int, Block]:

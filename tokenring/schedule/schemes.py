@@ -83,7 +83,7 @@ def make_schedule(
     Raises ConfigurationError for unknown names and for pieces that do not divide the chunks.
     """
     if name not in SCHEMES:
-        raise ConfigurationError(f"unknown schedule {name!r}; choose one of auto, {', '.join(SCHEMES)}")
+        raise ConfigurationError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEMES)}")
     if direction not in (None, 1, -1):
         raise ConfigurationError(f"direction {direction!r}: use 1 (towards rank + 1), -1 (towards rank - 1) or None")
     least = PIECES.get(name, 1)

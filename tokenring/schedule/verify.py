@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from tokenring.errors import ScheduleError
 from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Block, Kind, Move, Pass, Schedule, Tile
-from tokenring.schedule.passes import move_order
+from tokenring.schedule.passes import move_order, tile_order
 
 REPLAY_LIMIT = 16  # ranks up to which verify() also replays the lowered programs
 
@@ -74,6 +74,8 @@ def check_form(schedule: Schedule) -> None:
             raise ScheduleError(f"{where}: a rank sends to itself")
         if move.add and (not partial or schedule.owner(move.block) == move.dst):
             raise ScheduleError(f"{where}: add is for partials on their way, not for requests or the owner")
+    if list(schedule.tiles) != sorted(schedule.tiles, key=tile_order):
+        raise ScheduleError(f"{schedule.name}: its tiles are not in order of step, rank and blocks")
     for before, after in pairwise(schedule.moves):
         if move_order(before) >= move_order(after):
             raise ScheduleError(
