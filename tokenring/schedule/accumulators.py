@@ -45,7 +45,7 @@ class Accumulators:
         self.coverage: dict[object, Coverage] = defaultdict(Coverage)
         self.scratch_rows = 0
         self.home: dict[Kind, int] = {kind: self._home_slot(kind) for kind in self.kinds}
-        self.agenda = Agenda(self.storage, rank, direction, supports, self.half)
+        self.agenda = Agenda(self.storage, rank, direction, supports, self.half, early)
 
     def _home_slot(self, kind: Kind) -> int:
         spec = Slot(kind, self._local_rows(kind), full_precision=True, all_heads=True, output=not self.half)

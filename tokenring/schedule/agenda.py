@@ -20,7 +20,9 @@ class Agenda:
     their partials may be written in the wire's dtype at once. Only asked for when `half`.
     """
 
-    def __init__(self, storage: Storage, rank: int, direction: Pass, supports: Supports, half: bool) -> None:
+    def __init__(
+        self, storage: Storage, rank: int, direction: Pass, supports: Supports, half: bool, early: bool
+    ) -> None:
         self.storage, self.schedule, self.rank = storage, storage.schedule, rank
         self.tiles: dict[int, list[tuple[Tile, list[Call]]]] = defaultdict(list)
         for tile in self.schedule.tiles:
@@ -30,12 +32,19 @@ class Agenda:
         messages = storage.messages(self._moves)
         self.by_step: dict[int, list[Message]] = defaultdict(list)
         for message in messages:
-            self.by_step[message[0].step].append(message)
+            self.by_step[self._post_step(message[0], early)].append(message)
         self.uses = self._count_uses(messages)
         received = [m for m in messages if m[0].dst == rank and m[0].channel == PARTIALS]
         self.homecoming = [m for m in received if self.schedule.owner(m[0].block) == rank]
         self._adds = [m for m in received if m[0].add and self.schedule.owner(m[0].block) != rank]
         self.direct_partials = self._written_once() if half else set()
+
+    def _post_step(self, move: Move, early: bool) -> int:
+        """When a message is posted. Without slack, incoming partials have slots of their own all along: their
+        receives are posted at once, so that no announcement stands behind a send to the same peer.
+        """
+        incoming = move.channel == PARTIALS and move.dst == self.rank
+        return 0 if incoming and early and self.schedule.slack is None else move.step
 
     def slabs(self, tile: Tile) -> tuple[Slab, Slab]:
         """Where the tile's q and kv blocks lie."""

@@ -1,0 +1,191 @@
+"""One case of the exactness grid: its sizes, inputs and schedule; how ranks run it and what it is measured by.
+
+Apart from test_exactness.py, because ranks import it, and should not make the grid each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from oracle import Attention, allowed, attention64, relative_error, whole_sdpa
+from ranks import Here, RankPools
+
+from tokenring import Causal, Documents, Full, Layout, Mask, Schedule, Scheme, SlidingWindow, Workload, attention, shard
+from tokenring.layout import make_layout
+from tokenring.planner.select import named_schedule
+from tokenring.schedule.ir import PASSES
+from tokenring.schedule.schemes import make_schedule
+
+SCHEDULES = ("ring+", "ring-", "tokenring+", "tokenring-", "bidirectional", "direct-kv", "direct-q")
+LAYOUTS = ("contiguous", "zigzag", "striped", "zigzag/2", "contiguous/4")
+MASKS = (
+    "full", "full, longer kv", "full, shorter kv", "causal", "window to the left", "window to both sides",
+    "window without end", "documents", "causal & documents", "causal & window & documents", "window & documents",
+)  # fmt: skip
+LONG = 300  # tokens for few ranks: more rows at each than kernels take of a band in one call
+SHORT = 120
+NAMES = ("out", "lse", "dq", "dk", "dv")
+LIMITS = {"out": 2e-6, "lse": 2e-6, "dq": 5e-6, "dk": 5e-6, "dv": 5e-6}  # of the error of fp32 against float64
+Sent = dict[int, int]  # destination → bytes
+
+
+class Local(NamedTuple):
+    """What one rank has: its parts of the results, and the bytes that it sent in each pass."""
+
+    results: Attention
+    sent: dict[str, Sent]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid; lengths, mask and schedule follow from it."""
+
+    ranks: int
+    schedule: str
+    layout: str
+    mask_name: str
+    q_heads: int
+    kv_heads: int
+    batch: int
+    head_dim: int
+    dtype: torch.dtype
+    pieces: int | None
+    given_mask: Mask | None = None  # instead of the one called mask_name
+    given_length: int | None = None
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        sizes = f"{self.q_heads}/{self.kv_heads} heads of {self.head_dim}, batch {self.batch}, {dtype}"
+        pieces = "" if self.pieces is None else f", {self.pieces} pieces"
+        return f"{self.ranks} ranks, {self.schedule}, {self.layout}, {self.mask_name}, {sizes}{pieces}"
+
+    @property
+    def name(self) -> str:
+        return self.schedule.rstrip("+-")
+
+    @property
+    def direction(self) -> int | None:
+        return {"+": 1, "-": -1}.get(self.schedule[-1])
+
+    @property
+    def q_length(self) -> int:
+        return self.given_length or self._length(LONG if self.ranks <= 2 else SHORT)
+
+    @property
+    def kv_length(self) -> int:
+        factor = {"full, longer kv": 2, "full, shorter kv": 0.5}.get(self.mask_name, 1)
+        return self.q_length if factor == 1 else self._length(int(self.q_length * factor))
+
+    def _length(self, wanted: int) -> int:
+        """About so long, and in whole chunks and pieces."""
+        base, _, cuts = self.layout.partition("/")
+        chunks = self.ranks * int(cuts or 1) * (2 if base == "zigzag" else 1)
+        least = chunks * (self.pieces or (2 if self.name == "bidirectional" else 1))
+        return max(1, round(wanted / least)) * least
+
+    @cached_property
+    def mask(self) -> Mask:
+        if self.given_mask is not None:
+            return self.given_mask
+        n = self.q_length
+        # One document of one token, others that end inside chunks, and padding at the end.
+        documents = Documents([0, n // 7, n // 7 + 1, n // 2 + 1, n - n // 4])
+        left, both = SlidingWindow(n // 5), SlidingWindow(n // 7, n // 9)
+        return {
+            "causal": Causal(),
+            "window to the left": left,
+            "window to both sides": both,
+            "window without end": SlidingWindow(-1, n // 8),
+            "documents": documents,
+            "causal & documents": Causal() & documents,
+            "causal & window & documents": Causal() & both & documents,
+            "window & documents": both & documents,
+        }.get(self.mask_name, Full())
+
+    def layout_of(self, length: int) -> Layout:
+        return make_layout(self.layout, self.ranks, length)
+
+    @property
+    def workload(self) -> Workload:
+        lengths = (self.q_length, self.kv_length)
+        return Workload(self.batch, *lengths, self.q_heads, self.kv_heads, self.head_dim, self.dtype)
+
+    def make_schedule(self) -> Schedule:
+        """With its direction, or as ContextParallel makes it from the name."""
+        layouts = (self.layout_of(self.q_length), self.layout_of(self.kv_length))
+        if self.direction is None:
+            return named_schedule(self.name, self.workload, *layouts, self.mask, self.pieces)
+        return make_schedule(self.name, *layouts, self.mask, self.direction, self.pieces)
+
+    def inputs(self) -> list[torch.Tensor]:
+        """q, k, v, dout over the whole sequence: the same wherever it is called."""
+        random = torch.Generator().manual_seed(self.ranks * 1000 + self.q_length)
+        sizes = ((self.q_length, self.q_heads), (self.kv_length, self.kv_heads))
+        return [
+            torch.randn(self.batch, *sizes[which], self.head_dim, generator=random).to(self.dtype)
+            for which in (0, 1, 1, 0)
+        ]
+
+    def reference(self, scale: float | None = None) -> Attention:
+        """In float64."""
+        q, k, v, dout = self.inputs()
+        return attention64(q, k, v, dout, allowed(self.mask, self.q_length, self.kv_length), scale)
+
+    def one_process(self) -> Attention:
+        """torch's kernel over the whole sequence, in the case's dtype."""
+        dense = self.mask != Full() and self.mask != Causal()
+        visible = allowed(self.mask, self.q_length, self.kv_length) if dense else None
+        q, k, v, dout = self.inputs()
+        return whole_sdpa(q, k, v, dout, visible, self.mask == Causal())
+
+    def whole(self, parts: list[Local]) -> Attention:
+        """The ranks' parts put together in sequence order."""
+        joined = []
+        for name in NAMES:
+            layout = self.layout_of(self.kv_length if name in ("dk", "dv") else self.q_length)
+            locals_ = [getattr(part.results, name) for part in parts]
+            dim = 2 if name == "lse" else 1
+            order = torch.tensor([position for rank in range(self.ranks) for position in layout.positions(rank)])
+            joined.append(torch.cat(locals_, dim).index_select(dim, torch.argsort(order)))
+        return Attention(*joined)
+
+
+def run(
+    here: Here, case: Case, schedule: Schedule | Scheme | str | None, kernel: str = "auto", scale: float | None = None
+) -> Local:
+    """The case on one rank, forward and backward; schedule None: by name."""
+    cp = here.cp(layout=case.layout, schedule=schedule or case.name, pieces=case.pieces, kernel=kernel)
+    parts = [shard(x, cp) for x in case.inputs()]
+    q, k, v, dout = (part.requires_grad_(index < 3) for index, part in enumerate(parts))
+    counter: Sent = {} if here.base.transport is None else here.base.transport.sent_bytes
+    counter.clear()
+    out, lse = attention(q, k, v, cp, case.mask, scale, return_lse=True)
+    sent = {"forward": dict(counter)}
+    counter.clear()
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    sent["backward"] = dict(counter)
+    return Local(Attention(out.detach(), lse.detach(), dq, dk, dv), sent)
+
+
+def check_bytes(case: Case, schedule: Schedule, parts: list[Local]) -> None:
+    """What every rank sent over every link is what the schedule says, in each pass."""
+    for direction in PASSES:
+        counted = {(src, dst): n for src, part in enumerate(parts) for dst, n in part.sent[direction].items()}
+        assert counted == schedule.link_bytes(case.workload, direction), direction
+
+
+def run_on(ranks: RankPools, case: Case, kernel: str = "auto", scale: float | None = None) -> Attention:
+    """The whole result of a case; its bytes are checked on the way."""
+    schedule = case.make_schedule()
+    parts = ranks(case.ranks)(run, case, None if case.direction is None else schedule, kernel, scale)
+    check_bytes(case, schedule, parts)
+    return case.whole(parts)
+
+
+def check_exact(made: Attention, wanted: Attention) -> None:
+    """fp32 results within the limits of fp32."""
+    errors = {name: relative_error(getattr(made, name), getattr(wanted, name)) for name in NAMES}
+    assert all(error <= LIMITS[name] for name, error in errors.items()), errors
