@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tokenring.demo.console import Console, cores, machine
-from tokenring.demo.launch import ENDING_SIGNALS, Interrupts, Processes, rank_environment, torchrun_command
+from tokenring.demo.launch import Interrupts, Processes, rank_environment, torchrun_command
 from tokenring.demo.report import (
     bytes_text,
     check_text,
@@ -70,8 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         console.complain(f"tokenring demo: {failure}")
         return 1
     finally:
-        # Python gives the handlers up before it ends; a late signal must not change the exit code.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+        interrupts.close()
     return 0
 
 
@@ -214,9 +213,8 @@ def write_at_last(path: Path, text: str, interrupts: Interrupts) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-        # Whatever came until now has been noted, or is pending.
-        if interrupts.seen or signal.sigpending() & set(ENDING_SIGNALS):
+        interrupts.close()
+        if interrupts.seen:
             raise Interrupted
         temporary.replace(path)
     except OSError as error:

@@ -32,16 +32,22 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Notes that the user wants the demo to end. It raises nothing, so that no clean-up is cut short.
-
-    The handlers stay until the process ends: a late signal must not cause a traceback.
-    """
+    """Notes that the user wants the demo to end. It raises nothing, so that no clean-up is cut short."""
 
     def __init__(self) -> None:
         self.seen = False
         for number in ENDING_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
                 signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """From here on these signals are ignored, until the process has ended.
+
+        Python replaces handlers of ours by the default before it ends, but leaves ignored signals so:
+        a late Ctrl-C changes neither the exit code nor what is printed.
+        """
+        for number in ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.seen = True

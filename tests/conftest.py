@@ -1,0 +1,21 @@
+"""What tests of several modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranks import RankPools
+
+torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take many times longer
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """`ranks(P)(function, *args)`: a function run by P processes of one Gloo group, kept for the session."""
+    pools = RankPools()
+    try:
+        yield pools
+    finally:
+        pools.close()

@@ -1,0 +1,384 @@
+"""Schedules with one thing wrong, and what verify must say of each.
+
+A kind is a function from a proved schedule to mutants of it: one for every place where that can go
+wrong. All keep to the total order of moves, so that they are refused for what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Move, Schedule, Tile
+from tokenring.schedule.passes import order
+
+
+class Mutant(NamedTuple):
+    """The message must name one of these steps, ranks and blocks, and match `says`."""
+
+    schedule: Schedule
+    steps: set[int]
+    ranks: set[int]
+    blocks: set[Block]
+    says: str
+
+
+Kind = Callable[[Schedule], Iterator[Mutant]]
+NOT_HELD = "but does not hold it yet"
+NOTHING = "but holds nothing of it"
+NEVER_HOME = "which never reaches its owner"
+
+
+def replace_tile(schedule: Schedule, tile: Tile, *by: Tile) -> Schedule:
+    return order(schedule.replace(tiles=(*(t for t in schedule.tiles if t is not tile), *by)))
+
+
+def replace_move(schedule: Schedule, move: Move, *by: Move) -> Schedule:
+    return order(schedule.replace(moves=(*(m for m in schedule.moves if m is not move), *by)))
+
+
+def requests(schedule: Schedule) -> list[Move]:
+    return [move for move in schedule.moves if move.channel == REQUESTS]
+
+
+def partials(schedule: Schedule) -> list[Move]:
+    return [move for move in schedule.moves if move.channel == PARTIALS]
+
+
+def of(tile: Tile) -> set[Block]:
+    return {*tile.q, *tile.kv}
+
+
+def later(schedule: Schedule) -> int:
+    """A step after all others."""
+    return 1 + max(*(tile.step for tile in schedule.tiles), *(move.step for move in schedule.moves))
+
+
+def steps(least: int = 0) -> set[int]:
+    return set(range(least, 100))
+
+
+def others(schedule: Schedule, *but: int) -> list[int]:
+    return [rank for rank in range(schedule.world_size) if rank not in but]
+
+
+def makers(schedule: Schedule, move: Move) -> list[Tile]:
+    """The tiles that make what this partial carries, where it is made."""
+    return [t for t in schedule.tiles if t.rank == move.src and move.block.request() in of(t)]
+
+
+def all_visible(schedule: Schedule, tile: Tile) -> bool:
+    where = schedule.positions
+    return all(schedule.mask.visible(where(q), where(kv)) for q in tile.q for kv in tile.kv)
+
+
+# ---------- tiles
+
+
+def dropped_tile(schedule: Schedule) -> Iterator[Mutant]:
+    for tile in schedule.tiles:
+        blocks = of(tile) | {block.partial(tile.rank) for block in of(tile)}
+        ranks = {tile.rank} | {schedule.owner(block) for block in tile.q}
+        yield Mutant(replace_tile(schedule, tile), steps(tile.step), ranks, blocks, f"{NOTHING}|never meets kv")
+
+
+def duplicated_tile(schedule: Schedule) -> Iterator[Mutant]:
+    for tile in schedule.tiles:
+        yield Mutant(
+            replace_tile(schedule, tile, tile, tile), {tile.step}, {tile.rank}, set(tile.q), "with kv.* a second time"
+        )
+
+
+def tile_computed_twice_over_time(schedule: Schedule) -> Iterator[Mutant]:
+    last = later(schedule)
+    for tile in schedule.tiles:
+        if all(schedule.owner(block) == tile.rank for block in of(tile)):
+            again = tile._replace(step=last)
+            yield Mutant(replace_tile(schedule, tile, tile, again), {last}, {tile.rank}, set(tile.q), "a second time")
+
+
+def tile_at_a_rank_that_lacks_a_block(schedule: Schedule) -> Iterator[Mutant]:
+    held = {(move.block, move.dst) for move in requests(schedule)}
+    for tile in schedule.tiles:
+        for rank in others(schedule, tile.rank):
+            lacks = {b for b in of(tile) if schedule.owner(b) != rank and (b, rank) not in held}
+            if lacks:
+                mutant = replace_tile(schedule, tile, tile._replace(rank=rank))
+                # A partial that this tile made may be sent before the tile's new place is reached.
+                partial = {b.partial(tile.rank) for b in of(tile)}
+                yield Mutant(mutant, steps(), {rank, tile.rank}, of(tile) | partial, f"{NOT_HELD}|{NOTHING}")
+
+
+def tile_before_its_blocks(schedule: Schedule) -> Iterator[Mutant]:
+    arrival = {(move.block, move.dst): move.step for move in requests(schedule)}
+    for tile in schedule.tiles:
+        come = {b: arrival[b, tile.rank] for b in of(tile) if (b, tile.rank) in arrival}
+        if come:
+            step = max(come.values())
+            blocks = {b for b, at in come.items() if at == step}
+            mutant = replace_tile(schedule, tile, tile._replace(step=step))
+            yield Mutant(mutant, {step}, {tile.rank}, blocks, NOT_HELD)
+
+
+def hidden_tile(schedule: Schedule) -> Iterator[Mutant]:
+    for q in range(len(schedule.q_layout.chunks)):
+        for kv in range(len(schedule.kv_layout.chunks)):
+            tile = Tile(0, schedule.q_layout.owners[q], (Block("q", q),), (Block("kv", kv),))
+            if schedule.kv_layout.owners[kv] == tile.rank and not schedule.mask.visible(
+                schedule.positions(tile.q[0]), schedule.positions(tile.kv[0])
+            ):
+                says = "which sees nothing in its tile"
+                yield Mutant(
+                    order(schedule.replace(tiles=(*schedule.tiles, tile))), {0}, {tile.rank}, {tile.q[0]}, says
+                )
+
+
+def hidden_block_in_a_tile(schedule: Schedule) -> Iterator[Mutant]:
+    """A tile in two, one of which has a kv block that only the other sees."""
+    for tile in schedule.tiles:
+        for q in tile.q[:-1]:
+            rest = tuple(block for block in tile.q if block != q)
+            hidden = {kv for kv in tile.kv if not schedule.mask.visible(schedule.positions(q), schedule.positions(kv))}
+            if hidden and len(hidden) < len(tile.kv):
+                mutant = replace_tile(schedule, tile, tile._replace(q=(q,)), tile._replace(q=rest))
+                yield Mutant(mutant, {tile.step}, {tile.rank}, hidden, "which the mask hides from its tile")
+
+
+def tile_after_its_partial_was_sent(schedule: Schedule) -> Iterator[Mutant]:
+    """A tile in two, the second after the first one's partial has gone."""
+    gone = {(move.block, move.src): move.step for move in partials(schedule)}
+    for tile in schedule.tiles:
+        made = {b.partial(tile.rank) for b in of(tile) if (b.partial(tile.rank), tile.rank) in gone}
+        if made and len(tile.q) > 1 and len(tile.kv) > 1 and all_visible(schedule, tile):
+            step = later(schedule)
+            halves = [
+                [tile._replace(q=tile.q[:1]), tile._replace(q=tile.q[1:], step=step)],
+                [tile._replace(kv=tile.kv[:1]), tile._replace(kv=tile.kv[1:], step=step)],
+            ]
+            for half in halves:
+                says = f"adds to .* after it was sent|{NOTHING}"
+                yield Mutant(replace_tile(schedule, tile, *half), steps(min(gone[b, tile.rank] for b in made)),
+                             {tile.rank}, made, says)  # fmt: skip
+
+
+def swapped_q_and_kv(schedule: Schedule) -> Iterator[Mutant]:
+    for tile in schedule.tiles:
+        mutant = replace_tile(schedule, tile, tile._replace(q=tile.kv, kv=tile.q))
+        yield Mutant(mutant, {tile.step}, {tile.rank}, set(tile.kv), "among its q blocks")
+
+
+def block_twice_in_a_tile(schedule: Schedule) -> Iterator[Mutant]:
+    for tile in schedule.tiles:
+        mutant = replace_tile(schedule, tile, tile._replace(q=(*tile.q, tile.q[0])))
+        yield Mutant(mutant, {tile.step}, {tile.rank}, {tile.q[0]}, "names a q block twice")
+
+
+# ---------- requests
+
+
+def dropped_request(schedule: Schedule) -> Iterator[Mutant]:
+    for move in requests(schedule):
+        yield Mutant(replace_move(schedule, move), steps(move.step + 1), {move.dst}, {move.block}, NOT_HELD)
+
+
+def request_sent_again(schedule: Schedule) -> Iterator[Mutant]:
+    for move in requests(schedule):
+        again = move._replace(step=later(schedule))
+        says = "but holds it already"
+        yield Mutant(replace_move(schedule, move, move, again), {again.step}, {move.dst}, {move.block}, says)
+
+
+def request_to_a_rank_that_holds_it(schedule: Schedule) -> Iterator[Mutant]:
+    for move in requests(schedule):
+        back = move._replace(step=later(schedule), src=move.dst, dst=schedule.owner(move.block))
+        says = "but holds it already"
+        yield Mutant(replace_move(schedule, move, move, back), {back.step}, {back.dst}, {move.block}, says)
+
+
+def misrouted_request(schedule: Schedule) -> Iterator[Mutant]:
+    for move in requests(schedule):
+        for rank in others(schedule, move.src, move.dst):
+            mutant = replace_move(schedule, move, move._replace(dst=rank))
+            says = f"{NOT_HELD}|but holds it already|or twice"
+            yield Mutant(mutant, steps(move.step), {rank, move.dst, move.src}, {move.block}, says)
+
+
+def early_request(schedule: Schedule) -> Iterator[Mutant]:
+    arrival = {(move.block, move.dst): move.step for move in requests(schedule)}
+    for move in requests(schedule):
+        step = arrival.get((move.block, move.src))
+        if step is not None:
+            mutant = replace_move(schedule, move, move._replace(step=step))
+            yield Mutant(mutant, {step}, {move.src}, {move.block}, NOT_HELD)
+
+
+def ghost_request(schedule: Schedule) -> Iterator[Mutant]:
+    """A block that its sender never gets."""
+    held = {(move.block, move.dst) for move in requests(schedule)}
+    for tile in schedule.tiles:
+        for block in (tile.q[0], tile.kv[0]):
+            for rank in others(schedule, schedule.owner(block)):
+                if (block, rank) not in held:
+                    ghost = Move(later(schedule), block, rank, others(schedule, rank)[0], REQUESTS)
+                    mutant = order(schedule.replace(moves=(*schedule.moves, ghost)))
+                    yield Mutant(mutant, {ghost.step}, {rank}, {block}, NOT_HELD)
+
+
+# ---------- partials
+
+
+def dropped_partial(schedule: Schedule) -> Iterator[Mutant]:
+    """Of what several ranks have added up, any may be named."""
+    for move in partials(schedule):
+        ranks = set(range(schedule.world_size))
+        blocks = {move.block._replace(made_at=rank) for rank in ranks}
+        yield Mutant(replace_move(schedule, move), steps(), ranks, blocks, f"{NEVER_HOME}|{NOTHING}")
+
+
+def partial_before_its_tile(schedule: Schedule) -> Iterator[Mutant]:
+    for move in partials(schedule):
+        first = min((tile.step for tile in makers(schedule, move)), default=0)
+        if first > 0 and move.block._replace(made_at=None) not in {
+            b._replace(made_at=None) for b, _ in schedule.relayed
+        }:
+            mutant = replace_move(schedule, move, move._replace(step=first - 1))
+            yield Mutant(mutant, {first - 1}, {move.src}, {move.block}, NOTHING)
+
+
+def partial_sent_twice(schedule: Schedule) -> Iterator[Mutant]:
+    """Once more to where it went, and once to another rank."""
+    for move in partials(schedule):
+        owner = schedule.owner(move.block)
+        for dst in (move.dst, *others(schedule, move.src, move.dst, owner)[:1]):
+            again = move._replace(step=later(schedule), dst=dst)
+            mutant = replace_move(schedule, move, move, again)
+            yield Mutant(mutant, {again.step}, {move.src}, {move.block}, "a second time")
+
+
+def partial_to_another_rank(schedule: Schedule) -> Iterator[Mutant]:
+    for move in partials(schedule):
+        for rank in others(schedule, move.src, move.dst, schedule.owner(move.block)):
+            mutant = replace_move(schedule, move, move._replace(dst=rank, add=False))
+            ranks = set(range(schedule.world_size))
+            blocks = {move.block._replace(made_at=each) for each in ranks}
+            yield Mutant(mutant, steps(), ranks, blocks, f"{NEVER_HOME}|{NOTHING}")
+
+
+def partial_never_made(schedule: Schedule) -> Iterator[Mutant]:
+    """Sent home by a rank that computed nothing for it."""
+    made = {(block, tile.rank) for tile in schedule.tiles for block in of(tile)}
+    for tile in schedule.tiles:
+        for rank in others(schedule, schedule.owner(tile.q[0])):
+            if (tile.q[0], rank) not in made and not schedule.relayed:
+                block = tile.q[0].partial(rank)
+                ghost = Move(later(schedule), block, rank, schedule.owner(block), PARTIALS)
+                mutant = order(schedule.replace(moves=(*schedule.moves, ghost)))
+                yield Mutant(mutant, {ghost.step}, {rank}, {block}, NOTHING)
+
+
+def added_after_the_relay_has_sent(schedule: Schedule) -> Iterator[Mutant]:
+    sent = {(move.block, move.src): move.step for move in partials(schedule)}
+    for move in partials(schedule):
+        target = move.block._replace(made_at=move.dst)
+        if move.add and any(target.request() in of(tile) for tile in schedule.tiles if tile.rank == move.dst):
+            late = move._replace(step=sent[target, move.dst] + 1)
+            mutant = replace_move(schedule, move, late)
+            yield Mutant(mutant, {late.step}, {move.dst}, {target}, "adds .* after that was sent")
+
+
+def added_while_the_relay_sends(schedule: Schedule) -> Iterator[Mutant]:
+    """In one step: whichever stands first, the relay cannot have it in time."""
+    sent = {(move.block, move.src): move.step for move in partials(schedule)}
+    for move in partials(schedule):
+        target = move.block._replace(made_at=move.dst)
+        if move.add:
+            late = move._replace(step=sent[target, move.dst])
+            mutant = replace_move(schedule, move, late)
+            says = f"adds .* after that was sent|before what is added to it has come|{NOTHING}"
+            yield Mutant(mutant, {late.step}, {move.dst}, {target}, says)
+
+
+# ---------- form
+
+
+def swapped_order(schedule: Schedule) -> Iterator[Mutant]:
+    moves = schedule.moves
+    for at, (first, second) in enumerate(pairwise(moves)):
+        mutant = schedule.replace(moves=(*moves[:at], second, first, *moves[at + 2 :]))
+        yield Mutant(mutant, {first.step}, {first.src}, {first.block}, "stands behind .* against the order")
+
+
+def move_listed_twice(schedule: Schedule) -> Iterator[Mutant]:
+    for move in schedule.moves:
+        mutant = replace_move(schedule, move, move, move)
+        yield Mutant(mutant, {move.step}, {move.src}, {move.block}, "stands behind .*, or twice")
+
+
+def wrong_channel(schedule: Schedule) -> Iterator[Mutant]:
+    for move in schedule.moves:
+        for channel in {REQUESTS, PARTIALS, "both"} - {move.channel}:
+            mutant = replace_move(schedule, move, move._replace(channel=channel))
+            yield Mutant(mutant, {move.step}, {move.src}, {move.block}, f"cannot travel on channel '{channel}'")
+
+
+def out_of_range_rank(schedule: Schedule) -> Iterator[Mutant]:
+    for bad in (-1, schedule.world_size):
+        says = f"{bad} is not a rank of {schedule.world_size}"
+        for move in schedule.moves:
+            mutant = replace_move(schedule, move, move._replace(dst=bad))
+            yield Mutant(mutant, {move.step}, {move.src}, {move.block}, says)
+
+
+def out_of_range_block(schedule: Schedule) -> Iterator[Mutant]:
+    for move in schedule.moves:
+        for bad in (
+            move.block._replace(chunk=len(schedule.layout_of(move.block.kind).chunks)),
+            move.block._replace(heads=schedule.head_groups),
+            move.block._replace(piece=schedule.pieces_of(move.block.kind)),
+        ):
+            mutant = replace_move(schedule, move, move._replace(block=bad))
+            yield Mutant(mutant, {move.step}, {move.src}, {bad}, f"there is no block {bad}$")
+
+
+def sent_to_itself(schedule: Schedule) -> Iterator[Mutant]:
+    for move in schedule.moves:
+        mutant = replace_move(schedule, move, move._replace(dst=move.src))
+        yield Mutant(mutant, {move.step}, {move.src}, {move.block}, "a rank sends to itself")
+
+
+def added_where_it_must_not_be(schedule: Schedule) -> Iterator[Mutant]:
+    """Requests are never added, and the owner merges."""
+    for move in schedule.moves:
+        if not move.add and (move.channel == REQUESTS or move.dst == schedule.owner(move.block)):
+            mutant = replace_move(schedule, move, move._replace(add=True))
+            yield Mutant(mutant, {move.step}, {move.src}, {move.block}, "add is for partials on their way")
+
+
+def partial_of_nobody(schedule: Schedule) -> Iterator[Mutant]:
+    """Partials say where they were made, requests do not."""
+    for move in schedule.moves:
+        bad = move.block._replace(made_at=0 if move.block.made_at is None else None)
+        mutant = replace_move(schedule, move, move._replace(block=bad))
+        yield Mutant(mutant, {move.step}, {move.src}, {bad}, "cannot travel on channel")
+
+
+KINDS: dict[str, Kind] = {
+    kind.__name__: kind
+    for kind in (
+        dropped_tile, duplicated_tile, tile_computed_twice_over_time, tile_at_a_rank_that_lacks_a_block,
+        tile_before_its_blocks, hidden_tile, hidden_block_in_a_tile, tile_after_its_partial_was_sent,
+        swapped_q_and_kv, block_twice_in_a_tile, dropped_request, request_sent_again,
+        request_to_a_rank_that_holds_it, misrouted_request, early_request, ghost_request, dropped_partial,
+        partial_before_its_tile, partial_sent_twice, partial_to_another_rank, partial_never_made,
+        added_after_the_relay_has_sent, added_while_the_relay_sends, swapped_order, move_listed_twice,
+        wrong_channel, out_of_range_rank, out_of_range_block, sent_to_itself, added_where_it_must_not_be,
+        partial_of_nobody,
+    )
+}  # fmt: skip
+
+
+def spread(mutants: Iterable[Mutant], most: int) -> list[Mutant]:
+    """Some of them, from first to last."""
+    found = list(mutants)
+    return found if len(found) <= most else [found[i * (len(found) - 1) // (most - 1)] for i in range(most)]

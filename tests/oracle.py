@@ -1,0 +1,103 @@
+"""What everything is compared with: attention over the whole sequence in float64, in one process.
+
+Written apart from the library: the mask from its definition, pair by pair, and the gradients by
+autograd. A row that sees nothing has out 0, lse -inf and gradient 0.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from tokenring import Mask
+
+
+class Attention(NamedTuple):
+    """out, dq [B, T, Hq, D]; dk, dv [B, T', Hkv, D]; lse [B, Hq, T]."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+@lru_cache(maxsize=64)
+def allowed(mask: Mask, q_length: int, kv_length: int) -> torch.Tensor:
+    """mask.allows for all pairs: booleans [q_length, kv_length]. test_oracle compares the two."""
+    q, kv = torch.arange(q_length)[:, None], torch.arange(kv_length)[None, :]
+    visible = torch.ones(q_length, kv_length, dtype=torch.bool)
+    if mask.low is not None:
+        visible &= kv - q >= mask.low
+    if mask.high is not None:
+        visible &= kv - q <= mask.high
+    if mask.cu_seqlens is not None:
+        together = torch.zeros_like(visible)
+        for start, stop in pairwise(mask.cu_seqlens):
+            together[start:stop, start:stop] = True
+        visible &= together
+    return visible
+
+
+def attention64(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float | None = None,
+) -> Attention:
+    """All of it in float64. q, dout [B, T, Hq, D]; k, v [B, T', Hkv, D]; visible [T, T']."""
+    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    repeats = q.shape[2] // k.shape[2]
+    k_all, v_all = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = torch.einsum("bshd,bthd->bhst", q, k_all) * scale
+    seen = visible.any(dim=-1)
+    # Rows that see nothing get scores without -inf, so that nothing becomes NaN, and are cleared after.
+    hidden = ~visible & seen[:, None]
+    scores = scores.masked_fill(hidden, -math.inf)
+    probabilities = torch.softmax(scores, dim=-1) * seen[:, None]
+    out = torch.einsum("bhst,bthd->bshd", probabilities, v_all)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    lse = torch.logsumexp(scores.detach(), dim=-1).masked_fill(~seen, -math.inf)
+    return Attention(out.detach(), lse, dq, dk, dv)
+
+
+def whole_sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, visible: torch.Tensor | None, causal: bool
+) -> Attention:
+    """torch's own kernel over the whole sequence, in the inputs' dtype, with its autograd; lse is empty.
+
+    visible None: everything, or causal. Rows that see nothing come back as zeros, whatever torch made of them.
+    """
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    seen = torch.ones(q.shape[2], dtype=torch.bool) if visible is None else visible.any(dim=-1)
+    dq, dk, dv = (x.transpose(1, 2) for x in torch.autograd.grad(out, (q, k, v), dout.transpose(1, 2) * seen[:, None]))
+    out = out.detach().transpose(1, 2).masked_fill(~seen[:, None, None], 0.0)
+    return Attention(out, torch.empty(0), dq.masked_fill(~seen[:, None, None], 0.0), dk, dv)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """‖got - want‖ / ‖want‖ (Frobenius); infinite unless shapes and the places of -inf agree and nothing is NaN."""
+    if got.shape != want.shape:
+        return math.inf
+    got, want = got.detach().double(), want.detach().double()
+    empty = want == -math.inf
+    if not torch.equal(got == -math.inf, empty):
+        return math.inf
+    got, want = got.masked_fill(empty, 0.0), want.masked_fill(empty, 0.0)
+    if not bool(got.isfinite().all()):
+        return math.inf
+    error, size = float((got - want).norm()), float(want.norm())
+    if size == 0:
+        return 0.0 if error == 0 else math.inf
+    return error / size

@@ -1,0 +1,256 @@
+"""Ranks for tests: processes that stay, joined by Gloo, to which a test sends functions.
+
+    def rank_of(here: Here, factor: int) -> int:      # at module level, so that it pickles
+        return here.rank * factor
+
+    def test_it(ranks: RankPools) -> None:
+        assert ranks(3)(rank_of, 2) == [0, 2, 4]
+
+A fork server imports torch once; every rank is a fork of it, with one thread. Every wait has a time
+limit. A pool in which anything went wrong is killed, and the next call for that many ranks starts a
+new one. Ranks end with the process that made them, however that ends, and leave no files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tokenring import ContextParallel
+
+PRELOADED = [
+    "numpy",
+    "pytest",
+    "torch.distributed.device_mesh",
+    "torch.utils.checkpoint",
+    "tokenring.backends.gloo",
+    "tokenring.backends.kernels.cpu_flash",
+    "tokenring.planner.select",
+    "tokenring.runtime.executor",
+    "tokenring.schedule.lower",
+    "tokenring.schedule.verify",
+]
+CALL_SECONDS = 60.0  # a call on ranks; below pytest's limit for a test
+GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
+PEER_SECONDS = 20.0  # timeout_seconds of the ranks' own transport: they raise PeerLost before we kill them
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RankError(AssertionError):
+    """A function raised on some rank, or a rank died or was silent."""
+
+
+@dataclass
+class Here:
+    """What a function that runs on a rank gets as its first argument."""
+
+    rank: int
+    world_size: int
+    base: ContextParallel
+    memory: dict[str, Any] = field(default_factory=dict)  # what functions leave to later calls
+
+    def cp(self, **options: Any) -> ContextParallel:
+        """A ContextParallel of all ranks that shares the base's transport: nothing to connect."""
+        if self.world_size > 1:
+            options.setdefault("transport", self.base.transport)
+        return ContextParallel(**options)
+
+
+class Ranks:
+    """P processes of one Gloo group. Calling it runs a function on every rank, and gives their results."""
+
+    def __init__(self, world_size: int, port: int, prefix: str) -> None:
+        self.world_size, self.usable = world_size, True
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        context = mp.get_context("forkserver")
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, rank, world_size, port, prefix), daemon=True,
+                    name=f"rank {rank} of {world_size}",
+                )  # fmt: skip
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            self._collect(CALL_SECONDS)  # each says when it has joined the group
+        except BaseException:
+            self.kill()
+            raise
+
+    def __call__(self, function: Callable[Concatenate[Here, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """The results by rank. Raises RankError with the tracebacks of the ranks that failed."""
+        return self.within(CALL_SECONDS, function, *args, **kwargs)
+
+    def within(
+        self, seconds: float, function: Callable[Concatenate[Here, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """The same with a time limit of its own."""
+        if not self.usable:
+            raise RankError(f"these {self.world_size} ranks were killed; ask the fixture for new ones")
+        # Plain pickle: the pickler of multiprocessing would put tensors into shared memory.
+        request = pickle.dumps((function, args, kwargs))
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(request)
+            results: list[T] = self._collect(seconds)
+        except BaseException:  # also Ctrl-C and pytest's own limit: what the ranks do now is anyone's guess
+            self.kill()
+            raise
+        return results
+
+    def _collect(self, seconds: float) -> list[Any]:
+        """One answer from each rank, waiting for no longer than `seconds`."""
+        results: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        deadline = time.monotonic() + seconds
+        while silent := [rank for rank in range(self.world_size) if rank not in results and rank not in failed]:
+            ready = wait([self._pipes[rank] for rank in silent], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                names = ", ".join(map(str, silent))
+                limit = f"{seconds:g} s" if not failed else f"{GRACE_SECONDS:g} s after that"
+                raise RankError(f"{_texts(failed)}rank {names} of {self.world_size} gave no answer within {limit}")
+            for rank in silent:
+                if self._pipes[rank] not in ready:
+                    continue
+                try:
+                    done, value = pickle.loads(self._pipes[rank].recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(GRACE_SECONDS)
+                    done, value = False, f"died with exit code {self._processes[rank].exitcode}"
+                if done:
+                    results[rank] = value
+                else:
+                    failed[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failed:
+            raise RankError(_texts(failed))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def kill(self) -> None:
+        """End these ranks, at once and for good."""
+        self.usable = False
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(GRACE_SECONDS)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+class RankPools:
+    """Pools by number of ranks, made when first asked for and kept. Closing it ends them all."""
+
+    def __init__(self) -> None:
+        mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        self._store = _tcp_store(0, is_master=True)
+        self._made: list[Ranks] = []
+        self._kept: dict[int, Ranks] = {}
+
+    def __call__(self, world_size: int) -> Ranks:
+        """The kept pool of so many ranks; a new one after a failure."""
+        if world_size not in self._kept or not self._kept[world_size].usable:
+            self._kept[world_size] = self._make(world_size)
+        return self._kept[world_size]
+
+    @contextlib.contextmanager
+    def expendable(self, world_size: int) -> Iterator[Ranks]:
+        """A pool for one test, which may do to it what it likes."""
+        made = self._make(world_size)
+        try:
+            yield made
+        finally:
+            made.kill()
+
+    def close(self) -> None:
+        for made in self._made:
+            made.kill()
+
+    def _make(self, world_size: int) -> Ranks:
+        self._made = [made for made in self._made if made.usable]
+        self._made.append(Ranks(world_size, self._store.port, f"pool {time.monotonic_ns()}"))
+        return self._made[-1]
+
+
+def _tcp_store(port: int, is_master: bool) -> Any:
+    """The master listens at a free port of this machine; no file is left by anyone."""
+    return dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _texts(failed: dict[int, str]) -> str:
+    return "".join(f"rank {rank}: {text.rstrip()}\n" for rank, text in sorted(failed.items()))
+
+
+# ---------- in the ranks' processes
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the one that made us decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    joined, here = _attempt(_join, rank, world_size, port, prefix)
+    pipe.send_bytes(pickle.dumps((joined, None if joined else here)))
+    while joined:
+        try:
+            function, args, kwargs = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        except Exception:  # a function whose module does not import here
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            continue
+        pipe.send_bytes(_pickled(_attempt(function, here, *args, **kwargs)))
+    os._exit(0)
+
+
+def _join(rank: int, world_size: int, port: int, prefix: str) -> Here:
+    store = dist.PrefixStore(prefix, _tcp_store(port, is_master=False))  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    base = ContextParallel(timeout_seconds=PEER_SECONDS)
+    _ = base.transport  # all ranks connect here, together
+    return Here(rank, world_size, base)
+
+
+def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+    """(True, result), or (False, traceback)."""
+    try:
+        return True, function(*args, **kwargs)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+def _pickled(answer: tuple[bool, Any]) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """When the process that made us is gone, so are we, whatever we are waiting for."""
+    parent = mp.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,186 @@
+"""Layouts partition the sequence; what does not is refused with a text that says what to do."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokenring.errors import ConfigurationError
+from tokenring.layout import (
+    LAYOUTS,
+    Layout,
+    Positions,
+    check_partition,
+    contiguous,
+    join_chunks,
+    make_layout,
+    split_order,
+    striped,
+    zigzag,
+)
+
+STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+CHUNKS_A_RANK = {"contiguous": 1, "zigzag": 2, "striped": 1}
+named = st.builds(
+    lambda base, world, cuts, length: LAYOUTS[base](world, world * CHUNKS_A_RANK[base] * cuts * length, cuts),
+    st.sampled_from(sorted(LAYOUTS)),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(1, 5),
+)
+positions = st.builds(
+    lambda start, count, step: Positions(start, start + (count - 1) * step + 1, step),
+    st.integers(0, 20),
+    st.integers(1, 12),
+    st.integers(1, 5),
+)
+
+
+def tokens(chunk: Positions) -> list[int]:
+    return list(range(*chunk))
+
+
+class TestPositions:
+    @STEADY
+    @given(positions)
+    def test_length_and_last(self, chunk: Positions) -> None:
+        assert len(chunk) == len(tokens(chunk))
+        assert chunk.last == tokens(chunk)[-1]
+
+    @STEADY
+    @given(positions, st.integers(1, 4), st.integers(1, 4))
+    def test_parts_are_equal_neighbours(self, chunk: Positions, count: int, size: int) -> None:
+        whole = Positions(chunk.start, chunk.start + (count * size - 1) * chunk.step + 1, chunk.step)
+        parts = [whole.part(index, count) for index in range(count)]
+        assert [len(part) for part in parts] == [size] * count
+        assert [token for part in parts for token in tokens(part)] == tokens(whole)
+
+    @STEADY
+    @given(positions, positions)
+    def test_join_is_concatenation_or_none(self, a: Positions, b: Positions) -> None:
+        both = tokens(a) + tokens(b)
+        gaps = {after - before for before, after in pairwise(both)}
+        joined = a.join(b)
+        assert (joined is not None) == (len(gaps) == 1 and min(gaps) > 0)
+        if joined is not None:
+            assert tokens(joined) == both
+
+    @STEADY
+    @given(st.lists(positions, max_size=6))
+    def test_joined_chunks_hold_the_same_in_the_same_order(self, chunks: list[Positions]) -> None:
+        joined = join_chunks(chunks)
+        assert [t for chunk in joined for t in tokens(chunk)] == [t for chunk in chunks for t in tokens(chunk)]
+        assert all(a.join(b) is None for a, b in pairwise(joined))
+
+    @STEADY
+    @given(positions, st.integers(1, 4))
+    def test_parts_join_to_the_whole(self, chunk: Positions, count: int) -> None:
+        whole = Positions(chunk.start, chunk.start + (count * len(chunk) - 1) * chunk.step + 1, chunk.step)
+        assert join_chunks([whole.part(index, count) for index in range(count)]) == [whole]
+
+
+class TestNamed:
+    @STEADY
+    @given(named)
+    def test_partitions_the_sequence(self, layout: Layout) -> None:
+        check_partition(layout)
+        assert sorted(split_order(layout)) == list(range(layout.length))
+        assert {len(chunk) for chunk in layout.chunks} == {layout.chunk_length}
+        assert layout.local_length * layout.world_size == layout.length
+
+    @STEADY
+    @given(named)
+    def test_local_order(self, layout: Layout) -> None:
+        """A chunk's tokens lie at its local_start in its owner's tensor; chunks ascend."""
+        for rank in range(layout.world_size):
+            local = layout.positions(rank)
+            assert len(local) == layout.local_length
+            owned = layout.owned_by(rank)
+            assert list(owned) == sorted(owned)
+            for chunk in owned:
+                assert layout.owners[chunk] == rank
+                at = layout.local_start[chunk]
+                assert local[at : at + layout.chunk_length] == tokens(layout.chunks[chunk])
+        assert sorted(c for rank in range(layout.world_size) for c in layout.owned_by(rank)) == list(
+            range(len(layout.chunks))
+        )
+
+    @STEADY
+    @given(named)
+    def test_name_makes_it_again(self, layout: Layout) -> None:
+        assert make_layout(layout.name, layout.world_size, layout.length) == layout
+        assert make_layout(layout, layout.world_size, layout.length) is layout
+
+    def test_by_hand(self) -> None:
+        assert [contiguous(3, 6).positions(rank) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+        assert [zigzag(2, 8).positions(rank) for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+        assert [striped(3, 6).positions(rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+        assert zigzag(2, 16, 2).owners == (0, 0, 1, 1, 1, 1, 0, 0)
+        assert striped(2, 8, 2).chunks == ((0, 3, 2), (1, 4, 2), (4, 7, 2), (5, 8, 2))
+        assert contiguous(2, 8, 2).name == "contiguous/2"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "length", "says"),
+    [
+        (
+            "zigzag", 4, 12,
+            "layout 'zigzag' over 4 ranks cuts a sequence into 8 chunks; a length of 12 does not divide: pad to 16, "
+            "or choose another layout",
+        ),
+        (
+            "zigzag", 4, 7,
+            "layout 'zigzag' over 4 ranks cuts a sequence into 8 chunks; a length of 7 is empty for some ranks: "
+            "pad to 8, or choose another layout",
+        ),
+        ("contiguous", 3, 0, "a length of 0 is empty for some ranks: pad to 3"),
+        ("striped/2", 3, 15, "layout 'striped/2' over 3 ranks cuts a sequence into 6 chunks; a length of 15 does not"),
+        ("spiral", 2, 8, "unknown layout 'spiral'; choose one of contiguous, zigzag, striped, or cut one finer"),
+        ("zigzag/0", 2, 8, "unknown layout 'zigzag/0'"),
+        ("zigzag/x", 2, 8, "unknown layout 'zigzag/x'"),
+        ("zigzag/-2", 2, 8, "unknown layout 'zigzag/-2'"),
+        (
+            zigzag(2, 8), 4, 8,
+            "layout 'zigzag' is for 2 ranks and 8 positions; the group has 4 ranks and the tensors 8 positions",
+        ),
+        (zigzag(2, 8), 2, 16, "the group has 2 ranks and the tensors 16 positions"),
+    ],
+)  # fmt: skip
+def test_make_layout_refuses(name: str | Layout, world_size: int, length: int, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        make_layout(name, world_size, length)
+
+
+FIRST, SECOND = Positions(0, 4), Positions(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunks", "owners", "says"),
+    [
+        (8, (FIRST, SECOND), (0,), "2 chunks for 1 owners"),
+        (8, (), (), "0 chunks for 0 owners"),
+        (8, (Positions(0, 3), Positions(3, 8)), (0, 1), "its chunks are not equal parts of 8 positions"),
+        (9, (FIRST, SECOND), (0, 1), "its chunks are not equal parts of 9 positions"),
+        (8, (SECOND, FIRST), (0, 1), "number the chunks by their first position"),
+        (8, (FIRST, SECOND), (0, 0), "give each of the 2 ranks equally many chunks"),
+        (8, (FIRST, SECOND), (0, 2), "give each of the 2 ranks equally many chunks"),
+        (8, (FIRST, FIRST), (0, 1), "position 4 of 8 is in no chunk"),
+        (8, (Positions(0, 7, 2), Positions(2, 9, 2)), (0, 1), "position 1 of 8 is in no chunk"),
+        (8, (FIRST, Positions(5, 9)), (0, 1), "position 4 of 8 is in no chunk"),
+    ],
+)
+def test_chunks_given_by_hand_are_checked(
+    length: int, chunks: tuple[Positions, ...], owners: tuple[int, ...], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        make_layout(Layout("mine", 2, length, chunks, owners), 2, length)
+
+
+def test_chunks_given_by_hand_are_taken() -> None:
+    mine = Layout("mine", 2, 8, (Positions(0, 7, 2), Positions(1, 8, 2)), (1, 0))
+    assert make_layout(mine, 2, 8) is mine
+    assert mine.positions(0) == [1, 3, 5, 7]

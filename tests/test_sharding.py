@@ -1,0 +1,135 @@
+"""Between whole sequences and the ranks' parts: there and back, and with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import LAYOUTS
+from ranks import Here, RankPools
+
+from tokenring import ConfigurationError, positions, shard, unshard
+
+LENGTH = 96
+
+
+def whole(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """LENGTH along `dim`; every element differs."""
+    shape = [2, 3, 2, 2]
+    shape[dim] = LENGTH
+    return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+def there_and_back(here: Here, layout: str, dim: int, dtype: torch.dtype) -> bool:
+    cp = here.cp(layout=layout)
+    x = whole(dim, dtype)
+    part = shard(x, cp, dim)
+    at = positions(cp, LENGTH)
+    assert at.dtype == torch.int64 and at.tolist() == cp.layout_for(LENGTH).positions(here.rank)
+    assert part.shape[dim] == LENGTH // here.world_size
+    assert torch.equal(part, x.index_select(dim, at))
+    strided = part.transpose(0, -1).contiguous().transpose(0, -1)
+    return torch.equal(unshard(part, cp, dim), x) and torch.equal(unshard(strided, cp, dim), x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_there_and_back(layout: str, world_size: int, ranks: RankPools) -> None:
+    for dim in (0, 1, 3, -1, -2):
+        assert all(ranks(world_size)(there_and_back, layout, dim, torch.float32))
+    for dtype in (torch.int64, torch.bool, torch.bfloat16):
+        assert all(ranks(world_size)(there_and_back, layout, 1, dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_are_a_partition(layout: str, ranks: RankPools) -> None:
+    held = ranks(4)(held_positions, layout)
+    assert sorted(p for each in held for p in each) == list(range(LENGTH))
+
+
+def held_positions(here: Here, layout: str) -> list[int]:
+    held: list[int] = positions(here.cp(layout=layout), LENGTH, "cpu").tolist()
+    return held
+
+
+def gradient_of_shard(here: Here, layout: str) -> torch.Tensor:
+    """Of a loss that weighs this rank's part by 2."""
+    x = whole(1).requires_grad_()
+    (gradient,) = torch.autograd.grad((2 * shard(x, here.cp(layout=layout))).sum(), x)
+    return gradient
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_of_shard(layout: str, ranks: RankPools) -> None:
+    """Zero where other ranks hold the positions."""
+    for gradient, held in zip(ranks(4)(gradient_of_shard, layout), ranks(4)(held_positions, layout), strict=True):
+        wanted = torch.zeros_like(gradient)
+        wanted[:, held] = 2
+        assert torch.equal(gradient, wanted)
+
+
+def gradient_of_unshard(here: Here, layout: str, dim: int) -> torch.Tensor:
+    """Of a loss in which rank r weighs its copy of the whole by (r + 1) · 2^(position mod 8)."""
+    cp = here.cp(layout=layout)
+    part = shard(whole(dim), cp, dim).requires_grad_()
+    weights = (here.rank + 1) * 2.0 ** (torch.arange(LENGTH) % 8)
+    shape = [1] * 4
+    shape[dim] = LENGTH
+    (gradient,) = torch.autograd.grad((unshard(part, cp, dim) * weights.view(shape)).sum(), part)
+    return gradient
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_gradient_of_unshard(layout: str, dim: int, world_size: int, ranks: RankPools) -> None:
+    """The sum over the ranks of what their copies got, at the right positions."""
+    total = sum(range(1, world_size + 1))
+    made = ranks(world_size)(gradient_of_unshard, layout, dim)
+    for gradient, held in zip(made, ranks(world_size)(held_positions, layout), strict=True):
+        wanted = total * 2.0 ** (torch.tensor(held) % 8)
+        assert torch.equal(gradient, wanted.view(-1, 1, 1).expand_as(gradient.movedim(dim, -3)).movedim(-3, dim))
+
+
+def sum_of_parts(here: Here) -> bool:
+    """A loss that each rank takes of its own part of an unsharded tensor is the loss of the parts."""
+    cp = here.cp(layout="zigzag")
+    part = shard(whole(1), cp).requires_grad_()
+    (gradient,) = torch.autograd.grad(shard(unshard(part, cp), cp).square().sum(), part)
+    return torch.equal(gradient, 2 * part.detach())
+
+
+def test_shard_after_unshard_is_nothing(ranks: RankPools) -> None:
+    assert all(ranks(3)(sum_of_parts))
+
+
+def refused(here: Here, what: str) -> str:
+    cp = here.cp(layout="zigzag")
+    try:
+        if what == "length":
+            shard(torch.zeros(1, 13, 2), cp)
+        if what == "positions":
+            positions(cp, 3)
+        if what == "shapes":
+            unshard(torch.zeros(1, 8 if here.rank else 16, 2), cp)
+        if what == "uneven":
+            unshard(torch.zeros(1, 9, 2), cp)
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing"
+
+
+CUTS = "layout 'zigzag' over 2 ranks cuts a sequence into 4 chunks; a length of "
+ADVICE = ", or choose another layout"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("length", f"{CUTS}13 does not divide: pad to 16{ADVICE}"),
+        ("positions", f"{CUTS}3 is empty for some ranks: pad to 4{ADVICE}"),
+        ("uneven", f"{CUTS}18 does not divide: pad to 20{ADVICE}"),
+        ("shapes", "unshard wants parts of one shape from every rank; found rank 0: [1, 16, 2], rank 1: [1, 8, 2]"),
+    ],
+)
+def test_refused(what: str, says: str, ranks: RankPools) -> None:
+    assert ranks(2)(refused, what) == [says] * 2

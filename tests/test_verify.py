@@ -1,0 +1,135 @@
+"""verify accepts every named schedule and refuses every mutant, with step, rank and block."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from bases import CHUNKS_A_RANK, MASKS, NAMED, bases, make
+from mutants import KINDS, Mutant, spread
+from pairwise import sample
+
+from tokenring.errors import ScheduleError
+from tokenring.layout import Layout, Positions, make_layout
+from tokenring.mask import Documents, Full
+from tokenring.schedule.build import build
+from tokenring.schedule.ir import Block, Tile
+from tokenring.schedule.schemes import make_schedule, ring, schedule
+from tokenring.schedule.verify import verify
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "ranks": (1, 2, 3, 4, 5, 6, 7, 8, 16),
+    "named": NAMED,
+    "layout": tuple(CHUNKS_A_RANK),
+    "mask": MASKS,
+    "pieces": (1, 2, 4),
+}
+
+
+class TestAccepts:
+    @pytest.mark.parametrize(tuple(FACTORS), sample(FACTORS, least=0))
+    def test_named_schedule(self, ranks: int, named: str, layout: str, mask: str, pieces: int) -> None:
+        """Any two circumstances meet somewhere."""
+        pieces = max(pieces, 2) if named == "bidirectional" else pieces
+        made = make(ranks, named, layout, mask, pieces)
+        assert made.verify() is made
+
+    @pytest.mark.parametrize("named", NAMED)
+    def test_what_is_not_pruned(self, named: str) -> None:
+        """Under the full mask; under others a dense schedule computes what is hidden."""
+        verify(make(3, named, "zigzag", "full").replace(pruned=False))
+
+    def test_nothing_but_padding(self) -> None:
+        whole = make_layout("zigzag", 4, 64)
+        made = make_schedule("ring", whole, whole, Documents([0, 0]))
+        assert not made.tiles and not made.moves
+        verify(made)
+
+    @pytest.mark.parametrize("mask", ["full", "causal"])
+    @pytest.mark.parametrize("named", NAMED)
+    def test_64_ranks_within_a_second(self, named: str, mask: str) -> None:
+        """In seconds of this process, the best of two."""
+        made = make(64, named, "zigzag", mask)
+        taken = []
+        for _ in range(2):
+            start = time.process_time()
+            verify(made)
+            taken.append(time.process_time() - start)
+            if taken[-1] < 1:
+                break
+        assert min(taken) < 1
+
+
+# ---------- refusals
+
+
+BASES = bases()
+WORD = re.compile(r"\b(?:q|kv|o|dkv)\d+(?:\.h\d+)?(?:\.p\d+)?(?:@\d+)?")
+
+
+def check_refused(mutant: Mutant) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        verify(mutant.schedule)
+    text = str(caught.value)
+    parts = re.fullmatch(r"(.*?)(, forward|, backward|): step (-?\d+), rank (\d+): (.*)", text)
+    assert parts, text
+    assert parts[1] == mutant.schedule.name
+    assert int(parts[3]) in mutant.steps, text
+    assert int(parts[4]) in mutant.ranks, text
+    assert set(WORD.findall(parts[5])) & {str(block) for block in mutant.blocks}, text
+    assert re.search(mutant.says, parts[5]), text
+
+
+FOUND = {(kind, base): spread(make(BASES[base]), 5) for kind, make in KINDS.items() for base in BASES}
+APPLY = [pair for pair, mutants in FOUND.items() if mutants]
+
+
+class TestRefuses:
+    @pytest.mark.parametrize("base", BASES)
+    def test_not_what_they_are_made_of(self, base: str) -> None:
+        verify(BASES[base])
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_kind_applies_to_several_schemes(self, kind: str) -> None:
+        assert len({BASES[base].name for name, base in APPLY if name == kind}) >= 2
+
+    @pytest.mark.parametrize(("kind", "base"), APPLY, ids=[" in ".join(pair) for pair in APPLY])
+    def test_mutant(self, kind: str, base: str) -> None:
+        for mutant in FOUND[kind, base]:
+            check_refused(mutant)
+
+    @pytest.mark.parametrize(
+        ("tile", "says"),
+        [
+            (Tile(0, 4, (Block("q", 0),), (Block("kv", 0),)), "step 0, rank 4: tile: 4 is not a rank of 4"),
+            (Tile(-1, 0, (Block("q", 0),), (Block("kv", 0),)), "step -1, rank 0: tile: there is no step -1"),
+            (Tile(0, 0, (), (Block("kv", 0),)), "step 0, rank 0: tile has no q or no kv block"),
+            (Tile(0, 0, (Block("q", 8),), (Block("kv", 0),)), "step 0, rank 0: tile: there is no block q8"),
+            (
+                Tile(0, 0, (Block("q", 0, 1),), (Block("kv", 0),)),
+                "step 0, rank 0: tile has kv0 among its kv blocks of head group 1",
+            ),
+        ],
+    )
+    def test_tile_of_wrong_form(self, tile: Tile, says: str) -> None:
+        made = schedule("ring", 4).replace(tiles=(tile,), head_groups=2)
+        with pytest.raises(ScheduleError, match=re.escape(f"ring: {says}")):
+            verify(made)
+
+    @pytest.mark.xfail(
+        strict=True, reason="verify proves that all units are computed, not that units are all positions"
+    )
+    @pytest.mark.parametrize("wrong", ["pieces", "layout", "ranks"])
+    def test_units_that_are_not_all_positions(self, wrong: str) -> None:
+        """Pieces that do not divide chunks, chunks that overlap, ranks that own nothing: tokens are lost."""
+        whole = make_layout("contiguous", 2, 8)
+        twice = Layout("twice", 2, 8, (Positions(0, 4), Positions(0, 4)), (0, 1))
+        made = {
+            "pieces": build(ring(pieces=3), whole, whole, Full()),
+            "layout": build(ring(), twice, twice, Full()),
+            "ranks": build(ring(), whole, whole, Full()).replace(world_size=3),
+        }[wrong]
+        with pytest.raises(ScheduleError):
+            verify(made)
