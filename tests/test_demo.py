@@ -130,6 +130,7 @@ def own_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_whole_run(start: Starter) -> None:
     running = start("--steps", "24", "--output", "picture.svg")
     assert running.end() == 0, running.text("out") + running.text("err")

@@ -124,7 +124,7 @@ def test_complaint_of_bytes() -> None:
 
 def test_split_table() -> None:
     assert split_text(MEASURED, 4, 2, Ink()).splitlines() == [
-        "   time, mean over 4                      forward            backward",
+        "   time, mean of 4 ranks                  forward            backward",
         "   █ compute                        60.0 ms   60%      100.0 ms   50%",
         "   ▒ exposed communication          30.0 ms   30%        0.0 ms    0%",
         "   ░ rest: merge, pack, post        10.0 ms   10%      100.0 ms   50%",

@@ -77,7 +77,8 @@ def make_request(
     """What a call asks for; checks that everything fits together."""
     mask = Full() if mask is None else mask
     workload = _workload(q, k, v, cp, mask)
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
+    training = torch.is_grad_enabled()
     return Request(workload, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), training, q.device)
 
 

@@ -73,8 +73,6 @@ class ContextParallel:
         self.group = _process_group(group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise ConfigurationError("this rank is not a member of the group; only members make a ContextParallel")
         self.layout = layout
         self.schedule = schedule
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, timeout_seconds
@@ -101,6 +99,8 @@ class ContextParallel:
             raise ConfigurationError(f"the schedule is for {made_for} ranks, the group has {self.world_size}")
         if isinstance(self.schedule, str):
             _check_schedule_name(self.schedule)
+        if self.pieces is not None and (not isinstance(self.schedule, str) or self.schedule.startswith("auto")):
+            raise ConfigurationError(f"pieces={self.pieces} goes with a schedule by name; others say it themselves")
 
     def layout_for(self, length: int) -> Layout:
         """The layout of a sequence of this length. Raises ConfigurationError when it does not divide."""
@@ -201,6 +201,8 @@ def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | No
         return dist.group.WORLD if ready else None
     if isinstance(group, dist.ProcessGroup):
         return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigurationError("this rank is not a member of the group; only members make a ContextParallel")
     if not hasattr(group, "get_group"):
         raise ConfigurationError(
             f"group is a {type(group).__name__}; give a ProcessGroup, a one-dimensional DeviceMesh or None"

@@ -23,10 +23,10 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     dout [..., D], delta [...]; rows of zero dout give zero.
     """
     largest = dout.abs().amax(dim=-1, keepdim=True)
-    unit = dout / largest.clamp_min(torch.finfo(dout.dtype).tiny)
-    square = (unit * unit).sum(dim=-1, keepdim=True)
-    factor = delta[..., None] / (largest * square)
-    return unit.mul_(torch.where(largest > 0, factor, torch.zeros_like(factor)))
+    divisor = largest.masked_fill_(largest == 0, 1.0)
+    unit = dout / divisor
+    square = (unit * unit).sum(dim=-1, keepdim=True)  # at least 1, but in rows of zeros
+    return unit.mul_(delta[..., None] / divisor / square.clamp_min_(1.0))
 
 
 class CpuFlash:

@@ -29,8 +29,7 @@ PARTS = {  # of a call's time: what a reader calls it, and how the bar shows it
 
 def headline(ranks: int, tokens: int, layout: str) -> str:
     """What is run."""
-    parts = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return f"tokenring demo: a transformer on one sequence of {tokens:,} tokens, split over {parts} ({layout})"
+    return f"tokenring demo: a transformer on one sequence of {tokens:,} tokens, split over {_ranks(ranks)} ({layout})"
 
 
 def setting(started: Started, machine: str) -> str:
@@ -59,7 +58,7 @@ def check_text(checked: Checked, ranks: int, ink: Ink) -> str:
         f"   {text:<58} error {found:.1e}   limit {limit:.0e}  {_mark(found <= limit, ink)}"
         for text, found, limit in rows
     ]
-    how = f"split over {ranks} against one process with torch's own attention; relative errors; {checked.seconds:.1f} s"
+    how = f"{_ranks(ranks)} against one process with torch's own attention; relative errors; {checked.seconds:.1f} s"
     return "\n".join([*lines, "   " + ink.pale(how)])
 
 
@@ -123,7 +122,7 @@ def _paint_cell(cell: str, ink: Ink) -> str:
 
 def split_text(measured: Measured, ranks: int, cores: int, ink: Ink) -> str:
     """Where the time went, in each pass."""
-    lines = [f"   {f'time, mean over {ranks}':<26}" + "".join(f"{each.name:>20}" for each in measured.passes)]
+    lines = [f"   {f'time, mean of {_ranks(ranks)}':<26}" + "".join(f"{each.name:>20}" for each in measured.passes)]
     totals = [sum(each.split_seconds.values()) for each in measured.passes]
     for part, (name, glyph) in PARTS.items():
         cells = [
@@ -151,6 +150,10 @@ def stacked_bar(split_seconds: dict[str, float]) -> str:
         end = round(BAR_WIDTH * until / total) if total else 0
         text += glyph * (end - len(text))
     return text
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _mark(fine: bool, ink: Ink) -> str:

@@ -81,9 +81,16 @@ def select(
     if unknown or not families:
         asked = ",".join(sorted(unknown)) or "nothing"
         raise ConfigurationError(f"auto may choose among {', '.join(SCHEMES)}; it was restricted to {asked}")
-    schedules = {name: named_schedule(name, workload, q_layout, kv_layout, mask) for name in families}
+    schedules, misfits = {}, []
+    for name in families:
+        try:
+            schedules[name] = named_schedule(name, workload, q_layout, kv_layout, mask)
+        except ConfigurationError as error:  # its pieces do not divide the chunks
+            misfits.append(error)
+    if not schedules:
+        raise misfits[0]
     costs = {name: _cost(made, workload, passes) for name, made in schedules.items()}
-    ranked = sorted(families, key=lambda name: (*costs[name], list(SCHEMES).index(name)))
+    ranked = sorted(schedules, key=lambda name: (*costs[name], list(SCHEMES).index(name)))
     candidates = tuple(Candidate(name, *costs[name]) for name in ranked)
     best = ranked[0]
     return Plan(schedules[best], workload, _reason(candidates, topology, passes), candidates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tokenring.backends.kernels.reference import row_dot
 from tokenring.context import ContextParallel, Request
@@ -20,9 +21,11 @@ class AttentionFunction(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32."""
+        q, k, v = (_rows_packed(x) for x in (q, k, v))
         executor = cp.executor(request, "forward")
         call = Call({"q": q, "k": k, "v": v}, executor.new_kept(q.device))
-        executor.run(call, cp.active_trace)
+        with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
+            executor.run(call, cp.active_trace)
         out = _kept_by_caller(executor.result(call, "q_partial", "out"), q.dtype)
         lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
         ctx.save_for_backward(q, k, v, out, lse, *call.kept.values())
@@ -31,6 +34,7 @@ class AttentionFunction(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
         if dlse is not None:
@@ -42,9 +46,10 @@ class AttentionFunction(torch.autograd.Function):
             return None, None, None, None, None
         q, k, v, out, lse, *kept = ctx.saved_tensors
         executor = ctx.cp.executor(ctx.request, "backward")
-        own = OwnTensors({"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "out": out})
+        own = OwnTensors({"q": q, "k": k, "v": v, "dout": _rows_packed(dout), "lse": lse, "out": out})
         call = Call(own, dict(zip(executor.kept_slots, kept, strict=True)))
-        executor.run(call, ctx.cp.active_trace)
+        with torch.autocast(q.device.type, enabled=False):
+            executor.run(call, ctx.cp.active_trace)
         dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
         dk, dv = (_kept_by_caller(executor.result(call, "kv_partial", name), k.dtype) for name in ("dk", "dv"))
         return dq, dk, dv, None, None
@@ -58,6 +63,11 @@ class OwnTensors(dict[str, torch.Tensor]):
             raise KeyError(name)
         self[name] = row_dot(self["dout"], self["out"]).transpose(1, 2)
         return self[name]
+
+
+def _rows_packed(x: torch.Tensor) -> torch.Tensor:
+    """Kernels take any strides, but want the elements of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
