@@ -30,6 +30,7 @@ def _load(kind: str, name: str, known: dict[str, str]) -> Any:
 
 def transport_capabilities(name: str) -> Capabilities:
     """What the transport called `name` can do, without starting it."""
+    name = "gloo" if name == "auto" else name
     if name not in CAPABILITIES:
         raise ConfigurationError(f"unknown transport {name!r}; choose one of auto, {', '.join(CAPABILITIES)}")
     return CAPABILITIES[name]

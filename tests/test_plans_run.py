@@ -9,6 +9,7 @@ from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
 
 import tokenring as tr
+from tokenring.schedule.ir import PASSES
 
 RANKS = 4
 NONE: frozenset[str] = frozenset()
@@ -48,21 +49,22 @@ def run_plan(
     q, dout = (torch.randn(2, 128, 4, 40).to(dtype) for _ in range(2))
     k, v = (torch.randn(2, kv_length, 4, 40).to(dtype) for _ in range(2))
     want = attention64(q, k, v, dout, allowed(mask, 128, kv_length))
-    leaves = [tr.shard(x, cp).requires_grad_() for x in (q, k, v)]
+    q_part, k_part, v_part = (tr.shard(x, cp).requires_grad_() for x in (q, k, v))
     assert cp.transport is not None
     counted = cp.transport.sent_bytes
     counted.clear()
-    out, lse = tr.attention(*leaves, cp, mask=mask, return_lse=True)
+    out, lse = tr.attention(q_part, k_part, v_part, cp, mask=mask, return_lse=True)
     forward = dict(counted)
     counted.clear()
     out.backward(tr.shard(dout, cp))
-    schedule = tr.plan(*leaves, cp, mask=mask).schedule
+    schedule = tr.plan(q_part, k_part, v_part, cp, mask).schedule
     workload = tr.Workload(2, 128, kv_length, 4, 4, 40, dtype)
     as_predicted = all(
         sent == {dst: size for (src, dst), size in schedule.link_bytes(workload, direction).items() if src == here.rank}
-        for direction, sent in (("forward", forward), ("backward", dict(counted)))
+        for direction, sent in zip(PASSES, (forward, dict(counted)), strict=True)
     )
-    got = [tr.unshard(out, cp), tr.unshard(lse, cp, dim=2), *(tr.unshard(x.grad, cp) for x in leaves)]
+    grads = [x.grad for x in (q_part, k_part, v_part) if x.grad is not None]
+    got = [tr.unshard(out, cp), tr.unshard(lse, cp, dim=2), *(tr.unshard(grad, cp) for grad in grads)]
     return [relative_error(a, b) for a, b in zip(got, want, strict=True)], as_predicted
 
 

@@ -118,9 +118,6 @@ class TestRefuses:
         with pytest.raises(ScheduleError, match=re.escape(f"ring: {says}")):
             verify(made)
 
-    @pytest.mark.xfail(
-        strict=True, reason="verify proves that all units are computed, not that units are all positions"
-    )
     @pytest.mark.parametrize("wrong", ["pieces", "layout", "ranks"])
     def test_units_that_are_not_all_positions(self, wrong: str) -> None:
         """Pieces that do not divide chunks, chunks that overlap, ranks that own nothing: tokens are lost."""

@@ -189,7 +189,8 @@ class ContextParallel:
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, early)
         pool = self.pool(request.device)
         before = pool.data
-        made = Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
+        with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
+            made = Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
         if pool.data is not before:
             self._executor.cache_clear()  # the others would keep the smaller pool alive
         return made
@@ -201,7 +202,7 @@ def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | No
         return dist.group.WORLD if ready else None
     if isinstance(group, dist.ProcessGroup):
         return group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int):  # dist.GroupMember.NON_GROUP_MEMBER
         raise ConfigurationError("this rank is not a member of the group; only members make a ContextParallel")
     if not hasattr(group, "get_group"):
         raise ConfigurationError(

@@ -88,7 +88,7 @@ def _additive(patch: Patch) -> torch.Tensor | None:
         return None
     visible = dense_mask(patch, torch.device("cpu"))
     assert visible is not None  # only full patches have none
-    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def _empty_rows(mask: torch.Tensor) -> torch.Tensor | None:

@@ -107,7 +107,7 @@ def _cost(schedule: Schedule, workload: Workload, passes: Sequence[Pass]) -> tup
 def _reason(candidates: Sequence[Candidate], topology: Topology, passes: Sequence[Pass]) -> str:
     best = candidates[0]
     if best.total_bytes == 0:
-        return "one rank: nothing moves"
+        return "nothing has to move"
     text = f"fewest bytes on the busiest link of a {topology.name} ({' + '.join(passes)}): {_mb(best.worst_link_bytes)}"
     if len(candidates) > 1:
         second = candidates[1]

@@ -119,8 +119,8 @@ def _tiles(
                 kv = kv_blocks[kv_owner, heads, kv_piece]
                 rank = place(Pair(q_owner, kv_owner, heads, q_piece, kv_piece, schedule.world_size))
                 step = max(
-                    0 if q_owner == rank else q_arrivals[q[0]].get(rank, 0),
-                    0 if kv_owner == rank else kv_arrivals[kv[0]].get(rank, 0),
+                    max(0 if q_owner == rank else q_arrivals[block].get(rank, 0) for block in q),
+                    max(0 if kv_owner == rank else kv_arrivals[block].get(rank, 0) for block in kv),
                 )
                 tiles.append(Tile(step, rank, q, kv))
     return tiles

@@ -155,13 +155,13 @@ class Schedule:
         }
 
     @cached_property
-    def relayed(self) -> frozenset[tuple[Block, int]]:
-        """(partial unit, rank) where an incoming partial is added on its way home."""
-        return frozenset((move.block._replace(made_at=None), move.dst) for move in self.moves if move.add)
+    def _wide_partials(self) -> frozenset[Block]:
+        added = [(move.block, move.block._replace(made_at=move.dst)) for move in self.moves if move.add]
+        return frozenset(block for pair in added for block in pair)
 
     def in_full_precision(self, move: Move) -> bool:
-        """Whether a partial travels in fp32: one that a relay adds to, or has added to, does."""
-        return move.add or (move.block._replace(made_at=None), move.src) in self.relayed
+        """Whether a partial travels in fp32, on its whole way: one that a relay adds, or adds to, does."""
+        return move.block in self._wide_partials
 
     # What users ask a schedule; each import is made here so that the data type itself stays light.
 

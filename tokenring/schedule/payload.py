@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenring.errors import UnsupportedError
+from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.schedule.ir import Kind, Pass, Schedule
 from tokenring.workload import Workload
 
@@ -55,6 +55,12 @@ class Records:
     """The records of one schedule, workload and pass."""
 
     def __init__(self, schedule: Schedule, workload: Workload, direction: Pass) -> None:
+        lengths = schedule.q_layout.length, schedule.kv_layout.length
+        if (workload.q_length, workload.kv_length) != lengths:
+            raise ConfigurationError(
+                f"the schedule is for {lengths[0]} q and {lengths[1]} kv positions, the workload has "
+                f"{workload.q_length} and {workload.kv_length}: make the schedule with this length"
+            )
         self.workload, self.direction = workload, direction
         self.groups, self.keep = schedule.head_groups, schedule.keep
         self.codecs = dict(schedule.codecs)

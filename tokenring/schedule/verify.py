@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from tokenring.errors import ScheduleError
+from tokenring.errors import ConfigurationError, ScheduleError
+from tokenring.layout import check_partition
 from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Block, Kind, Move, Pass, Schedule, Tile
 from tokenring.schedule.passes import move_order, tile_order
 
@@ -50,7 +51,8 @@ class Visible:
 
 
 def check_form(schedule: Schedule) -> None:
-    """Every tile and move names things that exist, and the moves stand in their total order."""
+    """Layouts hold every position once, tiles and moves name things that exist, and stand in their total order."""
+    _check_units(schedule)
     for tile in schedule.tiles:
         where = f"{schedule.name}: step {tile.step}, rank {tile.rank}: tile"
         if not tile.q or not tile.kv:
@@ -82,6 +84,28 @@ def check_form(schedule: Schedule) -> None:
                 f"{schedule.name}: step {after.step}, rank {after.src}: {after.block} to rank {after.dst} stands "
                 f"behind {before.block} of step {before.step}, or twice, against the order that both ends share"
             )
+
+
+def _check_units(schedule: Schedule) -> None:
+    """Units are equal parts of the sequence that together are all of it."""
+    kinds: tuple[Kind, ...] = ("q", "kv")
+    for kind in kinds:
+        layout, pieces = schedule.layout_of(kind), schedule.pieces_of(kind)
+        if layout.world_size != schedule.world_size:
+            raise ScheduleError(
+                f"{schedule.name}: its {kind} layout is for {layout.world_size} ranks, not {schedule.world_size}"
+            )
+        if pieces < 1 or layout.chunk_length % pieces:
+            raise ScheduleError(
+                f"{schedule.name}: {pieces} pieces do not divide {kind} chunks of {layout.chunk_length} positions"
+            )
+        try:
+            check_partition(layout)
+        except ConfigurationError as error:
+            raise ScheduleError(f"{schedule.name}: {error}") from None
+    named = {*schedule.keep, *(kind for kind, _ in schedule.codecs)}
+    if not named <= set(kinds) or (schedule.slack is not None and schedule.slack < 0):
+        raise ScheduleError(f"{schedule.name}: keep and codecs are for q and kv, and slack is not negative")
 
 
 def _check_place(schedule: Schedule, where: str, step: int, ranks: tuple[int, ...]) -> None:
@@ -221,12 +245,22 @@ class _Proof:
             raise self._fail(move.step, move.dst, f"merges {move.block} into {into}: {self._names(other, again)} twice")
 
     def _check_goal(self) -> None:
+        self._check_needed()
         for kind in self.kinds:
             goal = self.visible.of_q if kind == "q_partial" else self.visible.of_kv
             pieces = self.schedule.pieces_of(kind)
             for unit, wanted in enumerate(goal):
                 for heads in range(self.schedule.head_groups):
                     self._check_unit(Block(kind, unit // pieces, heads, unit % pieces), wanted)
+
+    def _check_needed(self) -> None:
+        """Nothing travels to where it is neither used nor sent on: its slot would be nobody's to give back."""
+        used = {(block, tile.rank) for tile in self.schedule.tiles for block in (*tile.q, *tile.kv)}
+        requests = [move for move in self.schedule.moves_in(self.direction) if move.channel == REQUESTS]
+        used |= {(move.block, move.src) for move in requests}
+        for move in requests:
+            if (move.block, move.dst) not in used:
+                raise self._fail(move.step, move.dst, f"receives {move.block} from rank {move.src} but never needs it")
 
     def _check_unit(self, unit: Block, wanted: int) -> None:
         missing = wanted & ~self.home[unit]
