@@ -157,7 +157,8 @@ def run(
     here: Here, case: Case, schedule: Schedule | Scheme | str | None, kernel: str = "auto", scale: float | None = None
 ) -> Local:
     """The case on one rank, forward and backward; schedule None: by name."""
-    cp = here.cp(layout=case.layout, schedule=schedule or case.name, pieces=case.pieces, kernel=kernel)
+    pieces = None if schedule else case.pieces  # a schedule says itself what it moves in how many
+    cp = here.cp(layout=case.layout, schedule=schedule or case.name, pieces=pieces, kernel=kernel)
     parts = [shard(x, cp) for x in case.inputs()]
     q, k, v, dout = (part.requires_grad_(index < 3) for index, part in enumerate(parts))
     counter: Sent = {} if here.base.transport is None else here.base.transport.sent_bytes

@@ -236,12 +236,15 @@ def dropped_partial(schedule: Schedule) -> Iterator[Mutant]:
         yield Mutant(replace_move(schedule, move), steps(), ranks, blocks, f"{NEVER_HOME}|{NOTHING}")
 
 
+def added(schedule: Schedule) -> set[Block]:
+    """Partials that are added to another one on their way."""
+    return {move.block for move in schedule.moves if move.add}
+
+
 def partial_before_its_tile(schedule: Schedule) -> Iterator[Mutant]:
     for move in partials(schedule):
         first = min((tile.step for tile in makers(schedule, move)), default=0)
-        if first > 0 and move.block._replace(made_at=None) not in {
-            b._replace(made_at=None) for b, _ in schedule.relayed
-        }:
+        if first > 0 and move.block._replace(made_at=None) not in {b._replace(made_at=None) for b in added(schedule)}:
             mutant = replace_move(schedule, move, move._replace(step=first - 1))
             yield Mutant(mutant, {first - 1}, {move.src}, {move.block}, NOTHING)
 
@@ -270,7 +273,7 @@ def partial_never_made(schedule: Schedule) -> Iterator[Mutant]:
     made = {(block, tile.rank) for tile in schedule.tiles for block in of(tile)}
     for tile in schedule.tiles:
         for rank in others(schedule, schedule.owner(tile.q[0])):
-            if (tile.q[0], rank) not in made and not schedule.relayed:
+            if (tile.q[0], rank) not in made and not added(schedule):
                 block = tile.q[0].partial(rank)
                 ghost = Move(later(schedule), block, rank, schedule.owner(block), PARTIALS)
                 mutant = order(schedule.replace(moves=(*schedule.moves, ghost)))
