@@ -6,7 +6,7 @@ wrong. All keep to the total order of moves, so that they are refused for what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ Kind = Callable[[Schedule], Iterator[Mutant]]
 NOT_HELD = "but does not hold it yet"
 NOTHING = "but holds nothing of it"
 NEVER_HOME = "which never reaches its owner"
+NEEDLESS = "but never needs it"
 
 
 def replace_tile(schedule: Schedule, tile: Tile, *by: Tile) -> Schedule:
@@ -77,10 +78,11 @@ def all_visible(schedule: Schedule, tile: Tile) -> bool:
 
 
 def dropped_tile(schedule: Schedule) -> Iterator[Mutant]:
+    says = f"{NOTHING}|{NEEDLESS}|never meets kv"
     for tile in schedule.tiles:
         blocks = of(tile) | {block.partial(tile.rank) for block in of(tile)}
         ranks = {tile.rank} | {schedule.owner(block) for block in tile.q}
-        yield Mutant(replace_tile(schedule, tile), steps(tile.step), ranks, blocks, f"{NOTHING}|never meets kv")
+        yield Mutant(replace_tile(schedule, tile), steps(), ranks, blocks, says)
 
 
 def duplicated_tile(schedule: Schedule) -> Iterator[Mutant]:
@@ -196,6 +198,18 @@ def request_to_a_rank_that_holds_it(schedule: Schedule) -> Iterator[Mutant]:
         yield Mutant(replace_move(schedule, move, move, back), {back.step}, {back.dst}, {move.block}, says)
 
 
+def needless_request(schedule: Schedule) -> Iterator[Mutant]:
+    """To a rank that would hold it for nothing."""
+    held = {(move.block, move.dst) for move in requests(schedule)}
+    for tile in schedule.tiles:
+        for block in (tile.q[-1], tile.kv[-1]):
+            for rank in others(schedule, schedule.owner(block)):
+                if (block, rank) not in held:
+                    extra = Move(later(schedule), block, schedule.owner(block), rank, REQUESTS)
+                    mutant = order(schedule.replace(moves=(*schedule.moves, extra)))
+                    yield Mutant(mutant, {extra.step}, {rank}, {block}, NEEDLESS)
+
+
 def misrouted_request(schedule: Schedule) -> Iterator[Mutant]:
     for move in requests(schedule):
         for rank in others(schedule, move.src, move.dst):
@@ -236,15 +250,12 @@ def dropped_partial(schedule: Schedule) -> Iterator[Mutant]:
         yield Mutant(replace_move(schedule, move), steps(), ranks, blocks, f"{NEVER_HOME}|{NOTHING}")
 
 
-def added(schedule: Schedule) -> set[Block]:
-    """Partials that are added to another one on their way."""
-    return {move.block for move in schedule.moves if move.add}
-
-
 def partial_before_its_tile(schedule: Schedule) -> Iterator[Mutant]:
     for move in partials(schedule):
         first = min((tile.step for tile in makers(schedule, move)), default=0)
-        if first > 0 and move.block._replace(made_at=None) not in {b._replace(made_at=None) for b in added(schedule)}:
+        if first > 0 and move.block._replace(made_at=None) not in {
+            m.block._replace(made_at=None) for m in schedule.moves if m.add
+        }:
             mutant = replace_move(schedule, move, move._replace(step=first - 1))
             yield Mutant(mutant, {first - 1}, {move.src}, {move.block}, NOTHING)
 
@@ -273,7 +284,7 @@ def partial_never_made(schedule: Schedule) -> Iterator[Mutant]:
     made = {(block, tile.rank) for tile in schedule.tiles for block in of(tile)}
     for tile in schedule.tiles:
         for rank in others(schedule, schedule.owner(tile.q[0])):
-            if (tile.q[0], rank) not in made and not added(schedule):
+            if (tile.q[0], rank) not in made and not any(move.add for move in schedule.moves):
                 block = tile.q[0].partial(rank)
                 ghost = Move(later(schedule), block, rank, schedule.owner(block), PARTIALS)
                 mutant = order(schedule.replace(moves=(*schedule.moves, ghost)))
@@ -372,16 +383,11 @@ KINDS: dict[str, Kind] = {
         dropped_tile, duplicated_tile, tile_computed_twice_over_time, tile_at_a_rank_that_lacks_a_block,
         tile_before_its_blocks, hidden_tile, hidden_block_in_a_tile, tile_after_its_partial_was_sent,
         swapped_q_and_kv, block_twice_in_a_tile, dropped_request, request_sent_again,
-        request_to_a_rank_that_holds_it, misrouted_request, early_request, ghost_request, dropped_partial,
+        request_to_a_rank_that_holds_it, needless_request, misrouted_request, early_request, ghost_request,
+        dropped_partial,
         partial_before_its_tile, partial_sent_twice, partial_to_another_rank, partial_never_made,
         added_after_the_relay_has_sent, added_while_the_relay_sends, swapped_order, move_listed_twice,
         wrong_channel, out_of_range_rank, out_of_range_block, sent_to_itself, added_where_it_must_not_be,
         partial_of_nobody,
     )
 }  # fmt: skip
-
-
-def spread(mutants: Iterable[Mutant], most: int) -> list[Mutant]:
-    """Some of them, from first to last."""
-    found = list(mutants)
-    return found if len(found) <= most else [found[i * (len(found) - 1) // (most - 1)] for i in range(most)]
