@@ -245,13 +245,13 @@ class _Proof:
             raise self._fail(move.step, move.dst, f"merges {move.block} into {into}: {self._names(other, again)} twice")
 
     def _check_goal(self) -> None:
-        self._check_needed()
         for kind in self.kinds:
             goal = self.visible.of_q if kind == "q_partial" else self.visible.of_kv
             pieces = self.schedule.pieces_of(kind)
             for unit, wanted in enumerate(goal):
                 for heads in range(self.schedule.head_groups):
                     self._check_unit(Block(kind, unit // pieces, heads, unit % pieces), wanted)
+        self._check_needed()
 
     def _check_needed(self) -> None:
         """Nothing travels to where it is neither used nor sent on: its slot would be nobody's to give back."""
