@@ -18,7 +18,6 @@ KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",
 }
-CAPABILITIES = {"gloo": Capabilities(early_receives=True, channels=2)}
 
 
 def _load(kind: str, name: str, known: dict[str, str]) -> Any:
@@ -31,9 +30,7 @@ def _load(kind: str, name: str, known: dict[str, str]) -> Any:
 def transport_capabilities(name: str) -> Capabilities:
     """What the transport called `name` can do, without starting it."""
     name = "gloo" if name == "auto" else name
-    if name not in CAPABILITIES:
-        raise ConfigurationError(f"unknown transport {name!r}; choose one of auto, {', '.join(CAPABILITIES)}")
-    return CAPABILITIES[name]
+    return cast(Capabilities, _load("transport", name, TRANSPORTS).capabilities)
 
 
 def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Transport:

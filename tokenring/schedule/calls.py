@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tokenring.layout import Positions, join_chunks
 from tokenring.mask import Mask
-from tokenring.region import Patch, Region, combine, tidy
+from tokenring.region import Patch, Region, combine
 from tokenring.schedule.ir import Block, Schedule, Tile
 from tokenring.schedule.storage import Storage
 
@@ -109,9 +109,7 @@ def _joined_columns(patches: Iterator[Patch]) -> Iterator[Patch]:
             yield last
         last = patch
     if last is not None:
-        tidied = tidy(last)
-        if tidied is not None:
-            yield tidied
+        yield last
 
 
 def _beside(a: Patch, b: Patch) -> bool:

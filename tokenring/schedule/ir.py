@@ -8,7 +8,6 @@ tiles up to this step). A step is an order, never a barrier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -135,12 +134,6 @@ class Schedule:
     def unit_length(self, kind: Kind) -> int:
         """Tokens in one unit."""
         return self.layout_of(kind).chunk_length // self.pieces_of(kind)
-
-    def own_blocks(self, kind: Kind, rank: int, heads: int) -> Iterator[Block]:
-        """The units of this kind and head group that a rank owns, in local order."""
-        for chunk in self.layout_of(kind).owned_by(rank):
-            for piece in range(self.pieces_of(kind)):
-                yield Block(kind, chunk, heads, piece)
 
     def moves_in(self, direction: Pass) -> tuple[Move, ...]:
         """The moves that take place in a pass."""
