@@ -28,6 +28,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kv-heads", type=int, default=HEADS)
     parser.add_argument("--mask", default="full")
+    parser.add_argument("--layout", default="contiguous", help="what suits a mask that hides nothing")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens a rank")
     parser.add_argument("--pieces", type=int, help="for the direct schedules; default: what the library takes")
     parser.add_argument("--backward", action="store_true", help="time forward and backward")
@@ -60,7 +61,7 @@ def run_rank(spec: argparse.Namespace) -> None:
     runs: dict[str, tuple[tr.ContextParallel, float]] = {}
     for name in SCHEDULES:
         pieces = spec.pieces if name.startswith("direct") else None
-        cp = tr.ContextParallel(schedule=name, transport=base.transport, pieces=pieces)
+        cp = tr.ContextParallel(layout=spec.layout, schedule=name, transport=base.transport, pieces=pieces)
         plan = tr.plan(q, k, v, cp, mask)
         passes = PASSES if grad else PASSES[:1]
         loads: dict[tuple[int, int], int] = {}

@@ -15,9 +15,9 @@ import pytest
 from tokenring._version import __version__
 from tokenring.cli import main
 from tokenring.mask import Causal, Documents
+from tokenring.named import schedule
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.picture import to_svg
-from tokenring.schedule.schemes import schedule
 
 COMMAND = "import sys; from tokenring.cli import main; sys.exit(main(sys.argv[1:]))"
 GIVEN = ["--ranks", "4", "--mask", "causal"]

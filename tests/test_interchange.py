@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from tokenring.errors import ScheduleError
 from tokenring.layout import Layout, Positions, zigzag
 from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
+from tokenring.named import schedule
 from tokenring.schedule import interchange, routes
 from tokenring.schedule.build import Pair, Scheme, build
 from tokenring.schedule.interchange import from_json, to_json
 from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Move, Schedule, Tile
-from tokenring.schedule.schemes import SCHEMES, at_key, schedule
+from tokenring.schedule.schemes import SCHEMES, at_key
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "schedule-json.md"
 LAYOUTS = ("zigzag", "contiguous", "striped")

@@ -32,10 +32,10 @@ import torch
 
 from tokenring.layout import make_layout
 from tokenring.mask import Causal, Full
+from tokenring.named import schedule
 from tokenring.schedule import routes
 from tokenring.schedule.build import Pair, Scheme, build
 from tokenring.schedule.ir import Kind, Pass, Schedule
-from tokenring.schedule.schemes import schedule
 from tokenring.workload import Workload
 
 WORLDS = range(2, 9)

@@ -10,8 +10,8 @@ from test_interchange import CUSTOM, relayed, schedules, ulysses
 from tokenring.errors import ScheduleError
 from tokenring.layout import contiguous
 from tokenring.mask import Causal, Full, Mask
+from tokenring.named import schedule
 from tokenring.schedule.ir import Schedule
-from tokenring.schedule.schemes import schedule
 from tokenring.schedule.text import ranges
 
 LEGEND = """\

@@ -18,10 +18,10 @@ from tokenring.errors import (
 )
 from tokenring.layout import Layout, Positions
 from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
+from tokenring.named import schedule
 from tokenring.planner.select import Plan
 from tokenring.schedule.build import Scheme
 from tokenring.schedule.ir import Block, Move, Schedule, Tile
-from tokenring.schedule.schemes import schedule
 from tokenring.sharding import positions, shard, unshard
 from tokenring.workload import Workload
 

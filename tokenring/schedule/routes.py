@@ -75,6 +75,14 @@ def direct(origin: Origin) -> tuple[Hop, ...]:
     )
 
 
+def direct_fused(origin: Origin) -> tuple[Hop, ...]:
+    """Like `direct`, but pieces of one number are due together, from whichever rank: one kernel call takes them all."""
+    world = origin.world_size
+    return tuple(
+        Hop(0, origin.owner, (origin.owner + distance) % world, origin.piece + 1) for distance in range(1, world)
+    )
+
+
 def all_to_all(origin: Origin) -> tuple[Hop, ...]:
     """Straight from the owner to every other rank, all needed together in the step after."""
     world = origin.world_size

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tokenring.errors import ConfigurationError
-from tokenring.layout import Layout, make_layout
+from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.schedule import routes
 from tokenring.schedule.build import Pair, Scheme, build
 from tokenring.schedule.ir import REQUESTS, Schedule
 
 GRADIENT_SLACK = 1  # steps: what follows a ring is added to in the next step anyway
+SMALL_TILE_TOKENS = 128  # shorter sides cost the CPU kernel a tenth to a half more for each pair
 PARTIAL_SLACK = 2  # steps: a partial sent after tile s arrives while tile s+1 runs, or a little later
 
 
@@ -38,7 +39,7 @@ def tokenring(direction: int = 1, pieces: int = 1) -> Scheme:
     return Scheme("tokenring", at_key, gather_q=routes.ring(direction), q_pieces=pieces, slack=PARTIAL_SLACK)
 
 
-def bidirectional(direction: int = 1, pieces: int = 2) -> Scheme:
+def bidirectional(pieces: int = 2) -> Scheme:
     """Half of each kv block goes round each way."""
     gather = routes.both_ways
     return Scheme(
@@ -51,18 +52,24 @@ def bidirectional(direction: int = 1, pieces: int = 2) -> Scheme:
     )
 
 
-def direct_kv(direction: int = 1, pieces: int = 1) -> Scheme:
-    """Every kv block goes straight to every rank: an all-gather over a full mesh."""
-    return Scheme("direct-kv", at_query, gather_kv=routes.direct, kv_pieces=pieces)
+def direct_kv(pieces: int = 1, fused: bool = False) -> Scheme:
+    """Every kv block goes straight to every rank: an all-gather over a full mesh.
+
+    fused: one tile for all that is due of one piece; else a tile for each rank it came from.
+    """
+    return Scheme("direct-kv", at_query, gather_kv=_direct(fused), kv_pieces=pieces)
 
 
-def direct_q(direction: int = 1, pieces: int = 1) -> Scheme:
-    """Every q block goes straight to every rank, partials straight back."""
-    return Scheme("direct-q", at_key, gather_q=routes.direct, q_pieces=pieces)
+def direct_q(pieces: int = 1, fused: bool = False) -> Scheme:
+    """Every q block goes straight to every rank, partials straight back; `fused` as in direct_kv."""
+    return Scheme("direct-q", at_key, gather_q=_direct(fused), q_pieces=pieces)
 
 
-SchemeMaker = Callable[[int, int], Scheme]
-SCHEMES: dict[str, SchemeMaker] = {
+def _direct(fused: bool) -> routes.Gather:
+    return routes.direct_fused if fused else routes.direct
+
+
+SCHEMES: dict[str, Callable[..., Scheme]] = {
     "ring": ring,
     "tokenring": tokenring,
     "bidirectional": bidirectional,
@@ -70,6 +77,7 @@ SCHEMES: dict[str, SchemeMaker] = {
     "direct-q": direct_q,
 }
 HAS_DIRECTION = frozenset({"ring", "tokenring"})
+CAN_FUSE = frozenset({"direct-kv", "direct-q"})
 PIECES = {"bidirectional": 2}  # how many pieces a scheme cannot do with fewer of
 
 
@@ -78,68 +86,57 @@ def make_schedule(
 ) -> Schedule:
     """The schedule `name` for these layouts and this mask.
 
-    direction: +1 or -1 for rings; None takes the one that moves fewer bytes under the mask (at a tie, +1).
+    direction: +1 or -1, for rings alone; None takes the one that moves fewer bytes under the mask (at a tie, +1).
     pieces: parts of a chunk that move apart; None takes the fewest.
-    Raises ConfigurationError for unknown names and for pieces that do not divide the chunks.
+    Raises ConfigurationError for unknown names, a direction that a scheme does not have, and pieces
+    that do not divide the chunks.
     """
     if name not in SCHEMES:
         raise ConfigurationError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEMES)}")
-    if direction not in (None, 1, -1):
-        raise ConfigurationError(f"direction {direction!r}: use 1 (towards rank + 1), -1 (towards rank - 1) or None")
-    least = PIECES.get(name, 1)
-    pieces = least if pieces is None else pieces
-    if pieces < least or pieces % least:
-        raise ConfigurationError(f"schedule {name!r} in {pieces} pieces: use a multiple of {least}")
-    scheme = SCHEMES[name](1, pieces)
-    _check_pieces(name, scheme.q_pieces, q_layout)
-    _check_pieces(name, scheme.kv_pieces, kv_layout)
-    if name not in HAS_DIRECTION:
-        return build(SCHEMES[name](1, pieces), q_layout, kv_layout, mask)
-    wanted = (1, -1) if direction is None else (direction,)
-    built = [build(SCHEMES[name](way, pieces), q_layout, kv_layout, mask) for way in wanted]
+    pieces = _pieces(name, pieces, q_layout, kv_layout)
+    options: dict[str, int | bool] = {"pieces": pieces}
+    if name in CAN_FUSE:
+        options["fused"] = _is_small(SCHEMES[name](pieces), q_layout, kv_layout)
+    ways = [{"direction": way} for way in _directions(name, direction)] or [{}]
+    built = [build(SCHEMES[name](**options, **way), q_layout, kv_layout, mask) for way in ways]
     return min(built, key=moved_tokens)
 
 
-def _check_pieces(name: str, pieces: int, layout: Layout) -> None:
-    if layout.chunk_length % pieces:
+def _directions(name: str, asked: int | None) -> tuple[int, ...]:
+    """The directions to choose from; none if the scheme has none."""
+    if asked not in (None, 1, -1):
+        raise ConfigurationError(f"direction {asked!r}: use 1 (towards rank + 1), -1 (towards rank - 1) or None")
+    if name in HAS_DIRECTION:
+        return (1, -1) if asked is None else (asked,)
+    if asked is not None:
         raise ConfigurationError(
-            f"schedule {name!r}: {pieces} pieces do not divide chunks of {layout.chunk_length} tokens "
-            f"(layout {layout.name!r} of {layout.length}); use fewer pieces or another length"
+            f"direction {asked}: schedule {name!r} has none; leave it out, or choose one of "
+            f"{', '.join(sorted(HAS_DIRECTION))}"
         )
+    return ()
+
+
+def _pieces(name: str, asked: int | None, q_layout: Layout, kv_layout: Layout) -> int:
+    least = PIECES.get(name, 1)
+    pieces = least if asked is None else asked
+    if pieces < least or pieces % least:
+        raise ConfigurationError(f"schedule {name!r} in {pieces} pieces: use a multiple of {least}")
+    scheme = SCHEMES[name](pieces=pieces)
+    for cut, layout in ((scheme.q_pieces, q_layout), (scheme.kv_pieces, kv_layout)):
+        if layout.chunk_length % cut:
+            raise ConfigurationError(
+                f"schedule {name!r}: {cut} pieces do not divide chunks of {layout.chunk_length} tokens "
+                f"(layout {layout.name!r} of {layout.length}); use fewer pieces or another length"
+            )
+    return pieces
+
+
+def _is_small(scheme: Scheme, q_layout: Layout, kv_layout: Layout) -> bool:
+    """Whether the tile of two ranks is so small that kernels are better off with those of all ranks in one."""
+    rows, cols = q_layout.local_length // scheme.q_pieces, kv_layout.local_length // scheme.kv_pieces
+    return min(rows, cols) < SMALL_TILE_TOKENS
 
 
 def moved_tokens(schedule: Schedule) -> int:
     """Tokens times hops of all requests: what tells two directions of one ring apart."""
     return sum(schedule.unit_length(move.block.kind) for move in schedule.moves if move.channel == REQUESTS)
-
-
-def schedule(
-    name: str | Scheme,
-    ranks: int,
-    layout: str | Layout = "zigzag",
-    mask: Mask | None = None,
-    direction: int | None = None,
-    pieces: int | None = None,
-    length: int | None = None,
-) -> Schedule:
-    """A schedule to print, prove or export: `tr.schedule("tokenring", ranks=8, mask=tr.Causal())`.
-
-    name: a named schedule, or a Scheme of your own (which says itself what moves in how many pieces).
-    length: tokens of the whole sequence; the default gives each chunk 64. It matters for masks
-    that count positions (windows, documents). Raises ConfigurationError.
-    """
-    if ranks < 1:
-        raise ConfigurationError(f"ranks={ranks}: at least one is needed")
-    if length is None:
-        length = layout.length if isinstance(layout, Layout) else _nominal_length(layout, ranks)
-    mask = Mask() if mask is None else mask
-    mask.check_length(length)
-    made = make_layout(layout, ranks, length)
-    if isinstance(name, Scheme):
-        return build(name, made, made, mask)
-    return make_schedule(name, made, made, mask, direction, pieces)
-
-
-def _nominal_length(layout: str, ranks: int) -> int:
-    cuts = layout.partition("/")[2]
-    return 2 * ranks * 64 * (int(cuts) if cuts.isdigit() and int(cuts) else 1)
