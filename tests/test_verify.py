@@ -15,9 +15,10 @@ from pairwise import sample
 from tokenring.errors import ScheduleError
 from tokenring.layout import Layout, Positions, make_layout
 from tokenring.mask import Documents, Full
+from tokenring.named import schedule
 from tokenring.schedule.build import build
 from tokenring.schedule.ir import Block, Tile
-from tokenring.schedule.schemes import make_schedule, ring, schedule
+from tokenring.schedule.schemes import make_schedule, ring
 from tokenring.schedule.verify import verify
 
 FACTORS: dict[str, tuple[Any, ...]] = {

@@ -117,7 +117,7 @@ def _schedule_command(options: argparse.Namespace, stdin: TextIO) -> int:
 
 def _build(options: argparse.Namespace) -> Schedule:
     from tokenring.mask import parse_mask
-    from tokenring.schedule.schemes import schedule
+    from tokenring.named import schedule
 
     if options.ranks is None:
         raise ConfigurationError(f"schedule {options.name!r}: say for how many ranks, as in --ranks 4")
