@@ -29,9 +29,11 @@ def mask_of(name: str, length: int) -> Mask:
     }[name]
 
 
-def make(ranks: int, named: str, layout: str, mask: str, pieces: int | None = None) -> Schedule:
-    """A schedule by its name and, for rings, its direction."""
-    length = ranks * CHUNKS_A_RANK[layout] * TOKENS
+def make(
+    ranks: int, named: str, layout: str, mask: str, pieces: int | None = None, tokens: int = TOKENS
+) -> Schedule:
+    """A schedule by its name and, for rings, its direction; chunks of so many tokens."""
+    length = ranks * CHUNKS_A_RANK[layout] * tokens
     whole = make_layout(layout, ranks, length)
     direction = {"+": 1, "-": -1}.get(named[-1])
     return make_schedule(named.rstrip("+-"), whole, whole, mask_of(mask, length), direction, pieces)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tokenring.schedule import routes
 from tokenring.schedule.build import Pair, Scheme
 from tokenring.schedule.routes import Hop, Makers, Origin
-from tokenring.schedule.schemes import at_key, at_query
+from tokenring.schedule.schemes import at_key, at_query, direct_kv, direct_q
 
 KEEP = frozenset({"q", "kv"})
 
@@ -125,6 +125,11 @@ def mixed_stationary() -> Scheme:
         return pair.q_owner if (pair.q_owner + pair.kv_owner) % 2 else pair.kv_owner
 
     return Scheme("mixed-stationary", place, routes.direct, routes.direct)
+
+
+def direct_by_peer(kind: str, pieces: int) -> Scheme:
+    """What large tiles get: a tile for each rank that a block came from."""
+    return (direct_kv if kind == "kv" else direct_q)(pieces, fused=False)
 
 
 def on_the_wire(scheme: Scheme, codecs: Mapping[str, str]) -> Scheme:

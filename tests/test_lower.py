@@ -74,9 +74,19 @@ class TestSlots:
                 ("direct-q", "forward", (1 + others, 0, 1 + 2 * others, 0)),
                 ("direct-q", "backward", (1 + others, 0, 1 + 2 * others, 1)),
             ):
-                made = make(ranks, name, "zigzag", mask)
+                made = make(ranks, name, "zigzag", mask, tokens=64)
                 programs = lower_all(made, size_of(made), direction, early_receives=early)  # type: ignore[arg-type]
                 assert {slots(program) for program in programs} == {wanted}, (name, direction)
+
+    @pytest.mark.parametrize("name", ["direct-kv", "direct-q"])
+    def test_small_direct_computes_in_two_calls(self, name: str, mask: str, early: bool) -> None:
+        """What is at hand, then all that comes, side by side in one slot beside the slot that is sent from."""
+        made = make(4, name, "contiguous", mask)
+        for program in lower_all(made, size_of(made), "forward", early_receives=early):
+            kind = "kv" if name == "direct-kv" else "q"
+            assert sum(slot.kind == kind for slot in program.slots) <= 2
+            attends = [each for each in program.instructions if isinstance(each, Attend)]
+            assert len(attends) <= (2 if mask == "full" else 3)
 
     def test_alone_needs_none_but_home(self, mask: str, early: bool) -> None:
         for name in NAMED:

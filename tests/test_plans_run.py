@@ -26,6 +26,8 @@ RUN = {
     "Q here, KV there": ("mixed_stationary", ()),
     "sub-sharded tiles 1 × 2 × 2": ("sub_sharded", (1, 2, 2)),
     "sub-sharded tiles 2 × 2 × 1": ("sub_sharded", (2, 2, 1)),
+    "direct KV, a tile for each peer": ("direct_by_peer", ("kv", 2)),
+    "direct Q, a tile for each peer": ("direct_by_peer", ("q", 2)),
 }
 MASKS = {
     "full": tr.Full(),
