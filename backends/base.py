@@ -54,6 +54,18 @@ class Transport(Protocol):
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         """Post the receive into a contiguous tensor; never blocks."""
 
+    def close(self) -> None:
+        """Give back connections and memory; no call may follow."""
+
+    def fail(self, error: BaseException) -> None:
+        """This rank gives up in the middle of a call: tell the others, and take no more calls."""
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """What every rank says about `what` (up to 55 bytes each), by rank. All ranks call it; raises PeerLost."""
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        """The same for texts of any length, in several exchanges."""
+
 
 class AttentionKernel(Protocol):
     """Local attention of one tile, with the log-sum-exp (lse).

@@ -7,7 +7,6 @@ posted first (the executor's programs do that).
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends.base import Capabilities, Handle
-from tokenring.errors import BackendUnavailable, PeerLost
+from tokenring.backends.control import Control
+from tokenring.errors import BackendUnavailable
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
@@ -27,22 +27,19 @@ TAG = 0  # messages of one tag keep their order, which is all the matching that 
 
 
 class _Handle:
-    def __init__(self, work: Any, timeout: timedelta, what: str) -> None:
-        self.work, self.timeout, self.what = work, timeout, what
+    def __init__(self, work: Any, control: Control, peer: int, what: str) -> None:
+        self._work, self._control, self._peer, self._what = work, control, peer, what
 
     def wait(self) -> None:
+        control = self._control
+        control.board.note_waiting(self._peer)
         try:
-            done = self.work.wait(self.timeout)
+            done = self._work.wait(timedelta(seconds=control.timeout_seconds))
         except RuntimeError as error:
-            raise PeerLost(self._message(_first_line(error))) from None
+            raise control.lost(self._peer, self._what, _first_line(error)) from None
         if done is False:
-            raise PeerLost(self._message("no answer"))
-
-    def _message(self, found: str) -> str:
-        return (
-            f"{self.what} did not finish within {self.timeout.total_seconds():g} s: {found}. "
-            f"Look at that rank's log first; if it is only slow, raise timeout_seconds of ContextParallel"
-        )
+            raise control.lost(self._peer, self._what, "no answer")
+        control.board.note_waiting(None)
 
 
 class GlooTransport:
@@ -53,44 +50,71 @@ class GlooTransport:
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         if not dist.is_gloo_available():
             raise BackendUnavailable("transport 'gloo' was asked for, but this torch was built without Gloo")
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.control = Control(group, timeout_seconds)
+        self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self._groups: dict[str, Any] = _own_groups(group, self.rank, self.world_size, self._timeout)
+        self._groups = {channel: self._connect(group, channel) for channel in (REQUESTS, PARTIALS)}
+        if self.control.shared is None:
+            self._control_group = self._connect(group, "control")
+            self.control.gather_apart = self._gather
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        self.control.check_usable()
         self.sent_bytes[dst] += data.numel() * data.element_size()
         try:
             work = self._groups[channel].send([data], dst, TAG)
         except RuntimeError as error:
-            raise PeerLost(f"rank {self.rank} cannot send {label} to rank {dst}: {_first_line(error)}") from None
-        return _Handle(work, self._timeout, f"rank {self.rank}: send of {label} to rank {dst}")
+            raise self.control.lost(dst, f"cannot send {label}", _first_line(error)) from None
+        return _Handle(work, self.control, dst, f"sent {label}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        self.control.check_usable()
         try:
             work = self._groups[channel].recv([data], src, TAG)
         except RuntimeError as error:
-            raise PeerLost(f"rank {self.rank} cannot receive {label} from rank {src}: {_first_line(error)}") from None
-        return _Handle(work, self._timeout, f"rank {self.rank}: receive of {label} from rank {src}")
+            raise self.control.lost(src, f"cannot receive {label}", _first_line(error)) from None
+        return _Handle(work, self.control, src, f"waited for {label}")
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        return self.control.exchange(payload, what)
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        return self.control.exchange_text(text, what)
+
+    def fail(self, error: BaseException) -> None:
+        self.control.fail(error)
 
     def close(self) -> None:
-        """Give back both groups."""
+        """Give back all groups."""
         self._groups.clear()
+        self._control_group = None
 
+    def _connect(self, group: ProcessGroup, channel: str) -> Any:
+        """A Gloo group of the members of `group` alone.
 
-def _own_groups(group: ProcessGroup, rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
-    """One Gloo group for each channel, of the members of `group` alone.
+        Not by dist.new_group: it wants every rank of the world, or else names groups by how many a rank
+        has made before, on which members of overlapping groups disagree, and then wait for each other.
+        """
+        store = dist.distributed_c10d._get_process_group_store(group)
+        apart = PrefixStore(f"tokenring/{self.control.name}/{channel}", store)
+        limit = timedelta(seconds=self.control.timeout_seconds)
+        try:
+            return dist.ProcessGroupGloo(apart, self.rank, self.world_size, limit)
+        except RuntimeError as error:
+            peer = (self.rank + 1) % self.world_size
+            raise self.control.lost(peer, "connected to all ranks", _first_line(error)) from None
 
-    Not by dist.new_group: it wants every rank of the world, or else names groups by how many a rank
-    has made before, on which members of overlapping groups disagree, and then wait for each other.
-    """
-    name = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, group=group, group_src=0)
-    store = dist.distributed_c10d._get_process_group_store(group)
-    return {
-        channel: dist.ProcessGroupGloo(PrefixStore(f"tokenring/{name[0]}/{channel}", store), rank, world_size, timeout)
-        for channel in (REQUESTS, PARTIALS)
-    }
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """What all ranks say, in equal sizes."""
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
+        try:
+            self._control_group.allgather([all_of_them], [mine]).wait(timedelta(seconds=self.control.timeout_seconds))
+        except RuntimeError as error:
+            # The ring of an all-gather: the rank before this one is whom it hears from.
+            peer = (self.rank - 1) % self.world_size
+            raise self.control.lost(peer, "exchanged with all ranks", _first_line(error)) from None
+        return [bytes(each.numpy()) for each in all_of_them]
 
 
 def _first_line(error: Exception) -> str:

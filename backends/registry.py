@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,11 @@ from tokenring.errors import BackendUnavailable, ConfigurationError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-TRANSPORTS = {"gloo": "tokenring.backends.gloo:GlooTransport"}
+LOG = logging.getLogger("tokenring")
+TRANSPORTS = {
+    "gloo": "tokenring.backends.gloo:GlooTransport",
+    "shm": "tokenring.backends.shm:ShmTransport",
+}
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",
@@ -34,8 +39,14 @@ def transport_capabilities(name: str) -> Capabilities:
 
 
 def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Transport:
-    """The transport for a group; "auto" takes Gloo, which moves CPU tensors between any machines."""
-    made = _load("transport", "gloo" if name == "auto" else name, TRANSPORTS)
+    """The transport for a group; "auto" takes shared memory where the ranks share some, else Gloo. All ranks agree."""
+    if name == "auto":
+        try:
+            return make_transport("shm", group, timeout_seconds)
+        except BackendUnavailable as error:
+            LOG.info("%s; taking gloo", error)
+        name = "gloo"
+    made = _load("transport", name, TRANSPORTS)
     return cast(Transport, made(group, timeout_seconds))
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from tokenring.errors import ConfigurationError
+from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.layout import Layout, make_layout
 from tokenring.mask import Mask
+from tokenring.runtime.agreement import Description, agree
 from tokenring.runtime.trace import Trace
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Pass, Schedule
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from tokenring.runtime.executor import Executor
     from tokenring.runtime.pool import Pool
 
+LOG = logging.getLogger("tokenring")
 TIMEOUT_SECONDS = 60.0
 CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
 
@@ -76,10 +80,11 @@ class ContextParallel:
         self.layout = layout
         self.schedule = schedule
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, timeout_seconds
-        self._transport = transport
+        self._transport = self._asked_transport = transport
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_plan)
         self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_executor)
+        self._description = lru_cache(maxsize=CACHED_PROGRAMS)(self._describe)
         self._trace: Trace | None = None
         self._check()
 
@@ -122,15 +127,21 @@ class ContextParallel:
         return self._plan(request)
 
     def executor(self, request: Request, direction: Pass) -> Executor:
-        """What runs a pass of a call on this rank."""
-        return self._executor(request, direction)
+        """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
+        if self.transport is not None:
+            agree(self.transport, self._description(request, direction))
+        made = self._executor(request, direction)
+        if made.views.base is not self.pool(request.device).data:  # another program made the pool grow
+            self._executor.cache_clear()
+            made = self._executor(request, direction)
+        return made
 
     def pool(self, device: torch.device) -> Pool:
         """The buffer pool of a device: all programs share it, since one runs at a time."""
         from tokenring.runtime.pool import Pool
 
         if device not in self._pools:
-            self._pools[device] = Pool(device)
+            self._pools[device] = Pool.of(self.transport, device)
         return self._pools[device]
 
     @contextmanager
@@ -188,12 +199,45 @@ class ContextParallel:
         early = transport is None or transport.capabilities.early_receives
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, early)
         pool = self.pool(request.device)
-        before = pool.data
-        with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
-            made = Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
-        if pool.data is not before:
-            self._executor.cache_clear()  # the others would keep the smaller pool alive
-        return made
+        try:
+            with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
+                return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
+        except BackendUnavailable as error:  # on all ranks alike
+            self._fall_back(error)
+        return self._make_executor(request, direction)
+
+    def _fall_back(self, error: BackendUnavailable) -> None:
+        """Gloo instead of a transport that has no room, if nobody asked for that one by name."""
+        if self._asked_transport != "auto" or self.group is None:
+            raise error
+        from tokenring.backends.registry import make_transport
+
+        LOG.warning("%s; taking gloo", error)
+        if self._transport is not None and not isinstance(self._transport, str):
+            self._transport.close()
+        self._transport = make_transport("gloo", self.group, self.timeout_seconds)
+        self._pools.clear()
+
+    def _describe(self, request: Request, direction: Pass) -> Description:
+        """What all ranks must agree on. A schedule of the user's own counts with all that is in it."""
+        schedule = self.schedule
+        if not isinstance(schedule, str):
+            made = self.plan(request).schedule
+            schedule = f"{made.name!r} ({hashlib.sha256(made.to_json().encode()).hexdigest()[:16]})"
+        layout = self.layout if isinstance(self.layout, str) else self.layout_for(request.workload.q_length)
+        return Description.of(
+            {
+                "pass": direction,
+                **{field.name: getattr(request.workload, field.name) for field in fields(Workload)},
+                "mask": request.mask,
+                "scale": repr(request.scale),
+                "gradients enabled": request.training,
+                "device": request.device.type,
+                "layout": layout,
+                "schedule": schedule,
+                "pieces": self.pieces,
+            }
+        )
 
 
 def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:

@@ -30,7 +30,15 @@ class ScheduleError(TokenRingError, ValueError):
 
 
 class PeerLost(TokenRingError, RuntimeError):
-    """A peer did not answer within the time limit."""
+    """A peer is dead, failed or silent.
+
+    `rank` is the rank in the group that is lost. `certain`: its process is known to be gone or
+    stopped, or said itself that it failed; else it is the one that is silent, seen from here.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, certain: bool = False) -> None:
+        super().__init__(message)
+        self.rank, self.certain = rank, certain
 
 
 class BackendUnavailable(TokenRingError, RuntimeError):

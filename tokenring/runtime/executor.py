@@ -74,7 +74,18 @@ class Executor:
         self.steps: list[Step] = [self._bind(instruction) for instruction in program.instructions]
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
-        """Run the program; `result` then gives what it made."""
+        """Run the program; `result` then gives what it made.
+
+        An error in the middle leaves the ranks out of step: the transport tells the others and takes no more calls.
+        """
+        try:
+            self._run(call, trace)
+        except BaseException as error:
+            if self.transport is not None:
+                self.transport.fail(error)
+            raise
+
+    def _run(self, call: Call, trace: Trace | None) -> None:
         self._new_outputs(call)
         if trace is None:
             for step in self.steps:
@@ -157,6 +168,14 @@ class Executor:
 
             return send
         source = post.src
+        landing = self.views.landing(span)
+        if landing is not None:
+
+            def recv_landing(call: Call) -> None:
+                handle = transport.recv(landing, source, channel, label)
+                call.handles[message] = _Landed(handle, landing, data(call))
+
+            return recv_landing
 
         def recv(call: Call) -> None:
             call.handles[message] = transport.recv(data(call), source, channel, label)
@@ -319,6 +338,17 @@ class Executor:
                 target(call).fill_(value)
 
         return clear
+
+
+class _Landed:
+    """A message that is copied to where it belongs when it has arrived."""
+
+    def __init__(self, handle: Handle, landing: torch.Tensor, into: torch.Tensor) -> None:
+        self._handle, self._landing, self._into = handle, landing, into
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._into.copy_(self._landing)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

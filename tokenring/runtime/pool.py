@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 
+from tokenring.backends.base import Transport
 from tokenring.schedule.ir import Schedule
-from tokenring.schedule.measure import aligned, scratch_bytes, slot_bytes
+from tokenring.schedule.measure import aligned, landing_slots, scratch_bytes, slot_bytes
 from tokenring.schedule.payload import Field, Record, Records
 from tokenring.schedule.program import Program, Span
 from tokenring.workload import Workload
 
+Allocate = Callable[[int], "torch.Tensor | None"]
+
 
 class Pool:
-    """Bytes that only grow. `high_water_bytes` is the end of the furthest view ever given out."""
+    """Bytes that only grow. `high_water_bytes` is the end of the furthest view ever given out.
 
-    def __init__(self, device: torch.device) -> None:
+    allocate: where peers write into the pool, gives memory that they can reach, or None while what
+    it gave last is enough for all ranks; a collective call.
+    """
+
+    def __init__(self, device: torch.device, allocate: Allocate | None = None) -> None:
         self.data = torch.empty(0, dtype=torch.uint8, device=device)
         self.high_water_bytes = 0
+        self._allocate = allocate
+
+    @staticmethod
+    def of(transport: Transport | None, device: torch.device) -> Pool:
+        """A pool of its own; where peers write into it, the transport's one, since growing it is a collective call."""
+        if transport is None or not transport.capabilities.one_sided:
+            return Pool(device)
+        shared = cast(Any, transport)
+        if shared.pool is None:
+            shared.pool = Pool(device, shared.allocate)
+        return cast(Pool, shared.pool)
+
+    @property
+    def one_sided(self) -> bool:
+        return self._allocate is not None
 
     def reserve(self, nbytes: int) -> None:
         """At least so many bytes; views given out before a growth stay on the old memory."""
-        if nbytes > self.data.numel():
+        if self._allocate is not None:
+            grown = self._allocate(nbytes)
+            self.data = self.data if grown is None else grown
+        elif nbytes > self.data.numel():
             self.data = torch.empty(nbytes, dtype=torch.uint8, device=self.data.device)
 
     def touch(self, end: int) -> None:
@@ -39,6 +67,10 @@ class Views:
         for slot, size in zip(program.slots, self.nbytes, strict=True):
             self.offsets.append(at if slot.pooled else -1)
             at += aligned(size) if slot.pooled else 0
+        self._landings: dict[int, int] = {}  # kept slot → where its messages land
+        for kept in landing_slots(program) if pool.one_sided else ():
+            self._landings[kept] = at
+            at += aligned(self.nbytes[kept])
         self._scratch_at = at
         pool.reserve(at + aligned(scratch_bytes(schedule, workload, program)))
         self.base = pool.data
@@ -54,6 +86,14 @@ class Views:
         start, base = self._start(span.slot, kept)
         self._touch(span, kept)
         return base[start + span.start * size : start + span.stop * size]
+
+    def landing(self, span: Span) -> torch.Tensor | None:
+        """Where a message for a kept slot lands, if peers cannot write into kept memory themselves."""
+        if span.slot not in self._landings:
+            return None
+        size, start = self.record(span.slot).nbytes, self._landings[span.slot]
+        self.pool.touch(start + aligned(self.nbytes[span.slot]))
+        return self.base[start + span.start * size : start + span.stop * size]
 
     def field(self, span: Span, name: str, kept: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, B, heads, D], or [rows, B, heads] for a statistic: the span's rows and head group."""

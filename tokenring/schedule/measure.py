@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from tokenring.schedule.ir import PARTIALS, Pass, Schedule
 from tokenring.schedule.payload import STATISTIC_BYTES, Records
-from tokenring.schedule.program import Program
+from tokenring.schedule.program import Program, Recv
 from tokenring.workload import Workload
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
@@ -38,11 +38,18 @@ def scratch_bytes(schedule: Schedule, workload: Workload, program: Program) -> i
     return 2 * program.scratch_rows * workload.batch * heads * STATISTIC_BYTES
 
 
-def program_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+def landing_slots(program: Program) -> list[int]:
+    """Kept slots that receive messages: one-sided transports need memory in the pool for these to land in."""
+    received = {each.span.slot for each in program.instructions if isinstance(each, Recv)}
+    return sorted(slot for slot in received if program.slots[slot].kept)
+
+
+def program_bytes(schedule: Schedule, workload: Workload, program: Program, one_sided: bool = False) -> int:
     """The buffer pool that one rank's program needs; saved tensors and outputs are not counted."""
-    sizes = zip(program.slots, slot_bytes(schedule, workload, program), strict=True)
-    pooled = sum(aligned(size) for slot, size in sizes if slot.pooled)
-    return pooled + aligned(scratch_bytes(schedule, workload, program))
+    sizes = slot_bytes(schedule, workload, program)
+    slots = [slot for slot, spec in enumerate(program.slots) if spec.pooled]
+    slots += landing_slots(program) if one_sided else []
+    return sum(aligned(sizes[slot]) for slot in slots) + aligned(scratch_bytes(schedule, workload, program))
 
 
 def aligned(nbytes: int) -> int:
@@ -55,10 +62,15 @@ def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
     from tokenring.backends.registry import kernel_for_planning, transport_capabilities
     from tokenring.schedule.lower import lower
 
-    early = transport_capabilities(transport).early_receives
+    able = transport_capabilities(transport)
     supports = kernel_for_planning().supports_patch
     return max(
-        program_bytes(schedule, workload, lower(schedule, rank, direction, workload, supports, early))
+        program_bytes(
+            schedule,
+            workload,
+            lower(schedule, rank, direction, workload, supports, able.early_receives),
+            able.one_sided,
+        )
         for rank in range(schedule.world_size)
     )
 

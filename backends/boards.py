@@ -1,0 +1,192 @@
+"""Boards: where the ranks of a group see each other's state outside of all messages.
+
+On one machine it is shared memory, between machines the group's store. A board holds, for each
+rank, for whom it waits; and one verdict for the group: which rank is lost. The first verdict stays.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from tokenring.backends.meeting import StoreSilent, bounded
+from tokenring.backends.segments import Segment
+from tokenring.backends.semaphores import SIZE_BYTES, Semaphore
+
+SLICE_SECONDS = 0.1  # how long a wait sleeps before it looks whether the peer still lives
+CELL_BYTES = SIZE_BYTES - 4  # what a rank may say at once, after its length
+VERDICT_BYTES = 1024
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Rank `rank` is lost, as rank `by` found out. `certain`: dead, stopped or failed; else only silent."""
+
+    rank: int
+    why: str
+    by: int
+    certain: bool
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Verdict:
+        return Verdict(**json.loads(data))
+
+
+class Board(Protocol):
+    """What a group's ranks tell each other about themselves."""
+
+    def verdict(self) -> Verdict | None:
+        """The group's verdict, if there is one."""
+
+    def claim(self, verdict: Verdict) -> Verdict:
+        """Make it the group's verdict, or get the one that was first."""
+
+    def waits(self, rank: int) -> int | None:
+        """For whom a rank is known to wait."""
+
+    def note_waiting(self, peer: int | None) -> None:
+        """Say for whom this rank waits, where that is cheap."""
+
+    def publish_waiting(self, peer: int) -> None:
+        """Say it in any case: the wait was in vain."""
+
+
+class ShmBoard:
+    """A board in shared memory; also small exchanges between all ranks, and room for a transport's signals.
+
+    In the segment, in cells of SIZE_BYTES: the board's name, a lock and a flag for the verdict, the
+    verdict, for whom each rank waits, two rows of exchanged payloads by rank, a semaphore for each
+    pair of ranks; then what the transport wants.
+    """
+
+    def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
+        self.segment, self.rank, self.world_size = segment, rank, world_size
+        cells = iter(range(0, segment.bytes.numel(), SIZE_BYTES))
+        next(cells)  # the name
+        self._lock, self._ready = self._semaphore(next(cells)), self._semaphore(next(cells))
+        self._verdict_at = next(cells)
+        for _ in range(VERDICT_BYTES // SIZE_BYTES - 1):
+            next(cells)
+        self._waits_at = [next(cells) for _ in range(world_size)]
+        self._payloads_at = [[next(cells) for _ in range(world_size)] for _ in range(2)]
+        pairs = [[self._semaphore(next(cells)) for _ in range(world_size)] for _ in range(world_size)]
+        self._all = [self._lock, self._ready, *(each for row in pairs for each in row)]
+        self._to = pairs[rank]
+        self._from = [row[rank] for row in pairs]
+        self._others = [each for each in range(world_size) if each != rank]
+        self._round = 0
+        self._found: Verdict | None = None
+
+    @staticmethod
+    def size_bytes(world_size: int) -> int:
+        return SIZE_BYTES * (3 + VERDICT_BYTES // SIZE_BYTES + 3 * world_size + world_size**2)
+
+    def create(self, name: str) -> None:
+        """Set up a new segment; by one rank."""
+        self.segment.write(0, name.encode()[:SIZE_BYTES])
+        for semaphore in self._all:
+            semaphore.create()
+        self._lock.post()
+        for at in self._waits_at:
+            self.segment.write(at, struct.pack("i", NOBODY))
+
+    def is_called(self, name: str) -> bool:
+        """Whether this is the very memory that the rank which created it wrote the name into."""
+        return self.segment.read(0, SIZE_BYTES).rstrip(b"\0") == name.encode()[:SIZE_BYTES]
+
+    def verdict(self) -> Verdict | None:
+        if self._found is None and self._ready.try_wait():
+            self._ready.post()
+            text = self.segment.read(self._verdict_at, VERDICT_BYTES).rstrip(b"\0")
+            self._found = Verdict.from_bytes(text)
+        return self._found
+
+    def claim(self, verdict: Verdict) -> Verdict:
+        if self._lock.try_wait():
+            text = verdict.to_bytes()
+            if len(text) > VERDICT_BYTES:
+                text = Verdict(verdict.rank, verdict.why[:200], verdict.by, verdict.certain).to_bytes()
+            self.segment.write(self._verdict_at, text)
+            self._ready.post()
+        deadline = time.monotonic() + 1.0
+        while (first := self.verdict()) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return first or verdict  # who claimed it died before it could say what
+
+    def waits(self, rank: int) -> int | None:
+        (peer,) = struct.unpack("i", self.segment.read(self._waits_at[rank], 4))
+        return None if peer == NOBODY else peer
+
+    def note_waiting(self, peer: int | None) -> None:
+        self.segment.write(self._waits_at[self.rank], struct.pack("i", NOBODY if peer is None else peer))
+
+    def publish_waiting(self, peer: int) -> None:
+        self.note_waiting(peer)
+
+    def say(self, payload: bytes) -> None:
+        """The first half of an exchange: say this to all; `hear` is the second."""
+        # Nobody is two rounds ahead: it has heard everyone in the last.
+        at = self._payloads_at[self._round % 2][self.rank]
+        self.segment.write(at, struct.pack("i", len(payload)) + payload)
+        for rank in self._others:
+            self._to[rank].post()
+
+    def heard(self, rank: int, seconds: float) -> bool:
+        """Whether a rank has said its part; once for each rank and round."""
+        return self._from[rank].wait(seconds)
+
+    def hear(self) -> list[bytes]:
+        """What all said, when all are heard."""
+        row = [self.segment.read(at, SIZE_BYTES) for at in self._payloads_at[self._round % 2]]
+        self._round += 1
+        return [cell[4 : 4 + struct.unpack_from("i", cell)[0]] for cell in row]
+
+    def _semaphore(self, at: int) -> Semaphore:
+        return Semaphore(self.segment.address + at)
+
+
+class StoreBoard:
+    """A board at the group's store. Asked only when something is wrong."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.silent = False
+
+    def verdict(self) -> Verdict | None:
+        text = self._read("lost")
+        return Verdict.from_bytes(text) if text else None
+
+    def claim(self, verdict: Verdict) -> Verdict:
+        mine = verdict.to_bytes().decode()
+        first = self._bounded(lambda: self.store.compare_set("lost", "", mine))
+        return Verdict.from_bytes(first) if first else verdict
+
+    def waits(self, rank: int) -> int | None:
+        text = self._read(f"waits/{rank}")
+        return int(text) if text else None
+
+    def note_waiting(self, peer: int | None) -> None:
+        """Not worth a message to the store."""
+
+    def publish_waiting(self, peer: int) -> None:
+        self._bounded(lambda: self.store.set(f"waits/{self.rank}", str(peer)))
+
+    def _read(self, key: str) -> bytes | None:
+        found: bytes | None = self._bounded(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return found
+
+    def _bounded(self, function: Any) -> Any:
+        if self.silent:
+            return None
+        try:
+            return bounded(function, 0.5)
+        except StoreSilent:
+            self.silent = True
+            return None

@@ -1,0 +1,247 @@
+"""Beside the messages: who the ranks are, small exchanges between all of them, and whom to blame.
+
+A lost peer is named in three ways, the surest first: a process that this rank can see to be gone or
+stopped, along the chain of who waits for whom; a verdict that another rank has reached before; and
+else the rank at the end of the chain, which waits for nobody and says nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tokenring.backends import semaphores
+from tokenring.backends.boards import CELL_BYTES, SLICE_SECONDS, Board, ShmBoard, StoreBoard, Verdict
+from tokenring.backends.meeting import Meeting
+from tokenring.backends.members import Member, this_member
+from tokenring.backends.segments import Segment
+from tokenring.errors import ConfigurationError, PeerLost
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TAG_BYTES = 4  # of an exchange: what it is about
+PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1
+GRACE_SECONDS = 1.2  # for others to say for whom they waited, before a silent rank is named
+LOG = logging.getLogger("tokenring")
+Gather = Callable[[bytes], list[bytes]]
+
+
+class Control:
+    """One group's control: made by all ranks together. Raises PeerLost if a rank does not come."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        timeout_seconds: float,
+        room_bytes: Callable[[int], int] = lambda world_size: 0,
+        create_room: Callable[[Segment, int], None] = lambda segment, world_size: None,
+    ) -> None:
+        """room_bytes: of shared memory that a transport wants for its signals; create_room, on one rank, sets it up."""
+        self.timeout_seconds, self._create_room = timeout_seconds, create_room
+        meeting = Meeting(group, timeout_seconds)
+        self.rank, self.world_size = meeting.rank, meeting.world_size
+        self.name = ""
+        self.members = self._introduce(meeting)
+        self.shared, self.why_not_shared = self._share(meeting, room_bytes(self.world_size))
+        self.board: Board = self.shared or StoreBoard(meeting.store, self.rank, self.world_size)
+        self.gather_apart: Gather | None = None  # how a transport exchanges where memory is not shared
+        self.broken: PeerLost | None = None
+
+    # ---------- meeting
+
+    def _introduce(self, meeting: Meeting) -> list[Member]:
+        name = uuid.uuid4().hex if self.rank == 0 else ""
+        texts = meeting.gather("who they are", f"{name}|{this_member().to_text()}")
+        self.name = texts[0].partition("|")[0]
+        return [Member.from_text(text.partition("|")[2]) for text in texts]
+
+    def _share(self, meeting: Meeting, room_bytes: int) -> tuple[ShmBoard | None, str]:
+        """The board in shared memory, or why there is none; all ranks agree."""
+        mine = self.members[self.rank]
+        apart = next((rank for rank, each in enumerate(self.members) if not each.shares_memory_with(mine)), None)
+        if apart is not None:
+            return None, f"rank {apart} is on another machine or in another network namespace than rank {self.rank}"
+        if reason := semaphores.unavailable():
+            return None, reason
+        size = ShmBoard.size_bytes(self.world_size)
+        segment, reasons = shared_segment(
+            self.name, size + room_bytes, self.rank, meeting_agreement(meeting), self._init
+        )
+        return (ShmBoard(segment, self.rank, self.world_size) if segment else None), reasons
+
+    def _init(self, segment: Segment, creates: bool) -> None:
+        board = ShmBoard(segment, self.rank, self.world_size)
+        if creates:
+            board.create(self.name)
+            self._create_room(segment, self.world_size)
+        elif not board.is_called(self.name):
+            raise OSError("it is not the memory that rank 0 has: /dev/shm is not the same for all ranks")
+
+    # ---------- exchange
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """What every rank says about `what`, PAYLOAD_BYTES each at most.
+
+        Raises PeerLost; ConfigurationError if a rank is somewhere else in its program.
+        """
+        tag = hashlib.sha256(what.encode()).digest()[:TAG_BYTES]
+        said = self._exchange(tag + len(payload).to_bytes(1, "little") + payload, what)
+        for rank, each in enumerate(said):
+            if each[:TAG_BYTES] != tag:
+                raise self.out_of_step(rank, what)
+        return [each[TAG_BYTES + 1 :][: each[TAG_BYTES]] for each in said]
+
+    def _exchange(self, payload: bytes, what: str) -> list[bytes]:
+        self.check_usable()
+        if self.shared is None:
+            assert self.gather_apart is not None
+            return self.gather_apart(payload.ljust(CELL_BYTES, b"\0"))
+        board = self.shared
+        board.say(payload)
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                self.wait(lambda seconds, rank=rank: board.heard(rank, seconds), rank, what)  # type: ignore[misc]
+        return board.hear()
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        """The same for texts of any length."""
+        sizes = [int.from_bytes(each, "little") for each in self.exchange(len(text).to_bytes(8, "little"), what)]
+        parts: list[list[bytes]] = [[] for _ in sizes]
+        for start in range(0, max(sizes), PAYLOAD_BYTES):
+            for rank, part in enumerate(self.exchange(text[start : start + PAYLOAD_BYTES], what)):
+                parts[rank].append(part)
+        return [b"".join(each) for each in parts]
+
+    def out_of_step(self, rank: int, what: str) -> ConfigurationError:
+        text = f"rank {self.rank} exchanges {what}, rank {rank} something else: the ranks make different calls"
+        error = ConfigurationError(f"{text}. Destroy the group and make a new one")
+        self.fail(error)
+        return error
+
+    # ---------- waiting
+
+    def wait(self, attempt: Callable[[float], bool], peer: int, what: str) -> None:
+        """Until attempt(seconds) succeeds, for no longer than the time limit. Raises PeerLost."""
+        if attempt(0.0):
+            return
+        self.board.note_waiting(peer)
+        deadline = time.monotonic() + self.timeout_seconds
+        while not attempt(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if self._is_hopeless(peer) and not attempt(0.0):
+                raise self.lost(peer, what, "")
+            if time.monotonic() >= deadline:
+                raise self.lost(peer, what, f"no answer within {self.timeout_seconds:g} s")
+        self.board.note_waiting(None)
+
+    def _is_hopeless(self, peer: int) -> bool:
+        """Whether there is a verdict, or the peer or someone for whom it waits is gone."""
+        return self.board.verdict() is not None or self._chain_end(peer)[1] == "gone"
+
+    # ---------- blame
+
+    def check_usable(self) -> None:
+        """Raises the error again that broke this group."""
+        if self.broken is not None:
+            raise PeerLost(
+                f"this group was broken before: {self.broken}. Destroy it and make a new one",
+                self.broken.rank,
+                self.broken.certain,
+            )
+
+    def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        """The error for a wait for `peer` that failed; names the rank that is to blame, which all ranks agree on."""
+        self.board.publish_waiting(peer)
+        verdict = self._find_verdict(peer, found)
+        self.broken = PeerLost(self._text(verdict, peer, what, found), verdict.rank, verdict.certain)
+        return self.broken
+
+    def fail(self, error: BaseException) -> None:
+        """This rank gives up in the middle of a call: the others need not wait for it."""
+        if self.broken is None:
+            text = f"it raised {type(error).__name__}: {error}"
+            self.broken = PeerLost(f"rank {self.rank} (this one) is lost: {text}", self.rank, True)
+            self.board.claim(Verdict(self.rank, text, self.rank, True))
+
+    def _find_verdict(self, peer: int, found: str) -> Verdict:
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (verdict := self.board.verdict()) is None:
+            rank, state = self._chain_end(peer)
+            late = time.monotonic() >= deadline
+            if state is None and late:
+                rank, state = self._any_in_trouble() or (rank, None)
+            if state is not None:
+                why = f"its process (pid {self.members[rank].pid} on {self.members[rank].host}) is {state}"
+                return self.board.claim(Verdict(rank, why, self.rank, True))
+            if late:
+                why = f"it is silent: {found or 'no answer'}"
+                return self.board.claim(Verdict(rank, why, self.rank, False))
+            time.sleep(0.02)
+        return verdict
+
+    def _chain_end(self, peer: int) -> tuple[int, str | None]:
+        """From a peer along who waits for whom: the first whose process is in trouble, else the last of them."""
+        seen = {self.rank}
+        at = peer
+        while True:
+            if (state := self.members[at].state(self.members[self.rank])) is not None:
+                return at, state
+            seen.add(at)
+            after = self.board.waits(at)
+            if after is None or after in seen:
+                return at, None
+            at = after
+
+    def _any_in_trouble(self) -> tuple[int, str] | None:
+        for rank, member in enumerate(self.members):
+            if rank != self.rank and (state := member.state(self.members[self.rank])) is not None:
+                return rank, state
+        return None
+
+    def _text(self, verdict: Verdict, peer: int, what: str, found: str) -> str:
+        by = "" if verdict.by == self.rank else f", as rank {verdict.by} found"
+        text = f"rank {verdict.rank} of {self.world_size} is lost: {verdict.why}{by}. Rank {self.rank}: {what}"
+        text += "" if verdict.rank == peer else f" from rank {peer}"
+        text += f": {found}" if found and found not in verdict.why else ""
+        if getattr(self.board, "silent", False):
+            text += f". The group's store is silent too, so rank {verdict.rank} may only wait for the one that is lost"
+        elif not verdict.certain:
+            text += ". It waits for no other rank that could be seen; if it is only slow, raise timeout_seconds"
+        return text + f". Look at the log of rank {verdict.rank} first; then destroy the group and make a new one"
+
+
+Agree = Callable[[str, str], list[str]]  # what it is about, this rank's trouble → the trouble of each rank
+
+
+def meeting_agreement(meeting: Meeting) -> Agree:
+    """Agreement at the store."""
+    return meeting.gather
+
+
+def shared_segment(
+    name: str, size_bytes: int, rank: int, agree: Agree, init: Callable[[Segment, bool], None]
+) -> tuple[Segment | None, str]:
+    """A new segment that all ranks have mapped, its name gone; or None and why. All ranks get the same answer."""
+    made: list[Segment] = []
+
+    def attempt(create: bool) -> str:
+        try:
+            made.append(Segment(name, size_bytes, create))
+            init(made[0], create)
+        except OSError as error:
+            return f"rank {rank} cannot {'make' if create else 'map'} {size_bytes} bytes in /dev/shm: {error}"
+        return ""
+
+    try:
+        troubles = agree("shared memory", attempt(True) if rank == 0 else "")
+        if not any(troubles):
+            troubles = agree("shared memory, mapped", attempt(False) if rank else "")
+    finally:
+        # Whoever gets here takes the name away: the rank that made it may be dead.
+        Segment.unlink_name(name)
+    trouble = next(filter(None, troubles), "")
+    return (None, trouble) if trouble else (made[0], "")

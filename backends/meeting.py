@@ -1,0 +1,90 @@
+"""Where the ranks of a group first meet: small texts through the group's store, with a time limit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from tokenring.errors import PeerLost
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+STORE_SECONDS = 1.0  # how much longer than it should a store may take before it counts as dead
+
+
+class StoreSilent(Exception):
+    """The store did not answer in time, or is gone."""
+
+
+def bounded(function: Callable[[], T], seconds: float) -> T:
+    """The function's result. Raises StoreSilent after so many seconds: a stopped store answers nothing, ever."""
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            answers.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True, name="tokenring store")
+    thread.start()
+    thread.join(seconds)
+    if answers:
+        return answers[0]
+    raise StoreSilent(str(errors[0]).partition("\n")[0] if errors else f"no answer within {seconds:g} s")
+
+
+class Meeting:
+    """One gathering of all ranks of a group, at its store; every rank makes its meetings in the same order."""
+
+    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.timeout_seconds = timeout_seconds
+        store = dist.distributed_c10d._get_process_group_store(group)
+        number = self._ask(lambda: store.add(f"tokenring/meetings of {self.rank}", 1))
+        self.store = dist.PrefixStore(f"tokenring/{number}", store)  # type: ignore[attr-defined]
+
+    def gather(self, what: str, text: str) -> list[str]:
+        """What every rank brought, by rank. Raises PeerLost, which names who did not come."""
+        deadline = time.monotonic() + self.timeout_seconds
+
+        def meet() -> tuple[list[str], list[int]]:
+            self.store.set(f"{what}/{self.rank}", text)
+            found, missing = [], []
+            for rank in range(self.world_size):
+                try:
+                    left = max(0.01, deadline - time.monotonic())
+                    self.store.wait([f"{what}/{rank}"], timedelta(seconds=left))
+                    found.append(self.store.get(f"{what}/{rank}").decode())
+                except dist.DistStoreError:
+                    missing.append(rank)
+            return found, missing
+
+        found, missing = self._ask(meet, self.timeout_seconds)
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise PeerLost(
+                f"rank {names} of {self.world_size} did not come within {self.timeout_seconds:g} s when the ranks "
+                f"met to exchange {what}: every rank of the group must make its first call. Look at that rank's "
+                f"log first; if it is only slow, raise timeout_seconds of ContextParallel",
+                missing[0],
+            )
+        return found
+
+    def _ask(self, function: Callable[[], T], seconds: float = 0.0) -> T:
+        try:
+            return bounded(function, seconds + max(STORE_SECONDS, self.timeout_seconds / 10))
+        except StoreSilent as error:
+            raise PeerLost(
+                f"rank {self.rank} gets no answer from the group's store ({error}): the process that holds it, "
+                f"usually rank 0 or the launcher, is dead or stopped",
+                0,
+            ) from None

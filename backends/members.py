@@ -1,0 +1,82 @@
+"""Who the ranks of a group are: where their processes live, and whether they still do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+ProcessState = Literal["gone", "stopped"]
+GONE = ("Z", "X", "x")
+STOPPED = ("T", "t")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process. Two are on one machine if `boot_id` and `network` are the same; `pids` is their PID namespace.
+
+    `started` is in clock ticks since boot: a PID that was given out again has another one.
+    """
+
+    host: str
+    boot_id: str
+    network: str
+    pids: str
+    pid: int
+    started: int
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str) -> Member:
+        return Member(**json.loads(text))
+
+    def state(self, seen_from: Member) -> ProcessState | None:
+        """Whether its process is gone or stopped, as far as the other member can see."""
+        if not self.boot_id or (self.boot_id, self.pids) != (seen_from.boot_id, seen_from.pids):
+            return None
+        found = _stat(self.pid)
+        if found is None or found[1] != self.started or found[0] in GONE:
+            return "gone"
+        return "stopped" if found[0] in STOPPED else None
+
+    def shares_memory_with(self, other: Member) -> bool:
+        """One machine, one network namespace: containers and test beds that pretend to be machines do not count."""
+        return bool(self.boot_id) and (self.boot_id, self.network) == (other.boot_id, other.network)
+
+
+def this_member() -> Member:
+    """This process; what the system does not tell is empty."""
+    pid = os.getpid()
+    found = _stat(pid)
+    return Member(socket.gethostname(), _boot_id(), _namespace("net"), _namespace("pid"), pid, found[1] if found else 0)
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """A process's state letter and start time, None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the command in brackets may hold anything
+    return fields[0], int(fields[19])
+
+
+@cache
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""

@@ -1,0 +1,72 @@
+"""POSIX semaphores in shared memory: what ranks of one machine signal each other with.
+
+Posting releases and waiting acquires, on every processor: what was written before a post is seen
+after the wait that takes it, so that no other fence is needed. Waiting sleeps in the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import sys
+import time
+from functools import cache
+
+SIZE_BYTES = 64  # a cache line for each, though glibc's take 32 bytes: ranks do not disturb each other
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    for name, more in (("sem_post", ()), ("sem_trywait", ()), ("sem_timedwait", (ctypes.POINTER(_TimeSpec),))):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (ctypes.c_void_p, *more), ctypes.c_int
+    library.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+    return library
+
+
+def unavailable() -> str | None:
+    """None, or why this system has no semaphores that processes can share."""
+    if not sys.platform.startswith("linux"):
+        return f"{sys.platform} has no semaphores in shared memory"
+    try:
+        _libc()
+    except (AttributeError, OSError) as error:
+        return f"the C library has no semaphores: {error}"
+    return None
+
+
+class Semaphore:
+    """A counter at an address in memory that several processes map."""
+
+    def __init__(self, address: int) -> None:
+        self._at = ctypes.c_void_p(address)
+        library = _libc()
+        self._post, self._try, self._timed = library.sem_post, library.sem_trywait, library.sem_timedwait
+
+    def create(self, value: int = 0) -> None:
+        """Set it up; by one process, before any other uses it."""
+        if _libc().sem_init(self._at, 1, value):
+            raise OSError(ctypes.get_errno(), "sem_init failed")
+
+    def post(self) -> None:
+        self._post(self._at)
+
+    def try_wait(self) -> bool:
+        """Take one if there is one."""
+        return bool(self._try(self._at) == 0)
+
+    def wait(self, seconds: float) -> bool:
+        """Take one, sleeping for no longer than this; False if none came."""
+        if self._try(self._at) == 0:
+            return True
+        deadline = time.time() + seconds
+        until = _TimeSpec(int(deadline), int(deadline % 1 * 1e9))
+        while self._timed(self._at, ctypes.byref(until)):
+            if ctypes.get_errno() != errno.EINTR:
+                return False
+        return True

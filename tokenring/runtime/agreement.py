@@ -1,0 +1,56 @@
+"""Before data moves, all ranks make sure that they are about to do the same thing.
+
+Each call exchanges 32 bytes: the digest of a description of the call. Only if digests differ do the
+descriptions travel, so that the error can name rank, field and values; every rank raises it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+from tokenring.backends.base import Transport
+from tokenring.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a rank is about to do, field by field."""
+
+    fields: tuple[tuple[str, str], ...]
+    digest: bytes
+
+    @staticmethod
+    def of(fields: dict[str, object]) -> Description:
+        """Fields must print alike on all ranks."""
+        texts = tuple((name, str(value)) for name, value in fields.items())
+        return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest())
+
+
+def agree(transport: Transport, mine: Description) -> None:
+    """Raises ConfigurationError, on every rank, if any rank's description differs; PeerLost."""
+    digests = transport.exchange(mine.digest, "the call")
+    if all(digest == mine.digest for digest in digests):
+        return
+    texts = transport.exchange_text(json.dumps(mine.fields).encode(), "what differs")
+    raise ConfigurationError(_difference([dict(json.loads(text)) for text in texts]))
+
+
+def _difference(descriptions: list[dict[str, str]]) -> str:
+    """Each field in which ranks differ, with the values and who has them; the more common value first."""
+    names = dict.fromkeys(name for fields in descriptions for name in fields)
+    found = []
+    for name in names:
+        values = [fields.get(name, "nothing") for fields in descriptions]
+        counted = Counter(values).most_common()
+        if len(counted) > 1:
+            parts = [f"{_ranks(values, value)} {value}" for value, _ in counted]
+            found.append(f"{name}: {'; '.join(parts)}")
+    return f"the ranks disagree, so nothing was sent. {'. '.join(found)}. Make the same call on every rank"
+
+
+def _ranks(values: list[str], value: str) -> str:
+    ranks = [str(rank) for rank, each in enumerate(values) if each == value]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}:"
