@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from tokenring.errors import PeerLost
 from tokenring.region import Patch
 
 
@@ -56,6 +57,9 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back connections and memory; no call may follow."""
+
+    def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        """The error for a wait for `peer` that failed in some other way; it names who is to blame."""
 
     def fail(self, error: BaseException) -> None:
         """This rank gives up in the middle of a call: tell the others, and take no more calls."""

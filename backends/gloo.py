@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends.base import Capabilities, Handle
 from tokenring.backends.control import Control
-from tokenring.errors import BackendUnavailable
+from tokenring.errors import BackendUnavailable, PeerLost
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
@@ -80,6 +80,9 @@ class GlooTransport:
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
         return self.control.exchange_text(text, what)
+
+    def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        return self.control.lost(peer, what, found)
 
     def fail(self, error: BaseException) -> None:
         self.control.fail(error)

@@ -19,7 +19,7 @@ from tokenring.backends.boards import SLICE_SECONDS, ShmBoard
 from tokenring.backends.control import Control, shared_segment
 from tokenring.backends.segments import Segment
 from tokenring.backends.semaphores import SIZE_BYTES, Semaphore
-from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
@@ -132,6 +132,9 @@ class ShmTransport:
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
         return self.control.exchange_text(text, what)
+
+    def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        return self.control.lost(peer, what, found)
 
     def fail(self, error: BaseException) -> None:
         self.control.fail(error)

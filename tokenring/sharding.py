@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -48,20 +49,31 @@ class _Gather(torch.autograd.Function):
             return x.clone()
         _check_same_shape(x, cp)
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cp.world_size)]
-        dist.all_gather(parts, x.contiguous(), group=cp.group)
+        _finish(dist.all_gather(parts, x.contiguous(), group=cp.group, async_op=True), cp, "unshard")
         return torch.cat(parts, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grads[0].contiguous().clone()
         if ctx.cp.world_size > 1:
-            dist.all_reduce(grad, group=ctx.cp.group)
+            _finish(dist.all_reduce(grad, group=ctx.cp.group, async_op=True), ctx.cp, "the gradient of unshard")
         return grad.chunk(ctx.cp.world_size, ctx.dim)[ctx.cp.rank], None, None
 
 
+def _finish(work: Any, cp: ContextParallel, what: str) -> None:
+    """Wait for a collective call of the user's group within our own time limit."""
+    try:
+        work.wait(timedelta(seconds=cp.timeout_seconds))
+    except RuntimeError as error:
+        assert cp.transport is not None  # there are several ranks
+        peer = (cp.rank + 1) % cp.world_size
+        raise cp.transport.lost(peer, f"took part in {what}", str(error).partition("\n")[0]) from None
+
+
 def _check_same_shape(x: torch.Tensor, cp: ContextParallel) -> None:
-    shapes: list[Any] = [None] * cp.world_size
-    dist.all_gather_object(shapes, tuple(x.shape), group=cp.group)
-    if any(shape != tuple(x.shape) for shape in shapes):
-        found = ", ".join(f"rank {rank}: {list(shape)}" for rank, shape in enumerate(shapes))
-        raise ConfigurationError(f"unshard wants parts of one shape from every rank; found {found}")
+    assert cp.transport is not None
+    mine = f"{list(x.shape)} {x.dtype}"
+    found = [each.decode() for each in cp.transport.exchange_text(mine.encode(), "shapes for unshard")]
+    if any(each != mine for each in found):
+        text = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(found))
+        raise ConfigurationError(f"unshard wants parts of one shape and dtype from every rank; found {text}")
