@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -36,6 +36,7 @@ class Handle(Protocol):
         """Until it has arrived, or may be overwritten. Raises PeerLost at the time limit."""
 
 
+@runtime_checkable
 class Transport(Protocol):
     """Moves bytes between the ranks of one group.
 
@@ -54,6 +55,9 @@ class Transport(Protocol):
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         """Post the receive into a contiguous tensor; never blocks."""
 
+    def close(self) -> None:
+        """Give back what it holds, such as connections; closing twice is fine. Nothing moves afterwards."""
+
 
 class AttentionKernel(Protocol):
     """Local attention of one tile, with the log-sum-exp (lse).
@@ -66,8 +70,8 @@ class AttentionKernel(Protocol):
 
     name: str
 
-    def supports(self, patch: Patch, head_dim: int, dtype: torch.dtype) -> str | None:
-        """None, or why this kernel does not take such a tile."""
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """None, or why this kernel cannot compute such a call at all: asked once, before its first pass."""
 
     def supports_patch(self, patch: Patch) -> str | None:
         """None, or why a patch should be cut: asked when a schedule is lowered."""
