@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -37,6 +37,7 @@ class Handle(Protocol):
         """Until it has arrived, or may be overwritten. Raises PeerLost at the time limit."""
 
 
+@runtime_checkable
 class Transport(Protocol):
     """Moves bytes between the ranks of one group.
 
@@ -56,7 +57,8 @@ class Transport(Protocol):
         """Post the receive into a contiguous tensor; never blocks."""
 
     def close(self) -> None:
-        """Give back connections and memory; no call may follow."""
+        """Give back what it holds, such as connections; closing twice is fine. Nothing moves afterwards."""
+
 
     def lost(self, peer: int, what: str, found: str) -> PeerLost:
         """The error for a wait for `peer` that failed in some other way; it names who is to blame."""
@@ -82,8 +84,8 @@ class AttentionKernel(Protocol):
 
     name: str
 
-    def supports(self, patch: Patch, head_dim: int, dtype: torch.dtype) -> str | None:
-        """None, or why this kernel does not take such a tile."""
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """None, or why this kernel cannot compute such a call at all: asked once, before its first pass."""
 
     def supports_patch(self, patch: Patch) -> str | None:
         """None, or why a patch should be cut: asked when a schedule is lowered."""

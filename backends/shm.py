@@ -181,7 +181,7 @@ class ShmTransport:
     def close(self) -> None:
         """Give back all memory. Views that were given out keep theirs."""
         self._heaps.clear()
-        self.control.shared = None
+        self.pool = None
 
     def _place(self, data: torch.Tensor, label: str) -> tuple[int, int, int]:
         size = data.numel() * data.element_size()

@@ -76,6 +76,7 @@ TILES = (
     Tile("8/1 heads", STEPS, (8, 1)),
     Tile("heads of 64", CAUSAL, head_dim=64),
     Tile("heads of 128", PATCHES["band"], head_dim=128),
+    Tile("heads of 640", CAUSAL, head_dim=640),
     Tile("heads of 1", CAUSAL, head_dim=1),
     Tile("scale 2", CAUSAL, scale=2.0),
     Tile("token-major", CAUSAL, (8, 2), token_major=True),

@@ -21,15 +21,16 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.demo.check import check
-from tokenring.demo.command import DemoFailed, Interrupted, main, write_at_last
+from tokenring.demo.command import main
 from tokenring.demo.data import Batch, Text, text_tokens
-from tokenring.demo.launch import ENDING_SIGNALS, Interrupts
 from tokenring.demo.model import ModelConfig, Transformer
 from tokenring.demo.results import (
     Checked,
 )
 from tokenring.demo.train import split_attention
 from tokenring.errors import ConfigurationError
+from tokenring.follow import CommandFailed, Interrupted, write_at_last
+from tokenring.launch import ENDING_SIGNALS, Interrupts
 
 MARKER = "TOKENRING_DEMO_TEST"
 # A shell starts what runs in the background with Ctrl-C ignored, and so its tests.
@@ -284,7 +285,7 @@ def test_check_accepts_the_model_and_refuses_mutants(ranks: RankPools) -> None:
 class TestWriteAtLast:
     def test_writes(self, tmp_path: Path) -> None:
         (tmp_path / "x.svg").write_text("old")
-        write_at_last(tmp_path / "x.svg", "new", Interrupts())
+        write_at_last({tmp_path / "x.svg": "new"}, Interrupts())
         assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("x.svg", "new")]
 
     def test_leaves_all_as_it_was_when_interrupted(self, tmp_path: Path) -> None:
@@ -292,9 +293,9 @@ class TestWriteAtLast:
         interrupts = Interrupts()
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
-            write_at_last(tmp_path / "x.svg", "new", interrupts)
+            write_at_last({tmp_path / "x.svg": "new"}, interrupts)
         assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("x.svg", "old")]
 
     def test_says_what_it_cannot_write(self, tmp_path: Path) -> None:
-        with pytest.raises(DemoFailed, match="No such file or directory"):
-            write_at_last(tmp_path / "none" / "x.svg", "new", Interrupts())
+        with pytest.raises(CommandFailed, match="No such file or directory"):
+            write_at_last({tmp_path / "none" / "x.svg": "new"}, Interrupts())

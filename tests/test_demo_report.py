@@ -8,13 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenring.demo.command import failure_text
-from tokenring.demo.console import Console, Ink, is_landmark, progress_bar, progress_line
+from tokenring.console import Ink
+from tokenring.demo.console import Console, is_landmark, progress_bar, progress_line
 from tokenring.demo.report import link_matrix, schedule_text, split_text, training_text
 from tokenring.demo.results import (
     Bar,
     Checked,
-    Failed,
     Measured,
     Message,
     Pass,
@@ -24,6 +23,7 @@ from tokenring.demo.results import (
     training_complaint,
 )
 from tokenring.demo.timeline import axis_step, to_svg
+from tokenring.follow import Failed, failure_text
 
 CHECKED = Checked(5.5, 5.5, {"a.weight": 1e-7, "b.weight": 2e-6}, 1.0)
 

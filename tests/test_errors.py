@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Here, RankError, RankPools
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, PeerLost, UnsupportedError
@@ -77,6 +77,11 @@ CALLS: dict[str, Refusal] = {
         UnsupportedError,
         "attention in torch.int32 is not supported; use one of float32, bfloat16, float16",
     ),
+    "sparse tensors": (
+        lambda: call(Q, KV.to_sparse()),
+        UnsupportedError,
+        "attention of torch.sparse_coo tensors is not supported; make q, k and v dense and padded",
+    ),
     "head dims that differ": (
         lambda: call(Q, tensor(2, 8, 2, 8)),
         UnsupportedError,
@@ -127,12 +132,12 @@ CALLS: dict[str, Refusal] = {
     "a tensor as mask": (
         lambda: call(mask=torch.ones(8, 8, dtype=torch.bool)),
         ConfigurationError,
-        "mask is a Tensor; use Full(), Causal(), SlidingWindow or Documents",
+        "mask is of type Tensor; use Full(), Causal(), SlidingWindow or Documents",
     ),
     "a mask without its brackets": (
         lambda: call(mask=tr.Causal),
         ConfigurationError,
-        "mask is a function; use Full(), Causal(), SlidingWindow or Documents",
+        "mask is of type function; use Full(), Causal(), SlidingWindow or Documents",
     ),
     "documents beyond the sequence": (
         lambda: call(mask=tr.Documents([0, 5, 9])),
@@ -199,7 +204,7 @@ CONTEXTS: dict[str, Refusal] = {
     "group": (
         lambda: ContextParallel([0, 1]),  # type: ignore[arg-type]
         ConfigurationError,
-        "group is a list; give a ProcessGroup, a one-dimensional DeviceMesh or None",
+        "group is of type list; give a ProcessGroup, a one-dimensional DeviceMesh or None",
     ),
     "schedule for another world": (
         lambda: ContextParallel(schedule=tr.schedule("ring", 4)),
@@ -293,21 +298,23 @@ def about_groups(here: Here) -> dict[str, str]:
         "transport": said(lambda: ContextParallel(mesh["cp"], transport=here.base.transport or "")),
         "schedule": said(lambda: ContextParallel(mesh["cp"], schedule=tr.schedule("ring", 4))),
         "member": said(lambda: ContextParallel(pair)),
+        "mesh of others": said(lambda: ContextParallel(DeviceMesh("cpu", [0, 1]))),
         "layout": said(lambda: tr.attention(Q, KV, KV, here.cp(layout=tr.schedule("ring", 2).q_layout))),
     }
 
 
 def test_groups(ranks: RankPools) -> None:
     for rank, found in enumerate(ranks(4)(about_groups)):
+        not_one = "ConfigurationError: this rank is not a member of the group; only members make a ContextParallel"
+        member = "nothing" if rank < 2 else not_one
         assert found == {
             "mesh": "ConfigurationError: a DeviceMesh of 2 dimensions was given; "
             "name the one for context parallelism, as mesh['cp']",
             "slice": "nothing",
             "transport": "ConfigurationError: the transport joins 4 ranks, the group has 2",
             "schedule": "ConfigurationError: the schedule is for 4 ranks, the group has 2",
-            "member": "nothing"
-            if rank < 2
-            else "ConfigurationError: this rank is not a member of the group; only members make a ContextParallel",
+            "member": member,
+            "mesh of others": member,
             "layout": "ConfigurationError: layout 'zigzag' is for 2 ranks and 256 positions; "
             "the group has 4 ranks and the tensors 32 positions",
         }

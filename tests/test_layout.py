@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from itertools import pairwise
+from typing import Any
 
+import numpy
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -145,6 +148,17 @@ class TestNamed:
         ("zigzag/0", 2, 8, "unknown layout 'zigzag/0'"),
         ("zigzag/x", 2, 8, "unknown layout 'zigzag/x'"),
         ("zigzag/-2", 2, 8, "unknown layout 'zigzag/-2'"),
+        ("zigzag/", 2, 8, "unknown layout 'zigzag/'"),
+        ("zigzag/²", 2, 8, "unknown layout 'zigzag/²'"),
+        ("zigzag/2/2", 2, 8, "unknown layout 'zigzag/2/2'"),
+        ("zigzag/9999999999", 2, 8, "unknown layout 'zigzag/9999999999'"),
+        (None, 2, 8, "layout is of type NoneType; choose one of contiguous, zigzag, striped, or cut one finer, as in "
+         "'zigzag/2', or give a Layout"),
+        ("zigzag", 0, 8, "layout 'zigzag': world_size is 0; give an integer from 1 on"),
+        ("zigzag", 2.0, 8, "layout 'zigzag': world_size is 2.0; give an integer from 1 on"),
+        ("zigzag", 2, 8.0, "layout 'zigzag': length is 8.0; give an integer"),
+        ("zigzag", 2, "8", "layout 'zigzag': length is '8'; give an integer"),
+        ("zigzag", 2, -8, "a length of -8 is empty for some ranks: pad to 4"),
         (
             zigzag(2, 8), 4, 8,
             "layout 'zigzag' is for 2 ranks and 8 positions; the group has 4 ranks and the tensors 8 positions",
@@ -152,12 +166,38 @@ class TestNamed:
         (zigzag(2, 8), 2, 16, "the group has 2 ranks and the tensors 16 positions"),
     ],
 )  # fmt: skip
-def test_make_layout_refuses(name: str | Layout, world_size: int, length: int, says: str) -> None:
+def test_make_layout_refuses(name: Any, world_size: Any, length: Any, says: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         make_layout(name, world_size, length)
 
 
+@pytest.mark.parametrize("base", LAYOUTS)
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((0, 8), "world_size is 0; give an integer from 1 on"),
+        ((-2, 8), "world_size is -2; give an integer from 1 on"),
+        ((2, 8, 0), "cuts is 0; give an integer from 1 on"),
+        ((2, 8, -1), "cuts is -1; give an integer from 1 on"),
+        ((2, 8, 1.5), "cuts is 1.5; give an integer from 1 on"),
+        ((True, 8), "world_size is True; give an integer from 1 on"),
+        ((2, None), "length is None; give an integer"),
+    ],
+)
+def test_sizes_are_checked(base: str, sizes: Any, says: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        LAYOUTS[base](*sizes)
+    assert str(refusal.value) == f"layout {base!r}: {says}"
+
+
+def test_sizes_of_numpy_become_integers() -> None:
+    made = make_layout("striped", numpy.int64(2), numpy.int32(8))
+    assert made == striped(2, 8)
+    assert type(made.world_size) is type(made.length) is type(made.chunks[1].start) is int
+
+
 FIRST, SECOND = Positions(0, 4), Positions(4, 8)
+IN_FULL = "write Positions(start, stop, step) of integers with start from 0 on, stop above it and step from 1 on"
 
 
 @pytest.mark.parametrize(
@@ -173,16 +213,58 @@ FIRST, SECOND = Positions(0, 4), Positions(4, 8)
         (8, (FIRST, FIRST), (0, 1), "position 4 of 8 is in no chunk"),
         (8, (Positions(0, 7, 2), Positions(2, 9, 2)), (0, 1), "position 1 of 8 is in no chunk"),
         (8, (FIRST, Positions(5, 9)), (0, 1), "position 4 of 8 is in no chunk"),
+        (8, (Positions(0, 7, 2), Positions(0, 7, 2)), (0, 1), "position 1 of 8 is in no chunk"),
+        (2**25, (Positions(0, 2**25 - 1, 2), Positions(2, 2**25 + 1, 2)), (0, 1),
+         f"layout 'mine' is none of ours; its {2**25} positions are too many to check (at most {2**24})"),
+        (8, (FIRST, SECOND), (False, True), "give each of the 2 ranks equally many chunks"),
+        (8, (FIRST, SECOND), (0, -1), "give each of the 2 ranks equally many chunks"),
+        (0, (FIRST, SECOND), (0, 1), "layout 'mine': length is 0; give an integer from 1 on"),
+        (8.0, (FIRST, SECOND), (0, 1), "layout 'mine': length is 8.0; give an integer from 1 on"),
+        (8, [FIRST, SECOND], (0, 1), "give its chunks and owners as tuples"),
+        (8, (FIRST, SECOND), [0, 1], "give its chunks and owners as tuples"),
+        (8, (FIRST, Positions(4, 8, 0)), (0, 1), f"a chunk is {Positions(4, 8, 0)}; {IN_FULL}"),
+        (8, (FIRST, Positions(7, 3, -1)), (0, 1), f"a chunk is {Positions(7, 3, -1)}; {IN_FULL}"),
+        (8, (Positions(-4, 0), FIRST), (0, 1), f"a chunk is {Positions(-4, 0)}; {IN_FULL}"),
+        (8, (FIRST, Positions(4, 4)), (0, 1), f"a chunk is {Positions(4, 4)}; {IN_FULL}"),
+        (8, (FIRST, (4, 8)), (0, 1), f"a chunk is (4, 8); {IN_FULL}"),
+        (8, (FIRST, Positions(4, 8.0)), (0, 1), "a chunk is Positions(start=4, stop=8.0, step=1); "),  # type: ignore[arg-type]
     ],
-)
-def test_chunks_given_by_hand_are_checked(
-    length: int, chunks: tuple[Positions, ...], owners: tuple[int, ...], says: str
-) -> None:
+)  # fmt: skip
+def test_chunks_given_by_hand_are_checked(length: Any, chunks: Any, owners: Any, says: str) -> None:
+    """As soon as they are given."""
     with pytest.raises(ConfigurationError, match=re.escape(says)):
-        make_layout(Layout("mine", 2, length, chunks, owners), 2, length)
+        Layout("mine", 2, length, chunks, owners)
+
+
+@pytest.mark.parametrize("name", [3, None, ""])
+def test_a_layout_has_a_name(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"^layout {name!r}: give it a name, which its texts show$"):
+        Layout(name, 2, 8, (FIRST, SECOND), (0, 1))
 
 
 def test_chunks_given_by_hand_are_taken() -> None:
     mine = Layout("mine", 2, 8, (Positions(0, 7, 2), Positions(1, 8, 2)), (1, 0))
     assert make_layout(mine, 2, 8) is mine
     assert mine.positions(0) == [1, 3, 5, 7]
+
+
+@STEADY
+@given(st.permutations(range(12)), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 3))
+def test_partitions_are_told_from_others(order: list[int], size: int, step: int) -> None:
+    """Whatever the chunks, they are taken if they hold every position once, and refused if not."""
+    starts = sorted(order[: 12 // size])
+    chunks = tuple(Positions(start, start + (size - 1) * step + 1, step) for start in starts)
+    whole = sorted(token for chunk in chunks for token in tokens(chunk)) == list(range(12))
+    try:
+        Layout("mine", 1, 12, chunks, (0,) * len(chunks))
+    except ConfigurationError as error:
+        assert not whole and "is in no chunk" in str(error)
+    else:
+        assert whole
+
+
+def test_layouts_of_any_length_are_checked_in_no_time() -> None:
+    start = time.process_time()
+    for base in LAYOUTS:
+        assert make_layout(f"{base}/2", 64, 2**50).length == 2**50
+    assert time.process_time() - start < 0.5

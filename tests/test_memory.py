@@ -114,8 +114,8 @@ class Canned:
     def replay(self) -> None:
         self.ready = [tuple(x.clone() for x in made) for made in self.seen]
 
-    def supports(self, patch: Patch, head_dim: int, dtype: torch.dtype) -> str | None:
-        return self.kernel.supports(patch, head_dim, dtype)
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return self.kernel.supports(head_dim, dtype)
 
     def supports_patch(self, patch: Patch) -> str | None:
         return self.kernel.supports_patch(patch)

@@ -111,6 +111,10 @@ def refused(here: Here, what: str) -> str:
             positions(cp, 3)
         if what == "shapes":
             unshard(torch.zeros(1, 8 if here.rank else 16, 2), cp)
+        if what == "dtypes":
+            unshard(torch.zeros(1, 8, 2, dtype=torch.bfloat16 if here.rank else torch.float32), cp)
+        if what == "dims":
+            unshard(torch.zeros(8, 8), cp, here.rank)
         if what == "uneven":
             unshard(torch.zeros(1, 9, 2), cp)
     except ConfigurationError as error:
@@ -120,6 +124,7 @@ def refused(here: Here, what: str) -> str:
 
 CUTS = "layout 'zigzag' over 2 ranks cuts a sequence into 4 chunks; a length of "
 ADVICE = ", or choose another layout"
+PARTS = "unshard wants parts of one shape, dtype and dim from every rank; found"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,9 @@ ADVICE = ", or choose another layout"
         ("length", f"{CUTS}13 does not divide: pad to 16{ADVICE}"),
         ("positions", f"{CUTS}3 is empty for some ranks: pad to 4{ADVICE}"),
         ("uneven", f"{CUTS}18 does not divide: pad to 20{ADVICE}"),
-        ("shapes", "unshard wants parts of one shape from every rank; found rank 0: [1, 16, 2], rank 1: [1, 8, 2]"),
+        ("shapes", f"{PARTS} rank 0: float32 [1, 16, 2] along 1, rank 1: float32 [1, 8, 2] along 1"),
+        ("dtypes", f"{PARTS} rank 0: float32 [1, 8, 2] along 1, rank 1: bfloat16 [1, 8, 2] along 1"),
+        ("dims", f"{PARTS} rank 0: float32 [8, 8] along 0, rank 1: float32 [8, 8] along 1"),
     ],
 )
 def test_refused(what: str, says: str, ranks: RankPools) -> None:

@@ -123,7 +123,7 @@ class TestRoundTrip:
 
     def test_of_masks_that_have_no_name(self) -> None:
         made = schedule("ring", ranks=2, mask=Mask(low=-5, high=-1, cu_seqlens=(0, 9, 9, 100)))
-        assert 'mask      {"low": -5, "high": -1, "cu_seqlens": [0, 9, 9, 100]}' in str(made)
+        assert "mask      band(-5,-1)&documents(0,9,100)" in str(made)
         assert Schedule.parse(str(made)) == made
 
     def test_of_a_layout_that_only_shares_a_name(self) -> None:
@@ -179,7 +179,7 @@ REFUSED = [
     ("tokenring", '"\\u0007"', "line 1, column 11: '\"\\\\u0007\"' is not a name"),
     ("causal", "acausal", "line 3, column 11: 'acausal' is no mask for 512 positions: unknown mask 'acausal'"),
     ("causal", "documents(0,513)", "line 3, column 11: 'documents(0,513)' is no mask for 512 positions"),
-    ("causal", '{"low": 1}', "line 3, column 11: '{\"low\": 1}' is no mask for 512 positions: mask: has no key 'high'"),
+    ("causal", '{"low": 1}', "line 3, column 11: '{\"low\": 1}' is no mask for 512 positions: unknown mask '{"),
     ("zigzag of", "zigzag/2 of", "line 4, column 11: 'zigzag/2 of 512: 0,7 | 1,6 | 2,5 | 3,4' is no layout"),
     ("zigzag of", "zigzag/99999999 of", "line 4, column 11: 'zigzag/99999999 of 512: 0,7 | 1,6 | 2...' is no layout"),
     ("zigzag of 512", "zigzag", "line 4, column 11: 'zigzag: 0,7 | 1,6 | 2,5 | 3,4' is not 'NAME of LENGTH: "),
@@ -220,7 +220,7 @@ class TestRefusals:
     places = st.integers(0, len(TOKENRING))
 
     @settings(max_examples=200, deadline=None)
-    @given(places, st.integers(0, 6), st.text(alphabet="0123456789,-|.:>@+hqkvop×x\n #{}\"=", max_size=4))
+    @given(places, st.integers(0, 6), st.text(alphabet='0123456789,-|.:>@+hqkvop×x\n #{}"=', max_size=4))
     def test_whatever_the_text_is(self, at: int, length: int, put: str) -> None:
         text = TOKENRING[:at] + put + TOKENRING[at + length :]
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Literal, overload
 
 import torch
@@ -58,17 +59,16 @@ def attention(
     bias, dtypes) and PeerLost (a rank that does not answer within cp.timeout_seconds).
     """
     _refuse({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = _inputs(q, k, v, cp)
     request = make_request(q, k, v, cp, mask, scale)
     out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
-def plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None
-) -> Plan:
+def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None) -> Plan:
     """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
-    return cp.plan(make_request(_autocast(q), _autocast(k), _autocast(v), cp, mask, None))
+    q, k, v = _inputs(q, k, v, cp)
+    return cp.plan(make_request(q, k, v, cp, mask, None))
 
 
 def make_request(
@@ -79,7 +79,7 @@ def make_request(
     workload = _workload(q, k, v, cp, mask)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     training = torch.is_grad_enabled()
-    return Request(workload, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), training, q.device)
+    return Request(workload, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else _scale(scale), training, q.device)
 
 
 def _refuse(features: dict[str, object]) -> None:
@@ -92,6 +92,29 @@ def _refuse(features: dict[str, object]) -> None:
     for name, value in features.items():
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
             raise UnsupportedError(f"attention with {name} is not supported: {advice[name]}")
+
+
+def _inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v as they are computed with; checks that they and cp are what they should be."""
+    if not isinstance(cp, ContextParallel):
+        raise ConfigurationError(
+            f"cp is of type {type(cp).__name__}; make a ContextParallel, once, and give it to every call"
+        )
+    found = [type(x).__name__ for x in (q, k, v) if not isinstance(x, torch.Tensor)]
+    if found:
+        raise ConfigurationError(f"q, k and v must be tensors [B, T, H, D]; one is of type {found[0]}")
+    if sparse := [x.layout for x in (q, k, v) if x.layout != torch.strided]:
+        raise UnsupportedError(f"attention of {sparse[0]} tensors is not supported; make q, k and v dense and padded")
+    return _autocast(q), _autocast(k), _autocast(v)
+
+
+def _scale(given: object) -> float:
+    if not isinstance(given, Real) or isinstance(given, bool) or not math.isfinite(given):
+        shown = "a Tensor, which would get no gradient" if isinstance(given, torch.Tensor) else repr(given)
+        raise ConfigurationError(f"scale is {shown}; give a finite number, or None for 1/√D")
+    return float(given)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +141,9 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
     if min(q.shape[1], k.shape[1]) == 0:
         raise ConfigurationError(f"a rank with an empty shard cannot take part: {shapes}; pad the sequence")
     if not isinstance(mask, Mask):
-        raise ConfigurationError(f"mask is a {type(mask).__name__}; use Full(), Causal(), SlidingWindow or Documents")
+        raise ConfigurationError(
+            f"mask is of type {type(mask).__name__}; use Full(), Causal(), SlidingWindow or Documents"
+        )
     q_length, kv_length = q.shape[1] * cp.world_size, k.shape[1] * cp.world_size
     if q_length != kv_length and mask.needs_equal_lengths:
         raise UnsupportedError(

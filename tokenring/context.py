@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 
-from tokenring.errors import BackendUnavailable, ConfigurationError
-from tokenring.layout import Layout, make_layout
+from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
+from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.runtime.agreement import Description, agree
 from tokenring.runtime.trace import Trace
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     from tokenring.runtime.pool import Pool
 
 LOG = logging.getLogger("tokenring")
+NOT_A_MEMBER = "this rank is not a member of the group; only members make a ContextParallel"
 TIMEOUT_SECONDS = 60.0
+LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
+MOST_SECONDS = 1e9  # above, clocks overflow
 CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
 
 
@@ -60,7 +64,7 @@ class ContextParallel:
     pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
     timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
 
-    Raises ConfigurationError and BackendUnavailable.
+    Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
 
     def __init__(
@@ -79,8 +83,10 @@ class ContextParallel:
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self.layout = layout
         self.schedule = schedule
-        self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, timeout_seconds
+        self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, _seconds(timeout_seconds)
         self._transport = self._asked_transport = transport
+        self._made_here: Transport | None = None
+        self._closed = False
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_plan)
         self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_executor)
@@ -89,23 +95,66 @@ class ContextParallel:
         self._check()
 
     def _check(self) -> None:
-        from tokenring.backends.registry import KERNELS, TRANSPORTS
+        from tokenring.backends.registry import KERNELS
 
-        if isinstance(self.layout, str):
-            make_layout(self.layout, 1, 1 << 20 if "/" not in self.layout else _cuts(self.layout) * 2)
-        for what, name, known in (("transport", self._transport, TRANSPORTS), ("kernel", self.kernel_name, KERNELS)):
-            if isinstance(name, str) and name != "auto" and name not in known:
-                raise ConfigurationError(f"unknown {what} {name!r}; choose one of auto, {', '.join(known)}")
-        of_others = getattr(self._transport, "world_size", self.world_size)
-        if of_others != self.world_size:
-            raise ConfigurationError(f"the transport joins {of_others} ranks, the group has {self.world_size}")
-        made_for = getattr(self.schedule, "world_size", self.world_size)
-        if made_for != self.world_size:
-            raise ConfigurationError(f"the schedule is for {made_for} ranks, the group has {self.world_size}")
-        if isinstance(self.schedule, str):
+        if not isinstance(self.layout, Layout):
+            read_name(self.layout)
+        _check_name("kernel", self.kernel_name, KERNELS, "")
+        self._check_transport()
+        self._check_schedule()
+
+    def _check_transport(self) -> None:
+        from tokenring.backends.base import Transport
+        from tokenring.backends.registry import TRANSPORTS
+
+        if self._transport is None and self.world_size == 1:  # what `transport` says where there is one rank
+            return
+        if not isinstance(self._transport, Transport):
+            _check_name("transport", self._transport, TRANSPORTS, ", or the `transport` of another ContextParallel")
+        elif self._transport.world_size != self.world_size:
+            raise ConfigurationError(
+                f"the transport joins {self._transport.world_size} ranks, the group has {self.world_size}"
+            )
+
+    def _check_schedule(self) -> None:
+        by_name = isinstance(self.schedule, str)
+        if not isinstance(self.schedule, (Scheme, Schedule)):
             _check_schedule_name(self.schedule)
-        if self.pieces is not None and (not isinstance(self.schedule, str) or self.schedule.startswith("auto")):
+        elif isinstance(self.schedule, Schedule) and self.schedule.world_size != self.world_size:
+            raise ConfigurationError(
+                f"the schedule is for {self.schedule.world_size} ranks, the group has {self.world_size}"
+            )
+        if self.pieces is None:
+            return
+        if (as_integer(self.pieces) or 0) < 1:
+            raise ConfigurationError(f"pieces={self.pieces!r}: give an integer from 1 on, or None for the default")
+        if not by_name or str(self.schedule).startswith("auto"):
             raise ConfigurationError(f"pieces={self.pieces} goes with a schedule by name; others say it themselves")
+
+    def close(self) -> None:
+        """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
+
+        A transport that was given stays open, for whoever made it to close. Closing twice is fine. Closes
+        itself at the end of a `with`.
+        """
+        self._closed = True
+        self._executor.cache_clear()
+        self._pools.clear()
+        if self._made_here is not None:
+            self._made_here.close()
+        self._made_here = None
+
+    def __enter__(self) -> ContextParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError(
+                "this ContextParallel was closed; make another one, or close it after the last call"
+            )
 
     def layout_for(self, length: int) -> Layout:
         """The layout of a sequence of this length. Raises ConfigurationError when it does not divide."""
@@ -114,12 +163,14 @@ class ContextParallel:
     @property
     def transport(self) -> Transport | None:
         """The transport, made when first needed; None for one rank. All ranks must get here together."""
+        self._check_open()
         if isinstance(self._transport, str):
             if self.group is None or self.world_size == 1:
                 return None
             from tokenring.backends.registry import make_transport
 
-            self._transport = make_transport(self._transport, self.group, self.timeout_seconds)
+            self._made_here = make_transport(self._transport, self.group, self.timeout_seconds)
+            self._transport = self._made_here
         return self._transport
 
     def plan(self, request: Request) -> Plan:
@@ -128,6 +179,7 @@ class ContextParallel:
 
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
+        self._check_open()
         if self.transport is not None:
             agree(self.transport, self._description(request, direction))
         made = self._executor(request, direction)
@@ -195,6 +247,11 @@ class ContextParallel:
         from tokenring.schedule.lower import lower
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
+        if reason := kernel.supports(request.workload.head_dim, request.workload.dtype):
+            raise UnsupportedError(
+                f"kernel {kernel.name!r} cannot compute this call: {reason}; "
+                f"choose another, as in ContextParallel(kernel='reference')"
+            )
         transport = self.transport
         early = transport is None or transport.capabilities.early_receives
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, early)
@@ -213,9 +270,9 @@ class ContextParallel:
         from tokenring.backends.registry import make_transport
 
         LOG.warning("%s; taking gloo", error)
-        if self._transport is not None and not isinstance(self._transport, str):
-            self._transport.close()
-        self._transport = make_transport("gloo", self.group, self.timeout_seconds)
+        if self._made_here is not None:
+            self._made_here.close()
+        self._transport = self._made_here = make_transport("gloo", self.group, self.timeout_seconds)
         self._pools.clear()
 
     def _describe(self, request: Request, direction: Pass) -> Description:
@@ -246,25 +303,32 @@ def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | No
         return dist.group.WORLD if ready else None
     if isinstance(group, dist.ProcessGroup):
         return group
-    if isinstance(group, int):  # dist.GroupMember.NON_GROUP_MEMBER
-        raise ConfigurationError("this rank is not a member of the group; only members make a ContextParallel")
+    if isinstance(group, int) and not isinstance(group, bool):  # dist.GroupMember.NON_GROUP_MEMBER
+        raise ConfigurationError(NOT_A_MEMBER)
     if not hasattr(group, "get_group"):
         raise ConfigurationError(
-            f"group is a {type(group).__name__}; give a ProcessGroup, a one-dimensional DeviceMesh or None"
+            f"group is of type {type(group).__name__}; give a ProcessGroup, a one-dimensional DeviceMesh or None"
         )
     if group.ndim != 1:
         raise ConfigurationError(
             f"a DeviceMesh of {group.ndim} dimensions was given; name the one for context parallelism, as mesh['cp']"
         )
+    if group.get_coordinate() is None:
+        raise ConfigurationError(NOT_A_MEMBER)
     return group.get_group()
 
 
-def _check_schedule_name(name: str) -> None:
+def _check_schedule_name(name: object) -> None:
     from tokenring.schedule.schemes import SCHEMES
 
-    base, _, families = name.partition(":")
-    unknown = [each for each in (families.split(",") if families else [base]) if each not in SCHEMES]
-    if (base != "auto" and (families or unknown)) or (families and unknown):
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"schedule is of type {type(name).__name__}; choose auto, one of {', '.join(SCHEMES)}, "
+            f"or give a Scheme or a Schedule"
+        )
+    base, restricted, families = name.partition(":")
+    unknown = [each for each in (families.split(",") if restricted else [base]) if each not in SCHEMES]
+    if (base != "auto" and (restricted or unknown)) or (restricted and unknown):
         raise ConfigurationError(
             f"unknown schedule {unknown[0] if unknown else name!r} in {name!r}; choose auto, one of "
             f"{', '.join(SCHEMES)}, or restrict the choice, as in 'auto:ring,tokenring'"
@@ -287,6 +351,18 @@ def _check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mas
             )
 
 
-def _cuts(layout: str) -> int:
-    cuts = layout.partition("/")[2]
-    return int(cuts) if cuts.isdigit() else 1
+def _check_name(what: str, given: object, known: Iterable[str], more: str) -> None:
+    choice = f"choose one of auto, {', '.join(known)}{more}"
+    if not isinstance(given, str):
+        raise ConfigurationError(f"{what} is of type {type(given).__name__}; {choice}")
+    if given != "auto" and given not in known:
+        raise ConfigurationError(f"unknown {what} {given!r}; {choice}")
+
+
+def _seconds(given: object) -> float:
+    number = isinstance(given, Real) and not isinstance(given, bool)
+    if not number or not LEAST_SECONDS <= float(cast(float, given)) <= MOST_SECONDS:
+        raise ConfigurationError(
+            f"timeout_seconds={given!r}: give a number of seconds from {LEAST_SECONDS:g} to {MOST_SECONDS:g}"
+        )
+    return float(cast(float, given))

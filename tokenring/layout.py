@@ -6,12 +6,18 @@ tensor holds its chunks one after another, in ascending order of their first pos
 
 from __future__ import annotations
 
+import operator
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from tokenring.errors import ConfigurationError
+
+COUNTED_LENGTH = 2**24  # positions that may be counted one by one, for chunks that interleave in no way of ours
+NAME = re.compile("([a-z]+)(?:/([1-9][0-9]{0,8}))?", re.ASCII)
 
 
 class Positions(NamedTuple):
@@ -60,17 +66,31 @@ class Layout:
     owners: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigurationError(f"layout {self.name!r}: give it a name, which its texts show")
+        for size in ("world_size", "length"):
+            object.__setattr__(self, size, _at_least_one(f"layout {self.name!r}", size, getattr(self, size)))
+        if not isinstance(self.chunks, tuple) or not isinstance(self.owners, tuple):
+            raise ConfigurationError(f"layout {self.name!r}: give its chunks and owners as tuples")
         if len(self.chunks) != len(self.owners) or not self.chunks:
             raise ConfigurationError(f"layout {self.name!r}: {len(self.chunks)} chunks for {len(self.owners)} owners")
+        for chunk in self.chunks:
+            if not _is_range(chunk):
+                raise ConfigurationError(
+                    f"layout {self.name!r}: a chunk is {chunk!r}; write Positions(start, stop, step) of integers "
+                    f"with start from 0 on, stop above it and step from 1 on"
+                )
         if len({len(chunk) for chunk in self.chunks}) != 1 or self.chunk_length * len(self.chunks) != self.length:
             raise ConfigurationError(f"layout {self.name!r}: its chunks are not equal parts of {self.length} positions")
         if list(self.chunks) != sorted(self.chunks):
             raise ConfigurationError(f"layout {self.name!r}: number the chunks by their first position")
-        counts = {self.owners.count(rank) for rank in range(self.world_size)}
-        if len(counts) != 1 or not set(self.owners) <= set(range(self.world_size)):
+        counts = Counter(self.owners)
+        known = {type(owner) for owner in self.owners} == {int} and counts.keys() <= set(range(self.world_size))
+        if not known or len(counts) < self.world_size or len(set(counts.values())) != 1:
             raise ConfigurationError(
                 f"layout {self.name!r}: give each of the {self.world_size} ranks equally many chunks"
             )
+        check_partition(self)
 
     @property
     def chunk_length(self) -> int:
@@ -107,8 +127,8 @@ class Layout:
 
 def contiguous(world_size: int, length: int, cuts: int = 1) -> Layout:
     """Rank r holds the r-th of `world_size` equal parts, itself cut `cuts` times."""
+    world_size, length, cuts = _sizes("contiguous", world_size, length, cuts)
     count = world_size * cuts
-    _check_divides("contiguous", world_size, length, count, cuts)
     return Layout(
         _name("contiguous", cuts), world_size, length, _cut(length, count), tuple(c // cuts for c in range(count))
     )
@@ -116,15 +136,15 @@ def contiguous(world_size: int, length: int, cuts: int = 1) -> Layout:
 
 def zigzag(world_size: int, length: int, cuts: int = 1) -> Layout:
     """Rank r holds parts r and 2P-1-r of 2P, which balances causal attention."""
+    world_size, length, cuts = _sizes("zigzag", world_size, length, cuts, parts_per_rank=2)
     count = 2 * world_size * cuts
-    _check_divides("zigzag", world_size, length, count, cuts)
     owners = tuple(min(c // cuts, 2 * world_size - 1 - c // cuts) for c in range(count))
     return Layout(_name("zigzag", cuts), world_size, length, _cut(length, count), owners)
 
 
 def striped(world_size: int, length: int, cuts: int = 1) -> Layout:
     """Rank r holds positions r, r+P, r+2P, ...: Striped Attention (arXiv:2311.09431)."""
-    _check_divides("striped", world_size, length, world_size * cuts, cuts)
+    world_size, length, cuts = _sizes("striped", world_size, length, cuts)
     span = length // cuts
     chunks = [
         Positions(cut * span + rank, (cut + 1) * span - world_size + rank + 1, world_size)
@@ -148,23 +168,54 @@ def make_layout(name: str | Layout, world_size: int, length: int) -> Layout:
                 f"layout {name.name!r} is for {name.world_size} ranks and {name.length} positions; "
                 f"the group has {world_size} ranks and the tensors {length} positions"
             )
-        check_partition(name)
         return name
-    base, _, cuts = name.partition("/")
-    if base not in LAYOUTS or (cuts and not (cuts.isdigit() and int(cuts))):
-        known = ", ".join(LAYOUTS)
-        raise ConfigurationError(f"unknown layout {name!r}; choose one of {known}, or cut one finer, as in 'zigzag/2'")
-    return LAYOUTS[base](world_size, length, int(cuts or 1))
+    base, cuts = read_name(name)
+    return LAYOUTS[base](world_size, length, cuts)
+
+
+def read_name(name: str) -> tuple[str, int]:
+    """The kind of layout that a name stands for, and how often it is cut. Raises ConfigurationError."""
+    known = f"choose one of {', '.join(LAYOUTS)}, or cut one finer, as in 'zigzag/2'"
+    if not isinstance(name, str):
+        raise ConfigurationError(f"layout is of type {type(name).__name__}; {known}, or give a Layout")
+    match = NAME.fullmatch(name)
+    if match is None or match[1] not in LAYOUTS:
+        raise ConfigurationError(f"unknown layout {name!r}; {known}")
+    return match[1], int(match[2] or 1)
 
 
 def check_partition(layout: Layout) -> None:
-    """Raises ConfigurationError unless the chunks hold every position once; for layouts from outside."""
-    if join_chunks(layout.chunks) == [Positions(0, layout.length)]:
+    """Raises ConfigurationError unless the chunks hold every position once."""
+    if join_chunks(_interleaved(layout.chunks)) == [Positions(0, layout.length)]:
         return
-    seen = set().union(*(range(*chunk) for chunk in layout.chunks))
-    if seen != set(range(layout.length)):
-        missing = min(set(range(layout.length)) - seen, default=None)
+    if layout.length > COUNTED_LENGTH:
+        raise ConfigurationError(
+            f"layout {layout.name!r} is none of ours; its {layout.length} positions are too many to check "
+            f"(at most {COUNTED_LENGTH})"
+        )
+    seen = bytearray(layout.length)
+    for chunk in layout.chunks:
+        inner = range(layout.length)[chunk.start : chunk.stop : chunk.step]
+        seen[chunk.start : chunk.stop : chunk.step] = b"\x01" * len(inner)
+    if (missing := seen.find(0)) >= 0:
         raise ConfigurationError(f"layout {layout.name!r}: position {missing} of {layout.length} is in no chunk")
+
+
+def _interleaved(chunks: Sequence[Positions]) -> list[Positions]:
+    """With every n chunks of step n that lie between each other, as striped ones do, as one range."""
+    made: list[Positions] = []
+    at = 0
+    while at < len(chunks):
+        first = chunks[at]
+        group = chunks[at : at + first.step]
+        beside = [(first.start + index, first.stop + index, first.step) for index in range(len(group))]
+        if first.step > 1 and len(group) == first.step and list(group) == beside:
+            made.append(Positions(first.start, first.start + len(first) * first.step))
+            at += first.step
+        else:
+            made.append(first)
+            at += 1
+    return made
 
 
 def split_order(layout: Layout) -> list[int]:
@@ -193,11 +244,40 @@ def _name(base: str, cuts: int) -> str:
     return base if cuts == 1 else f"{base}/{cuts}"
 
 
-def _check_divides(base: str, world_size: int, length: int, count: int, cuts: int) -> None:
-    if length < count or length % count:
-        padded = max(count, -(-length // count) * count)
-        found = "is empty for some ranks" if length < count else "does not divide"
+def _sizes(base: str, world_size: int, length: int, cuts: int, parts_per_rank: int = 1) -> tuple[int, int, int]:
+    """World size, length and cuts as integers. Raises ConfigurationError unless the length divides."""
+    what = f"layout {base!r}"
+    world_size, cuts = _at_least_one(what, "world_size", world_size), _at_least_one(what, "cuts", cuts)
+    tokens = as_integer(length)
+    if tokens is None:
+        raise ConfigurationError(f"{what}: length is {length!r}; give an integer")
+    count = parts_per_rank * world_size * cuts
+    if tokens < count or tokens % count:
+        padded = max(count, -(-tokens // count) * count)
+        found = "is empty for some ranks" if tokens < count else "does not divide"
         raise ConfigurationError(
             f"layout {_name(base, cuts)!r} over {world_size} ranks cuts a sequence into {count} chunks; "
-            f"a length of {length} {found}: pad to {padded}, or choose another layout"
+            f"a length of {tokens} {found}: pad to {padded}, or choose another layout"
         )
+    return world_size, tokens, cuts
+
+
+def _at_least_one(what: str, name: str, given: object) -> int:
+    value = as_integer(given)
+    if value is None or value < 1:
+        raise ConfigurationError(f"{what}: {name} is {given!r}; give an integer from 1 on")
+    return value
+
+
+def _is_range(chunk: object) -> bool:
+    if not isinstance(chunk, Positions) or not type(chunk.start) is type(chunk.stop) is type(chunk.step) is int:
+        return False
+    return 0 <= chunk.start < chunk.stop and chunk.step >= 1
+
+
+def as_integer(value: object) -> int | None:
+    """The value as an int, if it is an integer of Python, numpy or torch; booleans are none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(cast(int, value))
+    except TypeError:
+        return None

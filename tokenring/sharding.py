@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError
-from tokenring.layout import split_order
+from tokenring.layout import as_integer, split_order
 
 
 def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
@@ -19,12 +19,19 @@ def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
     Differentiable: the gradient of the whole tensor is zero where other ranks hold the positions.
     Raises ConfigurationError when the length does not divide.
     """
+    dim = _sequence_dim("shard", x, cp, dim)
     return x.index_select(dim, positions(cp, x.shape[dim], x.device))
 
 
 def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | None = None) -> torch.Tensor:
     """The global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
-    return torch.tensor(cp.layout_for(seq_len).positions(cp.rank), dtype=torch.int64, device=device)
+    _check_context("positions", cp)
+    held = cp.layout_for(seq_len).positions(cp.rank)
+    try:
+        return torch.tensor(held, dtype=torch.int64, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError: torch without CUDA
+        why = str(error).partition("\n")[0]
+        raise ConfigurationError(f"positions: no tensor can be made on device {device!r}: {why}") from None
 
 
 def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
@@ -33,10 +40,29 @@ def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
     Differentiable: a rank's gradient is the sum over all ranks of what their copies of the whole got
     (so a loss that every rank computes in full counts once for each rank).
     """
+    dim = _sequence_dim("unshard", x, cp, dim)
     gathered: torch.Tensor = _Gather.apply(x, cp, dim)  # type: ignore[no-untyped-call]
     layout = cp.layout_for(gathered.shape[dim])
     order = torch.tensor(split_order(layout), device=x.device)
     return gathered.index_select(dim, torch.argsort(order))
+
+
+def _sequence_dim(what: str, x: torch.Tensor, cp: ContextParallel, dim: int) -> int:
+    """`dim` counted from 0; checks that there is one, and that the rest is what it should be."""
+    _check_context(what, cp)
+    if not isinstance(x, torch.Tensor):
+        raise ConfigurationError(f"{what} wants a tensor; got one of type {type(x).__name__}")
+    index = as_integer(dim)
+    if index is None or not -x.dim() <= index < x.dim():
+        raise ConfigurationError(
+            f"{what} along dim={dim!r} of a tensor {list(x.shape)}: give the index of its sequence dimension"
+        )
+    return index % x.dim()
+
+
+def _check_context(what: str, cp: ContextParallel) -> None:
+    if not isinstance(cp, ContextParallel):
+        raise ConfigurationError(f"{what} wants a ContextParallel as cp; got one of type {type(cp).__name__}")
 
 
 class _Gather(torch.autograd.Function):
@@ -47,7 +73,7 @@ class _Gather(torch.autograd.Function):
         ctx.cp, ctx.dim = cp, dim
         if cp.world_size == 1:
             return x.clone()
-        _check_same_shape(x, cp)
+        _check_same_parts(x, cp, dim)
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cp.world_size)]
         _finish(dist.all_gather(parts, x.contiguous(), group=cp.group, async_op=True), cp, "unshard")
         return torch.cat(parts, dim)
@@ -70,10 +96,10 @@ def _finish(work: Any, cp: ContextParallel, what: str) -> None:
         raise cp.transport.lost(peer, f"took part in {what}", str(error).partition("\n")[0]) from None
 
 
-def _check_same_shape(x: torch.Tensor, cp: ContextParallel) -> None:
+def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
     assert cp.transport is not None
-    mine = f"{list(x.shape)} {x.dtype}"
-    found = [each.decode() for each in cp.transport.exchange_text(mine.encode(), "shapes for unshard")]
-    if any(each != mine for each in found):
-        text = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(found))
-        raise ConfigurationError(f"unshard wants parts of one shape and dtype from every rank; found {text}")
+    mine = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} along {dim}"
+    parts = [each.decode() for each in cp.transport.exchange_text(mine.encode(), "parts for unshard")]
+    if any(part != mine for part in parts):
+        found = ", ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts))
+        raise ConfigurationError(f"unshard wants parts of one shape, dtype and dim from every rank; found {found}")

@@ -34,10 +34,8 @@ class CpuFlash:
 
     name = "cpu-flash"
 
-    def supports(self, patch: Patch, head_dim: int, dtype: torch.dtype) -> str | None:
-        if head_dim > 512:
-            return f"head_dim {head_dim} is above 512"
-        return self.supports_patch(patch)
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return None
 
     def supports_patch(self, patch: Patch) -> str | None:
         if patch.is_full or patch.is_causal or patch.rows <= BAND_ROWS:

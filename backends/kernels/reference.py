@@ -42,7 +42,7 @@ class Reference:
 
     name = "reference"
 
-    def supports(self, patch: Patch, head_dim: int, dtype: torch.dtype) -> str | None:
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         return None
 
     def supports_patch(self, patch: Patch) -> str | None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from tokenring.demo.console import Console, cores, machine
-from tokenring.demo.launch import Interrupts, Processes, rank_environment, torchrun_command
+from tokenring.console import Parser, cores, machine
+from tokenring.demo.console import Console
 from tokenring.demo.report import (
     bytes_text,
     check_text,
@@ -24,27 +20,18 @@ from tokenring.demo.report import (
     split_text,
     training_text,
 )
-from tokenring.demo.results import Checked, Failed, Measured, Result, Started, Stepped, from_line, training_complaint
+from tokenring.demo.results import Checked, Measured, Result, Started, Stepped, from_line, training_complaint
 from tokenring.demo.timeline import to_svg
 from tokenring.errors import ConfigurationError
+from tokenring.follow import CommandFailed, Failed, Interrupted, check, follow, write_at_last
+from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
 from tokenring.layout import make_layout
 
 INTERRUPTED = 130
 FEWEST_STEPS = 6  # three first and three last ones
 TRAINING_SECONDS = 100.0  # on a slow machine training ends early
-POLL_SECONDS = 0.1
 SILENCE_SECONDS = 150.0  # longer than any rank waits for another
-LAST_WORDS_SECONDS = 3.0  # after the first failure, others may say more
-LOG_LINES = 20
 WORKER = "tokenring.demo.worker"
-
-
-class Interrupted(Exception):
-    """The user has had enough."""
-
-
-class DemoFailed(Exception):
-    """The demo found something wrong; the message says what."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     except Interrupted:
         console.complain("interrupted: nothing was left behind")
         return INTERRUPTED
-    except DemoFailed as failure:
+    except CommandFailed as failure:
         console.complain(f"tokenring demo: {failure}")
         return 1
     finally:
@@ -82,54 +69,43 @@ class Demo:
         self.losses: list[float] = []
         self.training_seconds = 0.0
         self.measured: Measured | None = None
+        self.failed = False
         self.phase = f"starting {options.ranks} ranks"
 
     def run(self) -> None:
-        """All of it. Raises Interrupted and DemoFailed, with every process ended."""
+        """All of it. Raises Interrupted and CommandFailed, with every process ended."""
         options, say = self.options, self.console.say
         began = time.monotonic()
         say(self.console.ink.bold(headline(options.ranks, options.seq, options.layout)))
         command = torchrun_command(options.ranks, WORKER, _worker_arguments(options))
         with Processes(command, rank_environment(os.environ)) as processes:
-            self.follow(processes)
+            follow(processes, self.interrupts, self.take, self.wait, lambda: self.phase, SILENCE_SECONDS)
         if self.measured is None:
-            raise DemoFailed("the ranks ended without a result")
+            raise CommandFailed("the ranks ended without a result")
         svg = to_svg(self.measured, self._title())
-        self._check_interrupts()
-        write_at_last(Path(options.output), svg, self.interrupts)
+        check(self.interrupts)
+        write_at_last({Path(options.output): svg}, self.interrupts)
         say(section(4, "Timeline", self.console.ink))
         say(f"   {options.output}   (open it in a browser; every bar says what it is)")
         say("   " + self.console.ink.pale(f"everything together took {time.monotonic() - began:.0f} s"))
 
-    def follow(self, processes: Processes) -> None:
-        """Show results until the ranks have ended. Raises Interrupted and DemoFailed."""
-        heard = began = time.monotonic()
-        failures: list[Failed] = []
-        while True:
-            self._check_interrupts()
-            ended = processes.exit_code()  # asked first: what they wrote before is still read below
-            lines = processes.read(POLL_SECONDS)
-            now = time.monotonic()
-            heard = now if lines else heard
-            for line in lines:
-                result = from_line(line)
-                if isinstance(result, Failed):
-                    failures.append(result)
-                elif result is not None and not failures:
-                    self.show(result)
-            if lines:
-                continue
-            if ended is not None or (failures and now - heard > LAST_WORDS_SECONDS):
-                break
-            if now - heard > SILENCE_SECONDS:
-                raise DemoFailed(f"no news from the ranks for {SILENCE_SECONDS:.0f} s while {self.phase}")
-            if not self.losses:
-                self.console.status(f"   {self.phase} … {now - began:.0f} s")
-        if failures or ended:
-            raise DemoFailed(failure_text(failures, ended, processes.log()))
+    def take(self, line: str) -> Failed | None:
+        """Show what a line of a rank says, until one has failed."""
+        result = from_line(line)
+        if isinstance(result, Failed):
+            self.failed = True
+            return result
+        if result is not None and not self.failed:
+            self.show(result)
+        return None
+
+    def wait(self, seconds: float) -> None:
+        """Nothing new, so long after the start."""
+        if not self.losses:
+            self.console.status(f"   {self.phase} … {seconds:.0f} s")
 
     def show(self, result: Result) -> None:
-        """Say what a result says; raises DemoFailed if it is not as it should be."""
+        """Say what a result says; raises CommandFailed if it is not as it should be."""
         match result:
             case Started():
                 self._started(result)
@@ -179,59 +155,14 @@ class Demo:
         options = self.options
         return f"{options.seq:,} tokens over {options.ranks} ranks on {cores()} cores, layout {options.layout}"
 
-    def _check_interrupts(self) -> None:
-        if self.interrupts.seen:
-            raise Interrupted
-
 
 def _refuse(complaint: str | None) -> None:
     if complaint is not None:
-        raise DemoFailed(complaint)
-
-
-def failure_text(failures: Sequence[Failed], exit_code: int | None, log: str) -> str:
-    """Why the ranks failed: what they said, or how they ended, or the end of their log.
-
-    A rank that lost a peer knows less than the peer; torchrun's own words name the one that ended first.
-    """
-    first = sorted(failures, key=lambda failed: (failed.kind == "PeerLost", failed.rank))
-    if died := re.search(r"exitcode: -(\d+)\) local_rank: (\d+)", log):
-        return f"rank {died[2]} was ended by {signal.Signals(int(died[1])).name}; the others were ended too"
-    if not first and exit_code is not None and exit_code < 0:
-        return f"torchrun was ended by {signal.Signals(-exit_code).name}; the ranks were ended too"
-    if not first:
-        tail = "\n".join(log.splitlines()[-LOG_LINES:])
-        return f"the ranks ended with exit code {exit_code}; the end of their log:\n{tail}"
-    if first[0].expected:
-        return first[0].message
-    tail = "\n".join(log.splitlines()[-LOG_LINES:])
-    return f"rank {first[0].rank}: {first[0].kind}: {first[0].message}\n{tail}"
-
-
-def write_at_last(path: Path, text: str, interrupts: Interrupts) -> None:
-    """Write a file whole or not at all; with it the demo is done, and can no longer be interrupted."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        interrupts.close()
-        if interrupts.seen:
-            raise Interrupted
-        temporary.replace(path)
-    except OSError as error:
-        raise DemoFailed(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Refuses as the rest of tokenring does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}; see {self.prog} --help")
+        raise CommandFailed(complaint)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="tokenring demo",
         description="Four local ranks train a small transformer on one long sequence that is split over them; "
         "first, loss and gradients are compared with one process.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from tokenring.demo.console import Ink
+from tokenring.console import Ink
 from tokenring.demo.results import (
     ENDS,
     GRADIENT_LIMIT,

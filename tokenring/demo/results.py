@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from tokenring.follow import Failed
+
 PREFIX = "@tokenring-demo "  # anything else that a rank prints is not ours
 LOSS_LIMIT = 1e-6  # relative
 GRADIENT_LIMIT = 2e-5  # relative Frobenius error, of every parameter; fp32
@@ -122,16 +124,6 @@ class Measured:
     def complaint(self) -> str | None:
         """None, or what was counted otherwise than predicted."""
         return next((text for each in self.passes if (text := each.complaint())), None)
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A rank that cannot go on. `expected`: the message says all there is to say."""
-
-    rank: int
-    kind: str
-    message: str
-    expected: bool
 
 
 Result = Started | Checked | Stepped | Measured | Failed

@@ -6,9 +6,6 @@ Its standard output carries results for the process that shows them, its standar
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
-import signal
 import sys
 import time
 import traceback
@@ -22,17 +19,17 @@ from tokenring.demo.check import check
 from tokenring.demo.data import VOCABULARY, Text, text_tokens
 from tokenring.demo.measure import measure
 from tokenring.demo.model import ModelConfig, Transformer
-from tokenring.demo.results import Failed, Result, Started, Stepped, to_line
+from tokenring.demo.results import Result, Started, Stepped, to_line
 from tokenring.demo.train import Trainer, split_attention, sum_over_ranks
+from tokenring.follow import Failed, end_with_parent, report_line, short
 
-PR_SET_PDEATHSIG = 1
 WAIT_SECONDS = 120.0  # for other ranks: one process computes the reference meanwhile
 LAST_WORDS_SECONDS = 2.0  # from a rank's failure until it ends
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run this rank; returns the exit code."""
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(1)
     options = _options(argv)
     dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_SECONDS))
@@ -41,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         run(options, rank)
     except Exception as error:
         traceback.print_exc()
-        report(Failed(rank, type(error).__name__, _short(error), isinstance(error, tr.TokenRingError)))
+        report(Failed(rank, type(error).__name__, short(error), isinstance(error, tr.TokenRingError)))
         # torchrun ends all ranks with the first: until then, others may still say what they found.
         time.sleep(LAST_WORDS_SECONDS)
         return 1
@@ -78,9 +75,8 @@ def run(options: argparse.Namespace, rank: int) -> None:
 
 
 def report(result: Result) -> None:
-    """One line, in one write: lines of several ranks do not mix."""
-    sys.stdout.flush()
-    os.write(sys.stdout.fileno(), (to_line(result) + "\n").encode())
+    """A line for the process that shows it."""
+    report_line(to_line(result))
 
 
 def _started(config: ModelConfig, model: Transformer, text_bytes: int) -> Started:
@@ -95,18 +91,6 @@ def _any_rank(here: bool) -> bool:
     votes = torch.tensor([float(here)])
     sum_over_ranks([votes])
     return bool(votes.item())
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:600]
-
-
-def _end_with_parent() -> None:
-    """If torchrun is killed, this rank must not stay behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # it was, before we asked
-            os._exit(1)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:

@@ -61,7 +61,7 @@ def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     world = q_layout.world_size
     schedule = Schedule(
         scheme.name, world, q_layout, kv_layout, mask, (), (), scheme.head_groups, scheme.q_pieces,
-        scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs, pruned=False,
+        scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
     )  # fmt: skip
     q_routes = _routes(schedule, "q", scheme.gather_q)
     kv_routes = _routes(schedule, "kv", scheme.gather_kv)

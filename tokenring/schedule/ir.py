@@ -8,7 +8,7 @@ tiles up to this step). A step is an order, never a barrier.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -85,7 +85,7 @@ class Schedule:
     `keep` names the kinds ("q", "kv") that backward finds where forward gathered them: kept kv do
     not move again, kept q carry only what is new. `slack` is how many steps a partial may be on its
     way before its owner waits for it (None: until the end). `codecs` says how requests of a kind are
-    written on the wire. `pruned` says that tiles and moves which the mask makes needless are gone.
+    written on the wire.
     """
 
     name: str
@@ -101,7 +101,6 @@ class Schedule:
     keep: frozenset[str] = frozenset()
     slack: int | None = None
     codecs: tuple[tuple[str, str], ...] = ()
-    pruned: bool = field(default=True, compare=False)
 
     def layout_of(self, kind: Kind) -> Layout:
         return self.q_layout if kind.startswith("q") else self.kv_layout

@@ -37,7 +37,7 @@ def prune(schedule: Schedule) -> Schedule:
         if q:
             tiles.append(Tile(tile.step, tile.rank, q, kv))
     kept = {*_needed_requests(schedule, tiles), *_fed_partials(schedule, tiles)}
-    return schedule.replace(tiles=tuple(tiles), moves=tuple(m for m in schedule.moves if m in kept), pruned=True)
+    return schedule.replace(tiles=tuple(tiles), moves=tuple(m for m in schedule.moves if m in kept))
 
 
 class _visibility:

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout
-from tokenring.mask import Mask, parse_mask
-from tokenring.schedule.interchange import known_layout, mask_document
+from tokenring.schedule.interchange import known_layout
 from tokenring.schedule.ir import PARTIAL_OF, Block, Kind, Move, Schedule, Tile
 
 LETTERS: dict[Kind, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}
@@ -47,7 +45,7 @@ def parse(text: str) -> Schedule:
 def _header(schedule: Schedule) -> Iterator[tuple[str, ...]]:
     yield "schedule", word(schedule.name)
     yield "ranks", str(schedule.world_size)
-    yield "mask", _mask(schedule.mask)
+    yield "mask", str(schedule.mask)
     if schedule.q_layout == schedule.kv_layout:
         yield from _layout("", schedule.q_layout)
     else:
@@ -70,16 +68,6 @@ def _layout(prefix: str, layout: Layout) -> Iterator[tuple[str, ...]]:
     if known_layout(layout.name, layout.world_size, layout.length, len(layout.chunks)) != layout:
         chunks = (f"{c.start}:{c.stop}" + (f":{c.step}" if c.step != 1 else "") for c in layout.chunks)
         yield f"{prefix}chunks", " ".join(chunks)
-
-
-def _mask(mask: Mask) -> str:
-    """str(mask), or all three numbers where that does not say everything."""
-    try:
-        if parse_mask(str(mask)) == mask:
-            return str(mask)
-    except ConfigurationError:
-        pass
-    return json.dumps(mask_document(mask))
 
 
 def word(name: str) -> str:

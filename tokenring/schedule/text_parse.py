@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask, parse_mask
-from tokenring.schedule.interchange import Node, check_layout, known_layout, read_mask
+from tokenring.schedule.interchange import check_layout, known_layout
 from tokenring.schedule.ir import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
 from tokenring.schedule.passes import move_order
 from tokenring.schedule.text import LETTERS, WORD
@@ -194,12 +194,10 @@ class _Header:
     def _mask(self, length: int) -> Mask:
         spot = self["mask"]
         try:
-            if spot.text.startswith("{"):
-                return read_mask(Node(json.loads(spot.text), "mask"), length)
             mask = parse_mask(spot.text)
             mask.check_length(length)
             return mask
-        except (ValueError, RecursionError) as error:
+        except ConfigurationError as error:
             raise spot.error(f"is no mask for {length} positions: {error}") from None
 
     def _pieces(self, key: str, layout: Layout) -> int:

@@ -1,7 +1,7 @@
 """The ranks as processes: started by torchrun, read, and ended to the last one. Linux only.
 
 torchrun starts every rank in a session of its own, so no signal to a group reaches them all. Here
-the demo's own process becomes the reaper of all its descendants: whoever loses a parent becomes its
+the process that the user started becomes the reaper of all its descendants: whoever loses a parent becomes its
 child, and what is its child can be found and killed.
 """
 
@@ -32,7 +32,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Notes that the user wants the demo to end. It raises nothing, so that no clean-up is cut short."""
+    """Notes that the user wants the command to end. It raises nothing, so that no clean-up is cut short."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -66,7 +66,7 @@ class Processes:
     def __enter__(self) -> Processes:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._others = descendants(os.getpid())
-        self.folder = Path(tempfile.mkdtemp(prefix="tokenring-demo-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tokenring-"))
         self._reading, writing = os.pipe()
         try:
             with open(self.folder / "log", "wb") as log:
@@ -118,7 +118,7 @@ class Processes:
 
 
 def _ending_with_parent() -> list[str]:
-    """If the demo is killed outright, torchrun gets the signal that makes it end its ranks.
+    """If we are killed outright, torchrun gets the signal that makes it end its ranks.
 
     By a command of its own: code between fork and exec is unsafe where threads run.
     """

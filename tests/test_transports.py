@@ -1,0 +1,413 @@
+"""What every transport must do, whatever it moves bytes with. A new transport is one more name in NAMES."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from itertools import product
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import PEER_SECONDS, Here, RankPools
+
+from tokenring import ConfigurationError, PeerLost
+from tokenring.backends.base import Handle, Transport
+from tokenring.backends.control import PAYLOAD_BYTES
+from tokenring.backends.registry import make_transport
+from tokenring.schedule.ir import PARTIALS, REQUESTS
+
+NAMES = ("gloo", "shm")
+CHANNELS: tuple[str, ...] = (REQUESTS, PARTIALS)
+LIMIT_SECONDS = 1.0  # of transports whose peers do not answer
+LARGEST = 1 << 20
+PATTERN = torch.randint(256, (2 * LARGEST,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+named = pytest.mark.parametrize("name", NAMES)
+
+
+# ---------- what ranks do
+
+
+def new(name: str, seconds: float = PEER_SECONDS) -> Transport:
+    assert dist.group.WORLD is not None
+    return make_transport(name, dist.group.WORLD, seconds)
+
+
+def buffer(transport: Transport, nbytes: int) -> torch.Tensor:
+    """Memory of a new transport to receive into. All ranks call it with the same size."""
+    if not transport.capabilities.one_sided:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    return cast(torch.Tensor, cast(Any, transport).allocate(nbytes))[:nbytes]
+
+
+def opened(here: Here, name: str, nbytes: int = 1) -> tuple[Transport, torch.Tensor]:
+    """The pool's transport of that name, kept; and memory of so many bytes to receive into, cleared."""
+    if name not in here.memory:
+        transport = new(name)
+        here.memory[name] = transport, buffer(transport, 64 << 20)
+    transport, memory = here.memory[name]
+    transport.sent_bytes.clear()
+    dist.barrier()  # nobody writes into it before it is cleared
+    memory[:nbytes].zero_()
+    dist.barrier()
+    return transport, memory[:nbytes]
+
+
+def content(src: int, dst: int, channel: str, number: int, size: int) -> torch.Tensor:
+    """What a message holds: both ends know it."""
+    start = random.Random(f"{src} {dst} {channel} {number}").randrange(LARGEST)
+    return PATTERN[start : start + size]
+
+
+def size_of(number: int) -> int:
+    """From 1 byte to 1 MB, mostly small."""
+    return (1, LARGEST)[number] if number < 2 else int(LARGEST ** random.Random(number).random())
+
+
+def send(transport: Transport, dst: int, channel: str, number: int, size: int) -> Handle:
+    return transport.send(content(transport.rank, dst, channel, number, size), dst, channel, f"message {number}")
+
+
+def check(transport: Transport, got: torch.Tensor, src: int, channel: str, number: int) -> None:
+    wanted = content(src, transport.rank, channel, number, got.numel())
+    assert torch.equal(got, wanted), f"rank {transport.rank}: message {number} of {channel} from rank {src}"
+
+
+def in_order(here: Here, name: str, count: int) -> None:
+    """All send to all on both channels; a few receives are posted ahead."""
+    ahead, others = 5, [rank for rank in range(here.world_size) if rank != here.rank]
+    lines = list(product(CHANNELS, others))
+    transport, memory = opened(here, name, len(lines) * ahead * LARGEST)
+    places = memory.view(len(lines), ahead, LARGEST)
+    posted: dict[tuple[int, int], Handle] = {}
+    sent = []
+    for number in range(count + ahead):
+        for line, (channel, peer) in enumerate(lines):
+            if number >= ahead:
+                posted.pop((line, number - ahead)).wait()
+                got = places[line, number % ahead, : size_of(number - ahead)]
+                check(transport, got, peer, channel, number - ahead)
+            if number < count:
+                into = places[line, number % ahead, : size_of(number)]
+                posted[line, number] = transport.recv(into, peer, channel, f"message {number}")
+                sent.append(send(transport, peer, channel, number, size_of(number)))
+    for handle in sent:
+        handle.wait()
+    total = sum(map(size_of, range(count)))
+    assert transport.sent_bytes == dict.fromkeys(others, len(CHANNELS) * total)
+
+
+def one_buffer(here: Here, name: str, count: int, ahead: int) -> None:
+    """One rank sends ahead, the other receives everything at one place."""
+    transport, memory = opened(here, name, LARGEST)
+    if here.rank == 0:
+        sent: list[Handle] = []
+        for number in range(count):
+            sent.append(send(transport, 1, REQUESTS, number, 1000 + number))
+            if number >= ahead:
+                sent[number - ahead].wait()
+        for handle in sent[-ahead:]:
+            handle.wait()
+    else:
+        for number in range(count):
+            into = memory[: 1000 + number]
+            transport.recv(into, 0, REQUESTS, f"message {number}").wait()
+            check(transport, into, 0, REQUESTS, number)
+
+
+def sends_first(here: Here, name: str, count: int, size: int) -> None:
+    """No receive is posted before all sends are; none is waited for before all receives are posted."""
+    transport, memory = opened(here, name, count * size)
+    places = memory.view(count, size)
+    if here.rank == 0:
+        began = time.monotonic()
+        handles = [send(transport, 1, PARTIALS, number, size) for number in range(count)]
+        assert time.monotonic() - began < 1.0, "a send blocks"
+    dist.barrier()
+    if here.rank == 1:
+        handles = [transport.recv(places[n], 0, PARTIALS, f"message {n}") for n in range(count)]
+    for handle in handles:
+        handle.wait()
+    if here.rank == 1:
+        for number in range(count):
+            check(transport, places[number], 0, PARTIALS, number)
+
+
+def receives_first(here: Here, name: str, count: int, size: int) -> None:
+    """More receives are posted, long before the sends, than any queue may hold."""
+    transport, memory = opened(here, name, count * size)
+    places = memory.view(count, size)
+    if here.rank == 1:
+        handles = [transport.recv(places[n], 0, REQUESTS, f"message {n}") for n in range(count)]
+    dist.barrier()
+    if here.rank == 0:
+        handles = [send(transport, 1, REQUESTS, number, size) for number in range(count)]
+    for handle in reversed(handles):
+        handle.wait()
+    if here.rank == 1:
+        for number in range(count):
+            check(transport, places[number], 0, REQUESTS, number)
+
+
+def all_at_once(here: Here, name: str, size: int, sent_first: bool) -> None:
+    """Every rank sends to every other on both channels, and all are under way together."""
+    others = [rank for rank in range(here.world_size) if rank != here.rank]
+    lines = list(product(CHANNELS, others))
+    transport, memory = opened(here, name, len(lines) * size)
+    whole = torch.empty(size, dtype=torch.uint8)
+    sent, received = [], []
+
+    def post_sends() -> None:
+        for channel, peer in lines:
+            start = random.Random(f"{here.rank} {peer} {channel}").randrange(256)
+            sent.append(transport.send(whole.clone().fill_(start), peer, channel, "large"))
+
+    def post_receives() -> None:
+        for line, (channel, peer) in enumerate(lines):
+            received.append(transport.recv(memory.view(len(lines), size)[line], peer, channel, "large"))
+
+    for post in (post_sends, post_receives) if sent_first else (post_receives, post_sends):
+        post()
+    for handle in (*sent, *received) if sent_first else (*received, *sent):
+        handle.wait()
+    for line, (channel, peer) in enumerate(lines):
+        start = random.Random(f"{peer} {here.rank} {channel}").randrange(256)
+        assert bool((memory.view(len(lines), size)[line] == start).all()), (channel, peer)
+
+
+def channels_apart(here: Here, name: str, held: str, moves: str, size: int) -> None:
+    """A message on one channel passes one that was posted before it on the other, whose other end is not there yet."""
+    transport, memory = opened(here, name, 2 * size)
+    first, second = memory.view(2, size)
+    peer = 1 - here.rank
+    for held_at in (0, 1):  # the sender's side of the held channel is late, then the receiver's
+        if here.rank == held_at:
+            late = transport.recv(first, peer, held, "late") if held_at else send(transport, peer, held, 0, size)
+        if here.rank == 0:
+            send(transport, 1, moves, 1, size).wait()
+        else:
+            transport.recv(second, 0, moves, "passes").wait()
+            check(transport, second, 0, moves, 1)
+        dist.barrier()
+        if here.rank != held_at:
+            late = send(transport, peer, held, 0, size) if held_at == 1 else transport.recv(first, peer, held, "late")
+        late.wait()
+        if here.rank == 1:
+            check(transport, first, 0, held, 0)
+
+
+def out_of_order(here: Here, name: str, seed: int) -> None:
+    """Handles are waited for in an order that the ranks do not share."""
+    count, size, peer = 12, 5000, 1 - here.rank
+    transport, memory = opened(here, name, count * size)
+    places = memory.view(count, size)
+    received = [transport.recv(places[n], peer, CHANNELS[n % 2], f"message {n}") for n in range(count)]
+    sent = [send(transport, peer, CHANNELS[n % 2], n, size) for n in range(count)]
+    order = [(handles, n) for handles in (received, sent) for n in range(count)]
+    random.Random(f"{seed} {here.rank}").shuffle(order)
+    for handles, number in order:
+        handles[number].wait()
+        if handles is received:
+            check(transport, places[number], peer, CHANNELS[number % 2], number)
+    for handle in (*received, *sent):
+        handle.wait()  # once more: nothing is left to wait for
+
+
+def exchanged(here: Here, name: str) -> None:
+    transport, _ = opened(here, name)
+    ranks = range(here.world_size)
+    for length in (0, 1, 32, PAYLOAD_BYTES):
+        for turn in range(20):
+            texts = [bytes([rank + turn]) * length for rank in ranks]
+            assert transport.exchange(texts[here.rank], f"test {turn}") == texts
+    texts = [bytes([rank]) * rank for rank in ranks]
+    assert transport.exchange(texts[here.rank], "lengths that differ") == texts
+    for length in (0, 1, PAYLOAD_BYTES, PAYLOAD_BYTES + 1, 5000):
+        texts = [random.Random(rank).randbytes(length + 100 * rank) for rank in ranks]
+        assert transport.exchange_text(texts[here.rank], "text") == texts
+    assert not transport.sent_bytes  # payload only
+
+
+def exchange_amid_messages(here: Here, name: str) -> None:
+    """A send that nobody had a place for arrives while its sender is in an exchange, before it waits for the send."""
+    transport, memory = opened(here, name, LARGEST)
+    if here.rank == 0:
+        handle = send(transport, 1, REQUESTS, 0, LARGEST)
+    dist.barrier()
+    if here.rank == 1:
+        handle = transport.recv(memory, 0, REQUESTS, "message 0")
+        handle.wait()
+        check(transport, memory, 0, REQUESTS, 0)
+    transport.exchange(b"", "test")
+    handle.wait()
+
+
+def different_exchanges(here: Here, name: str) -> str:
+    transport = new(name)
+    with pytest.raises((ConfigurationError, PeerLost)) as caught:
+        transport.exchange(b"", "rank 1's thing" if here.rank == 1 else "the others' thing")
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def closed(here: Here, name: str) -> None:
+    for _ in range(3):
+        transport = new(name)
+        memory, peer = buffer(transport, 1000), 1 - here.rank
+        received, sent = transport.recv(memory, peer, REQUESTS, "it"), send(transport, peer, REQUESTS, 7, 1000)
+        received.wait()
+        sent.wait()
+        check(transport, memory, peer, REQUESTS, 7)
+        transport.close()
+        check(transport, memory, peer, REQUESTS, 7)  # a view that was given out stays
+
+
+# ---------- peers that do not answer
+
+
+def lost(act: Callable[[], object]) -> tuple[PeerLost, float]:
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        act()
+    return caught.value, time.monotonic() - began
+
+
+def use_again(transport: Transport, memory: torch.Tensor, rank: int | None) -> None:
+    """Every later use raises the error again, at once."""
+    uses: list[Callable[[], object]] = [
+        lambda: transport.send(memory, 0, REQUESTS, "more"),
+        lambda: transport.recv(memory, 0, REQUESTS, "more"),
+        lambda: transport.exchange(b"", "more"),
+        lambda: transport.exchange_text(b"", "more"),
+    ]
+    for use in uses:
+        error, seconds = lost(use)
+        assert error.rank == rank and seconds < 0.5 and "this group was broken before" in str(error), error
+
+
+def silent(here: Here, name: str, what: str) -> tuple[int | None, bool, float, str] | None:
+    """What ranks see whose peer, rank 2, does nothing."""
+    transport = new(name, LIMIT_SECONDS)
+    memory = buffer(transport, LARGEST)
+    dist.barrier()
+    if here.rank == 2:
+        time.sleep(LIMIT_SECONDS + 4)
+        return None
+    acts: dict[str, Callable[[], object]] = {
+        "send": lambda: transport.send(memory, 2, PARTIALS, "kv of rank 1").wait(),
+        "recv": lambda: transport.recv(memory, 2, REQUESTS, "q of rank 2").wait(),
+        "exchange": lambda: transport.exchange(b"me", "the call"),
+    }
+    error, seconds = lost(acts[what])
+    use_again(transport, memory, error.rank)
+    transport.close()
+    return error.rank, error.certain, seconds, str(error)
+
+
+def failing(here: Here, name: str) -> tuple[int | None, bool, float, str]:
+    """Rank 1 gives up while the others wait for it and for each other."""
+    transport = new(name, 5.0)
+    memory = buffer(transport, 1000)
+    dist.barrier()
+    if here.rank == 1:
+        time.sleep(0.3)
+        transport.fail(ValueError("a kernel found nonsense"))
+        use_again(transport, memory, 1)
+        return 1, True, 0.0, ""
+    peer = (here.rank - 1) % here.world_size
+    error, seconds = lost(lambda: transport.recv(memory, peer, REQUESTS, "kv").wait())
+    use_again(transport, memory, error.rank)
+    return error.rank, error.certain, seconds, str(error)
+
+
+# ---------- tests
+
+
+@named
+@pytest.mark.parametrize(("world_size", "count"), [(2, 200), (3, 40), (4, 20)])
+def test_messages_keep_their_order(name: str, world_size: int, count: int, ranks: RankPools) -> None:
+    ranks(world_size)(in_order, name, count)
+
+
+@named
+def test_one_receive_buffer_many_times(name: str, ranks: RankPools) -> None:
+    ranks(2)(one_buffer, name, 500, ahead=50)
+
+
+@named
+def test_sends_do_not_wait_for_receives(name: str, ranks: RankPools) -> None:
+    ranks(2)(sends_first, name, 100, 4096)
+
+
+@named
+def test_receives_before_sends(name: str, ranks: RankPools) -> None:
+    ranks(2)(receives_first, name, 150, 4096)
+
+
+@named
+@pytest.mark.parametrize("sent_first", [False, True], ids=["receives first", "sends first"])
+@pytest.mark.parametrize(("world_size", "size"), [(2, 16 << 20), (3, 2 << 20), (4, 2 << 20)])
+def test_all_pairs_at_once(name: str, world_size: int, size: int, sent_first: bool, ranks: RankPools) -> None:
+    ranks(world_size)(all_at_once, name, size, sent_first)
+
+
+@named
+@pytest.mark.parametrize("held", CHANNELS)
+def test_channels_do_not_wait_for_each_other(name: str, held: str, ranks: RankPools) -> None:
+    ranks(2)(channels_apart, name, held, PARTIALS if held == REQUESTS else REQUESTS, LARGEST)
+
+
+@named
+@pytest.mark.parametrize("seed", range(3))
+def test_waits_out_of_order(name: str, seed: int, ranks: RankPools) -> None:
+    ranks(2)(out_of_order, name, seed)
+
+
+@named
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exchange(name: str, world_size: int, ranks: RankPools) -> None:
+    ranks(world_size)(exchanged, name)
+
+
+@named
+def test_exchange_amid_messages(name: str, ranks: RankPools) -> None:
+    ranks(2)(exchange_amid_messages, name)
+
+
+@named
+def test_different_exchanges(name: str, ranks: RankPools) -> None:
+    for text in ranks(3)(different_exchanges, name):
+        assert re.match(r"ConfigurationError: rank \d exchanges .* the ranks make different calls", text), text
+
+
+@named
+def test_close(name: str, ranks: RankPools) -> None:
+    ranks(2)(closed, name)
+
+
+@named
+@pytest.mark.parametrize("what", ["send", "recv", "exchange"])
+def test_silent_peer(name: str, what: str, ranks: RankPools) -> None:
+    """It is named in time, on every rank."""
+    with ranks.expendable(4) as some:
+        found = some(silent, name, what)
+    for rank, each in enumerate(found):
+        if rank != 2:
+            assert each is not None
+            named_rank, certain, seconds, text = each
+            assert (named_rank, certain) == (2, False), text
+            assert seconds < LIMIT_SECONDS + 2, (seconds, text)
+            assert "timeout_seconds" in text and "rank 2" in text, text
+
+
+@named
+def test_failing_peer(name: str, ranks: RankPools) -> None:
+    with ranks.expendable(4) as some:
+        found = some(failing, name)
+    for rank, (named_rank, certain, seconds, text) in enumerate(found):
+        if rank != 1:
+            assert (named_rank, certain) == (1, True) and "ValueError: a kernel found nonsense" in text, text
+            assert seconds < 7, seconds

@@ -1,0 +1,8 @@
+"""python -m tokenring: the command `tokenring`, where torchrun wants a module."""
+
+import sys
+
+from tokenring.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What commands share in front of the user: options, results on standard output, and what the machine is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Mapping
+from typing import NoReturn, TextIO
+
+from tokenring.errors import ConfigurationError
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses as the rest of tokenring does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
+
+
+class Ink:
+    """Colours of the terminal, or none."""
+
+    def __init__(self, colour: bool = False) -> None:
+        self.colour = colour
+
+    def bold(self, text: str) -> str:
+        return self._paint("1", text)
+
+    def pale(self, text: str) -> str:
+        return self._paint("2", text)
+
+    def good(self, text: str) -> str:
+        return self._paint("32", text)
+
+    def bad(self, text: str) -> str:
+        return self._paint("31", text)
+
+    def _paint(self, code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
+
+
+class Console:
+    """Results as they come; below them, on a terminal, one line that is written over and over."""
+
+    def __init__(self, out: TextIO, err: TextIO, environment: Mapping[str, str]) -> None:
+        self._out, self._err = out, err
+        self.live = err.isatty() and environment.get("TERM") != "dumb"
+        self._shown = ""
+        self.ink = Ink(out.isatty() and self.live and "NO_COLOR" not in environment)
+
+    def say(self, text: str) -> None:
+        """Lines that stay."""
+        self.clear()
+        self._out.write(text + "\n")
+        self._out.flush()
+
+    def complain(self, text: str) -> None:
+        """Lines that stay, on standard error."""
+        self.clear()
+        self._err.write(text + "\n")
+        self._err.flush()
+
+    def status(self, text: str) -> None:
+        """A line until the next one comes; nothing where there is no terminal."""
+        if self.live and text != self._shown:
+            width = shutil.get_terminal_size().columns - 1
+            self._err.write("\r\x1b[2K" + text[:width])
+            self._err.flush()
+            self._shown = text
+
+    def clear(self) -> None:
+        """Take away the line of the moment."""
+        if self._shown:
+            self._err.write("\r\x1b[2K")
+            self._err.flush()
+            self._shown = ""
+
+
+def cores() -> int:
+    """How many cores we may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        with open("/proc/cpuinfo", errors="replace") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else "processor of unknown name"
+
+
+def machine() -> str:
+    """The processor's name and its cores."""
+    count = cores()
+    return f"{processor()}, {count} core{'s' if count != 1 else ''}"

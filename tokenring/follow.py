@@ -1,0 +1,141 @@
+"""Between ranks that a command started and the process that shows what they report, line by line."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenring.launch import PR_SET_PDEATHSIG, Interrupts, Processes
+
+POLL_SECONDS = 0.1
+LAST_WORDS_SECONDS = 3.0  # after the first failure, others may say more
+LOG_LINES = 20
+LONGEST_MESSAGE = 600
+
+
+class Interrupted(Exception):
+    """The user has had enough."""
+
+
+class CommandFailed(Exception):
+    """A command found something wrong; the message says what."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank that cannot go on. `expected`: the message says all there is to say."""
+
+    rank: int
+    kind: str
+    message: str
+    expected: bool
+
+
+# ---------- at a rank
+
+
+def end_with_parent() -> None:
+    """If torchrun is killed, this rank must not stay behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it was, before we asked
+            os._exit(1)
+
+
+def report_line(line: str) -> None:
+    """One line, in one write: lines of several ranks do not mix."""
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), (line + "\n").encode())
+
+
+def short(error: BaseException) -> str:
+    """The error's message in one line."""
+    return " ".join(str(error).split())[:LONGEST_MESSAGE]
+
+
+# ---------- at the process that shows
+
+
+def check(interrupts: Interrupts) -> None:
+    """Raises Interrupted if the user wants us to end."""
+    if interrupts.seen:
+        raise Interrupted
+
+
+def follow(
+    processes: Processes,
+    interrupts: Interrupts,
+    show: Callable[[str], Failed | None],
+    wait: Callable[[float], None],
+    phase: Callable[[], str],
+    silence_seconds: float,
+) -> None:
+    """Hand over what the ranks say until they have ended. Raises Interrupted and CommandFailed.
+
+    show: gets every line until one is a failure, and says so; wait: gets the seconds since the start whenever
+    there is nothing to read; phase: what the ranks are doing, for the failure of being silent for too long.
+    """
+    heard = began = time.monotonic()
+    failures: list[Failed] = []
+    while True:
+        check(interrupts)
+        ended = processes.exit_code()  # asked first: what they wrote before is still read below
+        lines = processes.read(POLL_SECONDS)
+        now = time.monotonic()
+        heard = now if lines else heard
+        for line in lines:
+            if (failed := show(line)) is not None:
+                failures.append(failed)
+        if lines:
+            continue
+        if ended is not None or (failures and now - heard > LAST_WORDS_SECONDS):
+            break
+        if now - heard > silence_seconds:
+            raise CommandFailed(f"no news from the ranks for {silence_seconds:.0f} s while {phase()}")
+        wait(now - began)
+    if failures or ended:
+        raise CommandFailed(failure_text(failures, ended, processes.log()))
+
+
+def failure_text(failures: Sequence[Failed], exit_code: int | None, log: str) -> str:
+    """Why the ranks failed: what they said, or how they ended, or the end of their log.
+
+    A rank that lost a peer knows less than the peer; torchrun's own words name the one that ended first.
+    """
+    first = sorted(failures, key=lambda failed: (failed.kind == "PeerLost", failed.rank))
+    if died := re.search(r"exitcode: -(\d+)\) local_rank: (\d+)", log):
+        return f"rank {died[2]} was ended by {signal.Signals(int(died[1])).name}; the others were ended too"
+    if not first and exit_code is not None and exit_code < 0:
+        return f"torchrun was ended by {signal.Signals(-exit_code).name}; the ranks were ended too"
+    if not first:
+        tail = "\n".join(log.splitlines()[-LOG_LINES:])
+        return f"the ranks ended with exit code {exit_code}; the end of their log:\n{tail}"
+    if first[0].expected:
+        return first[0].message
+    tail = "\n".join(log.splitlines()[-LOG_LINES:])
+    return f"rank {first[0].rank}: {first[0].kind}: {first[0].message}\n{tail}"
+
+
+def write_at_last(texts: dict[Path, str], interrupts: Interrupts) -> None:
+    """Write files whole or not at all; with them the command is done, and can no longer be interrupted."""
+    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
+    path = Path()
+    try:
+        for path, temporary in temporaries.items():
+            temporary.write_text(texts[path], encoding="utf-8")
+        interrupts.close()
+        check(interrupts)
+        for path, temporary in temporaries.items():
+            temporary.replace(path)
+    except OSError as error:
+        raise CommandFailed(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
