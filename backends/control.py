@@ -51,6 +51,7 @@ class Control:
         self.board: Board = self.shared or StoreBoard(meeting.store, self.rank, self.world_size)
         self.gather_apart: Gather | None = None  # how a transport exchanges where memory is not shared
         self.broken: PeerLost | None = None
+        self.progress: Callable[[], object] = lambda: None  # what a transport has to do while its rank waits
 
     # ---------- meeting
 
@@ -132,6 +133,7 @@ class Control:
         self.board.note_waiting(peer)
         deadline = time.monotonic() + self.timeout_seconds
         while not attempt(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
+            self.progress()
             if self._is_hopeless(peer) and not attempt(0.0):
                 raise self.lost(peer, what, "")
             if time.monotonic() >= deadline:

@@ -107,6 +107,7 @@ class ShmTransport:
         self._heaps: dict[int, tuple[Segment, int]] = {}  # number → memory and size of each rank's part
         self._made = 0
         self._connect(self.control.shared)
+        self.control.progress = self.progress  # while it waits in an exchange
 
     def _connect(self, board: ShmBoard) -> None:
         """Find the lines and bells behind the board; rank 0 has made their semaphores."""
