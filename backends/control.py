@@ -51,6 +51,7 @@ class Control:
         self.board: Board = self.shared or StoreBoard(meeting.store, self.rank, self.world_size)
         self.gather_apart: Gather | None = None  # how a transport exchanges where memory is not shared
         self.broken: PeerLost | None = None
+        self.closed = False
         self.progress: Callable[[], object] = lambda: None  # what a transport has to do while its rank waits
 
     # ---------- meeting
@@ -106,7 +107,7 @@ class Control:
         board.say(payload)
         for rank in range(self.world_size):
             if rank != self.rank:
-                self.wait(lambda seconds, rank=rank: board.heard(rank, seconds), rank, what)  # type: ignore[misc]
+                self.wait(lambda seconds, rank=rank: board.heard(rank, seconds), rank, f"waited to hear of {what}")  # type: ignore[misc]
         return board.hear()
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
@@ -147,7 +148,9 @@ class Control:
     # ---------- blame
 
     def check_usable(self) -> None:
-        """Raises the error again that broke this group."""
+        """Raises the error again that broke this group; ConfigurationError if its transport was closed."""
+        if self.closed:
+            raise ConfigurationError("this transport was closed: make a new ContextParallel")
         if self.broken is not None:
             raise PeerLost(
                 f"this group was broken before: {self.broken}. Destroy it and make a new one",
@@ -206,7 +209,7 @@ class Control:
 
     def _text(self, verdict: Verdict, peer: int, what: str, found: str) -> str:
         by = "" if verdict.by == self.rank else f", as rank {verdict.by} found"
-        text = f"rank {verdict.rank} of {self.world_size} is lost: {verdict.why}{by}. Rank {self.rank}: {what}"
+        text = f"rank {verdict.rank} of {self.world_size} is lost: {verdict.why}{by}. Rank {self.rank} {what}"
         text += "" if verdict.rank == peer else f" from rank {peer}"
         text += f": {found}" if found and found not in verdict.why else ""
         if getattr(self.board, "silent", False):

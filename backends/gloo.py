@@ -89,6 +89,7 @@ class GlooTransport:
 
     def close(self) -> None:
         """Give back all groups."""
+        self.control.closed = True
         self._groups.clear()
         self._control_group = None
 

@@ -181,6 +181,7 @@ class ShmTransport:
 
     def close(self) -> None:
         """Give back all memory. Views that were given out keep theirs."""
+        self.control.closed = True
         self._heaps.clear()
         self.pool = None
 

@@ -5,6 +5,7 @@ Apart from test_exactness.py, because ranks import it, and should not make the g
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -61,6 +62,11 @@ class Case:
         sizes = f"{self.q_heads}/{self.kv_heads} heads of {self.head_dim}, batch {self.batch}, {dtype}"
         pieces = "" if self.pieces is None else f", {self.pieces} pieces"
         return f"{self.ranks} ranks, {self.schedule}, {self.layout}, {self.mask_name}, {sizes}{pieces}"
+
+    @property
+    def transport(self) -> str:
+        """One or the other, by no rule but always the same for a case."""
+        return ("gloo", "shm")[zlib.crc32(str(self).encode()) % 2]
 
     @property
     def name(self) -> str:
@@ -158,7 +164,8 @@ def run(
 ) -> Local:
     """The case on one rank, forward and backward; schedule None: by name."""
     pieces = None if schedule else case.pieces  # a schedule says itself what it moves in how many
-    cp = here.cp(layout=case.layout, schedule=schedule or case.name, pieces=pieces, kernel=kernel)
+    transport = here.transport(case.transport)
+    cp = here.cp(layout=case.layout, schedule=schedule or case.name, pieces=pieces, kernel=kernel, transport=transport)
     parts = [shard(x, cp) for x in case.inputs()]
     q, k, v, dout = (part.requires_grad_(index < 3) for index, part in enumerate(parts))
     counter: Sent = {} if here.base.transport is None else here.base.transport.sent_bytes

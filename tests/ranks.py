@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring import ContextParallel
+from tokenring.backends.base import Transport
 
 PRELOADED = [
     "numpy",
@@ -40,6 +41,8 @@ PRELOADED = [
     "torch.distributed.device_mesh",
     "torch.utils.checkpoint",
     "tokenring.backends.gloo",
+    "tokenring.backends.shm",
+    "tokenring.runtime.agreement",
     "tokenring.backends.kernels.cpu_flash",
     "tokenring.planner.select",
     "tokenring.runtime.executor",
@@ -66,6 +69,17 @@ class Here:
     world_size: int
     base: ContextParallel
     memory: dict[str, Any] = field(default_factory=dict)  # what functions leave to later calls
+    transports: dict[str, Transport] = field(default_factory=dict)
+
+    def transport(self, name: str) -> Transport | None:
+        """The transport of all ranks, made once."""
+        if self.world_size == 1:
+            return None
+        if name not in self.transports:
+            cp = ContextParallel(transport=name, timeout_seconds=PEER_SECONDS)
+            assert cp.transport is not None
+            self.transports[name] = cp.transport
+        return self.transports[name]
 
     def cp(self, **options: Any) -> ContextParallel:
         """A ContextParallel of all ranks that shares the base's transport: nothing to connect."""

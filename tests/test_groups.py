@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tokenring import ContextParallel, attention, shard, unshard
 from tokenring.backends.gloo import GlooTransport
+from tokenring.backends.shm import ShmTransport
 
 
 def case_of(world_size: int, schedule: str = "tokenring", batch: int = 2) -> Case:
@@ -106,10 +107,10 @@ def test_overlapping_groups(ranks: RankPools) -> None:
 def closed_and_opened(here: Here) -> list[Local]:
     """A transport is closed and another is made for the same group."""
     made = []
-    for _ in range(3):
-        cp = ContextParallel(schedule="tokenring")
+    for name, kind in (("gloo", GlooTransport), ("shm", ShmTransport), ("auto", ShmTransport)):
+        cp = ContextParallel(schedule="tokenring", transport=name)
         made.append(compute(cp, case_of(here.world_size)))
-        assert isinstance(cp.transport, GlooTransport)
+        assert isinstance(cp.transport, kind)
         cp.transport.close()
     return made
 

@@ -50,11 +50,11 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"transport": 3},
-        "transport is of type int; choose one of auto, gloo, or the `transport` of another ContextParallel",
+        "transport is of type int; choose one of auto, gloo, shm, or the `transport` of another ContextParallel",
     ),
     (
         {"transport": "mpi"},
-        "unknown transport 'mpi'; choose one of auto, gloo, or the `transport` of another ContextParallel",
+        "unknown transport 'mpi'; choose one of auto, gloo, shm, or the `transport` of another ContextParallel",
     ),
     ({"kernel": 3}, "kernel is of type int; choose one of auto, cpu-flash, reference"),
     ({"kernel": Reference()}, "kernel is of type Reference; choose one of auto, cpu-flash, reference"),
@@ -242,7 +242,7 @@ def test_close_of_one_rank() -> None:
 
 def closed(here: Here) -> list[str]:
     """Of a ContextParallel with a transport of its own, and of one that was given it."""
-    own = ContextParallel(schedule="ring")
+    own = ContextParallel(schedule="ring", transport="gloo")
     x = torch.randn(1, 8, 2, 16)
     tr.attention(x, x, x, own)
     transport = own.transport
@@ -274,5 +274,5 @@ def no_transport(here: Here) -> str:
 
 
 def test_no_transport_for_several_ranks(ranks: RankPools) -> None:
-    says = "transport is of type NoneType; choose one of auto, gloo, or the `transport` of another ContextParallel"
+    says = "transport is of type NoneType; choose one of auto, gloo, shm, or the `transport` of another ContextParallel"
     assert ranks(2)(no_transport) == [says] * 2
