@@ -119,7 +119,7 @@ class ContextParallel:
     def _check_schedule(self) -> None:
         by_name = isinstance(self.schedule, str)
         if not isinstance(self.schedule, (Scheme, Schedule)):
-            _check_schedule_name(self.schedule)
+            check_schedule_name(self.schedule)
         elif isinstance(self.schedule, Schedule) and self.schedule.world_size != self.world_size:
             raise ConfigurationError(
                 f"the schedule is for {self.schedule.world_size} ranks, the group has {self.world_size}"
@@ -318,7 +318,7 @@ def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | No
     return group.get_group()
 
 
-def _check_schedule_name(name: object) -> None:
+def check_schedule_name(name: object) -> None:
     from tokenring.schedule.schemes import SCHEMES
 
     if not isinstance(name, str):
