@@ -120,7 +120,7 @@ class TestRefusals:
             (["schedule", "rings", "--ranks", "4"], "unknown schedule 'rings'; choose one of "),
             (["schedule", "ring"], "schedule 'ring': say for how many ranks, as in --ranks 4"),
             (["schedule", "ring", "--ranks", "four"], "argument --ranks: invalid int value: 'four'; see tokenring s"),
-            (["schedule", "ring", "--ranks", "0"], "ranks=0: at least one is needed"),
+            (["schedule", "ring", "--ranks", "0"], "ranks=0: give an integer from 1 on"),
             (["schedule", "ring", *GIVEN, "--mask", "casual"], "unknown mask 'casual'; write full, causal"),
             (["schedule", "ring", *GIVEN, "--layout", "zag"], "unknown layout 'zag'; choose one of contiguous"),
             (["schedule", "ring", *GIVEN, "--length", "9"], "layout 'zigzag' over 4 ranks cuts a sequence into 8"),

@@ -127,7 +127,7 @@ CALLS: dict[str, Refusal] = {
     "no heads": (
         lambda: call(tensor(2, 8, 0, 16), tensor(2, 8, 0, 16)),
         ConfigurationError,
-        "every size must be at least 1",
+        "every size must be an integer from 1 on",
     ),
     "a tensor as mask": (
         lambda: call(mask=torch.ones(8, 8, dtype=torch.bool)),

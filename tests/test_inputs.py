@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -276,3 +277,26 @@ def no_transport(here: Here) -> str:
 def test_no_transport_for_several_ranks(ranks: RankPools) -> None:
     says = "transport is of type NoneType; choose one of auto, gloo, shm, or the `transport` of another ContextParallel"
     assert ranks(2)(no_transport) == [says] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"ranks": "4"}, "ranks='4': give an integer from 1 on"),
+        ({"ranks": 0}, "ranks=0: give an integer from 1 on"),
+        ({"layout": 3}, "layout is of type int"),
+        ({"layout": "zigzag/²"}, "unknown layout 'zigzag/²'"),
+        ({"mask": 3}, "mask is a int; use Full()"),
+        ({"pieces": "x"}, "pieces='x': give an integer from 1 on"),
+        ({"length": "x"}, "length='x': give an integer from 1 on"),
+        ({"direction": 2}, "direction 2: use 1"),
+    ],
+)
+def test_schedule(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        tr.schedule("ring", **{"ranks": 4, **arguments})
+
+
+def test_direction_where_there_is_none() -> None:
+    with pytest.raises(ConfigurationError, match=r"direction 1: schedule 'direct-kv' has none.*choose one of ring, tok"):
+        tr.schedule("direct-kv", 4, direction=1)

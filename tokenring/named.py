@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenring.errors import ConfigurationError
-from tokenring.layout import Layout, make_layout
+from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Schedule
@@ -25,18 +25,26 @@ def schedule(
     length: tokens of the whole sequence; the default gives each chunk 64. It matters for masks
     that count positions (windows, documents). Raises ConfigurationError.
     """
-    if ranks < 1:
-        raise ConfigurationError(f"ranks={ranks}: at least one is needed")
+    ranks = _count("ranks", ranks)
     if length is None:
         length = layout.length if isinstance(layout, Layout) else _nominal_length(layout, ranks)
+    length = _count("length", length)
     mask = Mask() if mask is None else mask
+    if not isinstance(mask, Mask):
+        raise ConfigurationError(f"mask is a {type(mask).__name__}; use Full(), Causal(), SlidingWindow or Documents")
     mask.check_length(length)
     made = make_layout(layout, ranks, length)
     if isinstance(name, Scheme):
         return build(name, made, made, mask)
-    return make_schedule(name, made, made, mask, direction, pieces)
+    return make_schedule(name, made, made, mask, direction, None if pieces is None else _count("pieces", pieces))
+
+
+def _count(what: str, value: object) -> int:
+    number = as_integer(value)
+    if number is None or number < 1:
+        raise ConfigurationError(f"{what}={value!r}: give an integer from 1 on")
+    return number
 
 
 def _nominal_length(layout: str, ranks: int) -> int:
-    cuts = layout.partition("/")[2]
-    return 2 * ranks * 64 * (int(cuts) if cuts.isdigit() and int(cuts) else 1)
+    return 2 * ranks * 64 * read_name(layout)[1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.layout import as_integer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,8 +26,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         sizes = (self.batch, self.q_length, self.kv_length, self.q_heads, self.kv_heads, self.head_dim)
-        if min(sizes) < 1:
-            raise ConfigurationError(f"{self}: every size must be at least 1")
+        if any((as_integer(size) or 0) < 1 for size in sizes):
+            raise ConfigurationError(f"{self}: every size must be an integer from 1 on")
         if self.q_heads % self.kv_heads:
             raise ConfigurationError(
                 f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads: "
