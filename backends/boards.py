@@ -17,7 +17,7 @@ from tokenring.backends.segments import Segment
 from tokenring.backends.semaphores import SIZE_BYTES, Semaphore
 
 SLICE_SECONDS = 0.1  # how long a wait sleeps before it looks whether the peer still lives
-CELL_BYTES = SIZE_BYTES - 4  # what a rank may say at once, after its length
+CELL_BYTES = SIZE_BYTES - 4  # what a rank may say at once, after the number of the exchange
 VERDICT_BYTES = 1024
 NOBODY = -1
 
@@ -62,8 +62,11 @@ class ShmBoard:
     """A board in shared memory; also small exchanges between all ranks, and room for a transport's signals.
 
     In the segment, in cells of SIZE_BYTES: the board's name, a lock and a flag for the verdict, the
-    verdict, for whom each rank waits, two rows of exchanged payloads by rank, a semaphore for each
-    pair of ranks; then what the transport wants.
+    verdict, for whom each rank waits, two rows of exchanged payloads by rank, tickets, and a gate and
+    a fence for each rank; then what the transport wants.
+
+    An exchange: each rank writes its payload and takes a ticket. There is one ticket less than ranks:
+    who gets none is last, puts the tickets back and opens the gates, so that nobody sleeps twice.
     """
 
     def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
@@ -76,17 +79,17 @@ class ShmBoard:
             next(cells)
         self._waits_at = [next(cells) for _ in range(world_size)]
         self._payloads_at = [[next(cells) for _ in range(world_size)] for _ in range(2)]
-        pairs = [[self._semaphore(next(cells)) for _ in range(world_size)] for _ in range(world_size)]
-        self._all = [self._lock, self._ready, *(each for row in pairs for each in row)]
-        self._to = pairs[rank]
-        self._from = [row[rank] for row in pairs]
-        self._others = [each for each in range(world_size) if each != rank]
+        self._tickets = self._semaphore(next(cells))
+        self._gates = [self._semaphore(next(cells)) for _ in range(world_size)]
+        fences = [self._semaphore(next(cells)) for _ in range(world_size)]
+        self._fence = fences[rank]
+        self._all = [self._lock, self._ready, self._tickets, *self._gates, *fences]
         self._round = 0
         self._found: Verdict | None = None
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
-        return SIZE_BYTES * (3 + VERDICT_BYTES // SIZE_BYTES + 3 * world_size + world_size**2)
+        return SIZE_BYTES * (4 + VERDICT_BYTES // SIZE_BYTES + 5 * world_size)
 
     def create(self, name: str) -> None:
         """Set up a new segment; by one rank."""
@@ -94,6 +97,8 @@ class ShmBoard:
         for semaphore in self._all:
             semaphore.create()
         self._lock.post()
+        for _ in range(self.world_size - 1):
+            self._tickets.post()
         for at in self._waits_at:
             self.segment.write(at, struct.pack("i", NOBODY))
 
@@ -131,22 +136,33 @@ class ShmBoard:
         self.note_waiting(peer)
 
     def say(self, payload: bytes) -> None:
-        """The first half of an exchange: say this to all; `hear` is the second."""
+        """The first half of an exchange; `heard` and `hear` are the second."""
         # Nobody is two rounds ahead: it has heard everyone in the last.
+        self._round += 1
         at = self._payloads_at[self._round % 2][self.rank]
-        self.segment.write(at, struct.pack("i", len(payload)) + payload)
-        for rank in self._others:
-            self._to[rank].post()
+        self.segment.write(at, struct.pack("i", self._round) + payload)
+        self._fence.post()  # taking a ticket alone would not release what was written, on every processor
+        last = not self._tickets.try_wait()
+        self._fence.try_wait()
+        if last:
+            for _ in range(self.world_size - 1):
+                self._tickets.post()
+            for gate in self._gates:
+                gate.post()
 
-    def heard(self, rank: int, seconds: float) -> bool:
-        """Whether a rank has said its part; once for each rank and round."""
-        return self._from[rank].wait(seconds)
+    def heard(self, seconds: float) -> bool:
+        """Whether all have spoken; True once in each round."""
+        return self._gates[self.rank].wait(seconds)
+
+    def missing(self) -> int | None:
+        """The first rank that has not spoken in this round."""
+        row = self._payloads_at[self._round % 2]
+        spoken = [struct.unpack("i", self.segment.read(at, 4))[0] for at in row]
+        return next((rank for rank, number in enumerate(spoken) if number != self._round), None)
 
     def hear(self) -> list[bytes]:
         """What all said, when all are heard."""
-        row = [self.segment.read(at, SIZE_BYTES) for at in self._payloads_at[self._round % 2]]
-        self._round += 1
-        return [cell[4 : 4 + struct.unpack_from("i", cell)[0]] for cell in row]
+        return [self.segment.read(at + 4, CELL_BYTES) for at in self._payloads_at[self._round % 2]]
 
     def _semaphore(self, at: int) -> Semaphore:
         return Semaphore(self.segment.address + at)

@@ -105,9 +105,7 @@ class Control:
             return self.gather_apart(payload.ljust(CELL_BYTES, b"\0"))
         board = self.shared
         board.say(payload)
-        for rank in range(self.world_size):
-            if rank != self.rank:
-                self.wait(lambda seconds, rank=rank: board.heard(rank, seconds), rank, f"waited to hear of {what}")  # type: ignore[misc]
+        self.wait(board.heard, board.missing, f"waited to hear of {what}")
         return board.hear()
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
@@ -127,18 +125,23 @@ class Control:
 
     # ---------- waiting
 
-    def wait(self, attempt: Callable[[float], bool], peer: int, what: str) -> None:
-        """Until attempt(seconds) succeeds, for no longer than the time limit. Raises PeerLost."""
+    def wait(self, attempt: Callable[[float], bool], peer: int | Callable[[], int | None], what: str) -> None:
+        """Until attempt(seconds) succeeds, for no longer than the time limit. Raises PeerLost.
+
+        peer: for whom, or what tells who is missing at the moment; if nobody is, someone died on the way.
+        """
         if attempt(0.0):
             return
-        self.board.note_waiting(peer)
         deadline = time.monotonic() + self.timeout_seconds
-        while not attempt(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
-            self.progress()
-            if self._is_hopeless(peer) and not attempt(0.0):
-                raise self.lost(peer, what, "")
-            if time.monotonic() >= deadline:
-                raise self.lost(peer, what, f"no answer within {self.timeout_seconds:g} s")
+        while True:
+            missing = peer() if callable(peer) else peer
+            missing = (self.rank + 1) % self.world_size if missing is None else missing
+            self.board.note_waiting(missing)
+            if attempt(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
+                break
+            late = time.monotonic() >= deadline
+            if (late or self._is_hopeless(missing)) and not attempt(0.0):
+                raise self.lost(missing, what, f"no answer within {self.timeout_seconds:g} s" if late else "")
         self.board.note_waiting(None)
 
     def _is_hopeless(self, peer: int) -> bool:
