@@ -137,6 +137,7 @@ class Control:
             missing = peer() if callable(peer) else peer
             missing = (self.rank + 1) % self.world_size if missing is None else missing
             self.board.note_waiting(missing)
+            self.progress()
             if attempt(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
                 break
             late = time.monotonic() >= deadline

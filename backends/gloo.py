@@ -109,16 +109,23 @@ class GlooTransport:
             raise self.control.lost(peer, "connected to all ranks", _first_line(error)) from None
 
     def _gather(self, payload: bytes) -> list[bytes]:
-        """What all ranks say, in equal sizes."""
+        """What all ranks say, in equal sizes. Each tells each: a collective could not say whom it waits for."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
+        heard = [torch.empty_like(mine) for _ in range(self.world_size)]
+        heard[self.rank] = mine
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        waits = [self._start("recv", heard[peer], peer, "exchanged with all ranks") for peer in peers]
+        waits += [self._start("send", mine, peer, "exchanged with all ranks") for peer in peers]
+        for handle in waits:
+            handle.wait()
+        return [bytes(each.numpy()) for each in heard]
+
+    def _start(self, what: str, data: torch.Tensor, peer: int, label: str) -> Handle:
         try:
-            self._control_group.allgather([all_of_them], [mine]).wait(timedelta(seconds=self.control.timeout_seconds))
+            work = getattr(self._control_group, what)([data], peer, TAG)
         except RuntimeError as error:
-            # The ring of an all-gather: the rank before this one is whom it hears from.
-            peer = (self.rank - 1) % self.world_size
-            raise self.control.lost(peer, "exchanged with all ranks", _first_line(error)) from None
-        return [bytes(each.numpy()) for each in all_of_them]
+            raise self.control.lost(peer, label, _first_line(error)) from None
+        return _Handle(work, self.control, peer, label)
 
 
 def _first_line(error: Exception) -> str:

@@ -29,9 +29,7 @@ def mask_of(name: str, length: int) -> Mask:
     }[name]
 
 
-def make(
-    ranks: int, named: str, layout: str, mask: str, pieces: int | None = None, tokens: int = TOKENS
-) -> Schedule:
+def make(ranks: int, named: str, layout: str, mask: str, pieces: int | None = None, tokens: int = TOKENS) -> Schedule:
     """A schedule by its name and, for rings, its direction; chunks of so many tokens."""
     length = ranks * CHUNKS_A_RANK[layout] * tokens
     whole = make_layout(layout, ranks, length)

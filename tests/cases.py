@@ -168,7 +168,7 @@ def run(
     cp = here.cp(layout=case.layout, schedule=schedule or case.name, pieces=pieces, kernel=kernel, transport=transport)
     parts = [shard(x, cp) for x in case.inputs()]
     q, k, v, dout = (part.requires_grad_(index < 3) for index, part in enumerate(parts))
-    counter: Sent = {} if here.base.transport is None else here.base.transport.sent_bytes
+    counter: Sent = {} if transport is None else transport.sent_bytes
     counter.clear()
     out, lse = attention(q, k, v, cp, case.mask, scale, return_lse=True)
     sent = {"forward": dict(counter)}
