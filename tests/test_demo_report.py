@@ -10,20 +10,19 @@ import pytest
 
 from tokenring.console import Ink
 from tokenring.demo.console import Console, is_landmark, progress_bar, progress_line
-from tokenring.demo.report import link_matrix, schedule_text, split_text, training_text
+from tokenring.demo.report import link_matrix, schedule_text, split_text, timeline, training_text
 from tokenring.demo.results import (
-    Bar,
     Checked,
     Measured,
-    Message,
     Pass,
     Stepped,
     from_line,
     to_line,
     training_complaint,
 )
-from tokenring.demo.timeline import axis_step, to_svg
 from tokenring.follow import Failed, failure_text
+from tokenring.tracing.picture import axis_step, to_svg
+from tokenring.tracing.record import Bar, Message, Stretch
 
 CHECKED = Checked(5.5, 5.5, {"a.weight": 1e-7, "b.weight": 2e-6}, 1.0)
 
@@ -59,7 +58,9 @@ BARS = [
     Bar(1, "forward", "wait", "wait for <message> 1", "", 0.01, 0.1),
     Bar(0, "backward", "post", "post", "", 0.11, 0.1101),
 ]
-MEASURED = Measured("ring", "few bytes " * 12, [FORWARD, BACKWARD], BARS, [Message(0, 1, "kv0", 0.01, 0.1)])
+STRETCHES = [Stretch(0, "forward", 0.0, 0.04), Stretch(1, "forward", 0.01, 0.1), Stretch(0, "backward", 0.11, 0.1101)]
+MESSAGES = [Message(0, 1, "kv0", 0.01, 0.1)]
+MEASURED = Measured("ring", "few bytes " * 12, [FORWARD, BACKWARD], STRETCHES, BARS, MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_results_come_back_from_their_lines(result: Checked | Measured | Stepped
 
 
 def test_timeline() -> None:
-    picture = ElementTree.fromstring(to_svg(MEASURED, "8 tokens & <more>"))
+    picture = ElementTree.fromstring(to_svg(timeline(MEASURED, "8 tokens & <more>")))
     tips = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}title")]
     assert "forward, rank 1: wait for <message> 1, 90.000 ms" in tips
     assert "kv0: rank 0 → rank 1" in tips

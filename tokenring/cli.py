@@ -50,10 +50,18 @@ def main(
 
 def _run(argv: list[str], stdin: TextIO) -> int:
     if argv[:1] == ["demo"]:
-        # Its options are its own.
+        # Its options are its own, as bench's are.
         from tokenring.demo import main as demo_main
 
         return int(demo_main(argv[1:]))
+    if argv[:1] == ["bench"]:
+        from tokenring.bench import main as bench_main
+
+        return int(bench_main(argv[1:]))
+    if argv[:1] == ["trace"]:
+        from tokenring.tracing import main as trace_main
+
+        return int(trace_main(argv[1:]))
     try:
         options = _parser().parse_args(argv)
     except SystemExit as done:  # --help and --version
@@ -73,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenring {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     commands.add_parser("demo", help="a demonstration on this machine", add_help=False)
+    commands.add_parser("bench", help="schedules and other libraries against each other", add_help=False)
+    commands.add_parser("trace", help="what every rank does when, as a table and as pictures", add_help=False)
     schedule = commands.add_parser(
         "schedule",
         help="print, prove, export or draw a schedule",

@@ -8,10 +8,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenring.errors import ConfigurationError
 from tokenring.launch import PR_SET_PDEATHSIG, Interrupts, Processes
 
 POLL_SECONDS = 0.1
@@ -123,15 +124,30 @@ def failure_text(failures: Sequence[Failed], exit_code: int | None, log: str) ->
     return f"rank {first[0].rank}: {first[0].kind}: {first[0].message}\n{tail}"
 
 
-def write_at_last(texts: dict[Path, str], interrupts: Interrupts) -> None:
-    """Write files whole or not at all; with them the command is done, and can no longer be interrupted."""
+def check_output(option: str, path: Path) -> None:
+    """Raises ConfigurationError if a file can plainly not be written there."""
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigurationError(f"{option} {path}: not a file in a folder that can be written to")
+
+
+def write_at_last(texts: Mapping[Path, str], interrupts: Interrupts) -> None:
+    """Write files; with them the command is done, and can no longer be interrupted."""
+
+    def last_chance() -> None:
+        interrupts.close()
+        check(interrupts)
+
+    write_files(texts, last_chance)
+
+
+def write_files(texts: Mapping[Path, str], before_the_end: Callable[[], None] = lambda: None) -> None:
+    """Write files whole or not at all: what `before_the_end` raises leaves all as it was. Raises CommandFailed."""
     temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
     path = Path()
     try:
         for path, temporary in temporaries.items():
             temporary.write_text(texts[path], encoding="utf-8")
-        interrupts.close()
-        check(interrupts)
+        before_the_end()
         for path, temporary in temporaries.items():
             temporary.replace(path)
     except OSError as error:

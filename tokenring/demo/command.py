@@ -18,14 +18,15 @@ from tokenring.demo.report import (
     section,
     setting,
     split_text,
+    timeline,
     training_text,
 )
 from tokenring.demo.results import Checked, Measured, Result, Started, Stepped, from_line, training_complaint
-from tokenring.demo.timeline import to_svg
 from tokenring.errors import ConfigurationError
-from tokenring.follow import CommandFailed, Failed, Interrupted, check, follow, write_at_last
+from tokenring.follow import CommandFailed, Failed, Interrupted, check, check_output, follow, write_at_last
 from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
 from tokenring.layout import make_layout
+from tokenring.tracing.picture import to_svg
 
 INTERRUPTED = 130
 FEWEST_STEPS = 6  # three first and three last ones
@@ -82,7 +83,7 @@ class Demo:
             follow(processes, self.interrupts, self.take, self.wait, lambda: self.phase, SILENCE_SECONDS)
         if self.measured is None:
             raise CommandFailed("the ranks ended without a result")
-        svg = to_svg(self.measured, self._title())
+        svg = to_svg(timeline(self.measured, self._title()))
         check(self.interrupts)
         write_at_last({Path(options.output): svg}, self.interrupts)
         say(section(4, "Timeline", self.console.ink))
@@ -187,9 +188,7 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < least:
             raise ConfigurationError(f"--{name} {getattr(options, name)}: use {least} or more")
     make_layout(options.layout, options.ranks, options.seq)
-    output = Path(options.output)
-    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
-        raise ConfigurationError(f"--output {options.output}: not a file in a folder that can be written to")
+    check_output("--output", Path(options.output))
 
 
 def _worker_arguments(options: argparse.Namespace) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +12,11 @@ import torch.distributed as dist
 
 import tokenring as tr
 from tokenring.demo.model import ModelConfig
-from tokenring.demo.results import Bar, Measured, Message, Pass
+from tokenring.demo.results import Measured, Pass
 from tokenring.runtime.trace import Event, Trace
 from tokenring.schedule.ir import PASSES
-from tokenring.schedule.program import Attend, Fill, Instruction, Merge, Pack, Recv, Release, Send, Wait
-
-KIND_OF: dict[type[Instruction], str] = {
-    Attend: "compute",
-    Wait: "wait",
-    Merge: "merge",
-    Pack: "pack",
-    Fill: "pack",
-    Send: "post",
-    Recv: "post",
-    Release: "post",
-}
+from tokenring.tracing.bars import bars, messages
+from tokenring.tracing.record import Stretch
 
 
 @dataclass(frozen=True)
@@ -53,9 +43,26 @@ def measure(config: ModelConfig, length: int, cp: tr.ContextParallel) -> Measure
             cp.world_size,
         )
         passes.append(Pass(direction, predicted, counted, _mean([rank.split_seconds for rank in at_ranks])))
-    bars = [_bar(event, start) for rank in observed for each in rank for event in each.events]
-    messages = [each for number in range(len(PASSES)) for each in _messages([rank[number] for rank in observed], start)]
-    return Measured(plan.name, plan.reason, passes, bars, messages)
+    # Ranks share a clock: perf_counter is CLOCK_MONOTONIC, which is one for the whole machine.
+    starts = [start] * cp.world_size
+    return Measured(
+        plan.name,
+        plan.reason,
+        passes,
+        [_stretch(each.events, start) for rank in observed for each in rank],
+        [bar for rank in observed for each in rank for bar in bars(each.events, start)],
+        [
+            message
+            for number in range(len(PASSES))
+            for message in messages([rank[number].events for rank in observed], starts)
+        ],
+    )
+
+
+def _stretch(events: list[Event], start: float) -> Stretch:
+    """From the first instruction to the last."""
+    began, ended = (round(each - start, 9) for each in (events[0].began_seconds, events[-1].ended_seconds))
+    return Stretch(events[0].rank, events[0].direction, began, ended)
 
 
 def _inputs(config: ModelConfig, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,55 +115,3 @@ def _mean(splits: list[dict[str, float]]) -> dict[str, float]:
         for part, seconds in split.items():
             sums[part] += seconds / len(splits)
     return dict(sums)
-
-
-def _bar(event: Event, start: float) -> Bar:
-    """Ranks share a clock: perf_counter is CLOCK_MONOTONIC, which is one for the whole machine."""
-    began, ended = event.began_seconds - start, event.ended_seconds - start
-    kind = KIND_OF.get(type(event.instruction), "pack")
-    label, short = _label(event.instruction), ""
-    if isinstance(event.instruction, Attend):
-        short = f"{event.instruction.patch.rows} × {event.instruction.patch.cols}"
-    return Bar(event.rank, event.direction, kind, label, short, round(began, 6), round(ended, 6))
-
-
-def _messages(at_ranks: list[_Observed], start: float) -> Iterator[Message]:
-    """Messages between two ranks on one channel keep their order: the n-th sent is the n-th received."""
-    arrivals = [list(_arrivals(rank.events)) for rank in at_ranks]
-    for src, rank in enumerate(at_ranks):
-        for event in rank.events:
-            send = event.instruction
-            if isinstance(send, Send):
-                here = next(each for each in arrivals[send.dst] if each[:2] == (src, send.channel))
-                arrivals[send.dst].remove(here)
-                sent, received = event.began_seconds - start, here[2] - start
-                yield Message(src, send.dst, send.label, round(sent, 6), round(received, 6))
-
-
-def _arrivals(events: list[Event]) -> Iterator[tuple[int, str, float]]:
-    """(source, channel, when the wait for it ended) of each message, in the order in which receives were posted."""
-    waited = {event.instruction.message: event.ended_seconds for event in events if isinstance(event.instruction, Wait)}
-    for event in events:
-        if isinstance(event.instruction, Recv):
-            yield event.instruction.src, event.instruction.channel, waited[event.instruction.message]
-
-
-def _label(instruction: Instruction) -> str:
-    match instruction:
-        case Attend():
-            patch = instruction.patch
-            shape = "causal" if patch.is_causal else "full" if patch.is_full else "masked"
-            return f"attention of {patch.rows} × {patch.cols} tokens, {shape}"
-        case Send():
-            return f"post the send of {instruction.label} to rank {instruction.dst}"
-        case Recv():
-            return f"post the receive of {instruction.label} from rank {instruction.src}"
-        case Wait():
-            return f"wait for message {instruction.message}"
-        case Merge():
-            return f"merge {instruction.into.rows} rows"
-        case Pack():
-            return f"pack {instruction.source.rows} rows"
-        case Fill():
-            return f"clear {instruction.into.rows} rows"
-    return "release a buffer"

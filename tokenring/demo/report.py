@@ -17,6 +17,7 @@ from tokenring.demo.results import (
     first_and_last,
     training_complaint,
 )
+from tokenring.tracing.picture import Timeline
 
 WIDTH = 96
 BAR_WIDTH = 60
@@ -150,6 +151,14 @@ def stacked_bar(split_seconds: dict[str, float]) -> str:
         end = round(BAR_WIDTH * until / total) if total else 0
         text += glyph * (end - len(text))
     return text
+
+
+def timeline(measured: Measured, title: str) -> Timeline:
+    """What the picture of the call shows."""
+    heading = "One attention call on every rank, forward and backward"
+    about = [f"schedule {measured.schedule} · {title}"]
+    ranks = len(measured.passes[0].counted_bytes)
+    return Timeline(heading, about, ranks, measured.stretches, measured.bars, measured.messages)
 
 
 def _ranks(count: int) -> str:

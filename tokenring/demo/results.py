@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from tokenring.follow import Failed
+from tokenring.tracing.record import Bar, Message, Stretch
 
 PREFIX = "@tokenring-demo "  # anything else that a rank prints is not ours
 LOSS_LIMIT = 1e-6  # relative
@@ -88,36 +89,13 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Something that a rank did; seconds since the first rank began. `short` fits into a bar."""
-
-    rank: int
-    direction: str
-    kind: str
-    label: str
-    short: str
-    began: float
-    ended: float
-
-
-@dataclass(frozen=True)
-class Message:
-    """From when it was posted until its receiver had waited for it."""
-
-    src: int
-    dst: int
-    label: str
-    sent: float
-    received: float
-
-
-@dataclass(frozen=True)
 class Measured:
     """One attention call of the model's shape, forward and backward."""
 
     schedule: str
     reason: str
     passes: list[Pass]
+    stretches: list[Stretch]
     bars: list[Bar]
     messages: list[Message]
 
@@ -142,6 +120,7 @@ def from_line(line: str) -> Result | None:
     kind, values = json.loads(line.removeprefix(PREFIX))
     if kind == "Measured":
         values["passes"] = [Pass(**each) for each in values["passes"]]
+        values["stretches"] = [Stretch(**each) for each in values["stretches"]]
         values["bars"] = [Bar(**each) for each in values["bars"]]
         values["messages"] = [Message(**each) for each in values["messages"]]
     return KINDS[kind](**values)

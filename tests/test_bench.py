@@ -1,0 +1,373 @@
+"""The benchmark: what it measures, what it refuses, and that nothing of a peer's takes it down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import allowed, attention64
+from ranks import Here, RankPools
+
+import tokenring as tr
+from tokenring.bench import flash_attn_cpu
+from tokenring.bench.candidates import Candidate, NotInstalled, Runner, Setting, one_process, our_candidates
+from tokenring.bench.command import main
+from tokenring.bench.peers import PEERS, peer_candidates
+from tokenring.bench.race import make_inputs, order, race
+from tokenring.bench.reference import errors, reference, reference_dtype
+from tokenring.bench.results import FAILED, MEASURED, MISSING, OURS, PEER, SKIPPED, WRONG, Case, Entry, Report
+from tokenring.errors import ConfigurationError
+from tokenring.launch import ENDING_SIGNALS
+from tokenring.mask import parse_mask
+from tokenring.schedule.schemes import SCHEMES
+
+CASE = Case(
+    seq_len=128, heads=4, kv_heads=4, head_dim=16, dtype="float32", mask="causal", batch=1, backward=True,
+    layout="zigzag", transport="auto", pieces=None, schedules=[*SCHEMES], peers=[], rounds=2,
+)  # fmt: skip
+END_SECONDS = 40.0
+# A shell starts what runs in the background with Ctrl-C ignored, and so its tests.
+CODE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tokenring.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Puts back the handlers that the command replaces in its own process."""
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+# ---------- turns
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 13])
+def test_everyone_follows_everyone_else_equally_often(count: int) -> None:
+    rounds = count * (2 if count % 2 else 1)
+    rows = [order(count, turn) for turn in range(rounds)]
+    assert all(sorted(row) == list(range(count)) for row in rows)
+    follows = Counter(pair for row in rows for pair in pairwise(row))
+    assert len(follows) == count * (count - 1) and len(set(follows.values())) <= 1
+    assert all(Counter(column) == Counter(list(range(count)) * (rounds // count)) for column in zip(*rows, strict=True))
+
+
+# ---------- the reference
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window(20,3)", "causal&documents(0,50,50,100)"])
+def test_reference_is_right(mask: str) -> None:
+    case = replace(CASE, kv_heads=2, batch=2, seq_len=300, mask=mask)
+    q, k, v, dout = make_inputs(case)
+    found = reference([q, k, v, dout], parse_mask(mask), True, 0, 1, torch.float64)
+    want = attention64(q, k, v, dout, allowed(parse_mask(mask), 300, 300))
+    for name, result in found.items():
+        torch.testing.assert_close(result, getattr(want, name), rtol=1e-10, atol=1e-12)
+
+
+def test_reference_of_long_sequences_is_float32() -> None:
+    assert reference_dtype(replace(CASE, seq_len=4096, heads=8, head_dim=64)) == torch.float64
+    assert reference_dtype(replace(CASE, seq_len=65536)) == torch.float32
+
+
+def test_errors() -> None:
+    wanted = {"out": torch.ones(1, 4, 1, 1), "dq": torch.zeros(1, 4, 1, 1)}
+    found = {"out": torch.full((1, 2, 1, 1), 1.5), "dq": torch.zeros(1, 2, 1, 1)}
+    assert errors(found, wanted, torch.tensor([0, 2]), 1) == {"out": 0.5, "dq": 0.0}
+
+
+# ---------- the race, on ranks
+
+
+def raced(here: Here, case: Case, kinds: tuple[str, ...] = ()) -> tuple[list[Entry], str, list[str]]:
+    setting = Setting(case, here.rank, here.world_size)
+    made = [Candidate(kind, PEER, partial(fake, kind)) for kind in kinds]
+    candidates = [*our_candidates(case), one_process(), *made, *peer_candidates(case.peers)]
+    return race(setting, candidates, lambda done, steps, what: None)
+
+
+def fake(kind: str, setting: Setting, group: Any) -> Runner:
+    """A peer that computes with our ring, or goes wrong in some way."""
+    if kind == "missing":
+        raise NotInstalled("pip install it")
+    if kind == "refuses on rank 1" and setting.rank == 1:
+        raise ImportError("no such module")
+    cp = tr.ContextParallel(group, schedule="ring", timeout_seconds=3.0)
+    calls: list[int] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        if kind == "breaks on rank 0" and setting.rank == 0 and len(calls) == 3:
+            raise ValueError("too often")
+        if kind == "ignores the mask":
+            return tr.attention(q, k, v, cp)
+        out = tr.attention(q, k, v, cp, mask=tr.Causal())
+        return out * torch.nan if kind == "is not a number" else out
+
+    return Runner("peer, zigzag", setting.positions("zigzag"), attend)
+
+
+def test_race_of_schedules_forward_and_backward(ranks: RankPools) -> None:
+    at_0, at_1 = (entries for entries, _, _ in ranks(2)(raced, CASE))
+    assert [entry.name for entry in at_0] == [*SCHEMES, "one process"]
+    for entry in at_0:
+        assert entry.status == MEASURED, entry
+        assert entry.worst_error < 2e-6 and list(entry.errors) == ["out", "dq", "dk", "dv"]
+        assert len(entry.call_s) == len(entry.forward_s) == CASE.rounds
+        assert all(0 < forward < call for forward, call in zip(entry.forward_s, entry.call_s, strict=True))
+        assert (entry.link_bytes is not None) == (entry.kind == OURS)
+    assert at_0 == at_1, "times are the slowest rank's, on every rank"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASE, backward=False, mask="full", kv_heads=2),
+        replace(CASE, dtype="bfloat16", mask="window(30,0)", layout="striped", batch=2),
+        replace(CASE, schedules=["auto"], layout="contiguous"),
+    ],
+    ids=["forward", "bfloat16", "auto"],
+)
+def test_other_cases(ranks: RankPools, case: Case) -> None:
+    entries, compared_with, _ = ranks(2)(raced, case)[0]
+    assert compared_with == "float64"
+    assert {entry.status for entry in entries if entry.kind == OURS} == {MEASURED}, entries
+    assert all(list(entry.errors) == ["out"] for entry in entries if not case.backward)
+    one = entries[len(case.schedules)]
+    assert one.status == (SKIPPED if "window" in case.mask else MEASURED)
+
+
+def test_bytes_are_those_of_the_passes_that_ran(ranks: RankPools) -> None:
+    case = replace(CASE, schedules=["ring"], rounds=1)
+    schedule = tr.schedule("ring", 2, "zigzag", tr.Causal(), length=128)
+    workload = tr.Workload(1, 128, 128, 4, 4, 16, torch.float32)
+    forward, backward = (schedule.link_bytes(workload, direction) for direction in ("forward", "backward"))
+    for wanted, each in ((forward, replace(case, backward=False)), (Counter(forward) + Counter(backward), case)):
+        assert ranks(2)(raced, each)[0][0][0].link_bytes == max(wanted.values())
+
+
+def test_peers_that_go_wrong_are_listed_and_the_race_goes_on(ranks: RankPools) -> None:
+    kinds = ("is right", "missing", "refuses on rank 1", "ignores the mask", "is not a number", "breaks on rank 0")
+    case = replace(CASE, schedules=["ring"])
+    with ranks.expendable(2) as pair:
+        entries = {entry.name: entry for entry in pair(raced, case, kinds)[0][0]}
+    found = {name: (entry.status, entry.reason) for name, entry in entries.items()}
+    assert found["ring"] == found["is right"] == found["one process"] == (MEASURED, None)
+    assert found["missing"] == (MISSING, "pip install it")
+    assert found["refuses on rank 1"] == (FAILED, "ImportError: no such module")
+    for name, says in (("ignores the mask", r"error of out is [1-9]"), ("is not a number", "error of out is nan")):
+        status, reason = found[name]
+        assert status == WRONG and reason is not None and re.search(says, reason), reason
+        assert len(entries[name].call_s) == CASE.rounds, "shown as wrong, with its times"
+    assert found["breaks on rank 0"] == (FAILED, "ValueError: too often")
+    assert not entries["breaks on rank 0"].was_timed
+
+
+# ---------- peers
+
+
+def test_stand_in_computes_attention() -> None:
+    """Bottom-right causal, grouped heads, results into slices of buffers."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)
+    dout = torch.randn_like(q)
+    for causal in (False, True):
+        visible = torch.ones(24, 40, dtype=torch.bool).tril(16 if causal else 40)
+        want = attention64(q, k, v, dout, visible)
+        out, lse = flash_attn_cpu._flash_attn_forward(q, k, v, 0.0, 0.25, causal)[:2]
+        buffers = [torch.full((2, 50, heads, 16), 7.0) for heads in (4, 2, 2)]
+        results = [buffer[:, :length] for buffer, length in zip(buffers, (24, 40, 40), strict=True)]
+        dq, dk, dv = results
+        flash_attn_cpu._flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, 0.25, causal)
+        for found, wanted in zip((out, lse, *results), (want.out, want.lse, want.dq, want.dk, want.dv), strict=True):
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert all(bool((buffer[:, 40:] == 7).all()) for buffer in buffers)
+
+
+def test_stand_in_computes_packed_sequences() -> None:
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(30, 4, 16) for _ in range(3))
+    bounds = torch.tensor([0, 12, 30], dtype=torch.int32)
+    out, lse = flash_attn_cpu._flash_attn_varlen_forward(q, k, v, bounds, bounds, 18, 18, 0.0, 0.25, True)[:2]
+    dq, dk, dv = (torch.empty_like(q) for _ in range(3))
+    flash_attn_cpu._flash_attn_varlen_backward(
+        q, q, k, v, out, lse, dq, dk, dv, bounds, bounds, 18, 18, 0.0, 0.25, True
+    )
+    visible = allowed(tr.Causal() & tr.Documents([0, 12, 30]), 30, 30)
+    want = attention64(q[None], k[None], v[None], q[None], visible)
+    for found, wanted in zip((out, dq, dk, dv), (want.out, want.dq, want.dk, want.dv), strict=True):
+        torch.testing.assert_close(found.double(), wanted[0], rtol=1e-5, atol=1e-5)
+
+
+def test_stand_in_refuses_what_it_has_not() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    for options in ({"dropout_p": 0.1}, {"window_size": (4, 0)}, {"softcap": 1.0}):
+        with pytest.raises(NotImplementedError, match="the stand-in flash_attn has no"):
+            flash_attn_cpu.flash_attn_func(q, q, q, **options)
+
+
+def test_stand_in_leaves_a_real_package_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = type(sys)("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", real)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", type(sys)("flash_attn.flash_attn_interface"))
+    assert flash_attn_cpu.install() is False
+    assert sys.modules["flash_attn"] is real
+
+
+def test_peers_without_an_installation() -> None:
+    for candidate in peer_candidates([name for name in PEERS if find_spec(name.replace("-", "_")) is None]):
+        with pytest.raises(NotInstalled, match=f"pip install --no-deps {candidate.name}=="):
+            candidate.prepare(Setting(CASE, 0, 2), None)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_that_are_installed_are_right(ranks: RankPools, name: str, mask: str) -> None:
+    if find_spec(name.replace("-", "_")) is None:
+        pytest.skip(f"{name} is not installed")
+    with ranks.expendable(2) as pair:  # peers change modules
+        entries, _, notes = pair(raced, replace(CASE, peers=[name], schedules=["ring"], mask=mask))[0]
+    peers = [entry for entry in entries if entry.kind == PEER]
+    assert {entry.status for entry in peers} <= {MEASURED, SKIPPED} and peers[0].status == MEASURED, peers
+    assert all(entry.version for entry in peers) and notes
+
+
+# ---------- the command
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tokenring", "bench", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+SMALL = ["--ranks", "2", "--seq-len", "128", "--heads", "2", "--head-dim", "16", "--rounds", "2"]
+
+
+def test_whole_run(tmp_path: Path) -> None:
+    result = bench(tmp_path, *SMALL, "--peers", "none", "--json", "b.json", "--picture", "b.svg")
+    assert result.returncode == 0 and result.stderr == "", result.stdout + result.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["b.json", "b.svg"]
+    report = Report.from_json((tmp_path / "b.json").read_text())
+    assert json.loads((tmp_path / "b.json").read_text())["format"] == "tokenring-bench/1"
+    assert [entry.status for entry in report.entries] == [MEASURED] * (len(SCHEMES) + 1)
+    assert report.machine.ranks == 2 and report.machine.hosts == 1 and report.machine.torch == torch.__version__
+    names = [line.split("  ")[0] for line in result.stdout.splitlines()[4 : 4 + len(report.entries)]]
+    assert names == [entry.name for entry in report.ranked]
+
+
+@pytest.mark.slow
+def test_on_the_processes_of_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [*torchrun, "--nproc-per-node", "2", "-m", "tokenring", "bench", *SMALL[2:], "--json", "b.json"]
+    options = ["--schedules", "ring", "--peers", "none"]
+    result = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("tokenring bench: ") == 1, "rank 0 speaks for all"
+    report = Report.from_json((tmp_path / "b.json").read_text())
+    assert [entry.name for entry in report.entries] == ["ring", "one process"]
+
+
+def test_nothing_of_ours_can_run(tmp_path: Path) -> None:
+    result = bench(tmp_path, *SMALL, "--schedules", "ring", "--pieces", "3", "--peers", "none")
+    assert result.returncode == 1
+    assert "no schedule could run; ring: schedule 'ring': 3 pieces do not divide" in result.stderr
+
+
+@pytest.mark.parametrize("seconds", [1.0, 4.0])
+def test_interrupt_leaves_nothing(tmp_path: Path, seconds: float) -> None:
+    """While it starts, and while ranks compute."""
+    folder, temporary = tmp_path / "folder", tmp_path / "temporary"
+    folder.mkdir()
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, "bench", *SMALL, "--rounds", "1000000", "--json", "b.json"],
+        cwd=folder, env=os.environ | {"TMPDIR": str(temporary)}, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_for_ranks(process.pid)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=END_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert err.endswith("interrupted: nothing was left behind\n") and "Traceback" not in err
+    assert list(folder.iterdir()) == [] and list(temporary.iterdir()) == []
+    assert workers_in(temporary) == []
+
+
+def workers_in(temporary: Path) -> list[int]:
+    """The processes that a command with this TMPDIR has started."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if str(temporary).encode() in Path("/proc", entry, "environ").read_bytes():
+                found.append(int(entry))
+    return found
+
+
+def wait_for_ranks(process: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while not Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "say how many processes to start"),
+        (["--ranks", "0"], "--ranks 0: use 1 or more"),
+        (["--ranks", "2", "--rounds", "0"], "--rounds 0: use 1 or more"),
+        (["--ranks", "2", "--seq-len", "4095"], "a length of 4095 does not divide"),
+        (["--ranks", "2", "--kv-heads", "3"], "8 query heads are not a multiple of 3 kv heads"),
+        (["--ranks", "2", "--mask", "zigzag"], "unknown mask"),
+        (["--ranks", "2", "--layout", "zagzig"], "unknown layout 'zagzig'"),
+        (["--ranks", "2", "--dtype", "float64"], "invalid choice: 'float64'"),
+        (["--ranks", "2", "--schedules", "ring,rings"], "--schedules ring,rings: 'rings' is none of all, ring"),
+        (["--ranks", "2", "--peers", "megatron"], "--peers megatron: 'megatron' is none of auto, none, "),
+        (["--ranks", "2", "--transport", "mpi"], "--transport mpi: unknown"),
+        (["--ranks", "2", "--pieces", "0"], "--pieces 0: use 1 or more"),
+        (["--ranks", "2", "--pieces", "2", "--schedules", "auto"], "--pieces goes with schedules by name"),
+        (["--ranks", "2", "--json", "/no/such/folder/x"], "--json /no/such/folder/x: not a file in a folder"),
+        (["--ranks", "2", "--picture", "/"], "--picture /: not a file in a folder"),
+        (["--rank"], "see tokenring bench --help"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        main(arguments, {})
+
+
+def test_ranks_under_torchrun_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="torchrun has started 4: leave one out"):
+        main(["--ranks", "2"], {"RANK": "0", "WORLD_SIZE": "4"})
+
+
+def test_importing_tokenring_leaves_the_benchmark_alone() -> None:
+    code = "import sys, tokenring.cli; sys.exit(any(name.startswith('tokenring.bench') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,130 @@
+"""The command: what the user asks, and what becomes of the report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from tokenring.bench.results import ERROR_LIMITS, Case, Report
+from tokenring.bench.table import table
+from tokenring.console import Console, Parser
+from tokenring.errors import ConfigurationError
+from tokenring.follow import check_output
+from tokenring.launch import Interrupts
+from tokenring.ranks import Job, Tell, add_call_options, check_call, ranks_started, ranks_wanted
+
+MODULE = "tokenring.bench.worker"
+
+
+def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Run the benchmark; returns the exit code: 0, 1 (something of ours is wrong), 130 (interrupted).
+
+    Raises ConfigurationError for options that do not fit.
+    """
+    started = ranks_started(environment)
+    interrupts = None if started else Interrupts()
+    try:
+        options = _options(sys.argv[1:] if argv is None else argv)
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+    ranks = ranks_wanted(options.ranks, started)
+    case = _case(options, ranks)
+    for name in ("json", "picture"):
+        if (path := getattr(options, name)) is not None:
+            check_output(f"--{name}", Path(path))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+        sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
+    console = Console(sys.stdout, sys.stderr, environment)
+
+    def here(tell: Tell) -> Report | None:
+        from tokenring.bench.worker import run
+
+        return run(case, tell)
+
+    job = Job(
+        command="bench",
+        module=MODULE,
+        case=asdict(case),
+        here=here,
+        read=Report.from_json,
+        files=lambda report: _files(options, report),
+        show=lambda report: _show(report, options, console),
+    )
+    return job.run(ranks, console, interrupts)
+
+
+# ---------- what becomes of the report
+
+
+def _files(options: argparse.Namespace, report: Report) -> dict[Path, str]:
+    """The files that were asked for."""
+    files = {}
+    if options.json is not None:
+        files[Path(options.json)] = report.to_json()
+    if options.picture is not None:
+        from tokenring.bench.picture import to_svg
+
+        files[Path(options.picture)] = to_svg(report)
+    return files
+
+
+def _show(report: Report, options: argparse.Namespace, console: Console) -> int:
+    console.say(table(report, console.ink).rstrip("\n"))
+    for path in filter(None, (options.json, options.picture)):
+        console.say(console.ink.pale(f"written: {path}"))
+    if (complaint := report.complaint()) is not None:
+        console.complain(f"tokenring bench: {complaint}")
+        return 1
+    return 0
+
+
+# ---------- what is asked
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="tokenring bench",
+        description="Race schedules, torch's plain kernel in one process, and other libraries that are installed, "
+        "on the same inputs and in turns.",
+        epilog="Under torchrun, without --ranks, it runs on the processes at hand. docs/bench.md says how it measures.",
+    )
+    add_call_options(parser, tuple(ERROR_LIMITS))
+    add = parser.add_argument
+    add("--rounds", type=int, default=11, metavar="N", help="rounds that count (11)")
+    add("--schedules", default="all", metavar="NAMES", help="of ours, separated by commas; or all (all)")
+    add("--peers", default="auto", metavar="NAMES", help="other libraries, separated by commas; auto: all; none (auto)")
+    add("--layout", default="zigzag", metavar="NAME", help="of our schedules (zigzag); peers have their own")
+    add("--transport", default="auto", metavar="NAME", help="of our schedules (auto); peers use Gloo")
+    add("--pieces", type=int, metavar="N", help="parts of a chunk that our schedules move apart (their own choice)")
+    add("--json", metavar="FILE", help="write the report with every sample (docs/bench.md)")
+    add("--picture", metavar="FILE", help="draw the report, as SVG")
+    return parser.parse_args(argv)
+
+
+def _case(options: argparse.Namespace, ranks: int) -> Case:
+    """The options as a case. Raises ConfigurationError for what no rank could run."""
+    from tokenring.bench.peers import PEERS
+    from tokenring.schedule.schemes import SCHEMES
+
+    call = check_call(options, ranks)
+    schedules = _names("--schedules", options.schedules, {"all": [*SCHEMES]}, [*SCHEMES, "auto"])
+    if options.pieces is not None and "auto" in schedules:
+        raise ConfigurationError("--pieces goes with schedules by name: leave auto out")
+    peers = _names("--peers", options.peers, {"auto": [*PEERS], "none": []}, [*PEERS])
+    return Case(**call, schedules=schedules, peers=peers)
+
+
+def _names(option: str, text: str, words: Mapping[str, list[str]], known: list[str]) -> list[str]:
+    """Names separated by commas, each once; or a word that stands for several."""
+    if text in words:
+        return words[text]
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(f"{option} {text}: {name!r} is none of {', '.join([*words, *known])}")
+    return names

@@ -1,0 +1,162 @@
+"""What a benchmark was asked and what it found; as JSON in docs/bench.md. Seconds throughout."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FORMAT = "tokenring-bench/1"
+OURS, ONE, PEER = "tokenring", "one process", "peer"  # kinds of entries
+MEASURED, WRONG, SKIPPED, MISSING, FAILED = "measured", "wrong", "skipped", "not installed", "failed"
+ERROR_LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # above, a result is wrong
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed, by whom, and how often."""
+
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    mask: str
+    batch: int
+    backward: bool
+    layout: str
+    transport: str
+    pieces: int | None
+    schedules: list[str]
+    peers: list[str]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it ran. `cores` are those that rank 0 may use."""
+
+    processor: str
+    cores: int
+    hosts: int
+    ranks: int
+    torch: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One candidate: its times in each round (the slowest rank's), or why it has none.
+
+    forward_s: until the forward pass was done; call_s: until all was done. errors: relative Frobenius
+    errors by result; NaN where a result is not a number.
+    """
+
+    name: str
+    kind: str
+    what: str
+    version: str | None
+    status: str
+    reason: str | None = None
+    forward_s: list[float] = field(default_factory=list)
+    call_s: list[float] = field(default_factory=list)
+    link_bytes: int | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def was_timed(self) -> bool:
+        return bool(self.call_s)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.call_s)
+
+    @property
+    def forward_median_s(self) -> float:
+        return statistics.median(self.forward_s)
+
+    @property
+    def quartiles_s(self) -> tuple[float, float]:
+        """The first and the third."""
+        if len(self.call_s) < 2:
+            return self.call_s[0], self.call_s[0]
+        first, _, third = statistics.quantiles(self.call_s, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def worst_error(self) -> float:
+        """NaN is worse than any number."""
+        return max(self.errors.values(), key=lambda error: (math.isnan(error), error))
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it. `reference`: what results were compared with; `notes`: what was done to others' code."""
+
+    case: Case
+    machine: Machine
+    entries: list[Entry]
+    reference: str
+    notes: list[str]
+
+    @property
+    def ranked(self) -> list[Entry]:
+        """The fastest first; then those without times."""
+        return sorted(self.entries, key=lambda entry: entry.median_s if entry.was_timed else math.inf)
+
+    @property
+    def base(self) -> Entry | None:
+        """What ratios refer to: the fastest peer that is right; without one, the fastest of ours; None: nothing ran."""
+        for kind in (PEER, OURS):
+            right = [entry for entry in self.ranked if entry.kind == kind and entry.status == MEASURED]
+            if right:
+                return right[0]
+        return None
+
+    def ratio(self, entry: Entry) -> float | None:
+        """The median as a multiple of the base's; None where there is no right result to compare."""
+        return entry.median_s / self.base.median_s if self.base and entry.status == MEASURED else None
+
+    def complaint(self) -> str | None:
+        """None, or what is wrong with those of ours."""
+        ours = [entry for entry in self.entries if entry.kind == OURS]
+        for entry in ours:
+            if entry.status in (WRONG, FAILED):
+                return f"{entry.name}: {entry.status}: {entry.reason}"
+        if ours and not any(entry.was_timed for entry in ours):
+            return f"no schedule could run; {ours[0].name}: {ours[0].reason}"
+        return None
+
+    def reasons(self) -> list[str]:
+        """Why entries have no times, or wrong ones; one text for all that share a reason."""
+        names: dict[tuple[str, str | None], list[str]] = {}
+        for entry in self.entries:
+            if entry.status != MEASURED:
+                names.setdefault((entry.status, entry.reason), []).append(entry.name)
+        return [f"{status}: {', '.join(found)}: {reason}" for (status, reason), found in names.items()]
+
+    def to_json(self) -> str:
+        """Versioned; NaN is null."""
+        values = {"format": FORMAT, **asdict(self)}
+        for entry in values["entries"]:
+            entry["errors"] = {name: _finite(error) for name, error in entry["errors"].items()}
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that to_json wrote."""
+        values: dict[str, Any] = json.loads(text)
+        for entry in values["entries"]:
+            entry["errors"] = {name: math.nan if error is None else error for name, error in entry["errors"].items()}
+        return cls(
+            Case(**values["case"]),
+            Machine(**values["machine"]),
+            [Entry(**entry) for entry in values["entries"]],
+            values["reference"],
+            values["notes"],
+        )
+
+
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None

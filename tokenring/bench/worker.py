@@ -1,0 +1,55 @@
+"""One rank of a benchmark: python -m tokenring.bench.worker CASE, as torchrun starts it for the command.
+
+Its standard output carries lines for the process that shows them, its standard error a log.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenring.bench.candidates import WAIT_SECONDS, Setting, one_process, our_candidates
+from tokenring.bench.peers import peer_candidates
+from tokenring.bench.race import race
+from tokenring.bench.results import Case, Machine, Report
+from tokenring.console import cores, processor
+from tokenring.ranks import Tell, serve
+
+
+def main(argv: list[str]) -> int:
+    """Run this rank; returns the exit code."""
+    return serve(partial(run, Case(**json.loads(argv[0]))))
+
+
+def run(case: Case, tell: Tell) -> Report | None:
+    """The benchmark, on the processes that torchrun has started; the report is at rank 0."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_SECONDS))
+    setting = Setting(case, dist.get_rank(), dist.get_world_size())
+    candidates = [*our_candidates(case), one_process(), *peer_candidates(case.peers)]
+    entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else _quiet)
+    machine = machine_of(setting.ranks)
+    dist.destroy_process_group()
+    return Report(case, machine, entries, reference, notes) if setting.rank == 0 else None
+
+
+def _quiet(done: int, steps: int, what: str) -> None:
+    """Rank 0 speaks for all."""
+
+
+def machine_of(ranks: int) -> Machine:
+    """Where the ranks of this group run; all of them call it."""
+    hosts: list[Any] = [None] * ranks
+    dist.all_gather_object(hosts, socket.gethostname())
+    return Machine(processor(), cores(), len(set(hosts)), ranks, torch.__version__)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,224 @@
+"""Commands whose work is done by ranks: those that torchrun has started, or those that the command starts itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from tokenring.console import Console
+from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.follow import (
+    CommandFailed,
+    Failed,
+    Interrupted,
+    end_with_parent,
+    follow,
+    report_line,
+    short,
+    write_at_last,
+    write_files,
+)
+from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
+
+INTERRUPTED = 130
+SILENCE_SECONDS = 900.0  # longer than any rank waits for another
+LAST_WORDS_SECONDS = 2.0  # from a rank's failure until it ends
+PREFIX = "@tokenring "  # anything else that a rank prints is not ours
+
+Tell = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
+
+
+class Report(Protocol):
+    """What rank 0 comes back with."""
+
+    def to_json(self) -> str: ...
+
+
+R = TypeVar("R", bound=Report)
+
+
+# ---------- how many
+
+
+def ranks_started(environment: Mapping[str, str]) -> int | None:
+    """How many ranks torchrun has started, if this process is one of them."""
+    return int(environment["WORLD_SIZE"]) if "RANK" in environment and "WORLD_SIZE" in environment else None
+
+
+def ranks_wanted(asked: int | None, started: int | None) -> int:
+    """How many ranks there are or will be. Raises ConfigurationError when --ranks does not fit."""
+    if started is not None and asked is not None:
+        raise ConfigurationError(
+            f"--ranks {asked} starts processes of its own, and torchrun has started {started}: leave one out"
+        )
+    ranks = started if started is not None else asked
+    if ranks is None:
+        raise ConfigurationError("say how many processes to start, as in --ranks 2, or start them with torchrun")
+    if ranks < 1:
+        raise ConfigurationError(f"--ranks {ranks}: use 1 or more")
+    if started is None and sys.platform != "linux":
+        raise ConfigurationError(f"--ranks needs Linux (process control); this is {sys.platform}: use torchrun")
+    return ranks
+
+
+# ---------- what call
+
+
+def add_call_options(parser: argparse.ArgumentParser, dtypes: tuple[str, ...]) -> None:
+    """Which ranks, and which attention call."""
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="P", help="start so many processes on this machine, with one thread each")
+    add("--seq-len", type=int, default=4096, metavar="N", help="tokens of the whole sequence (4096)")
+    add("--heads", type=int, default=8, metavar="N", help="query heads (8)")
+    add("--kv-heads", type=int, metavar="N", help="kv heads (as many as query heads)")
+    add("--head-dim", type=int, default=64, metavar="N", help="dimension of a head (64)")
+    add("--batch", type=int, default=1, metavar="N", help="sequences (1)")
+    add("--dtype", choices=dtypes, default="float32", help="of the inputs (float32)")
+    add("--mask", default="causal", metavar="MASK", help='full, causal, "window(128,0)", ... (causal)')
+    add("--forward-only", action="store_true", help="no backward pass")
+
+
+def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """The options of a call by name, in order. Raises ConfigurationError for what no rank could run."""
+    import torch
+
+    from tokenring.backends.registry import TRANSPORTS
+    from tokenring.layout import make_layout
+    from tokenring.mask import parse_mask
+    from tokenring.workload import Workload
+
+    kv_heads = options.heads if options.kv_heads is None else options.kv_heads
+    size = (options.heads, kv_heads, options.head_dim, getattr(torch, options.dtype))
+    Workload(options.batch, options.seq_len, options.seq_len, *size)
+    make_layout(options.layout, ranks, options.seq_len)
+    mask = parse_mask(options.mask)
+    mask.check_length(options.seq_len)
+    if options.rounds < 1:
+        raise ConfigurationError(f"--rounds {options.rounds}: use 1 or more")
+    if options.pieces is not None and options.pieces < 1:
+        raise ConfigurationError(f"--pieces {options.pieces}: use 1 or more")
+    if options.transport not in ("auto", *TRANSPORTS):
+        known = ", ".join(TRANSPORTS)
+        raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}")
+    names = ("seq_len", "heads", "head_dim", "dtype", "batch", "layout", "transport", "pieces", "rounds")
+    named = {name: getattr(options, name) for name in names}
+    return named | {"kv_heads": kv_heads, "mask": str(mask), "backward": not options.forward_only}
+
+
+# ---------- the command
+
+
+@dataclass
+class Job(Generic[R]):
+    """What a command has its ranks do, and what becomes of the report.
+
+    module: what a rank of our own runs, with the case as JSON; here: the same on a rank that torchrun started,
+    where rank 0 returns the report; read: the report from its JSON; files: what is to be written;
+    show: prints the report, and returns the exit code.
+    """
+
+    command: str
+    module: str
+    case: dict[str, Any]
+    here: Callable[[Tell], R | None]
+    read: Callable[[str], R]
+    files: Callable[[R], dict[Path, str]]
+    show: Callable[[R], int]
+
+    def run(self, ranks: int, console: Console, interrupts: Interrupts | None) -> int:
+        """Do it; returns the exit code. Without `interrupts`, this process is one of the ranks."""
+        try:
+            if interrupts is None:
+                return self._on_these(console)
+            report = self._on_own(ranks, console, interrupts)
+            write_at_last(self.files(report), interrupts)
+            return self.show(report)
+        except Interrupted:
+            console.complain("interrupted: nothing was left behind")
+            return INTERRUPTED
+        except CommandFailed as failure:
+            console.complain(f"tokenring {self.command}: {failure}")
+            return 1
+        finally:
+            if interrupts is not None:
+                interrupts.close()
+
+    def _on_these(self, console: Console) -> int:
+        report = self.here(lambda done, steps, what: console.status(progress(done, steps, what)))
+        if report is None:
+            return 0
+        write_files(self.files(report))
+        return self.show(report)
+
+    def _on_own(self, ranks: int, console: Console, interrupts: Interrupts) -> R:
+        """Start ranks, follow them, and leave none."""
+        following = _Following(console)
+        command = torchrun_command(ranks, self.module, [json.dumps(self.case)])
+        with Processes(command, rank_environment(os.environ)) as processes:
+            follow(processes, interrupts, following.take, following.wait, lambda: following.phase, SILENCE_SECONDS)
+        if following.report is None:
+            raise CommandFailed("the ranks ended without a report")
+        return self.read(following.report)
+
+
+class _Following:
+    """What the ranks have said so far."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.report: str | None = None
+        self.phase = "starting"
+
+    def take(self, line: str) -> Failed | None:
+        if not line.startswith(PREFIX):
+            return None
+        kind, value = json.loads(line.removeprefix(PREFIX))
+        if kind == "failed":
+            return Failed(**value)
+        if kind == "report":
+            self.report = value
+        if kind == "progress":
+            self.phase = value[2]
+            self.console.status(progress(*value))
+        return None
+
+    def wait(self, seconds: float) -> None:
+        if self.phase == "starting":
+            self.console.status(f"starting … {seconds:.0f} s")
+
+
+def progress(done: int, steps: int, what: str) -> str:
+    """Such as 40%  round 2 of 5."""
+    return f"{100 * done // steps:3}%  {what}"
+
+
+# ---------- a rank of our own
+
+
+def serve(run: Callable[[Tell], Report | None]) -> int:
+    """What the module of a rank does: run, and say what happens on standard output. Returns the exit code."""
+    end_with_parent()
+    try:
+        report = run(lambda done, steps, what: _say("progress", [done, steps, what]))
+    except Exception as error:
+        traceback.print_exc()
+        rank = int(os.environ["RANK"])
+        _say("failed", asdict(Failed(rank, type(error).__name__, short(error), isinstance(error, TokenRingError))))
+        # torchrun ends all ranks with the first: until then, others may still say what they found.
+        time.sleep(LAST_WORDS_SECONDS)
+        return 1
+    if report is not None:
+        _say("report", report.to_json())
+    return 0
+
+
+def _say(kind: str, value: Any) -> None:
+    report_line(PREFIX + json.dumps([kind, value]))

@@ -1,0 +1,86 @@
+"""A traced call in the Trace Event Format, which chrome://tracing and Perfetto open: a process for each rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tokenring.bench.table import case_text, machine_text
+from tokenring.tracing.record import Bar, Message, Traced
+from tokenring.tracing.table import spans
+
+LANES = {"compute": "compute", "post": "moves", "pack": "moves", "wait": "waits", "merge": "merges"}
+NUMBERS = {name: number for number, name in enumerate(("steps", "compute", "moves", "waits", "merges"))}
+
+Entry = dict[str, Any]
+
+
+def to_chrome(traced: Traced) -> str:
+    """The document. Times are in microseconds, as the format has it."""
+    entries = [
+        *_names(traced),
+        *_steps(traced),
+        *map(_bar, traced.bars),
+        *(entry for number, each in enumerate(traced.messages) for entry in _message(number, each)),
+    ]
+    about = {
+        "schedule": traced.schedule,
+        "call": f"{case_text(traced.case)}, layout {traced.case.layout}",
+        "machine": machine_text(traced.machine),
+        "clock": "shared by all ranks" if traced.one_clock else "of each machine, set by the barrier before the call",
+    }
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    return f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n{lines}\n]}}\n'
+
+
+def _names(traced: Traced) -> Iterator[Entry]:
+    for rank in range(traced.ranks):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        for name, number in NUMBERS.items():
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
+
+
+def _steps(traced: Traced) -> Iterator[Entry]:
+    """Passes, and inside them their steps."""
+    for stretch in traced.stretches:
+        yield _span(stretch.direction, "pass", stretch.rank, "steps", stretch.began, stretch.ended)
+    for span in spans(traced):
+        name = f"{span.direction} step {span.step}"
+        yield _span(name, "step", span.rank, "steps", span.began, span.ended)
+
+
+def _bar(bar: Bar) -> Entry:
+    about = {"pass": bar.direction, "step": bar.step, "what": bar.label, **bar.details}
+    name = f"{bar.name} step {bar.step}"
+    return _span(name, bar.kind, bar.rank, LANES[bar.kind], bar.began, bar.ended) | {"args": about}
+
+
+def _span(name: str, category: str, rank: int, lane: str, began: float, ended: float) -> Entry:
+    where = {"pid": rank, "tid": NUMBERS[lane]}
+    # The difference of what is written, so that neighbours meet exactly.
+    return {
+        "ph": "X", "name": name, "cat": category, **where,
+        "ts": _us(began), "dur": round(_us(ended) - _us(began), 3),
+    }  # fmt: skip
+
+
+def _message(number: int, message: Message) -> Iterator[Entry]:
+    """On its way as a span of its own, and as an arrow from the post of the send to the wait at the receiver."""
+    sent, received = _us(message.sent), _us(message.received)
+    name = f"{message.label}: {message.src} to {message.dst}"
+    flight = {"name": name, "cat": "message", "id": number, "pid": message.src, "tid": NUMBERS["moves"]}
+    about = {"pass": message.direction, "from": message.src, "to": message.dst, **message.details}
+    about.pop("peer", None)
+    yield {"ph": "b", "ts": sent, **flight, "args": about}
+    yield {"ph": "e", "ts": max(sent, received), **flight}
+    arrow = {"name": "message", "cat": "arrow", "id": number}
+    yield {"ph": "s", "ts": sent, "pid": message.src, "tid": NUMBERS["moves"], **arrow}
+    inside = max(sent, _us(message.waited))
+    yield {"ph": "f", "bp": "e", "ts": inside, "pid": message.dst, "tid": NUMBERS["waits"], **arrow}
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

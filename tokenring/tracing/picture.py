@@ -1,0 +1,227 @@
+"""What every rank did when, as a self-contained SVG: one row a rank, all on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from statistics import mean
+
+from tokenring.bench.table import case_text, machine_text, ms
+from tokenring.tracing.record import Bar, Message, Stretch, Traced
+
+# Sizes in SVG units, which viewers show as pixels.
+WIDTH, MARGIN, LABEL, SHARE = 1180, 28, 58, 78
+HEADING, LINE, BAND, ROW, LANE, AXIS, LEGEND = 46, 18, 36, 64, 30, 34, 28
+LEAST_BAR = 0.8  # so that what takes microseconds is seen
+CHARACTER = 5.6  # mean width of a character of 10 units, generous for digits
+LEAST_STEP = 13  # narrower ones get no number
+FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+KINDS = {  # what a bar of each kind is called
+    "compute": "attention of a tile",
+    "wait": "waiting for a message",
+    "merge": "merging, clearing results",
+    "pack": "packing",
+    "post": "posting sends, receives",
+}
+COLOURS = {  # class: (light, dark)
+    "paper": ("#ffffff", "#14181d"),
+    "ink": ("#22282f", "#e8ecf0"),
+    "grey": ("#66707b", "#9aa5b1"),
+    "forward": ("#eef3fa", "#1c2530"),
+    "backward": ("#faf3ea", "#2a241c"),
+    "compute": ("#2f6db5", "#3f7fcb"),
+    "wait": ("#f3b33d", "#e0a63a"),
+    "merge": ("#2f9e6b", "#3fb57f"),
+    "pack": ("#8f6cc0", "#a583d6"),
+    "post": ("#cf4a5e", "#e8687b"),
+}
+LINES = {"rule": ("#dfe4e9", "#2c333b"), "step": ("#66707b", "#9aa5b1"), "message": ("#8a93a0", "#8a95a3")}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What is drawn. `stretches` are the passes, at each rank."""
+
+    heading: str
+    about: Sequence[str]  # lines below it
+    ranks: int
+    stretches: Sequence[Stretch]
+    bars: Sequence[Bar]
+    messages: Sequence[Message]
+
+
+def to_svg(timeline: Timeline) -> str:
+    """The picture."""
+    return "\n".join(_Drawing(timeline).lines()) + "\n"
+
+
+def timeline_of(traced: Traced) -> Timeline:
+    """A traced call, with what it was and where it ran."""
+    passes = "forward and backward" if traced.case.backward else "forward"
+    about = [
+        f"{case_text(traced.case).partition(', ')[2]}, layout {traced.case.layout}: {ms(traced.seconds)} ms",
+        machine_text(traced.machine),
+    ]
+    heading = f"Schedule {traced.schedule} on {traced.ranks} rank{'s' if traced.ranks > 1 else ''}, {passes}"
+    return Timeline(heading, about, traced.ranks, traced.stretches, traced.bars, traced.messages)
+
+
+def axis_step(span_ms: float, most: int = 12) -> float:
+    """A round distance of ticks (1, 2 or 5 times a power of ten), for at most so many."""
+    step = 10.0**-3
+    while True:
+        for factor in (1, 2, 5):
+            if span_ms / (step * factor) <= most:
+                return step * factor
+        step *= 10
+
+
+class _Drawing:
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.ranks = timeline, timeline.ranks
+        self.end = (
+            max([0.0, *(each.ended for each in timeline.stretches), *(bar.ended for bar in timeline.bars)]) or 1e-3
+        )
+        self.top = HEADING + LINE * len(timeline.about) + BAND
+        self.bottom = self.top + self.ranks * ROW
+        self.height = self.bottom + AXIS + LEGEND + MARGIN
+        self.right = WIDTH - MARGIN - SHARE
+
+    def x(self, seconds: float) -> float:
+        left = MARGIN + LABEL
+        return left + seconds / self.end * (self.right - left)
+
+    def y(self, rank: int) -> float:
+        """The top of a rank's lane."""
+        return self.top + rank * ROW + (ROW - LANE) / 2 + 3
+
+    def lines(self) -> Iterator[str]:
+        yield (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" '
+            f'width="{WIDTH}" height="{self.height}" font-family="{FONT}" role="img">'
+        )
+        yield f"<title>{escape(self.timeline.heading)}</title>"
+        yield from _style()
+        yield _box(0, 0, WIDTH, self.height, "paper")
+        yield from self._heading()
+        yield from map(self._stretch, self.timeline.stretches)
+        yield from self._axis()
+        yield from self._passes()
+        yield '<g class="messages">'
+        yield from map(self._message, self.timeline.messages)
+        yield "</g>"
+        for rank, bars in groupby(sorted(self.timeline.bars, key=lambda bar: bar.rank), key=lambda bar: bar.rank):
+            yield from self._row(rank, list(bars))
+        yield from self._legend()
+        yield "</svg>"
+
+    def _heading(self) -> Iterator[str]:
+        yield _text(MARGIN, 40, self.timeline.heading, 20, weight="bold")
+        for number, text in enumerate(self.timeline.about):
+            yield _text(MARGIN, 62 + LINE * number, text, 13, "grey")
+
+    def _stretch(self, stretch: Stretch) -> str:
+        """The ground of one pass at one rank."""
+        left, right = self.x(stretch.began), self.x(stretch.ended)
+        return _box(left, self.top + stretch.rank * ROW, right - left, ROW, stretch.direction)
+
+    def _passes(self) -> Iterator[str]:
+        """Their names, each over the middle of its grounds."""
+        for direction in dict.fromkeys(each.direction for each in self.timeline.stretches):
+            these = [each for each in self.timeline.stretches if each.direction == direction]
+            left, right = (self.x(mean(times)) for times in zip(*((e.began, e.ended) for e in these), strict=True))
+            text = f"{direction}  {ms(max(each.ended - each.began for each in these))} ms"
+            if right - left > len(text) * CHARACTER * 1.3:
+                yield _text((left + right) / 2, self.top - 10, text, 13, anchor="middle", weight="bold")
+
+    def _axis(self) -> Iterator[str]:
+        step = axis_step(1e3 * self.end)
+        for number in range(int(1e3 * self.end / step) + 1):
+            x = self.x(number * step / 1e3)
+            yield f'<path class="rule" d="M{x:.1f} {self.top}V{self.bottom + 5}"/>'
+            yield _text(x, self.bottom + 20, f"{number * step:g}", 11, "grey", "middle")
+        yield _text(self.right + 14, self.bottom + 20, "ms", 11, "grey")
+        yield _text(self.right + SHARE, self.top - 10, "in attention", 11, "grey", "end")
+
+    def _message(self, message: Message) -> str:
+        """From where it was posted to where its receiver had it, between the lanes."""
+        down = message.dst > message.src
+        x1, x2 = self.x(message.sent), self.x(message.received)
+        y1 = self.y(message.src) + (LANE if down else 0)
+        y2 = self.y(message.dst) + (0 if down else LANE)
+        label = f"{message.label}: rank {message.src} → rank {message.dst}"
+        line = f'<path class="message" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"><title>{escape(label)}</title></path>'
+        return line + f'<circle class="end" cx="{x2:.1f}" cy="{y2:.1f}" r="1.6"/>'
+
+    def _row(self, rank: int, bars: Sequence[Bar]) -> Iterator[str]:
+        y = self.y(rank)
+        yield _text(MARGIN, y + LANE / 2 + 5, f"rank {rank}", 13, weight="bold")
+        # Short ones come last, over their long neighbours: at this scale they would vanish under them.
+        for bar in sorted(bars, key=lambda bar: bar.began - bar.ended):
+            yield from self._bar(bar, y)
+        yield from self._steps(bars, y)
+        busy = sum(bar.seconds for bar in bars if bar.kind == "compute")
+        total = sum(each.ended - each.began for each in self.timeline.stretches if each.rank == rank)
+        share = busy / total if total else 0.0
+        yield _text(self.right + SHARE, y + LANE / 2 + 5, f"{share:.0%}", 13, anchor="end")
+
+    def _steps(self, bars: Sequence[Bar], y: float) -> Iterator[str]:
+        """Where steps begin, with their numbers above the lane."""
+        for _, step in groupby(bars, key=lambda bar: (bar.direction, bar.step)):
+            inside = list(step)
+            left, right = self.x(inside[0].began), self.x(inside[-1].ended)
+            yield f'<path class="step" d="M{left:.1f} {y - 12:.1f}V{y + LANE:.1f}"/>'
+            if right - left >= LEAST_STEP:
+                yield _text(left + 3, y - 4, str(inside[0].step), 10, "grey")
+
+    def _bar(self, bar: Bar, y: float) -> Iterator[str]:
+        left, width = self.x(bar.began), self.x(bar.ended) - self.x(bar.began)
+        tip = f"{bar.direction}, rank {bar.rank}: {bar.label}, {1e3 * bar.seconds:.3f} ms"
+        # A gap of half a unit tells neighbours of one colour apart.
+        shown = max(width - 0.5, LEAST_BAR)
+        height = LANE / 2 if bar.kind == "post" else LANE  # else these many short ones would cover the rest
+        yield (
+            f'<rect class="{bar.kind}" x="{left:.2f}" y="{y + (LANE - height) / 2:.1f}" width="{shown:.2f}" '
+            f'height="{height:.1f}"><title>{escape(tip)}</title></rect>'
+        )
+        if bar.kind == "compute" and width > len(bar.short) * CHARACTER + 8:
+            yield _text(left + width / 2, y + LANE / 2 + 4, bar.short, 10, "on", "middle")
+
+    def _legend(self) -> Iterator[str]:
+        x, y = float(MARGIN + LABEL), self.bottom + AXIS + LEGEND / 2
+        for kind, name in KINDS.items():
+            yield _box(x, y - 10, 14, 12, kind)
+            yield _text(x + 20, y, name, 12)
+            x += 20 + len(name) * CHARACTER * 1.2 + 20
+        yield f'<path class="message" d="M{x:.1f} {y}L{x + 16:.1f} {y - 8}"/>'
+        yield f'<circle class="end" cx="{x + 16:.1f}" cy="{y - 8}" r="1.6"/>'
+        yield _text(x + 24, y, "message", 12)
+        yield f'<path class="step" d="M{x + 96:.1f} {y + 2}V{y - 11}"/>'
+        yield _text(x + 99, y - 2, "0", 10, "grey")
+        yield _text(x + 112, y, "step begins", 12)
+
+
+def _style() -> Iterator[str]:
+    """Colours for light and for dark surroundings."""
+    yield "<style>"
+    for column, (before, after) in enumerate((("", ""), ("@media (prefers-color-scheme: dark) { ", " }"))):
+        rules = [f".{name} {{ fill: {colours[column]} }}" for name, colours in COLOURS.items()]
+        rules += [f".{name} {{ stroke: {colours[column]}; fill: none }}" for name, colours in LINES.items()]
+        rules += [f".end {{ fill: {LINES['message'][column]} }}"]
+        yield before + " ".join(rules) + after
+    yield ".on { fill: #ffffff } .step { stroke-width: 0.8 } .message { stroke-width: 0.8 } .messages { opacity: 0.6 }"
+    yield "</style>"
+
+
+def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
+
+
+def _text(
+    x: float, y: float, text: str, size: int, colour: str = "ink", anchor: str = "start", weight: str = ""
+) -> str:
+    style = f'class="{colour}" font-size="{size}"' + (f' font-weight="{weight}"' if weight else "")
+    style += "" if anchor == "start" else f' text-anchor="{anchor}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

@@ -1,0 +1,93 @@
+"""What a traced call consists of, on one clock: seconds since the first rank began."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from tokenring.bench.results import Case, Machine
+from tokenring.schedule.ir import Pass
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that a rank did. `name` is short, `label` a sentence, `short` fits into a bar."""
+
+    rank: int
+    direction: str
+    kind: str  # one of picture.KINDS
+    label: str
+    short: str
+    began: float
+    ended: float
+    step: int = 0
+    name: str = ""
+    details: dict[str, int | str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(frozen=True)
+class Message:
+    """From when it was posted until its receiver had waited for it; `waited`: when that wait began."""
+
+    src: int
+    dst: int
+    label: str
+    sent: float
+    received: float
+    waited: float = 0.0
+    direction: str = ""
+    details: dict[str, int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One pass at one rank, from the caller's side: its instructions lie inside."""
+
+    rank: int
+    direction: Pass
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One call on all ranks: the round with the median time.
+
+    rounds_s: the slowest rank's time in each round; round: which of them this is. one_clock: ranks share
+    a machine and so a clock; else their clocks were set by the barrier before the call.
+    """
+
+    case: Case
+    machine: Machine
+    schedule: str
+    rounds_s: list[float]
+    round: int
+    one_clock: bool
+    stretches: list[Stretch]
+    bars: list[Bar]
+    messages: list[Message]
+
+    @property
+    def seconds(self) -> float:
+        """The slowest rank's time."""
+        return self.rounds_s[self.round]
+
+    @property
+    def ranks(self) -> int:
+        return self.machine.ranks
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Traced:
+        values = json.loads(text)
+        kinds = {"case": Case, "machine": Machine, "stretches": Stretch, "bars": Bar, "messages": Message}
+        for name, kind in kinds.items():
+            value = values[name]
+            values[name] = [kind(**each) for each in value] if isinstance(value, list) else kind(**value)
+        return cls(**values)
