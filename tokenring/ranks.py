@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+
+import torch.distributed as dist
 
 from tokenring.console import Console
 from tokenring.errors import ConfigurationError, TokenRingError
@@ -218,6 +223,18 @@ def serve(run: Callable[[Tell], Report | None]) -> int:
     if report is not None:
         _say("report", report.to_json())
     return 0
+
+
+@contextmanager
+def process_group(wait_seconds: float) -> Iterator[None]:
+    """The Gloo group of all ranks. Nothing made inside may be kept: a group that outlives this aborts the process.
+
+    Its last work would be freed by a thread of torch while the interpreter ends (torch 2.13).
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=wait_seconds))
+    yield
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _say(kind: str, value: Any) -> None:

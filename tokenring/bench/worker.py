@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from tokenring.bench.peers import peer_candidates
 from tokenring.bench.race import race
 from tokenring.bench.results import Case, Machine, Report
 from tokenring.console import cores, processor
-from tokenring.ranks import Tell, serve
+from tokenring.ranks import Tell, process_group, serve
 
 
 def main(argv: list[str]) -> int:
@@ -31,12 +30,12 @@ def main(argv: list[str]) -> int:
 def run(case: Case, tell: Tell) -> Report | None:
     """The benchmark, on the processes that torchrun has started; the report is at rank 0."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_SECONDS))
-    setting = Setting(case, dist.get_rank(), dist.get_world_size())
-    candidates = [*our_candidates(case), one_process(), *peer_candidates(case.peers)]
-    entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else _quiet)
-    machine = machine_of(setting.ranks)
-    dist.destroy_process_group()
+    with process_group(WAIT_SECONDS):
+        setting = Setting(case, dist.get_rank(), dist.get_world_size())
+        machine = machine_of(setting.ranks)
+        candidates = [*our_candidates(case), one_process(), *peer_candidates(case.peers)]
+        entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else _quiet)
+        del candidates
     return Report(case, machine, entries, reference, notes) if setting.rank == 0 else None
 
 

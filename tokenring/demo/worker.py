@@ -6,13 +6,12 @@ Its standard output carries results for the process that shows them, its standar
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 import tokenring as tr
 from tokenring.demo.check import check
@@ -22,6 +21,7 @@ from tokenring.demo.model import ModelConfig, Transformer
 from tokenring.demo.results import Result, Started, Stepped, to_line
 from tokenring.demo.train import Trainer, split_attention, sum_over_ranks
 from tokenring.follow import Failed, end_with_parent, report_line, short
+from tokenring.ranks import process_group
 
 WAIT_SECONDS = 120.0  # for other ranks: one process computes the reference meanwhile
 LAST_WORDS_SECONDS = 2.0  # from a rank's failure until it ends
@@ -32,17 +32,16 @@ def main(argv: list[str] | None = None) -> int:
     end_with_parent()
     torch.set_num_threads(1)
     options = _options(argv)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_SECONDS))
-    rank = dist.get_rank()
+    rank = int(os.environ["RANK"])
     try:
-        run(options, rank)
+        with process_group(WAIT_SECONDS):
+            run(options, rank)
     except Exception as error:
         traceback.print_exc()
         report(Failed(rank, type(error).__name__, short(error), isinstance(error, tr.TokenRingError)))
         # torchrun ends all ranks with the first: until then, others may still say what they found.
         time.sleep(LAST_WORDS_SECONDS)
         return 1
-    dist.destroy_process_group()
     return 0
 
 

@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +27,7 @@ from tokenring.bench.results import Case
 from tokenring.bench.worker import machine_of
 from tokenring.context import ContextParallel, Request
 from tokenring.mask import Mask, parse_mask
-from tokenring.ranks import Tell, serve
+from tokenring.ranks import Tell, process_group, serve
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.trace import Event
 from tokenring.schedule.calls import calls
@@ -86,20 +85,17 @@ def main(argv: list[str]) -> int:
 def run(case: Case, tell: Tell) -> Traced | None:
     """The trace, on the processes that torchrun has started; rank 0 gets it."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_SECONDS))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    cp = Clocked(
-        layout=case.layout,
-        schedule=case.schedules[0],
-        transport=case.transport,
-        pieces=case.pieces,
-        timeout_seconds=WAIT_SECONDS,
-    )
-    with cp:
-        traced = trace(case, cp, tell if rank == 0 else _quiet)
-    machine = machine_of(ranks)
-    dist.destroy_process_group()
+    with process_group(WAIT_SECONDS):
+        machine = machine_of(dist.get_world_size())
+        traced = _traced(case, tell if dist.get_rank() == 0 else _quiet)
     return Traced(case, machine, **traced) if traced is not None else None
+
+
+def _traced(case: Case, tell: Tell) -> dict[str, Any] | None:
+    options = {"layout": case.layout, "schedule": case.schedules[0], "pieces": case.pieces}
+    cp = Clocked(**options, transport=case.transport, timeout_seconds=WAIT_SECONDS)
+    with cp:
+        return trace(case, cp, tell)
 
 
 def _quiet(done: int, steps: int, what: str) -> None:
