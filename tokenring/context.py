@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from numbers import Real
+from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -18,7 +19,7 @@ from tokenring.errors import BackendUnavailable, ConfigurationError, Unsupported
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.runtime.agreement import Description, agree
-from tokenring.runtime.trace import Trace
+from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.workload import Workload
@@ -181,12 +182,18 @@ class ContextParallel:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
         self._check_open()
         if self.transport is not None:
-            agree(self.transport, self._description(request, direction))
+            self._agree(self.transport, self._description(request, direction), direction)
         made = self._executor(request, direction)
         if made.views.base is not self.pool(request.device).data:  # another program made the pool grow
             self._executor.cache_clear()
             made = self._executor(request, direction)
         return made
+
+    def _agree(self, transport: Transport, mine: Description, direction: Pass) -> None:
+        began = perf_counter()
+        agree(transport, mine)
+        if self._trace is not None:
+            self._trace.events.append(Event(self.rank, direction, 0, Agree(), began, perf_counter()))
 
     def pool(self, device: torch.device) -> Pool:
         """The buffer pool of a device: all programs share it, since one runs at a time."""

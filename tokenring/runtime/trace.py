@@ -9,13 +9,18 @@ from tokenring.schedule.ir import Pass
 from tokenring.schedule.program import Attend, Instruction, Wait
 
 
+@dataclass(frozen=True)
+class Agree:
+    """Before a program's first instruction: the ranks tell each other what they are about to do, and wait for it."""
+
+
 class Event(NamedTuple):
     """One instruction as it ran; times are perf_counter seconds of its process."""
 
     rank: int
     direction: Pass
     step: int
-    instruction: Instruction
+    instruction: Instruction | Agree
     began_seconds: float
     ended_seconds: float
 
@@ -31,8 +36,8 @@ class Trace:
     events: list[Event] = field(default_factory=list)
 
     def split_seconds(self) -> dict[str, float]:
-        """Time in kernels, in waits (exposed communication), and in everything else."""
+        """Time in kernels, in waits for messages or other ranks (exposed), and in everything else."""
         compute = sum(event.seconds for event in self.events if isinstance(event.instruction, Attend))
-        exposed = sum(event.seconds for event in self.events if isinstance(event.instruction, Wait))
+        exposed = sum(event.seconds for event in self.events if isinstance(event.instruction, (Wait, Agree)))
         total = sum(event.seconds for event in self.events)
         return {"compute": compute, "exposed": exposed, "rest": total - compute - exposed}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tokenring.runtime.trace import Event
+from tokenring.runtime.trace import Agree, Event
 from tokenring.schedule.program import (
     Attend,
     Fill,
@@ -20,7 +20,8 @@ from tokenring.schedule.program import (
 )  # fmt: skip
 from tokenring.tracing.record import Bar, Message
 
-KIND_OF: dict[type[Instruction], str] = {
+KIND_OF: dict[type[Instruction | Agree], str] = {
+    Agree: "wait",
     Attend: "compute",
     Wait: "wait",
     Merge: "merge",
@@ -136,9 +137,11 @@ class _Words:
             self.details(instruction),
         )
 
-    def name(self, instruction: Instruction, tile: str) -> str:
+    def name(self, instruction: Instruction | Agree, tile: str) -> str:
         """attend q0×kv4, send kv0,kv7 to 1, wait kv4 from 3"""
         match instruction:
+            case Agree():
+                return "agree"
             case Attend():
                 return f"attend {tile}".rstrip()
             case Send():
@@ -151,9 +154,11 @@ class _Words:
                 return "clear"
         return type(instruction).__name__.lower()
 
-    def label(self, instruction: Instruction, tile: str) -> str:
+    def label(self, instruction: Instruction | Agree, tile: str) -> str:
         """What it is, in a sentence."""
         match instruction:
+            case Agree():
+                return "wait until all ranks agree on the call"
             case Attend():
                 patch = instruction.patch
                 shape = "causal" if patch.is_causal else "full" if patch.is_full else "masked"
@@ -178,7 +183,7 @@ class _Words:
         peer = f"from {rank}{post.src}" if isinstance(post, Recv) else f"to {rank}{post.dst}"
         return f"{blocks(post)} {peer}"
 
-    def details(self, instruction: Instruction) -> dict[str, int | str]:
+    def details(self, instruction: Instruction | Agree) -> dict[str, int | str]:
         """Numbers to go with it: rows, bytes, peers."""
         match instruction:
             case Attend():

@@ -1,0 +1,131 @@
+"""The trace of a real call: complete, on one clock, and as many bytes as the schedule says."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Here, RankPools
+
+from tokenring import Workload
+from tokenring.bench.results import Case, Machine
+from tokenring.errors import ConfigurationError
+from tokenring.launch import ENDING_SIGNALS
+from tokenring.layout import make_layout
+from tokenring.mask import parse_mask
+from tokenring.planner.select import named_schedule
+from tokenring.schedule.ir import PASSES
+from tokenring.schedule.schemes import SCHEMES
+from tokenring.tracing.command import main
+from tokenring.tracing.record import Traced
+from tokenring.tracing.table import spent
+from tokenring.tracing.worker import Clocked, trace
+
+CASE = Case(
+    seq_len=128, heads=4, kv_heads=2, head_dim=16, dtype="float32", mask="causal", batch=1, backward=True,
+    layout="zigzag", transport="auto", pieces=None, schedules=["ring"], peers=[], rounds=3,
+)  # fmt: skip
+RANKS = 3
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Puts back the handlers that the command replaces in its own process."""
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def traced(here: Here, case: Case) -> Traced | None:
+    cp = Clocked(layout=case.layout, schedule=case.schedules[0], transport=case.transport)
+    with cp:
+        found = trace(case, cp, lambda done, steps, what: None)
+    return None if found is None else Traced(case, Machine("", 1, 1, here.world_size, ""), **found)
+
+
+def run(ranks: RankPools, case: Case) -> Traced:
+    found = ranks(RANKS)(traced, replace(case, seq_len=RANKS * 32))
+    assert found[0] is not None and found[1:] == [None] * (RANKS - 1)
+    return found[0]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_schedule(ranks: RankPools, name: str, transport: str) -> None:
+    made = run(ranks, replace(CASE, schedules=[name], transport=transport))
+    assert made.one_clock and made.schedule == name and len(made.rounds_s) == CASE.rounds
+    assert made.seconds == sorted(made.rounds_s)[1]
+    check_bars(made)
+    check_bytes(made, name)
+    assert all(each.sent <= each.received and each.waited <= each.received for each in made.messages)
+
+
+def check_bars(made: Traced) -> None:
+    """Nothing overlaps at a rank, all lies inside its pass, and the parts add up to it."""
+    assert {(each.rank, each.direction) for each in made.stretches} == {(r, d) for r in range(RANKS) for d in PASSES}
+    sums: dict[tuple[int, str], float] = defaultdict(float)
+    for part in spent(made):
+        assert all(seconds >= -1e-8 for seconds in part.seconds.values()), part
+        sums[part.rank, part.direction] += part.total
+    for stretch in made.stretches:
+        bars = [bar for bar in made.bars if (bar.rank, bar.direction) == (stretch.rank, stretch.direction)]
+        times = [stretch.began, *(time for bar in bars for time in (bar.began, bar.ended)), stretch.ended]
+        assert times == sorted(times)
+        assert any(bar.kind == "compute" for bar in bars)
+        assert sums[stretch.rank, stretch.direction] == pytest.approx(stretch.ended - stretch.began, abs=1e-7)
+
+
+def check_bytes(made: Traced, name: str) -> None:
+    length = RANKS * 32
+    workload = Workload(1, length, length, 4, 2, 16, torch.float32)
+    layout = make_layout("zigzag", RANKS, length)
+    schedule = named_schedule(name, workload, layout, layout, parse_mask("causal"), None)
+    for direction in PASSES:
+        sent: Counter[tuple[int, int]] = Counter()
+        for each in made.messages:
+            if each.direction == direction:
+                sent[each.src, each.dst] += int(each.details["bytes"])
+        assert dict(sent) == schedule.link_bytes(workload, direction)
+
+
+def test_forward_alone(ranks: RankPools) -> None:
+    made = run(ranks, replace(CASE, backward=False))
+    assert {each.direction for each in made.stretches} == {"forward"}
+
+
+def test_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenring", "trace", "ring", "--ranks", "2", "--seq-len", "128", "--heads", "2"]
+    outputs = ["--head-dim", "16", "--picture", "t.svg", "--chrome", "t.json"]
+    result = subprocess.run([*command, *outputs], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["t.json", "t.svg"]
+    assert result.stdout.startswith("tokenring trace: schedule ring, forward and backward, 128 tokens")
+    assert "written: t.svg (open it in a browser)" in result.stdout
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["schedule"] == "ring"
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ring"], "say how many processes to start"),
+        (["rings", "--ranks", "2"], "'rings'"),
+        (["auto", "--ranks", "2", "--pieces", "2"], "--pieces goes with a schedule by name, not with auto"),
+        (["ring", "--ranks", "2", "--picture", "x", "--chrome", "x"], "--picture and --chrome are both x"),
+        (["ring", "--ranks", "2", "--chrome", "/no/such/x"], "--chrome /no/such/x: not a file in a folder"),
+        (["ring", "--ranks", "2", "--rounds", "0"], "--rounds 0: use 1 or more"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        main(arguments, {})
