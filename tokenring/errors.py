@@ -4,6 +4,7 @@ TokenRingError
 ├── ConfigurationError (ValueError)   what was asked for cannot be: layouts, shapes, groups, names
 ├── UnsupportedError (NotImplementedError)   a feature, dtype or mask that no part here provides
 ├── ScheduleError (ValueError)        a schedule that fails its proof, or a text that is none
+├── TopologyError (ValueError)        a dump of a machine that is broken, or in no known format
 ├── PeerLost (RuntimeError)           a peer did not answer in time
 └── BackendUnavailable (RuntimeError) a transport or kernel that this machine lacks
 
@@ -43,3 +44,14 @@ class PeerLost(TokenRingError, RuntimeError):
 
 class BackendUnavailable(TokenRingError, RuntimeError):
     """A transport or kernel that this machine does not have."""
+
+
+class TopologyError(TokenRingError, ValueError):
+    """A dump that is broken, or in no format that we know; `line` and `column` say where, from 1."""
+
+    def __init__(
+        self, message: str, line: int | None = None, column: int | None = None, file: str | None = None
+    ) -> None:
+        self.message, self.line, self.column, self.file = message, line, column, file
+        place = [str(part) for part in (file, line, column if line is not None else None) if part is not None]
+        super().__init__(f"{':'.join(place)}: {message}" if place else message)

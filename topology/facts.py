@@ -1,0 +1,143 @@
+"""What one source said about a machine, in its own words as far as they go. Unknown is None, never 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+DeviceKind = Literal["accelerator", "package", "nic", "switch", "host-bridge", "pcie-switch", "numa", "cpu", "host"]
+Coverage = Literal["links", "pcie", "devices"]
+LinkState = Literal["up", "down"]
+MAX_ACCELERATORS = 4096
+
+# Links of accelerators' own, and ways through PCIe from the shortest to the longest.
+PEER_KINDS = ("nvlink", "xgmi", "hccs", "sio", "ub", "mxlink", "mtlink", "mlulink")
+PCIE_PATHS = ("pix", "pxb", "phb", "node", "sys")
+PCIE_KINDS = ("pcie", *PCIE_PATHS)  # "pcie": somewhere through PCIe, the source does not say how far
+OTHER_KINDS = ("c2c", "network")  # accelerator to CPU; between hosts
+LINK_KINDS = (*PEER_KINDS, *PCIE_KINDS, *OTHER_KINDS)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A thing with links. `id` is its name inside its source; `parent` the id of what it hangs from (a PCI tree)."""
+
+    id: str
+    kind: DeviceKind
+    index: int | None = None
+    bus_id: str | None = None
+    phy_id: int | None = None
+    die: int | None = None
+    package: str | None = None
+    model: str | None = None  # as the source writes it: "NVIDIA H100 80GB HBM3", "910B3"
+    arch: str | None = None  # "sm90", "gfx942", "910B", "A3": what decides the links' generation
+    vendor: str | None = None  # "nvidia", "amd", "huawei", ...
+    name: str | None = None  # "mlx5_0"
+    numa_node: int | None = None
+    numa_affinity: str | None = None  # where a source gives a list: "0,5-11"
+    cpu_affinity: str | None = None  # "0-23,48-71"
+    gbs: float | None = None  # of a port, one way
+    host: str | None = None
+    parent: str | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link, or a way through PCIe, between two devices of one source.
+
+    `count` of physical links and `bandwidth_gbs` of all of them together, one way. `switched`: the
+    source itself says that it goes through a switch. `label` is the source's own word.
+    """
+
+    a: str
+    b: str
+    kind: str
+    count: int | None = None
+    bandwidth_gbs: float | None = None
+    switched: bool = False
+    state: LinkState | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What somebody measured from a to b: one way (`gbs`), both ways at once (`both_gbs`), latency."""
+
+    a: str
+    b: str
+    gbs: float | None = None
+    both_gbs: float | None = None
+    latency_us: float | None = None
+    what: str | None = None  # "peer access off", "copy engine, write"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What to know of a source: what is missing, what was put right, why there is nothing."""
+
+    text: str
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.line is None else f"line {self.line}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where facts come from."""
+
+    format: str  # the name in the registry: "nvidia-smi topo -m"
+    file: str | None = None
+    host: str | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that one source said.
+
+    `coverage` is what the source would have shown: every link between accelerators ("links"); no more than
+    the PCIe tree, other links being invisible to it ("pcie"); devices only, links left to others ("devices").
+    """
+
+    coverage: Coverage
+    devices: tuple[Device, ...] = ()
+    links: tuple[Link, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    notes: tuple[Note, ...] = ()
+    origin: Origin | None = None
+
+    @property
+    def accelerators(self) -> tuple[Device, ...]:
+        return tuple(device for device in self.devices if device.kind == "accelerator")
+
+    def of(self, origin: Origin) -> Facts:
+        return replace(self, origin=origin)
+
+
+def normal_bus_id(text: str) -> str | None:
+    """`00000000:1A:00.0` and `1a:00.0` are both `0000:1a:00.0`; None for what is no bus id."""
+    match = re.fullmatch(
+        r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?", text.strip().lower(), re.ASCII
+    )
+    if match is None:
+        return None
+    domain, bus, slot, function = match.groups()
+    return f"{int(domain or '0', 16):04x}:{int(bus, 16):02x}:{int(slot, 16):02x}.{function or '0'}"
+
+
+def single_number(text: str | None) -> int | None:
+    """The number that a text is; None for lists, for N/A and for nothing."""
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII) else None
+
+
+def unordered(a: str, b: str) -> tuple[str, str]:
+    return (a, b) if a <= b else (b, a)
+
+
+def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
+    """All pairs, each once, in the order given."""
+    listed = list(names)
+    return [(a, b) for i, a in enumerate(listed) for b in listed[i + 1 :]]

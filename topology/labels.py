@@ -1,0 +1,56 @@
+"""What the words in the cells of topology matrices mean, of all vendors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+COUNTED = {"NV": "nvlink", "MX": "mxlink", "MT": "mtlink", "MLK": "mlulink"}
+WORDS: dict[str, tuple[str, bool]] = {  # kind, through a switch
+    "XGMI": ("xgmi", False),
+    "HCCS": ("hccs", False),
+    "XLINK": ("hccs", False),  # how the open build of npu-smi writes HCCS
+    "HCCS_SW": ("hccs", True),
+    "XLINK_SW": ("hccs", True),
+    "SIO": ("sio", False),
+    "UB": ("ub", False),
+    "PIX": ("pix", False),
+    "PXB": ("pxb", False),
+    "PHB": ("phb", False),
+    "NODE": ("node", False),
+    "SYS": ("sys", False),
+    "SOC": ("sys", False),  # the old word
+    "PCIE": ("pcie", False),
+}
+SELF = "X"
+NOTHING = ("N/A", "NA", "XXXX", "-", "...", "…")
+
+_WORD = r"(?:NV|MX|MT|MLK)[0-9]{1,3}|MX|MLK|XGMI|(?:HCCS|X[Ll]ink)(?:_SW)?|SIO|UB|PIX|PXB|PHB|NODE|SYS|SOC|PCIE"
+CELL = re.compile(_WORD, re.ASCII)
+GLUED = re.compile(rf"(?:{_WORD}|X)+", re.ASCII)
+PIECE = re.compile(rf"{_WORD}|X", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    kind: str
+    count: int | None = None
+    switched: bool = False
+
+
+def meaning(label: str) -> Meaning | None:
+    """None for what says nothing: N/A, XXXX, unknown words."""
+    word = label.upper()
+    if word in WORDS:
+        return Meaning(WORDS[word][0], switched=WORDS[word][1])
+    match = re.fullmatch(r"(NV|MX|MT|MLK)([0-9]{0,3})", word, re.ASCII)
+    if match is None or match[2] == "0":
+        return None
+    return Meaning(COUNTED[match[1]], int(match[2]) if match[2] else None)
+
+
+def cells(token: str) -> list[str] | None:
+    """The cells of one word, which may be glued (PIXNODE); None where it is something else."""
+    if token in NOTHING:
+        return [token]
+    return PIECE.findall(token) if GLUED.fullmatch(token) else None

@@ -1,0 +1,212 @@
+"""Matrices of labels as vendors' tools print them, and as they look after mail, Markdown and terminals.
+
+A header names columns, a row starts with a name and has one label for each column, and affinities
+follow. Whoever copied it may have lost tabs, headers, rows or the right side: what remains is read,
+and a note says what was lost. A row counts only as far as its X, which marks itself, stands where it should.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from tokenring.errors import TopologyError
+from tokenring.topology.facts import Device, Link, Note
+from tokenring.topology.labels import CELL, NOTHING, SELF, cells, meaning
+
+ACCELERATOR = re.compile(r"(GPU|NPU|Phy-ID)([0-9]{1,5})", re.ASCII)
+NAME = re.compile(r"(?:GPU|NPU|NIC|Phy-ID)[0-9]{1,5}|(?:mlx|hfi|bnxt_re|qedr|irdma|efa|rdmap|roce|ib)[a-z0-9]*?(?:_[a-z]*)?[0-9]{1,5}", re.ASCII)  # fmt: skip
+TITLES = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
+TITLE = re.compile("|".join(TITLES))
+ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+ALIAS = re.compile(r"\s*(NIC[0-9]{1,5}|[A-Z]{3}[0-9]{1,5}): +(\S+)\s*", re.ASCII)
+MAX_COLUMNS = 1024
+
+
+@dataclass
+class Row:
+    name: str
+    line: int
+    labels: list[str]
+    affinity: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Matrix:
+    columns: list[str]
+    rows: list[Row]
+    aliases: dict[str, str]
+    notes: list[Note]
+
+    @property
+    def names(self) -> list[str]:
+        """Rows and columns, each once, in order."""
+        return list(dict.fromkeys([*self.columns, *(row.name for row in self.rows)]))
+
+
+def read_matrix(text: str) -> Matrix:
+    """The first matrix in a text, with all that can be read of it."""
+    matrix = Matrix([], [], {}, [])
+    titles: list[str] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = ESCAPE.sub("", raw)
+        if alias := ALIAS.fullmatch(line):
+            matrix.aliases[alias[1]] = alias[2]
+        elif "Legend" in line or set(line.strip()) <= set("|-: "):
+            continue
+        elif "|" in line:
+            _markdown_line(line, number, matrix, titles)
+        elif not matrix.rows and (found := _header(line)):
+            matrix.columns += found
+            titles += TITLE.findall(line)
+        elif row := _row(line, number, matrix.columns, titles):
+            if any(row.name == other.name for other in matrix.rows):
+                break  # a second matrix
+            matrix.rows.append(row)
+        elif matrix.rows and (more := _continuation(line, matrix)):
+            matrix.rows[-1].labels += more
+        if max(len(matrix.columns), len(matrix.rows)) > MAX_COLUMNS:
+            raise TopologyError(f"more than {MAX_COLUMNS} devices in one matrix", number, 1)
+    _settle(matrix)
+    return matrix
+
+
+def _header(line: str) -> list[str] | None:
+    """The columns that a header names, be they run together; None for another line."""
+    title = TITLE.search(line)
+    before = line[: title.start()] if title else line
+    if not ACCELERATOR.search(before) and not (NAME.search(before) and not before[:1].strip()):
+        return None
+    names: list[str] = []
+    for word in before.split():
+        found = NAME.findall(word)
+        if found and "".join(found) == word:
+            names += found
+        elif re.fullmatch(r"[a-z][\w-]*[0-9]", word, re.ASCII) and names:  # a NIC of a name that we do not know
+            names.append(word)
+        elif not (word.endswith(":") or word in NOTHING or word.isalpha()) or cells(word):
+            return None
+    return names or None
+
+
+def _row(line: str, number: int, columns: list[str], titles: list[str]) -> Row | None:
+    words = line.split(None, 1)
+    if not words or not (words[0] in columns or NAME.fullmatch(words[0])):
+        return None
+    labels, rest = _labels(words[1] if len(words) > 1 else "", len(columns))
+    if not labels and not rest.strip():
+        return None
+    return Row(words[0], number, labels, _affinity(rest, titles))
+
+
+def _labels(text: str, width: int) -> tuple[list[str], str]:
+    """The cells at the start of a row, and what follows them."""
+    found: list[str] = []
+    end = 0
+    for match in re.finditer(r"\S+", text):
+        if width and len(found) >= width:
+            break
+        more = cells(match[0])
+        if more is None:
+            break
+        found, end = found + more, match.end()
+    return found, text[end:]
+
+
+def _affinity(rest: str, titles: list[str]) -> dict[str, str]:
+    fields = [part.strip() for part in rest.split("\t")] if "\t" in rest else rest.split()
+    filled = [part for part in fields if part]
+    if len(filled) < len(titles) and "\t" in rest:  # an empty one: position says which
+        fields = fields[1:] if fields and not fields[0] else fields
+        last = fields[-1:] if len(titles) == 3 and len(fields) > 3 else fields[2:3]
+        filled = [*fields[:2], *last]
+    return {title: value for title, value in zip(titles, filled, strict=False) if value and value not in NOTHING}
+
+
+def _continuation(line: str, matrix: Matrix) -> list[str]:
+    """Cells of the last row that a narrow terminal put on a line of their own."""
+    missing = len(matrix.columns) - len(matrix.rows[-1].labels)
+    labels, _ = _labels(line, 0)
+    return labels if 0 < len(labels) <= missing else []
+
+
+def _markdown_line(line: str, number: int, matrix: Matrix, titles: list[str]) -> None:
+    parts = [part.strip(" \t*`") for part in line.strip().strip("|").split("|")]
+    names = [part for part in parts if NAME.fullmatch(part)]
+    if not matrix.columns:
+        if names:
+            matrix.columns += names
+            titles += [part for part in parts if part in TITLES]
+        return
+    if not names:
+        return
+    at = parts.index(names[0])
+    labels = [part for part in parts[at + 1 :] if cells(part)]
+    outside = [part for part in parts if part not in labels and part != names[0]]
+    matrix.rows.append(Row(names[0], number, labels, dict(zip(titles, filter(None, outside), strict=False))))
+
+
+def _settle(matrix: Matrix) -> None:
+    """Columns where there is no header; labels only as far as they are sure."""
+    if not matrix.columns:
+        matrix.columns = [row.name for row in matrix.rows]
+        if matrix.rows:
+            matrix.notes.append(Note("the header is missing: columns are taken in the order of the rows"))
+    if doubled := [name for name in dict.fromkeys(matrix.columns) if matrix.columns.count(name) > 1]:
+        raise TopologyError(f"the header names {doubled[0]} twice", 1, 1)
+    for row in matrix.rows:
+        _trust(row, matrix)
+    rows = {row.name for row in matrix.rows}
+    if missing := [name for name in matrix.columns if name not in rows]:
+        matrix.notes.append(Note(f"no row for {', '.join(missing)}"))
+
+
+def _trust(row: Row, matrix: Matrix) -> None:
+    if not row.labels or row.name not in matrix.columns:
+        row.labels = []
+        return
+    own = matrix.columns.index(row.name)
+    if SELF not in row.labels and len(row.labels) <= own:
+        matrix.notes.append(Note(f"the row of {row.name} is cut before its own cell", row.line))
+    elif own >= len(row.labels) or row.labels[own] != SELF:
+        matrix.notes.append(Note(f"the row of {row.name} does not fit the header: not used", row.line))
+        row.labels = []
+    elif len(row.labels) < len(matrix.columns):
+        have, want = len(row.labels), len(matrix.columns)
+        matrix.notes.append(Note(f"the row of {row.name} has {have} of {want} cells", row.line))
+
+
+def has_cells(matrix: Matrix) -> bool:
+    return any(row.labels for row in matrix.rows)
+
+
+def words_in(text: str) -> set[str]:
+    """The label words of a text that stand in rows; for recognising."""
+    found: set[str] = set()
+    for line in text[:200_000].splitlines():
+        words = ESCAPE.sub("", line).replace("|", " ").split()
+        if any(ACCELERATOR.fullmatch(word) for word in words[:8]):
+            found.update(match[0] for word in words for match in CELL.finditer(word) if cells(word))
+    return found
+
+
+def links_of(matrix: Matrix, devices: list[Device]) -> tuple[list[Link], list[Note]]:
+    """One link for each pair that has a label; a pair whose two labels differ has none, and a note."""
+    known = {device.id for device in devices}
+    labels: dict[tuple[str, str], tuple[str, int]] = {}
+    notes: list[Note] = []
+    for row in matrix.rows:
+        for column, label in zip(matrix.columns, row.labels, strict=False):
+            if column == row.name or not {column, row.name} <= known or label == SELF:
+                continue
+            back = labels.get((column, row.name))
+            if back is None:
+                labels[row.name, column] = (label, row.line)
+            elif meaning(back[0]) != meaning(label):
+                notes.append(Note(f"{column} to {row.name} is {back[0]}, the other way {label}: unknown", row.line))
+                labels[column, row.name] = ("N/A", row.line)
+    links = []
+    for (a, b), (label, _) in labels.items():
+        if found := meaning(label):
+            links.append(Link(a, b, found.kind, found.count, switched=found.switched, label=label))
+    return links, notes

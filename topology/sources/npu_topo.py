@@ -1,0 +1,74 @@
+"""`npu-smi info -t topo`: NPUs (or dies, by Phy-ID), HCCS, SIO, UB and PCIe labels."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from tokenring.errors import TopologyError
+from tokenring.topology.facts import Device, Facts, Link, Note, single_number
+from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, links_of, read_matrix, words_in
+
+REFUSALS = re.compile(r"does not support querying topo|dcmi model? ?\w* ?initiali[sz]ed? failed|ret is -80[0-9]{2}")
+QUAD = 4  # 910A has HCCS in groups of four; wider direct HCCS is 910B
+
+
+def recognises(text: str) -> bool:
+    start = text[:200_000]
+    if REFUSALS.search(start[:4000]) and "NPU0" not in start:
+        return True
+    named = re.search(r"NPU[0-9]+\s|Phy-ID[0-9]+\s", start) is not None
+    return named and bool(words_in(text))
+
+
+def parse(text: str) -> Facts:
+    matrix = read_matrix(text)
+    if not matrix.rows:
+        return _refusal(text)
+    devices = [_device(name, matrix) for name in matrix.names]
+    links, notes = links_of(matrix, devices)
+    devices = _generation(devices, links)
+    return Facts("links", tuple(devices), tuple(links), notes=(*matrix.notes, *notes))
+
+
+def _refusal(text: str) -> Facts:
+    for number, line in enumerate(text.splitlines(), 1):
+        if REFUSALS.search(line):
+            return Facts("devices", notes=(Note(f"npu-smi says: {' '.join(line.split())[:200]}", number),))
+    raise TopologyError("no row of a matrix in it", text.count("\n") + 1, 1)
+
+
+def _device(name: str, matrix: Matrix) -> Device:
+    match = ACCELERATOR.fullmatch(name)
+    affinity = next((row.affinity for row in matrix.rows if row.name == name), {})
+    if match is None:
+        return Device(name, "nic", name=matrix.aliases.get(name))
+    number = int(match[2])
+    by_phy_id = match[1] == "Phy-ID"
+    return Device(
+        id=name,
+        kind="accelerator",
+        index=None if by_phy_id else number,
+        phy_id=number if by_phy_id else None,
+        arch="A3" if by_phy_id else None,  # npu-smi counts by Phy-ID on A3 only
+        vendor="huawei",
+        cpu_affinity=affinity.get("CPU Affinity"),
+        numa_node=single_number(affinity.get("NUMA Affinity")),
+    )
+
+
+def _generation(devices: list[Device], links: list[Link]) -> list[Device]:
+    """910B where HCCS says so, and dies of one package where SIO does."""
+    hccs: dict[str, int] = {}
+    sio: dict[str, str] = {}
+    for link in links:
+        for one, other in ((link.a, link.b), (link.b, link.a)):
+            if link.kind == "hccs" and not link.switched:
+                hccs[one] = hccs.get(one, 0) + 1
+            elif link.kind == "sio":
+                sio[one] = "+".join(sorted((one, other)))
+    wide = any(peers >= QUAD for peers in hccs.values())
+    return [
+        replace(device, package=sio.get(device.id), arch=device.arch or ("910B" if wide and device.id in hccs else None))
+        for device in devices
+    ]

@@ -1,0 +1,79 @@
+"""XML as a tree with places, by expat: no entities, nothing from outside, bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from xml.parsers import expat
+
+from tokenring.errors import TopologyError
+
+MAX_DEPTH = 256
+MAX_ELEMENTS = 200_000
+
+
+@dataclass
+class Element:
+    tag: str
+    attributes: dict[str, str]
+    line: int
+    column: int
+    children: list[Element] = field(default_factory=list)
+
+    def get(self, name: str) -> str | None:
+        return self.attributes.get(name)
+
+    def walk(self) -> Iterator[Element]:
+        """Itself and all below, in order."""
+        waiting = [self]
+        while waiting:
+            element = waiting.pop()
+            yield element
+            waiting.extend(reversed(element.children))
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.parser = expat.ParserCreate()
+        self.root: Element | None = None
+        self.open: list[Element] = []
+        self.count = 0
+        self.parser.StartElementHandler = self._start
+        self.parser.EndElementHandler = self._end
+        self.parser.StartDoctypeDeclHandler = self._doctype
+        self.parser.EntityDeclHandler = self._entity
+
+    def _fail(self, message: str) -> TopologyError:
+        return TopologyError(message, self.parser.CurrentLineNumber, self.parser.CurrentColumnNumber + 1)
+
+    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+        self.count += 1
+        if self.count > MAX_ELEMENTS or len(self.open) >= MAX_DEPTH:
+            raise self._fail(f"more than {MAX_ELEMENTS} elements, or deeper than {MAX_DEPTH}")
+        element = Element(tag, attributes, self.parser.CurrentLineNumber, self.parser.CurrentColumnNumber + 1)
+        if self.open:
+            self.open[-1].children.append(element)
+        else:
+            self.root = element
+        self.open.append(element)
+
+    def _end(self, tag: str) -> None:
+        self.open.pop()
+
+    def _doctype(self, name: str, system: str | None, public: str | None, internal: bool) -> None:
+        if internal:  # a mere name of a DTD, as hwloc writes, is never looked up
+            raise self._fail("a document type with declarations of its own is refused")
+
+    def _entity(self, *declared: object) -> None:
+        raise self._fail("entities are refused")
+
+
+def parse_xml(text: str) -> Element:
+    builder = _Builder()
+    try:
+        builder.parser.Parse(text.encode("utf-8", "replace"), True)
+    except expat.ExpatError as error:
+        raise TopologyError(f"broken XML: {expat.ErrorString(error.code)}", error.lineno, error.offset + 1) from None
+    if builder.root is None:
+        raise TopologyError("no element in it", 1, 1)
+    return builder.root
