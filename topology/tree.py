@@ -30,7 +30,7 @@ def _ancestors(end: str, by_id: Mapping[str, Device]) -> list[str]:
     """What is above a device, nearest first."""
     found: list[str] = []
     parent = by_id[end].parent
-    while parent in by_id and parent not in found:
+    while parent is not None and parent in by_id and parent not in found:
         found.append(parent)
         parent = by_id[parent].parent
     return found

@@ -15,7 +15,8 @@ from tokenring.topology.facts import Device, Link, Note
 from tokenring.topology.labels import CELL, NOTHING, SELF, cells, meaning
 
 ACCELERATOR = re.compile(r"(GPU|NPU|Phy-ID)([0-9]{1,5})", re.ASCII)
-NAME = re.compile(r"(?:GPU|NPU|NIC|Phy-ID)[0-9]{1,5}|(?:mlx|hfi|bnxt_re|qedr|irdma|efa|rdmap|roce|ib)[a-z0-9]*?(?:_[a-z]*)?[0-9]{1,5}", re.ASCII)  # fmt: skip
+NICS = r"mlx|hfi|bnxt_re|qedr|irdma|efa|rdmap|roce|ib"
+NAME = re.compile(rf"(?:GPU|NPU|NIC|Phy-ID)[0-9]{{1,5}}|(?:{NICS})[a-z0-9]*?(?:_[a-z]*)?[0-9]{{1,5}}", re.ASCII)
 TITLES = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 TITLE = re.compile("|".join(TITLES))
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -84,7 +85,7 @@ def _header(line: str) -> list[str] | None:
             names += found
         elif re.fullmatch(r"[a-z][\w-]*[0-9]", word, re.ASCII) and names:  # a NIC of a name that we do not know
             names.append(word)
-        elif not (word.endswith(":") or word in NOTHING or word.isalpha()) or cells(word):
+        elif word not in NOTHING and (cells(word) or not (word.endswith(":") or word.isalpha())):
             return None
     return names or None
 
@@ -94,7 +95,7 @@ def _row(line: str, number: int, columns: list[str], titles: list[str]) -> Row |
     if not words or not (words[0] in columns or NAME.fullmatch(words[0])):
         return None
     labels, rest = _labels(words[1] if len(words) > 1 else "", len(columns))
-    if not labels and not rest.strip():
+    if not labels and (not rest.strip() or NAME.match(rest.strip())):
         return None
     return Row(words[0], number, labels, _affinity(rest, titles))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 
 from tokenring.errors import TopologyError
@@ -13,6 +14,7 @@ PEER = {"nvlink": "nvlink", "xgmi": "xgmi"}
 SWITCH_CLASS = "0x068000"
 ACCELERATORS = ("0x0300", "0x0302", "0x0380", "0x1200")
 VENDORS = {"0x10de": "nvidia", "0x1002": "amd", "0x19e5": "huawei"}
+MAY_HAVE_NVLINK = (60, 70, 80, 90, 100, 103, 107)  # whether they do is left out of files made by hand
 HIDDEN_SWITCH = "nvswitch"  # fffffff:ff:ff.0: a virtual machine is not shown which
 GFX = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx942", "941": "gfx942", "942": "gfx942"}
 
@@ -22,23 +24,31 @@ class _Reading:
     devices: list[Device] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    ids: set[str] = field(default_factory=set)
+    places: dict[str, int] = field(default_factory=dict)  # of every id ever given, in devices
     gpus: int = 0
-    lists_links: bool = False  # some gpu element says what only a running library knows
+    lists_links: bool = False
 
     def add(self, device: Device) -> Device:
         number, wanted = 1, device.id
-        while device.id in self.ids:
+        while device.id in self.places:
             number += 1
             device = replace(device, id=f"{wanted}#{number}")
-        self.ids.add(device.id)
+        self.places[device.id] = len(self.devices)
         self.devices.append(device)
         return device
+
+    def named(self, name: str | None) -> Device | None:
+        return self.devices[self.places[name]] if name in self.places else None
+
+    def rename(self, old: str, device: Device) -> str:
+        self.places[device.id] = self.places[old]
+        self.devices[self.places[old]] = device
+        return device.id
 
 
 def recognises(text: str) -> bool:
     start = text[:20_000]
-    return "<system" in start or ("<pci" in start and "busid" in start)
+    return re.search(r"<system[\s>]|<pci\s+busid", start) is not None
 
 
 def parse(text: str) -> Facts:
@@ -96,7 +106,7 @@ def _element(element: Element, parent: str | None, reading: _Reading) -> str | N
     return parent
 
 
-def _pci(element: Element, parent: str | None, reading: _Reading) -> str:
+def _pci(element: Element, parent: str | None, reading: _Reading) -> str | None:
     bus_id = element.get("busid") or ""
     pci_class = (element.get("class") or "").lower()
     kind: DeviceKind = "pcie-switch"
@@ -107,8 +117,8 @@ def _pci(element: Element, parent: str | None, reading: _Reading) -> str:
     elif pci_class.startswith("0x0680"):
         kind = "switch"
     elif not element.children and pci_class != "0x060400":
-        kind = "pcie-switch" if element.children else "package"
         reading.notes.append(Note(f"what {bus_id[:20]} is, is not said", element.line, element.column))
+        return parent
     vendor = VENDORS.get((element.get("vendor") or "").lower())
     device = Device(bus_id or f"pci@{element.line}", kind, bus_id=normal_bus_id(bus_id), vendor=vendor, parent=parent)
     return reading.add(_placed(device, reading)).id
@@ -116,24 +126,21 @@ def _pci(element: Element, parent: str | None, reading: _Reading) -> str:
 
 def _gpu(element: Element, parent: str, reading: _Reading) -> str:
     """A gpu names the PCI device that it is in; a second one in the same device is a device of its own."""
-    at = next(i for i, device in enumerate(reading.devices) if device.id == parent)
-    pci = reading.devices[at]
+    pci = reading.devices[reading.places[parent]]
     index, sm, gcn = (single_number(element.get(name)) for name in ("dev", "sm", "gcn"))
     arch = GFX.get(str(gcn), f"gfx{gcn}") if gcn is not None else None if sm is None else f"sm{sm}"
-    reading.lists_links |= arch is not None
+    reading.lists_links |= gcn is not None or (sm is not None and sm not in MAY_HAVE_NVLINK)
     reading.gpus += 1
     name = f"GPU{reading.gpus - 1 if index is None else index}"
     if (part := element.get("mlopart")) is not None:
         name += f".{part[:8]}"
     gpu = replace(pci, kind="accelerator", index=index, arch=arch, vendor="amd" if gcn is not None else pci.vendor)
-    if pci.index is not None:
-        return reading.add(replace(gpu, id=name)).id
-    if name in reading.ids:
-        name = f"{name}@{pci.id}"
-    reading.ids.discard(pci.id)
-    reading.ids.add(name)
-    reading.devices[at] = replace(gpu, id=name, vendor=gpu.vendor or "nvidia")
-    return name
+    gpu = replace(gpu, id=name, vendor=gpu.vendor or "nvidia")
+    if pci.id != parent:  # renamed: a gpu was here before
+        return reading.add(gpu).id
+    if name in reading.places:
+        gpu = replace(gpu, id=f"{name}@{pci.id}")
+    return reading.rename(pci.id, gpu)
 
 
 def _net(element: Element, parent: str | None, reading: _Reading) -> None:
@@ -144,20 +151,20 @@ def _net(element: Element, parent: str | None, reading: _Reading) -> None:
 
 
 def _placed(device: Device, reading: _Reading) -> Device:
-    above = next((each for each in reversed(reading.devices) if each.id == device.parent), None)
+    above = reading.named(device.parent)
     return replace(device, numa_node=above.numa_node, host=above.host) if above else device
 
 
 def _peer_links(link: Link, by_bus: dict[str, list[str]], reading: _Reading) -> list[Link]:
     """Links to devices, for a link to a bus id; a link to a switch brings the switch in."""
     bus_id = normal_bus_id(link.b)
-    own = next((device.bus_id for device in reading.devices if device.id == link.a), None)
+    here = reading.named(link.a)
     if link.switched or link.b.startswith("ffff"):
         name = HIDDEN_SWITCH if link.b.startswith("ffff") or not link.b else link.b
-        if name not in reading.ids:
+        if name not in reading.places:
             reading.add(Device(name, "switch", bus_id=bus_id))
         return [replace(link, b=name)]
-    if bus_id is not None and bus_id == own:
+    if bus_id is not None and here is not None and bus_id == here.bus_id:
         reading.notes.append(Note(f"{link.a} is linked to itself: that stands for a peer that is not named"))
         return []
     targets = by_bus.get(bus_id or "", [])

@@ -68,7 +68,8 @@ def _generation(devices: list[Device], links: list[Link]) -> list[Device]:
             elif link.kind == "sio":
                 sio[one] = "+".join(sorted((one, other)))
     wide = any(peers >= QUAD for peers in hccs.values())
-    return [
-        replace(device, package=sio.get(device.id), arch=device.arch or ("910B" if wide and device.id in hccs else None))
-        for device in devices
-    ]
+    made = []
+    for device in devices:
+        arch = "910B" if wide and device.arch is None and device.id in hccs else device.arch
+        made.append(replace(device, package=sio.get(device.id), arch=arch))
+    return made

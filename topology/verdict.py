@@ -1,0 +1,204 @@
+"""What kind of machine a graph is: a class of a closed list, islands, why, and how sure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device
+from tokenring.topology.facts import PCIE_PATHS, Device, pairs, unordered
+from tokenring.topology.graph import Edge, Graph
+from tokenring.topology.shapes import Neighbours, is_clique, is_cube_mesh, is_ring, neighbours, parts
+
+CLASSES = (
+    "single",
+    "full-mesh",
+    "cube-mesh",
+    "switch",
+    "islands",
+    "ring",
+    "partial-mesh",
+    "pcie-bridge",
+    "pcie-host",
+    "pcie-numa",
+    "pcie",
+    "multi-node",
+    "unknown",
+)
+Confidence = Literal["high", "medium", "low"]
+PATH_CLASSES = {"sys": "pcie-numa", "node": "pcie-host"} | dict.fromkeys(("phb", "pxb", "pix"), "pcie-bridge")
+
+
+@dataclass(frozen=True)
+class Island:
+    """Accelerators that reach each other over links of their own, and the shape of these links."""
+
+    members: tuple[str, ...]
+    shape: str  # a class: "full-mesh", "ring", ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`name` is one of CLASSES. `inside`: of a multi-node graph, the verdict on each host."""
+
+    name: str
+    confidence: Confidence
+    evidence: tuple[str, ...]
+    islands: tuple[Island, ...] = ()
+    warnings: tuple[str, ...] = ()
+    inside: tuple[tuple[str, Verdict], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Of one host: pairs with a link of their own, those behind a common switch, and all edges by pair."""
+
+    direct: dict[tuple[str, str], Edge]
+    switched: frozenset[tuple[str, str]]
+    edges: dict[tuple[str, str], Edge]
+    around: Neighbours
+
+    def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
+        known = {*self.edges, *self.switched}
+        return [pair for pair in pairs(names) if unordered(*pair) not in known]
+
+
+def classify(graph: Graph) -> Verdict:
+    """The verdict on a graph, which always has one: "unknown" with its reason at worst."""
+    if len(graph.hosts) > 1:
+        inside = tuple((host, _of_host(graph.on_host(host))) for host in graph.hosts)
+        return Verdict("multi-node", "high", (f"{len(graph.hosts)} hosts",), inside=inside)
+    return _of_host(graph)
+
+
+def _of_host(graph: Graph) -> Verdict:
+    names = tuple(device.id for device in graph.accelerators)
+    if not names:
+        return _unknown("no accelerator is named", graph)
+    if len(names) == 1 and not any(edge.switched for edge in graph.edges):
+        return Verdict("single", "high", ("one accelerator",))
+    links = _links(graph, names)
+    if not links.direct and not links.switched:
+        return _by_pcie(graph, names, links)
+    return _by_links(graph, names, links)
+
+
+def _unknown(reason: str, graph: Graph) -> Verdict:
+    return Verdict("unknown", "low", (reason, *(str(note) for note in graph.notes)))
+
+
+def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
+    inside = set(names)
+    edges = {pair: edge for pair, edge in graph.between().items() if inside.issuperset(pair)}
+    direct = {pair: edge for pair, edge in edges.items() if edge.is_peer and not edge.switched}
+    switched = {pair for pair, edge in edges.items() if edge.is_peer and edge.switched}
+    switches: dict[str, list[str]] = {}
+    kinds = {device.id: device.kind for device in graph.devices}
+    for edge in graph.edges:
+        for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
+            if kinds[end] == "switch" and other in inside:
+                switches.setdefault(end, []).append(other)
+    for attached in switches.values():
+        switched |= {unordered(*pair) for pair in pairs(attached)}
+    return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]))
+
+
+def _by_pcie(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
+    """No links of their own: the longest way between two accelerators."""
+    if graph.coverage == "devices":
+        return _unknown("the source leaves the links between accelerators out", graph)
+    ways = Counter(edge.kind for edge in links.edges.values())
+    unknown = links.unknown(names)
+    seen = ", ".join(f"{number} pairs {kind.upper()}" for kind, number in ways.most_common())
+    evidence = [seen or "no pair has a known way"]
+    if graph.coverage == "pcie":
+        evidence.append("the source shows PCIe only: faster links may exist")
+    confidence: Confidence = "high" if graph.coverage == "links" and not unknown else "low"
+    worst = next((kind for kind in reversed(PCIE_PATHS) if kind in ways), None)
+    if worst == "sys" or (worst is not None and not unknown and "pcie" not in ways):
+        return Verdict(PATH_CLASSES[worst], confidence, tuple(evidence))
+    if ways.get("pcie") and not unknown:
+        return Verdict("pcie", confidence, tuple(evidence))
+    return _unknown(f"{len(unknown)} of {len(pairs(names))} pairs have no known way; {evidence[0]}", graph)
+
+
+def _by_links(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
+    groups = parts(links.around)
+    islands = tuple(Island(group, _shape(group, links, graph)) for group in groups if len(group) > 1)
+    alone = [group[0] for group in groups if len(group) == 1]
+    if len(islands) == 1 and not alone:
+        return _whole(graph, islands[0], links)
+    if len(islands) == 1 and len(alone) == 1 and islands[0].shape == "switch":
+        verdict = _whole(graph, islands[0], links)
+        return replace(verdict, warnings=(*verdict.warnings, f"{alone[0]} is not linked to the switch: degraded"))
+    unknown = links.unknown(names)
+    between = Counter(edge.kind.upper() for edge in links.edges.values() if not edge.is_peer)
+    joined = f"joined by {', '.join(between)}" if between else "nothing is known of what joins them"
+    evidence = [f"{_shapes(islands, alone)}; {joined}"]
+    if unknown:
+        evidence.append(f"{len(unknown)} pairs have no known way")
+    return Verdict("islands", "high" if not unknown else "medium", tuple(evidence), islands)
+
+
+def _shapes(islands: tuple[Island, ...], alone: list[str]) -> str:
+    words = Counter(f"{island.shape} of {len(island.members)}" for island in islands)
+    text = ", ".join(f"{number} × {word}" for word, number in words.items())
+    return text + (f", {len(alone)} alone" if alone else "")
+
+
+def _whole(graph: Graph, island: Island, links: _Links) -> Verdict:
+    unknown = links.unknown(island.members)
+    evidence = [_why(graph, island, links)]
+    if unknown:
+        evidence.append(f"{len(unknown)} pairs are not in the source")
+    confidence: Confidence = "medium" if unknown else "high"
+    return Verdict(island.shape, confidence, tuple(evidence), (island,), _uneven(island, links))
+
+
+def _shape(group: tuple[str, ...], links: _Links, graph: Graph) -> str:
+    inside = set(group)
+    clique = is_clique(group, links.around)
+    if any(inside.issuperset(pair) for pair in links.switched):
+        unknown = {unordered(*pair) for pair in links.unknown(group)}
+        apart = {unordered(*pair) for pair in pairs(group)} - {*links.direct, *links.switched} - unknown
+        return "partial-mesh" if apart else "switch"
+    if clique:
+        needed, there = _budget(group, links, graph)
+        return "switch" if there is not None and needed > there else "full-mesh"
+    if is_cube_mesh(group, links.around):
+        return "cube-mesh"
+    return "ring" if is_ring(group, links.around) else "partial-mesh"
+
+
+def _budget(group: tuple[str, ...], links: _Links, graph: Graph) -> tuple[int, int | None]:
+    """Links that a mesh of these pairs would take at each device, and how many a device has."""
+    inside = set(group)
+    edges = [edge for pair, edge in links.direct.items() if inside.issuperset(pair)]
+    kind, most = edges[0].kind, max(edge.count or 1 for edge in edges)
+    devices: list[Device] = [device for device in graph.accelerators if device.id in inside]
+    there = links_per_device(kind, devices[0])
+    if kind == "nvlink" and most in WHOLE_DEVICE and there is not None:
+        there = min(there, most)
+    return most * (len(group) - 1), there
+
+
+def _why(graph: Graph, island: Island, links: _Links) -> str:
+    inside = set(island.members)
+    if any(inside.issuperset(pair) for pair in links.switched):
+        return "links lead to a switch"
+    if island.shape in ("full-mesh", "switch"):
+        needed, there = _budget(island.members, links, graph)
+        most = needed // (len(island.members) - 1)
+        has = f"a device has {'an unknown number' if there is None else there}"
+        return f"every pair is linked; {most} × {len(island.members) - 1} peers = {needed} links, {has}"
+    degrees = sorted({len(links.around[name]) for name in island.members})
+    return f"each device is linked to {' or '.join(map(str, degrees))} of {len(island.members) - 1} others"
+
+
+def _uneven(island: Island, links: _Links) -> tuple[str, ...]:
+    """A mesh whose pairs differ in width: a link may be down."""
+    counts = {edge.count for pair, edge in links.direct.items() if set(island.members).issuperset(pair)}
+    if island.shape == "full-mesh" and len(counts - {None}) > 1:
+        return (f"pairs have {' or '.join(str(c) for c in sorted(c for c in counts if c))} links",)
+    return ()
