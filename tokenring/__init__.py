@@ -14,6 +14,7 @@ from tokenring.errors import (
     PeerLost,
     ScheduleError,
     TokenRingError,
+    TopologyError,
     UnsupportedError,
 )
 from tokenring.layout import Layout, Positions
@@ -45,6 +46,7 @@ __all__ = [
     "SlidingWindow",
     "Tile",
     "TokenRingError",
+    "TopologyError",
     "UnsupportedError",
     "Workload",
     "__version__",

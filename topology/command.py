@@ -1,0 +1,72 @@
+"""`tokenring topology`: what links the accelerators of this machine, or of dumps from others.
+
+Exit codes: 0 a report, also where there are no accelerators; 2 a file that cannot be read or a wrong option.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenring.console import Parser
+from tokenring.errors import ConfigurationError
+from tokenring.topology.facts import Facts
+from tokenring.topology.graph import merge
+from tokenring.topology.probe import probe
+from tokenring.topology.report import report
+from tokenring.topology.schema import from_json, is_document, to_json
+from tokenring.topology.sources import MAX_CHARACTERS, read
+from tokenring.topology.verdict import classify
+
+
+def main(argv: list[str]) -> int:
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+    facts = [each for path in options.source for each in read_file(path)] if options.source else probe()
+    if options.save is not None:
+        _write(options.save, to_json(facts))
+    if options.json:
+        print(to_json(facts), end="")
+    elif options.save is None:
+        graph = merge(facts)
+        print(report(graph, classify(graph)), end="")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tokenring topology", description="What links the accelerators, and what follows from it.")
+    add = parser.add_argument
+    add("--from", dest="source", nargs="+", action="extend", metavar="FILE",
+        help="dumps of tools, or a saved topology, instead of this machine; several are one machine seen by "
+        "several tools, or several machines seen by one")  # fmt: skip
+    add("--json", action="store_true", help="as JSON (docs/topology.md)")
+    add("--save", metavar="FILE", help="write the JSON to a file, for --from and for bug reports")
+    return parser
+
+
+def read_file(path: str) -> list[Facts]:
+    """The facts of one file: a dump, or a saved topology."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(4 * MAX_CHARACTERS)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path!r}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigurationError(f"cannot read {path!r}: no such name can be") from None
+    text = _decoded(raw)
+    return from_json(text, path) if is_document(text) else [read(text, path)]
+
+
+def _decoded(raw: bytes) -> str:
+    """Text in UTF-8, or in what Windows saves; what is neither is replaced, and parsers will say."""
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return raw.decode("utf-16", "replace")
+    return raw.decode("utf-8-sig", "replace")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path!r}: {error.strerror}") from None
