@@ -133,10 +133,11 @@ def _check_ids(facts: Facts, where: str, file: str | None) -> None:
     known = {device.id for device in facts.devices}
     if len(known) < len(facts.devices):
         raise TopologyError(f"{where}.devices: two have one id", 1, 1, file)
-    for each in (*facts.links, *facts.measurements):
-        for end in (each.a, each.b):
-            if end not in known:
-                raise TopologyError(f"{where} speaks of {end[:40]!r}, which is none of its devices", 1, 1, file)
+    ends = [end for link in facts.links for end in (link.a, link.b)]
+    ends += [end for each in facts.measurements for end in (each.a, each.b)]
+    for end in ends:
+        if end not in known:
+            raise TopologyError(f"{where} speaks of {end[:40]!r}, which is none of its devices", 1, 1, file)
 
 
 def _name(wanted: Any) -> str:

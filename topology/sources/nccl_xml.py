@@ -147,6 +147,12 @@ def _net(element: Element, parent: str | None, reading: _Reading) -> None:
     speed = single_number(element.get("speed"))  # Mbit/s
     name = element.get("name")
     gbs = speed / 8000 if speed else None
+    card = reading.named(parent)
+    if card is not None and card.kind == "nic" and card.bus_id is not None:  # a port of the card that it is in
+        together = None if gbs is None or (card.name and card.gbs is None) else gbs + (card.gbs or 0.0)
+        names = "+".join(part for part in (card.name, name) if part) or None
+        reading.rename(card.id, replace(card, name=names, gbs=together))
+        return
     reading.add(_placed(Device(name or f"net@{element.line}", "nic", name=name, gbs=gbs, parent=parent), reading))
 
 

@@ -1,0 +1,172 @@
+"""Every format and every quirk, in full: class, links and what is said of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tokenring.errors import TopologyError
+from tokenring.topology.facts import Facts
+from tokenring.topology.graph import Graph, merge
+from tokenring.topology.sources import read
+from tokenring.topology.verdict import classify
+
+DATA = Path(__file__).parent / "data" / "topology"
+
+
+def facts_of(name: str) -> Facts:
+    return read((DATA / name).read_text(encoding="utf-8"), name)
+
+
+def graph_of(name: str) -> Graph:
+    return merge([facts_of(name)])
+
+
+def tally(graph: Graph) -> dict[str, int]:
+    """Pairs of accelerators by kind and count of links: `nvlink×4`."""
+    ends = {device.id for device in graph.accelerators}
+    found: dict[str, int] = {}
+    for edge in graph.between().values():
+        if {edge.a, edge.b} <= ends:
+            word = edge.kind + ("" if edge.count is None else f"×{edge.count}") + ("→" if edge.switched else "")
+            found[word] = found.get(word, 0) + 1
+    return found
+
+
+class Case(NamedTuple):
+    file: str
+    verdict: str
+    accelerators: int
+    pairs: dict[str, int]
+
+
+CASES = [
+    Case("nvidia-mesh.txt", "full-mesh", 4, {"nvlink×4": 6}),
+    Case("nvidia-switch.txt", "switch", 8, {"nvlink×18": 28}),
+    Case("nvidia-pairs-spaces.txt", "islands", 4, {"nvlink×4": 2, "sys": 4}),
+    Case("nvidia-cube-squashed-header.txt", "cube-mesh", 8, {"nvlink×1": 16, "sys": 12}),
+    Case("nvidia-ansi.txt", "full-mesh", 2, {"nvlink×2": 1}),
+    Case("nvidia-glued.txt", "full-mesh", 2, {"nvlink×18": 1}),
+    Case("nvidia-markdown.txt", "full-mesh", 3, {"nvlink×4": 3}),
+    Case("nvidia-no-header.txt", "pcie-bridge", 2, {"phb": 1}),
+    Case("nvidia-elided.txt", "unknown", 2, {}),
+    Case("nvidia-dots.txt", "islands", 3, {"nvlink×4": 1, "node": 2}),
+    Case("nvidia-label-before.txt", "pcie-host", 2, {"node": 1}),
+    Case("nvidia-chinese.txt", "switch", 3, {"nvlink×18": 3}),
+    Case("nvidia-numeric-numa.txt", "full-mesh", 2, {"nvlink×6": 1}),
+    Case("nvidia-blank-affinity.txt", "pcie-bridge", 2, {"pix": 1}),
+    Case("nvidia-multitab.txt", "pcie-numa", 2, {"sys": 1}),
+    Case("nvidia-wrapped.txt", "pcie-bridge", 4, {"pix": 2, "pxb": 4}),
+    Case("nvidia-degraded.txt", "switch", 8, {"nvlink×18": 21, "node": 7}),
+    Case("nvidia-single.txt", "single", 1, {}),
+    Case("npu-910a.txt", "islands", 8, {"hccs": 12, "sys": 16}),
+    Case("npu-910b.txt", "full-mesh", 8, {"hccs": 28}),
+    Case("npu-a3.txt", "switch", 16, {"sio": 8, "hccs→": 112}),
+    Case("npu-950-pairs.txt", "islands", 4, {"ub": 2, "sys": 4}),
+    Case("npu-a3-rows-missing.txt", "switch", 4, {"sio": 1, "hccs→": 4}),
+    Case("npu-nic.txt", "full-mesh", 2, {"ub": 1}),
+    Case("npu-refused.txt", "unknown", 0, {}),
+    Case("nccl-switch.xml", "switch", 4, {"sys": 4}),
+    Case("nccl-hidden-switch.xml", "switch", 4, {}),
+    Case("nccl-no-links.xml", "unknown", 4, {"sys": 4}),
+    Case("nccl-itself.xml", "unknown", 2, {"sys": 1}),
+    Case("rccl-mesh.xml", "full-mesh", 8, {"xgmi×1": 28}),
+    Case("rccl-ring.xml", "ring", 4, {"xgmi×1": 4}),
+    Case("rccl-two-rings.xml", "islands", 8, {"xgmi×1": 8, "sys": 16}),
+    Case("rccl-ladder.xml", "partial-mesh", 8, {"xgmi×4": 4, "xgmi×2": 4, "xgmi×1": 4, "sys": 8}),
+    Case("rccl-pcie.xml", "pcie-numa", 4, {"sys": 4}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.file)
+def test_class_and_links(case: Case) -> None:
+    graph = graph_of(case.file)
+    assert (classify(graph).name, len(graph.accelerators)) == (case.verdict, case.accelerators)
+    assert tally(graph) == case.pairs
+
+
+def test_every_fixture_is_in_the_table() -> None:
+    assert {case.file for case in CASES} == {path.name for path in DATA.iterdir()}
+
+
+def places(name: str) -> list[tuple[str, str | None, int | None, str | None]]:
+    return [(each.id, each.cpu_affinity, each.numa_node, each.numa_affinity) for each in facts_of(name).accelerators]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("nvidia-markdown.txt", [("GPU0", "0-7", 1, "1"), ("GPU1", "8-15", 0, "0"), ("GPU2", "16-23", 0, "0")]),
+        ("nvidia-blank-affinity.txt", [("GPU0", "0", 0, "0"), ("GPU1", None, 1, "1")]),
+        ("nvidia-multitab.txt", [("GPU0", "0-23,48-71", 0, "0"), ("GPU1", "24-47", 1, "1")]),
+        ("nvidia-numeric-numa.txt", [("GPU0", "0-71", None, "0,5-11"), ("GPU1", "72-143", None, "1,5-11")]),
+        ("nvidia-elided.txt", [("GPU0", "0-15", 3, "3"), ("GPU1", "16-31", 1, "1")]),
+        ("nvidia-no-header.txt", [("GPU0", None, None, None), ("GPU1", None, None, None)]),
+    ],
+)
+def test_affinity(name: str, wanted: list[tuple[str, str | None, int | None, str | None]]) -> None:
+    assert places(name) == wanted
+
+
+def test_nics_have_names_and_ways() -> None:
+    facts = facts_of("nvidia-ansi.txt")
+    assert [(each.id, each.name) for each in facts.devices if each.kind == "nic"] == [
+        ("NIC0", "mlx5_0"),
+        ("NIC1", "mlx5_1"),
+    ]
+    assert {(link.a, link.b): link.kind for link in facts.links}["GPU0", "NIC0"] == "pix"
+
+
+def test_glued_cells_are_two() -> None:
+    kinds = {(link.a, link.b): link.kind for link in facts_of("nvidia-glued.txt").links}
+    assert (kinds["GPU0", "NIC0"], kinds["GPU0", "NIC1"], kinds["NIC0", "NIC1"]) == ("pix", "node", "node")
+
+
+def test_two_directions_that_differ_are_unknown() -> None:
+    text = (DATA / "nvidia-mesh.txt").read_text().replace("GPU1\tNV4", "GPU1\tSYS", 1)
+    facts = read(text)
+    assert len(facts.links) == 5
+    assert any("GPU0 to GPU1 is NV4, the other way SYS: unknown" in note.text for note in facts.notes)
+
+
+def test_a_row_that_lost_a_cell_is_not_used() -> None:
+    text = (DATA / "nvidia-mesh.txt").read_text().replace("GPU2\tNV4\t", "GPU2\t", 1)
+    facts = read(text)
+    assert len(facts.links) == 6  # the other rows say it all
+    assert [str(note) for note in facts.notes] == ["line 4: the row of GPU2 does not fit the header: not used"]
+
+
+def test_refusals_are_facts_with_a_reason() -> None:
+    verdict = classify(graph_of("npu-refused.txt"))
+    assert verdict.evidence[1] == (
+        "line 1: npu-smi says: dcmi model initialized failed, because the device is used. ret is -8020"
+    )
+
+
+def test_bandwidth_is_published_where_the_model_is_known() -> None:
+    assert {(e.bandwidth_gbs, e.source) for e in graph_of("npu-910b.txt").edges} == {(28.0, "published")}
+    assert {(e.bandwidth_gbs, e.source) for e in graph_of("nvidia-switch.txt").edges} == {(None, "label")}
+    peers = [edge for edge in graph_of("nccl-switch.xml").edges if edge.is_peer]
+    assert {(e.bandwidth_gbs, e.source) for e in peers} == {(225.0, "published")}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hello", "this is no format that we know"),
+        ("", "this is no format that we know"),
+        ("<system>\n <cpu>\n</system>", "3:3: NCCL topology XML: broken XML: mismatched tag"),
+        ("<system/>", "1:1: NCCL topology XML: no device in it"),
+        (
+            '<!DOCTYPE s [<!ENTITY a "b">]>\n<system/>',
+            "1:14: NCCL topology XML: a document type with declarations of its own is refused",
+        ),
+        ("GPU0 CPU Affinity\n", "2:1: nvidia-smi topo -m: no row of a matrix in it"),
+    ],
+)
+def test_what_is_refused_has_a_place(text: str, says: str) -> None:
+    with pytest.raises(TopologyError) as refusal:
+        read(text)
+    assert str(refusal.value).startswith(says)
