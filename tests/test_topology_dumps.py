@@ -49,7 +49,7 @@ def answers() -> Iterator[Answer]:
             source = recognise(text)
             began = time.perf_counter()
             found = answer(text)
-            yield Answer(row["file"], source and source.name, row["class"], found, time.perf_counter() - began)
+            yield Answer(row["file"], source.name if source else None, row["class"], found, time.perf_counter() - began)
 
 
 def answer(text: str) -> str:

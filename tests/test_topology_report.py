@@ -140,11 +140,8 @@ def test_documents_that_are_refused(text: str, says: str) -> None:
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.xml"
     broken.write_text("<system>\n<cpu>")
-    assert run("--from", "no-such-file") == (
-        2,
-        "",
-        "tokenring: cannot read 'no-such-file': No such file or directory\n",
-    )
+    absent = "tokenring: cannot read 'no-such-file': No such file or directory\n"
+    assert run("--from", "no-such-file") == (2, "", absent)
     assert run("--from", str(broken)) == (
         2,
         "",

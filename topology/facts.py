@@ -10,7 +10,7 @@ from typing import Literal
 DeviceKind = Literal["accelerator", "package", "nic", "switch", "host-bridge", "pcie-switch", "numa", "cpu", "host"]
 Coverage = Literal["links", "pcie", "devices"]
 LinkState = Literal["up", "down"]
-MAX_ACCELERATORS = 4096
+MAX_DEVICES = 1024  # of one source
 
 # Links of accelerators' own, and ways through PCIe from the shortest to the longest.
 PEER_KINDS = ("nvlink", "xgmi", "hccs", "sio", "ub", "mxlink", "mtlink", "mlulink")

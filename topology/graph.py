@@ -123,13 +123,15 @@ def _take_devices(source: Facts, devices: list[Device], several: bool) -> dict[s
     """Add a source's devices, or what it says about those known; what its ids are called in the graph."""
     names: dict[str, str] = {}
     taken: set[int] = set()
+    before = len(devices)
+    used = {each.id for each in devices}
     for device in source.devices:
-        at = next((i for i, known in enumerate(devices) if i not in taken and _same(known, device)), None)
+        at = next((i for i in range(before) if i not in taken and _same(devices[i], device)), None)
         if at is None:
-            used = {each.id for each in devices}
             name = f"{device.host}:{device.id}" if several and device.host else device.id
             while name in used:
                 name += "'"
+            used.add(name)
             devices.append(replace(device, id=name))
             at = len(devices) - 1
         else:

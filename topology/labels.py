@@ -23,10 +23,10 @@ WORDS: dict[str, tuple[str, bool]] = {  # kind, through a switch
     "PCIE": ("pcie", False),
 }
 SELF = "X"
+LONGEST = 400  # cells glued together
 NOTHING = ("N/A", "NA", "XXXX", "-", "...", "…")
 
 _WORD = r"(?:NV|MX|MT|MLK)[0-9]{1,3}|MX|MLK|XGMI|(?:HCCS|X[Ll]ink)(?:_SW)?|SIO|UB|PIX|PXB|PHB|NODE|SYS|SOC|PCIE"
-CELL = re.compile(_WORD, re.ASCII)
 GLUED = re.compile(rf"(?:{_WORD}|X)+", re.ASCII)
 PIECE = re.compile(rf"{_WORD}|X", re.ASCII)
 
@@ -53,4 +53,6 @@ def cells(token: str) -> list[str] | None:
     """The cells of one word, which may be glued (PIXNODE); None where it is something else."""
     if token in NOTHING:
         return [token]
+    if len(token) > LONGEST:
+        return None
     return PIECE.findall(token) if GLUED.fullmatch(token) else None

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Facts
+from tokenring.topology.facts import MAX_DEVICES, Facts
 from tokenring.topology.graph import Edge, merge
 from tokenring.topology.verdict import Verdict, classify
 
@@ -130,6 +130,8 @@ def _decoded_dataclass(wanted: type, value: dict[str, Any], where: str, file: st
 
 
 def _check_ids(facts: Facts, where: str, file: str | None) -> None:
+    if len(facts.devices) > MAX_DEVICES:
+        raise TopologyError(f"{where} has {len(facts.devices)} devices; at most {MAX_DEVICES}", 1, 1, file)
     known = {device.id for device in facts.devices}
     if len(known) < len(facts.devices):
         raise TopologyError(f"{where}.devices: two have one id", 1, 1, file)

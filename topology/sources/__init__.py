@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_ACCELERATORS, Facts, Origin
+from tokenring.topology.facts import MAX_DEVICES, Facts, Origin
 
 MAX_CHARACTERS = 16 << 20
 
@@ -61,6 +61,6 @@ def read(text: str, file: str | None = None, host: str | None = None) -> Facts:
         facts = parser_of(source).parse(text)
     except TopologyError as error:
         raise TopologyError(f"{source.name}: {error.message}", error.line, error.column, file) from None
-    if len(facts.accelerators) > MAX_ACCELERATORS:
-        raise TopologyError(f"{len(facts.accelerators)} accelerators; at most {MAX_ACCELERATORS}", file=file)
+    if len(facts.devices) > MAX_DEVICES:
+        raise TopologyError(f"{source.name}: {len(facts.devices)} devices; at most {MAX_DEVICES}", 1, 1, file)
     return facts.of(Origin(source.name, file, host))

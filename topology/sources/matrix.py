@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Device, Link, Note
-from tokenring.topology.labels import CELL, NOTHING, SELF, cells, meaning
+from tokenring.topology.labels import NOTHING, SELF, cells, meaning
 
 ACCELERATOR = re.compile(r"(GPU|NPU|Phy-ID)([0-9]{1,5})", re.ASCII)
 NICS = r"mlx|hfi|bnxt_re|qedr|irdma|efa|rdmap|roce|ib"
@@ -59,6 +59,8 @@ def read_matrix(text: str) -> Matrix:
             _markdown_line(line, number, matrix, titles)
         elif not matrix.rows and (found := _header(line)):
             matrix.columns += found
+            titles += TITLE.findall(line)
+        elif not matrix.rows and not titles and TITLE.match(line.strip()):  # a matrix that was left out
             titles += TITLE.findall(line)
         elif row := _row(line, number, matrix.columns, titles):
             if any(row.name == other.name for other in matrix.rows):
@@ -187,8 +189,8 @@ def words_in(text: str) -> set[str]:
     for line in text[:200_000].splitlines():
         words = ESCAPE.sub("", line).replace("|", " ").split()
         if any(ACCELERATOR.fullmatch(word) for word in words[:8]):
-            found.update(match[0] for word in words for match in CELL.finditer(word) if cells(word))
-    return found
+            found.update(label for word in words for label in cells(word) or ())
+    return found - {SELF, *NOTHING}
 
 
 def links_of(matrix: Matrix, devices: list[Device]) -> tuple[list[Link], list[Note]]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, DeviceKind, Facts, Link, Note, normal_bus_id, single_number
+from tokenring.topology.facts import MAX_DEVICES, Device, DeviceKind, Facts, Link, Note, normal_bus_id, single_number
 from tokenring.topology.sources.xmltext import Element, parse_xml
 from tokenring.topology.tree import pcie_links
 
@@ -29,6 +29,8 @@ class _Reading:
     lists_links: bool = False
 
     def add(self, device: Device) -> Device:
+        if len(self.devices) >= MAX_DEVICES:
+            raise TopologyError(f"more than {MAX_DEVICES} devices")
         number, wanted = 1, device.id
         while device.id in self.places:
             number += 1
@@ -48,7 +50,7 @@ class _Reading:
 
 def recognises(text: str) -> bool:
     start = text[:20_000]
-    return re.search(r"<system[\s>]|<pci\s+busid", start) is not None
+    return re.search(r"<system[\s/>]|<pci\s+busid", start) is not None
 
 
 def parse(text: str) -> Facts:
