@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -170,3 +170,14 @@ def test_what_is_refused_has_a_place(text: str, says: str) -> None:
     with pytest.raises(TopologyError) as refusal:
         read(text)
     assert str(refusal.value).startswith(says)
+
+
+def test_new_vendor_of_the_documentation() -> None:
+    page = (Path(__file__).parent.parent / "docs/topology.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    text = "acc0 acc1 4\nacc1 acc2 4\nacc0 acc2 4\n"
+    assert names["recognises"](text)
+    assert classify(merge([names["parse"](text)])).name == "full-mesh"
+    with pytest.raises(TopologyError, match="2:1: wanted are two accelerators"):
+        names["parse"]("acc0 acc1 4\nacc0")

@@ -27,14 +27,13 @@ class _Reading:
     places: dict[str, int] = field(default_factory=dict)  # of every id ever given, in devices
     gpus: int = 0
     lists_links: bool = False
+    line: int = 1  # of the element that is being read
 
     def add(self, device: Device) -> Device:
         if len(self.devices) >= MAX_DEVICES:
-            raise TopologyError(f"more than {MAX_DEVICES} devices")
-        number, wanted = 1, device.id
-        while device.id in self.places:
-            number += 1
-            device = replace(device, id=f"{wanted}#{number}")
+            raise TopologyError(f"more than {MAX_DEVICES} devices", self.line, 1)
+        if device.id in self.places:
+            device = replace(device, id=f"{device.id}#{len(self.devices)}")
         self.places[device.id] = len(self.devices)
         self.devices.append(device)
         return device
@@ -86,6 +85,7 @@ def _facts(reading: _Reading, is_fragment: bool) -> Facts:
 
 def _element(element: Element, parent: str | None, reading: _Reading) -> str | None:
     """Take one element in; the id of what its children hang from."""
+    reading.line = element.line
     if element.tag == "cpu":
         numa = single_number(element.get("numaid"))
         host = element.get("host_hash")
