@@ -84,9 +84,9 @@ def test_broken_fixtures(seed: int) -> None:
     assert len(texts) > 30
     for _ in range(250):
         text = broken(chance.choice(texts), chance)
-        began = time.perf_counter()
+        began = time.process_time()
         assert answer(text) in {*CLASSES, "refused"}
-        assert time.perf_counter() - began < 1
+        assert time.process_time() - began < 1
 
 
 @pytest.mark.timeout(20)
@@ -106,6 +106,6 @@ def test_broken_fixtures(seed: int) -> None:
     ids=lambda text: text[:20].strip(),
 )
 def test_big_ones_are_quick(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     answer(text)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
