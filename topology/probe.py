@@ -20,9 +20,13 @@ class NoAnswer(Exception):
 
 
 def probe(run: Run | None = None, sources: Iterable[Source] = REGISTRY) -> list[Facts]:
-    """What the tools say, and the PCI tree; a tool that does not answer is a note."""
-    found = [_ask(source, run or run_command) for source in sources if source.command]
-    return [*(facts for facts in found if facts is not None), read_sysfs()]
+    """What the tools say, else the PCI tree; a tool that does not answer is a note.
+
+    Matrices name no bus ids, so nothing would tell that the tree's devices are the same.
+    """
+    asked = [_ask(source, run or run_command) for source in sources if source.command]
+    found = [facts for facts in asked if facts is not None]
+    return found if any(facts.accelerators for facts in found) else [*found, read_sysfs()]
 
 
 def _ask(source: Source, run: Run) -> Facts | None:
