@@ -39,6 +39,7 @@ class Device:
     numa_affinity: str | None = None  # where a source gives a list: "0,5-11"
     cpu_affinity: str | None = None  # "0-23,48-71"
     gbs: float | None = None  # of a port, one way
+    ports: int | None = None  # links of its own that are up, wherever they lead
     host: str | None = None
     parent: str | None = None
 

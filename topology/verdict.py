@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device
+from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device, published
 from tokenring.topology.facts import PCIE_PATHS, Device, pairs, unordered
 from tokenring.topology.graph import Edge, Graph
 from tokenring.topology.shapes import Neighbours, is_clique, is_cube_mesh, is_ring, neighbours, parts
@@ -27,6 +27,7 @@ CLASSES = (
     "unknown",
 )
 Confidence = Literal["high", "medium", "low"]
+FROM_A100_ON = 8  # NVLinks: devices with fewer may have some to CPUs, or not to every peer
 PATH_CLASSES = {"sys": "pcie-numa", "node": "pcie-host"} | dict.fromkeys(("phb", "pxb", "pix"), "pcie-bridge")
 
 
@@ -80,7 +81,7 @@ def _of_host(graph: Graph) -> Verdict:
         return Verdict("single", "high", ("one accelerator",))
     links = _links(graph, names)
     if not links.direct and not links.switched:
-        return _by_pcie(graph, names, links)
+        return _by_ports(graph, names) or _by_pcie(graph, names, links)
     return _by_links(graph, names, links)
 
 
@@ -93,15 +94,26 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     edges = {pair: edge for pair, edge in graph.between().items() if inside.issuperset(pair)}
     direct = {pair: edge for pair, edge in edges.items() if edge.is_peer and not edge.switched}
     switched = {pair for pair, edge in edges.items() if edge.is_peer and edge.switched}
-    switches: dict[str, list[str]] = {}
-    kinds = {device.id: device.kind for device in graph.devices}
-    for edge in graph.edges:
-        for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
-            if kinds[end] == "switch" and other in inside:
-                switches.setdefault(end, []).append(other)
-    for attached in switches.values():
-        switched |= {unordered(*pair) for pair in pairs(attached)}
+    switches = [device.id for device in graph.of_kind("switch")]
+    fabric = [(edge.a, edge.b) for edge in graph.edges if {edge.a, edge.b} & {*switches}]
+    for part in parts(neighbours([*switches, *names], fabric)):
+        if any(end in inside for end in part) and not inside.issuperset(part):
+            switched |= {unordered(*pair) for pair in pairs(end for end in part if end in inside)}
     return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]))
+
+
+def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:
+    """All links are known to be up and none where it leads: as many as no mesh of these devices can have."""
+    ports = {device.ports for device in graph.accelerators}
+    count = max((number for number in ports if number), default=0)
+    if graph.coverage == "links" or not count:
+        return None
+    entry = published("nvlink", graph.accelerators[0])
+    whole = entry is not None and entry.links >= FROM_A100_ON
+    if len(ports) == 1 and whole and count > len(names) and count % (len(names) - 1):
+        why = f"each device has {count} links up, which {len(names) - 1} peers cannot share evenly"
+        return Verdict("switch", "medium", (why,), (Island(names, "switch"),))
+    return _unknown(f"devices have up to {count} links up, and where they lead is not said", graph)
 
 
 def _by_pcie(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
@@ -133,6 +145,8 @@ def _by_links(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
         verdict = _whole(graph, islands[0], links)
         return replace(verdict, warnings=(*verdict.warnings, f"{alone[0]} is not linked to the switch: degraded"))
     unknown = links.unknown(names)
+    if graph.coverage == "devices" and len(unknown) == len(pairs(names)) - len({*links.direct, *links.switched}):
+        return _unknown(f"{_shapes(islands, alone)}, and {len(unknown)} pairs that the source does not speak of", graph)
     between = Counter(edge.kind.upper() for edge in links.edges.values() if not edge.is_peer)
     joined = f"joined by {', '.join(between)}" if between else "nothing is known of what joins them"
     evidence = [f"{_shapes(islands, alone)}; {joined}"]
@@ -149,6 +163,8 @@ def _shapes(islands: tuple[Island, ...], alone: list[str]) -> str:
 
 def _whole(graph: Graph, island: Island, links: _Links) -> Verdict:
     unknown = links.unknown(island.members)
+    if unknown and graph.coverage == "devices" and island.shape != "switch":
+        return _unknown(f"{len(unknown)} of {len(pairs(island.members))} pairs are not known", graph)
     evidence = [_why(graph, island, links)]
     if unknown:
         evidence.append(f"{len(unknown)} pairs are not in the source")

@@ -31,6 +31,15 @@ REGISTRY = (
     Source("nvidia-smi topo -m", "nvidia_topo", ("nvidia-smi", "topo", "-m")),
     Source("npu-smi info -t topo", "npu_topo", ("npu-smi", "info", "-t", "topo")),
     Source("NCCL topology XML", "nccl_xml"),
+    Source("NCCL graph XML", "nccl_graph"),
+    Source("rocm-smi --showtopo", "rocm_smi", ("rocm-smi", "--showtopo")),
+    Source("mx-smi topo -m", "vendor_topo", ("mx-smi", "topo", "-m")),
+    Source("nvidia-smi topo -p2p", "nvidia_p2p"),
+    Source("nvidia-smi nvlink", "nvidia_nvlink", ("nvidia-smi", "nvlink", "-s")),
+    Source("nvidia-smi -q", "nvidia_list", ("nvidia-smi", "--query-gpu=index,pci.bus_id,name", "--format=csv")),
+    Source("hwloc XML", "hwloc_xml"),
+    Source("lspci -tv", "lspci"),
+    Source("matrix JSON", "matrix_json"),
 )
 
 
