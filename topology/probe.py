@@ -21,14 +21,17 @@ class NoAnswer(Exception):
 
 
 def probe(
-    run: Run | None = None, sources: Iterable[Source] = REGISTRY, nvml: Callable[[], Facts | None] = read_nvml
+    run: Run | None = None, sources: Iterable[Source] = REGISTRY, nvml: Callable[[], Facts | None] | None = None
 ) -> list[Facts]:
     """What NVML and the tools say, and the PCI tree; a tool that does not answer is a note.
 
     NVML, where it works, says all that nvidia-smi would. The tree's devices have bus ids alone: it is taken where
     others name some too, or name no device at all; else nothing would tell that its devices are theirs.
+    With a `run` that is given, this machine's NVML is not asked.
     """
-    library = nvml()
+    if nvml is None and run is None:
+        nvml = read_nvml
+    library = nvml() if nvml else None
     known = library is not None and bool(library.accelerators)
     wanted = [source for source in sources if source.command and not (known and source.command[0] == "nvidia-smi")]
     asked = [library, *(_ask(source, run or run_command) for source in wanted)]

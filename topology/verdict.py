@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device, published
-from tokenring.topology.facts import PCIE_PATHS, Device, pairs, unordered
+from tokenring.topology.facts import ASSUMED, PCIE_PATHS, Device, pairs, unordered
 from tokenring.topology.graph import Edge, Graph
 from tokenring.topology.shapes import Neighbours, is_clique, is_cube_mesh, is_ring, neighbours, parts
 
@@ -168,7 +168,8 @@ def _whole(graph: Graph, island: Island, links: _Links) -> Verdict:
     evidence = [_why(graph, island, links)]
     if unknown:
         evidence.append(f"{len(unknown)} pairs are not in the source")
-    confidence: Confidence = "medium" if unknown else "high"
+    assumed = island.shape == "switch" and any(edge.label == ASSUMED for edge in graph.edges)
+    confidence: Confidence = "medium" if unknown or assumed else "high"
     return Verdict(island.shape, confidence, tuple(evidence), (island,), _uneven(island, links))
 
 

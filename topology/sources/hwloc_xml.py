@@ -14,7 +14,7 @@ from tokenring.topology.sources.xmltext import Element, parse_xml
 from tokenring.topology.sysfs import ACCELERATORS, VENDORS
 from tokenring.topology.tree import pcie_links
 
-BANDWIDTHS = {"NVLinkBandwidth": "nvlink", "XGMIBandwidth": "xgmi", "XeLinkBandwidth": "xelink"}
+BANDWIDTHS = {"NVLinkBandwidth": "nvlink", "XGMIBandwidth": "xgmi"}
 NUMBERED = ("nvml", "rsmi", "cuda", "ze")  # whose numbers are indices; first the one that counts as tools do
 COMPUTING = re.compile(r"(nvml|rsmi|cuda|ze|opencl|ve)([0-9]{1,4})(?:d([0-9]{1,4}))?", re.ASCII)
 PCI = re.compile(r"([0-9a-f]{4})(?: ?\[([0-9a-f]{4}):[0-9a-f]{4}\])?.*", re.ASCII)
@@ -140,7 +140,7 @@ def _matrices(root: Element, reading: _Reading) -> tuple[list[Link], bool]:
     found = False
     for matrix in root.children:
         kind = BANDWIDTHS.get(matrix.get("name") or "")
-        if not matrix.tag.startswith("distances2") or kind is None or kind == "xelink":
+        if not matrix.tag.startswith("distances2") or kind is None:
             continue
         ends = " ".join(each.text for each in matrix.children if each.tag == "indexes").split()
         values = " ".join(each.text for each in matrix.children if each.tag == "u64values").split()

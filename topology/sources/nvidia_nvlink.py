@@ -20,6 +20,7 @@ PAYLOAD = {26.562: 25.0, 53.125: 50.0}  # the rate on the wire, from Hopper on, 
 @dataclass
 class _Gpu:
     device: Device
+    seen: bool = False  # any link, be it up or down
     up: dict[int, float | None] = field(default_factory=dict)  # links by number
     remotes: Counter[str] = field(default_factory=Counter)
 
@@ -52,6 +53,7 @@ def parse(text: str) -> Facts:
 
 
 def _link(gpu: _Gpu, number: int, words: str) -> None:
+    gpu.seen = True
     if "inactive" in words.lower():
         return
     if match := RATE.fullmatch(words):
@@ -67,7 +69,7 @@ def _link(gpu: _Gpu, number: int, words: str) -> None:
 
 def _device(gpu: _Gpu) -> Device:
     rates = set(gpu.up.values())
-    return replace(gpu.device, ports=len(gpu.up), gbs=rates.pop() if len(rates) == 1 else None)
+    return replace(gpu.device, ports=len(gpu.up) if gpu.seen else None, gbs=rates.pop() if len(rates) == 1 else None)
 
 
 def _with_remotes(gpus: list[_Gpu], devices: list[Device], notes: list[Note]) -> Facts:

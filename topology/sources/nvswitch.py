@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenring.topology.facts import Link, Note
+from tokenring.topology.facts import ASSUMED, Link, Note
 
 HIDDEN = "nvswitch"  # ffffffff:ff:ff.0: a virtual machine is not shown which
 
@@ -20,6 +20,6 @@ def trunk(attached: Mapping[str, set[str]]) -> tuple[list[Link], list[Note]]:
         if gpus and not any(gpus & group for group in first):
             first[frozenset(gpus)] = switch
     start, *others = first.values() or [""]
-    links = [Link(start, other, "nvlink", switched=True, label="trunk") for other in others]
+    links = [Link(start, other, "nvlink", switched=True, label=ASSUMED) for other in others]
     text = f"{len(first)} groups of NVSwitches: the trunk between them is in no source, and taken to be there"
     return links, [Note(text)] if links else []
