@@ -18,6 +18,7 @@ BANDWIDTHS = {"NVLinkBandwidth": "nvlink", "XGMIBandwidth": "xgmi"}
 NUMBERED = ("nvml", "rsmi", "cuda", "ze")  # whose numbers are indices; first the one that counts as tools do
 COMPUTING = re.compile(r"(nvml|rsmi|cuda|ze|opencl|ve)([0-9]{1,4})(?:d([0-9]{1,4}))?", re.ASCII)
 PCI = re.compile(r"([0-9a-f]{4})(?: ?\[([0-9a-f]{4}):[0-9a-f]{4}\])?.*", re.ASCII)
+MAX_ENDS = 256  # of a matrix
 FABRIC = ("mlx", "hfi", "bxi", "cxi", "efa", "bnxt", "irdma", "qedr")
 
 
@@ -144,7 +145,7 @@ def _matrices(root: Element, reading: _Reading) -> tuple[list[Link], bool]:
             continue
         ends = " ".join(each.text for each in matrix.children if each.tag == "indexes").split()
         values = " ".join(each.text for each in matrix.children if each.tag == "u64values").split()
-        if len(values) != len(ends) ** 2 or len(ends) > MAX_DEVICES:
+        if len(values) != len(ends) ** 2 or len(ends) > MAX_ENDS:
             message = f"{len(ends)} devices have a matrix of {len(values)} numbers"
             raise TopologyError(message, matrix.line, matrix.column)
         found = True

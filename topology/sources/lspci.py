@@ -10,6 +10,7 @@ from tokenring.topology.facts import MAX_DEVICES, Device, DeviceKind, Facts, Not
 from tokenring.topology.tree import pcie_links
 
 HOST = "host"
+MAX_DEPTH = 64
 ROOT = re.compile(r"[-+\\| ]*-\[[0-9a-f]{4,8}:[0-9a-f]{2}(?:-[0-9a-f]{2})?\]-", re.ASCII)
 DRAWING = re.compile(r"[-+\\|` ]*", re.ASCII)
 BUS = re.compile(r"\[(?:([0-9a-f]{4,8}):)?([0-9a-f]{2})(?:-[0-9a-f]{2})?\]", re.ASCII)
@@ -89,6 +90,8 @@ def _bus(match: re.Match[str], column: int, number: int, tree: _Tree) -> None:
 def _slot(match: re.Match[str], column: int, number: int, tree: _Tree) -> None:
     """A device with its name, or a bridge, which has what follows in its place."""
     slot, words = match.groups()
+    if len(tree.above) > MAX_DEPTH:
+        raise TopologyError(f"deeper than {MAX_DEPTH}", number, 1)
     up = tree.above[-1]
     address = f"{up.bus}:{slot}"
     kind, vendor = _kind(words or "")

@@ -10,12 +10,13 @@ import re
 from dataclasses import replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, unordered
+from tokenring.topology.facts import Device, Facts, Link, Note, unordered
 from tokenring.topology.labels import meaning
 from tokenring.topology.schema import is_document, load_json
 
 TO_SWITCH = re.compile(r"NVS([0-9]{1,2})", re.ASCII)
 HOPS = re.compile(r"hops ([0-9])\)? for (every pair|the others|pairs ([0-9]+-[0-9]+(?:(?:, | and )[0-9]+-[0-9]+)*))")
+MAX_IDS = 256
 REACHED = {"2": "node", "3": "sys"}
 
 
@@ -30,8 +31,8 @@ def parse(text: str) -> Facts:
     ids, matrix = document.get("ids"), document.get("matrix")
     if not isinstance(ids, list) or not isinstance(matrix, list) or not ids or len(ids) != len(matrix):
         raise TopologyError("wanted are ids, and a matrix of as many rows", 1, 1)
-    if len(ids) > MAX_DEVICES or not all(isinstance(each, str) and each.isascii() for each in ids):
-        raise TopologyError(f"wanted are ids that are words, {MAX_DEVICES} at most", 1, 1)
+    if len(ids) > MAX_IDS or not all(isinstance(each, str) and each.isascii() for each in ids):
+        raise TopologyError(f"wanted are ids that are words, {MAX_IDS} at most", 1, 1)
     if len({*ids}) < len(ids):
         raise TopologyError("two ids are the same", 1, 1)
     for number, row in enumerate(matrix):

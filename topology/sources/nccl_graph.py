@@ -7,7 +7,8 @@ a GPU planned with more than any PCIe slot carries has links of its own to the n
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, unordered
@@ -26,12 +27,12 @@ def recognises(text: str) -> bool:
 def parse(text: str) -> Facts:
     root = parse_xml(text)
     names: dict[str, None] = {}
-    best: Counter[tuple[str, str]] = Counter()
+    best: dict[tuple[str, str], float] = defaultdict(float)
     types: set[str] = set()
     switch = False
     for graph in root.children:
-        gbs = _number(graph.get("speedintra") or graph.get("speedInter"))
-        planned: Counter[tuple[str, str]] = Counter()
+        gbs = _number(graph.get("speedintra") or graph.get("bwintra"))
+        planned: dict[tuple[str, str], float] = defaultdict(float)
         for channel in graph.children:
             gpus = [f"GPU{(gpu.get('dev') or '?')[:20]}" for gpu in channel.children if gpu.tag == "gpu"]
             names |= dict.fromkeys(gpus)
@@ -42,7 +43,8 @@ def parse(text: str) -> Facts:
         if graph.children and graph.get("typeintra"):
             types.add(graph.get("typeintra") or "")
         switch |= graph.get("pattern") == IN_SWITCH and bool(graph.children)
-        best = Counter({pair: max(best[pair], planned[pair]) for pair in {*best, *planned}})
+        for pair, sum_gbs in planned.items():
+            best[pair] = max(best[pair], sum_gbs)
     if not names:
         raise TopologyError("no channel with GPUs in it", root.line, root.column)
     devices = [_device(name) for name in sorted(names, key=lambda name: (len(name), name))]
@@ -72,13 +74,16 @@ def _device(name: str) -> Device:
     return Device(name, "accelerator", index)
 
 
-def _links(planned: Counter[tuple[str, str]], types: set[str]) -> list[Link]:
+def _links(planned: Mapping[tuple[str, str], float], types: set[str]) -> list[Link]:
     """Ways through PCIe, and NVLink where PCIe could not carry what is planned."""
     if not types or not types <= {*PCIE}:
         return []  # NVL: all pairs in use have NVLinks, and the others may
     own: set[tuple[str, str]] = set()
-    for name in {end for pair in planned for end in pair}:
-        at = {pair: gbs for pair, gbs in planned.items() if name in pair}
+    around: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+    for pair, gbs in planned.items():
+        for end in pair:
+            around[end][pair] = gbs
+    for at in around.values():
         if sum(at.values()) > SLOT_GBS and len(set(at.values())) > 1:
             own |= {pair for pair, gbs in at.items() if gbs == max(at.values())}
     return [Link(a, b, "nvlink" if (a, b) in own else "pcie") for a, b in sorted(planned)]

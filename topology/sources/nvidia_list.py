@@ -9,7 +9,7 @@ import csv
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Facts, Note, normal_bus_id, single_number
+from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note, normal_bus_id, single_number
 
 FAILURE = re.compile(
     r"NVIDIA-SMI has failed|Failed to (?:parse|initialize)|No devices were found|Unable to determine the device handle"
@@ -20,6 +20,7 @@ MIG = re.compile(r"\s+MIG \S+\s+Device +[0-9]")
 BLOCK = re.compile(r"GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*", re.ASCII)
 FIELD = re.compile(r"\s+(Product Name|Bus Id)\s+: (.{1,200}?)\s*", re.ASCII)
 QUERY = ("index", "pci.bus_id", "name")
+LONGEST = 400  # line
 DISPLAY = re.compile(r"DGX Display")  # a graphics card for the screen, beside the GPUs that compute
 
 
@@ -27,7 +28,7 @@ def recognises(text: str) -> bool:
     start = text[:20_000]
     if FAILURE.search(start[:4000]) and "GPU0" not in start:
         return True
-    lines = start.splitlines()
+    lines = [line[:LONGEST] for line in start.splitlines()]
     is_list = any(LISTED.fullmatch(line) and "(UUID: " in line for line in lines)
     return is_list or "NVSMI LOG" in start or any(_is_query(line) for line in lines[:20])
 
@@ -38,7 +39,7 @@ def _is_query(line: str) -> bool:
 
 
 def parse(text: str) -> Facts:
-    lines = text.splitlines()
+    lines = [line[:LONGEST] for line in text.splitlines()]
     if any(_is_query(line) for line in lines[:20]):
         devices = _queried(lines)
     elif any(BLOCK.fullmatch(line) for line in lines):
@@ -50,6 +51,8 @@ def parse(text: str) -> Facts:
             if (match := LISTED.fullmatch(line))
         ]
     notes = [Note(f"nvidia-smi says: {' '.join(line.split())[:200]}", n) for n, line in _failures(lines)]
+    if len(devices) > MAX_DEVICES:
+        raise TopologyError(f"more than {MAX_DEVICES} devices", 1, 1)
     if not devices and not notes:
         raise TopologyError("no GPU in it", len(lines) + 1, 1)
     if slices := sum(MIG.match(line) is not None for line in lines):
@@ -57,9 +60,8 @@ def parse(text: str) -> Facts:
     kept = [device for device in devices if not DISPLAY.search(device.model or "")]
     if len(kept) < len(devices):
         notes.append(Note(f"{len(devices) - len(kept)} card for a display, which is no accelerator"))
-    ids = [device.id for device in kept]
-    if doubled := next((each for each in ids if ids.count(each) > 1), None):
-        raise TopologyError(f"{doubled} is there twice", 1, 1)
+    if len({device.id for device in kept}) < len(kept):
+        raise TopologyError("a GPU is there twice", 1, 1)
     return Facts("devices", tuple(kept), notes=tuple(notes))
 
 

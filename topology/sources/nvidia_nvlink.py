@@ -11,9 +11,10 @@ from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, nor
 from tokenring.topology.sources.nvswitch import HIDDEN, trunk
 
 GPU = re.compile(r"GPU ([0-9]{1,4}): (.{1,200}?)(?: \(UUID: [^)]*\))?\s*", re.ASCII)
-LINK = re.compile(r"\s*Link ([0-9]{1,3})[:,] *(.*?)\s*", re.ASCII)
+LINK = re.compile(r"\s*Link ([0-9]{1,2})[:,] *(.*?)\s*", re.ASCII)
 RATE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,6})?) GB/s", re.ASCII)
 REMOTE = re.compile(r"Remote Device ([0-9A-Fa-f]{1,8}:[0-9A-Fa-f]{1,2}:[0-9A-Fa-f]{1,2}\.[0-9A-Fa-f]).*", re.ASCII)
+LONGEST = 400  # line
 PAYLOAD = {26.562: 25.0, 53.125: 50.0}  # the rate on the wire, from Hopper on, and what of it carries data
 
 
@@ -26,14 +27,15 @@ class _Gpu:
 
 
 def recognises(text: str) -> bool:
-    start = text[:20_000].splitlines()
+    start = [line[:LONGEST] for line in text[:20_000].splitlines()]
     return any(GPU.fullmatch(line) for line in start) and any(LINK.fullmatch(line) for line in start)
 
 
 def parse(text: str) -> Facts:
     gpus: list[_Gpu] = []
     notes: list[Note] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, whole in enumerate(text.splitlines(), 1):
+        line = whole[:LONGEST]
         if match := GPU.fullmatch(line):
             name = f"GPU{int(match[1])}"
             if any(gpu.device.id == name for gpu in gpus) or len(gpus) >= MAX_DEVICES:

@@ -6,14 +6,16 @@ import re
 from dataclasses import replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Coverage, Device, Facts, Link, Note, normal_bus_id, pairs
+from tokenring.topology.facts import MAX_DEVICES, Coverage, Device, Facts, Link, Note, normal_bus_id, pairs
+from tokenring.topology.labels import meaning
+from tokenring.topology.schema import load_json
 from tokenring.topology.sources.matrix import ESCAPE, Matrix, links_of
 from tokenring.topology.sources.tables import read_tables
 
 BUS_ID = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 NAME = re.compile(rf"GPU[0-9]{{1,4}}|{BUS_ID}", re.ASCII | re.IGNORECASE)
 TITLES = re.compile(
-    r"ROCm System Management Interface|(?:Link Type|Hops|Weight) between two GPUs|LINK (?:TYPE|METRIC) TABLE"
+    r"between DRM devices [0-9]|ROCm System Management Interface|(?:Link Type|Hops|Weight) between two GPUs|LINK (?:TYPE|METRIC) TABLE"
 )
 TYPES = {"XGMI", "PCIE", "XXXX", "UNKNOWN"}
 REACHED = {2: "node", 3: "sys"}  # hops of PCIe: GPU, CPU, GPU; a second CPU is the third
@@ -22,6 +24,8 @@ TROUBLE = re.compile(r"\s*(?:WARNING|ERROR)|.*\bNot supported", re.IGNORECASE)
 MAX_NOTES = 20
 # The driver reports x16 lanes of 25 Gbit/s for each xGMI link, whatever the links do: it counts them, no more.
 DRIVER_MBS = 50_000
+PAIR = re.compile(r"\(Topology\) (Link type|Hops) between DRM devices ([0-9]{1,4}) and ([0-9]{1,4})", re.ASCII)
+HOPS = ("1", "2", "3", "4")
 PORT = re.compile(rf"(GPU[0-9]{{1,4}})\s+({BUS_ID})\s+(?:\S+ Gb/s|N/A)\s+(?:([0-9]{{1,6}}) Gb/s|N/A)", re.ASCII)
 
 
@@ -30,6 +34,8 @@ def recognises(text: str) -> bool:
 
 
 def parse(text: str) -> Facts:
+    if '"system"' in text[:20_000]:
+        return _json(text)
     lines = [ESCAPE.sub("", line) for line in text.splitlines()]
     if any("LINK METRIC TABLE" in line for line in lines) and not any("LINK TYPE TABLE" in line for line in lines):
         return _xgmi(lines)
@@ -42,7 +48,8 @@ def parse(text: str) -> Facts:
     names = list(dict.fromkeys(name for _, table in tables for name in table.columns))
     devices = [_device(name, order) for order, name in enumerate(names)]
     devices = _on_numa_nodes(devices, lines)
-    types = next((table for _, table in tables if _is(table, TYPES)), None)
+    titled = [table for title, table in tables if re.match("(?i)link type", title)]
+    types = next((table for table in [*titled, *(table for _, table in tables)] if _is(table, TYPES)), None)
     if types is None:
         notes.append(Note("no table of link types in it"))
         return Facts("devices", tuple(devices), notes=tuple(notes))
@@ -113,6 +120,28 @@ def _cells(tables: list[tuple[str, Matrix]], title: str, cell: str) -> dict[tupl
     return found
 
 
+def _json(text: str) -> Facts:
+    """`--showtopo --json`: a line for each pair."""
+    document = load_json(text)
+    system = document.get("system") if isinstance(document, dict) else None
+    said: dict[str, dict[tuple[str, str], str]] = {"Link type": {}, "Hops": {}}
+    for key, value in system.items() if isinstance(system, dict) else ():
+        if (match := PAIR.fullmatch(key)) and isinstance(value, str) and int(match[2]) != int(match[3]):
+            said[match[1]][f"GPU{int(match[2])}", f"GPU{int(match[3])}"] = value
+    names = dict.fromkeys(name for pair in said["Link type"] for name in pair)
+    if not names or len(names) > MAX_DEVICES:
+        raise TopologyError("no pair of GPUs with a link type in it, or too many", 1, 1)
+    links = []
+    for (a, b), label in said["Link type"].items():
+        found, far = meaning(label), said["Hops"].get((a, b))
+        if found:
+            kind = REACHED.get(min(int(far), 3), "pcie") if found.kind == "pcie" and far in HOPS else found.kind
+            links.append(Link(a, b, kind, found.count, label=label))
+    devices = tuple(_device(name, 0) for name in names)
+    coverage: Coverage = "links" if len(links) == len(said["Link type"]) else "devices"
+    return Facts(coverage, devices, tuple(links))
+
+
 def _xgmi(lines: list[str]) -> Facts:
     """`amd-smi xgmi`: counters for each peer that there is a link to, and the rate of a link."""
     columns: list[str] = []
@@ -125,8 +154,8 @@ def _xgmi(lines: list[str]) -> Facts:
             columns = [word.lower() for word in words if re.fullmatch(BUS_ID, word, re.IGNORECASE)]
         elif match := PORT.match(line.strip()):
             bus_id = match[2].lower()
-            if bus_id in devices:
-                raise TopologyError(f"{match[1]} is there twice", number, 1)
+            if bus_id in devices or len(devices) >= MAX_DEVICES:
+                raise TopologyError(f"{match[1]} is there twice, or there are too many", number, 1)
             gbs = int(match[3]) / 8 if match[3] and match[3] != "0" else None
             index = int(match[1][3:])
             devices[bus_id] = Device(
@@ -135,7 +164,7 @@ def _xgmi(lines: list[str]) -> Facts:
         elif bus_id and words[:1] in (["Read"], ["Write"]):
             cells = re.findall(r"N/A|[0-9]+ [KMGT]?B", line)
             linked |= {(bus_id, c): None for c, cell in zip(columns, cells, strict=False) if cell != "N/A"}
-    if not devices or len(columns) > len(devices) * 2:
+    if not devices:
         raise TopologyError("no row of a GPU in it", len(lines) + 1, 1)
     links = [
         Link(devices[a].id, devices[b].id, "xgmi", label="XGMI")

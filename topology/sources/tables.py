@@ -15,21 +15,21 @@ def read_tables(text: str, name: re.Pattern[str]) -> list[tuple[str, Matrix]]:
     tables: list[tuple[str, Matrix]] = []
     title = ""
     for number, raw in enumerate(text.splitlines(), 1):
-        line = ESCAPE.sub("", raw)
+        line = ESCAPE.sub("", raw).replace("|", " ").replace("`", " ")  # as terminals and Markdown have it
         words = line.split()
         if not words:
             continue
+        if len(words) > MAX_COLUMNS + 16 or len(tables) > MAX_TABLES:
+            raise TopologyError(f"more than {MAX_COLUMNS} devices or {MAX_TABLES} tables", number, 1)
         named = [bool(name.fullmatch(word)) for word in words]
         if all(named):
             if doubled := next((word for word in words if words.count(word) > 1), None):
                 raise TopologyError(f"the header names {doubled[:20]} twice", number, 1)
             tables.append((title, Matrix(words, [], {}, [])))
-        elif named[0] and tables and any(named[0] and words[0] == column for column in tables[-1][1].columns):
+        elif named[0] and tables and words[0] in tables[-1][1].columns:
             _row(words, number, tables[-1][1])
         else:
             title = line.strip("= \t")
-        if len(words) > MAX_COLUMNS or len(tables) > MAX_TABLES:
-            raise TopologyError(f"more than {MAX_COLUMNS} devices or {MAX_TABLES} tables", number, 1)
     return tables
 
 
