@@ -204,7 +204,7 @@ def test_index_and_bus_id_join_what_knows_one_of_them(order: tuple[int, ...]) ->
         (1, "0000:2a:00.0", 0, "1-1"),
     ]
     assert {edge.kind for edge in graph.edges} == {"nvlink", "pix"}
-    assert classify(graph).name == "switch"
+    assert classify(graph).name == "full-mesh"
 
 
 def test_probe_asks_nvml_before_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,4 +235,4 @@ def test_probe_asks_nvidia_smi_where_nvml_has_no_answer(monkeypatch: pytest.Monk
     monkeypatch.setattr(probe, "read_sysfs", lambda: tree(["0000:18:00.0", "0000:2a:00.0"]))
     graph = merge(probe.probe(run, nvml=lambda: None))
     assert len(graph.accelerators) == 2
-    assert classify(graph).name == "switch"
+    assert classify(graph).name == "full-mesh"

@@ -106,7 +106,7 @@ def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:
     """All links are known to be up and none where it leads: as many as no mesh of these devices can have."""
     ports = {device.ports for device in graph.accelerators}
     count = max((number for number in ports if number), default=0)
-    if graph.coverage == "links" or not count:
+    if graph.coverage == "links" or not count or len(names) < 2:
         return None
     entry = published("nvlink", graph.accelerators[0])
     whole = entry is not None and entry.links >= FROM_A100_ON

@@ -25,6 +25,7 @@ class Source:
     name: str
     module: str
     command: tuple[str, ...] = ()
+    words: str = ""  # that must be in it too: for one of several forms that a module reads
 
 
 REGISTRY = (
@@ -32,10 +33,14 @@ REGISTRY = (
     Source("npu-smi info -t topo", "npu_topo", ("npu-smi", "info", "-t", "topo")),
     Source("NCCL topology XML", "nccl_xml"),
     Source("NCCL graph XML", "nccl_graph"),
+    Source("amd-smi xgmi", "rocm_smi", words="LINK METRIC TABLE"),
     Source("rocm-smi --showtopo", "rocm_smi", ("rocm-smi", "--showtopo")),
     Source("mx-smi topo -m", "vendor_topo", ("mx-smi", "topo", "-m")),
     Source("nvidia-smi topo -p2p", "nvidia_p2p"),
-    Source("nvidia-smi nvlink", "nvidia_nvlink", ("nvidia-smi", "nvlink", "-s")),
+    Source("nvidia-smi nvlink -R", "nvidia_nvlink", words="Remote Device"),
+    Source("nvidia-smi nvlink -c", "nvidia_nvlink", words=" supported: "),
+    Source("nvidia-smi nvlink -s", "nvidia_nvlink", ("nvidia-smi", "nvlink", "-s")),
+    Source("nvidia-smi -L", "nvidia_list", words="(UUID: "),
     Source("nvidia-smi -q", "nvidia_list", ("nvidia-smi", "--query-gpu=index,pci.bus_id,name", "--format=csv")),
     Source("hwloc XML", "hwloc_xml"),
     Source("lspci -tv", "lspci"),
@@ -55,7 +60,9 @@ def parser_of(source: Source) -> Parser:
 
 def recognise(text: str) -> Source | None:
     """The first format that takes a text for its own."""
-    return next((source for source in REGISTRY if parser_of(source).recognises(text)), None)
+    start = text[:20_000]
+    fitting = (source for source in REGISTRY if source.words in start)
+    return next((source for source in fitting if parser_of(source).recognises(text)), None)
 
 
 def read(text: str, file: str | None = None, host: str | None = None) -> Facts:

@@ -26,7 +26,7 @@ DISPLAY = re.compile(r"DGX Display")  # a graphics card for the screen, beside t
 
 def recognises(text: str) -> bool:
     start = text[:20_000]
-    if FAILURE.search(start[:4000]) and "GPU0" not in start:
+    if FAILURE.search(start[:4000]) and re.search(r"\bGPU0\b", start) is None:
         return True
     lines = [line[:LONGEST] for line in start.splitlines()]
     is_list = any(LISTED.fullmatch(line) and "(UUID: " in line for line in lines)
