@@ -110,8 +110,10 @@ def test_broken_fixtures(seed: int) -> None:
         "GPU 0: x (UUID: y)\n" + "\t Link 0: Remote Device 00000000:07:00.0: Link 0\n" * 50_000,
         "NVSMI LOG\n" + "GPU 00000000:07:00.0\n" * 50_000,
         "-[0000:00]-+-00.0\n" + " " * 500_000 + "\\-01.0-[01]-" + "-00.0-[02]-" * 50_000,
-        "-[0000:00]-+-00.0\n" + "".join(f"  \\-{i % 256:02x}.{i // 256}  NVIDIA Corporation GA100\n" for i in range(2000)),
-        "<graphs>" + '<graph speedintra="9" typeintra="SYS"><channel><gpu dev="0"/><gpu dev="1"/></channel></graph>' * 9000,
+        "-[0000:00]-+-00.0\n"
+        + "".join(f"  \\-{i % 256:02x}.{i // 256}  NVIDIA Corporation GA100\n" for i in range(2000)),
+        "<graphs>"
+        + '<graph speedintra="9" typeintra="SYS"><channel><gpu dev="0"/><gpu dev="1"/></channel></graph>' * 9000,
         "<topology>" + '<object type="Bridge" bridge_pci="0000:[00-01]">' * 250,
         '<topology><object type="PCIDev" pci_busid="0000:00:00.0" pci_type="0302 [10de:1]"/>' + "<object/>" * 100_000,
         '{"matrix": [' + "[" * 500_000,

@@ -138,12 +138,14 @@ def test_links_to_nobody_knows_where() -> None:
 
 def test_old_bindings_lack_functions() -> None:
     class Old(FakeNvml):
-        nvmlDeviceGetNvLinkRemoteDeviceType = None
-        nvmlDeviceGetTopologyCommonAncestor = None
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetTopologyCommonAncestor"):
+                raise AttributeError(name)
+            return super().__getattribute__(name)
 
     facts = facts_of(Old(mesh(6)))
     assert classify(merge([facts])).name == "full-mesh"
-    assert all("NoneType" in str(note) for note in facts.notes)
+    assert not facts.notes
 
 
 def test_every_call_that_fails_is_a_note() -> None:
@@ -183,7 +185,9 @@ def test_bindings_that_break_on_import(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def tree(bus_ids: list[str]) -> Facts:
     """As the kernel shows it: bus ids and no indices."""
-    devices = [Device(bus, "accelerator", bus_id=bus, vendor="nvidia", numa_node=i // 2) for i, bus in enumerate(bus_ids)]
+    devices = [
+        Device(bus, "accelerator", bus_id=bus, vendor="nvidia", numa_node=i // 2) for i, bus in enumerate(bus_ids)
+    ]
     nic = Device("0000:1b:00.0", "nic", bus_id="0000:1b:00.0", name="mlx5_0")
     return Facts("pcie", (*devices, nic), (Link(bus_ids[0], nic.id, "pix"),), origin=Origin("sysfs"))
 

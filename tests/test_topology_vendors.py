@@ -110,7 +110,10 @@ class TestHwloc:
 
     def test_links_to_cpus(self) -> None:
         links = [link for link in facts_of("hwloc-pairs-and-cpus.xml").links if link.kind == "c2c"]
-        assert {(link.b, link.count, link.bandwidth_gbs) for link in links} == {("Package0", 2, 40.0), ("Package1", 2, 40.0)}
+        assert {(link.b, link.count, link.bandwidth_gbs) for link in links} == {
+            ("Package0", 2, 40.0),
+            ("Package1", 2, 40.0),
+        }
 
     def test_a_screen_is_no_accelerator(self) -> None:
         found = [(d.id, d.vendor, d.numa_node) for d in facts_of("hwloc1-two-vendors.xml").accelerators]
@@ -178,7 +181,11 @@ class TestLists:
 
 class TestLspci:
     def test_devices(self) -> None:
-        found = [(d.kind, d.bus_id, d.vendor) for d in facts_of("lspci-roots.txt").devices if d.kind in ("accelerator", "nic")]
+        found = [
+            (d.kind, d.bus_id, d.vendor)
+            for d in facts_of("lspci-roots.txt").devices
+            if d.kind in ("accelerator", "nic")
+        ]
         assert found == [
             ("nic", "0000:01:00.0", None),
             ("accelerator", "0000:03:00.0", "nvidia"),
@@ -203,7 +210,9 @@ class TestGraphs:
         }
 
     def test_slow_rings_prove_nothing(self) -> None:
-        assert verdict_of(text_of("nccl-graph-pairs.xml").replace('speedintra="20"', 'speedintra="5"')).name == "unknown"
+        assert (
+            verdict_of(text_of("nccl-graph-pairs.xml").replace('speedintra="20"', 'speedintra="5"')).name == "unknown"
+        )
 
 
 class TestMatrixJson:

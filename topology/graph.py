@@ -198,8 +198,9 @@ def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], measurements: Itera
     entry = next((p for end in (edge.a, edge.b) if (p := published(edge.kind, by_id[end]))), None)
     if entry is None:
         port = by_id[edge.a].gbs if edge.is_peer and by_id[edge.a].kind == "accelerator" else None
-        known_port = edge.bandwidth_gbs is None and edge.count is not None and port is not None
-        return replace(edge, bandwidth_gbs=round(edge.count * port, 3)) if known_port else edge
+        if edge.bandwidth_gbs is not None or edge.count is None or port is None:
+            return edge
+        return replace(edge, bandwidth_gbs=round(edge.count * port, 3))
     count = edge.count if edge.count is not None else entry.links if edge.switched else _one(edge.kind)
     return edge if count is None else replace(edge, bandwidth_gbs=round(count * entry.link_gbs, 3), source="published")
 

@@ -51,7 +51,10 @@ class _Asking:
 
 
 def read_nvml(module: Any = None) -> Facts | None:
-    """GPUs, their NVLinks and the ways between them; None where the library's bindings are not installed."""
+    """GPUs, their NVLinks and the ways between them; None where the library's bindings are not installed.
+
+    NUMA nodes are left to sysfs: what NVML calls a GPU's node is that of its own memory (Grace Hopper).
+    """
     origin = Origin("NVML")
     try:
         module = module or importlib.import_module(MODULE)
@@ -108,7 +111,6 @@ def _facts(asking: _Asking) -> Facts:
 
 def _device(name: str, index: int, handle: object, bus_id: str | None, ports: int, asking: _Asking) -> Device:
     capability = asking("nvmlDeviceGetCudaComputeCapability", handle)
-    numa = asking("nvmlDeviceGetNumaNodeId", handle)
     return Device(
         name,
         "accelerator",
@@ -117,7 +119,6 @@ def _device(name: str, index: int, handle: object, bus_id: str | None, ports: in
         model=asking.text("nvmlDeviceGetName", handle),
         arch=f"sm{capability[0]}{capability[1]}" if isinstance(capability, (tuple, list)) else None,
         vendor="nvidia",
-        numa_node=numa if isinstance(numa, int) and numa >= 0 else None,
         ports=ports,
     )
 

@@ -108,9 +108,7 @@ def _pci(element: Element, parent: str | None, numa: int | None, reading: _Readi
     else:
         return parent
     bus_id = normal_bus_id(element.get("pci_busid") or "")
-    device = Device(
-        bus_id or f"pci@{element.line}", kind, bus_id=bus_id, numa_node=numa, vendor=VENDORS.get(vendor_id)
-    )
+    device = Device(bus_id or f"pci@{element.line}", kind, bus_id=bus_id, numa_node=numa, vendor=VENDORS.get(vendor_id))
     if kind == "accelerator":
         device = _accelerator(device, names, inside, reading)
     elif kind == "nic":

@@ -52,7 +52,7 @@ def _device(name: str, number: int, model: str | None) -> Device:
 
 
 def _hops(words: list[str]) -> dict[str, str]:
-    """"1-2" or "*": the way that hops stand for."""
+    """ "1-2" or "*": the way that hops stand for."""
     found: dict[str, str] = {}
     for match in HOPS.finditer(" ".join(words)):
         names = re.findall(r"[0-9]+-[0-9]+", match[3]) if match[3] else ["*"]
@@ -60,9 +60,7 @@ def _hops(words: list[str]) -> dict[str, str]:
     return found
 
 
-def _links(
-    devices: tuple[Device, ...], matrix: list[list[str]], hops: dict[str, str]
-) -> tuple[list[Link], list[Note]]:
+def _links(devices: tuple[Device, ...], matrix: list[list[str]], hops: dict[str, str]) -> tuple[list[Link], list[Note]]:
     links: list[Link] = []
     notes: list[Note] = []
     for i, a in enumerate(devices):

@@ -15,7 +15,8 @@ from tokenring.topology.sources.tables import read_tables
 BUS_ID = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 NAME = re.compile(rf"GPU[0-9]{{1,4}}|{BUS_ID}", re.ASCII | re.IGNORECASE)
 TITLES = re.compile(
-    r"between DRM devices [0-9]|ROCm System Management Interface|(?:Link Type|Hops|Weight) between two GPUs|LINK (?:TYPE|METRIC) TABLE"
+    r"ROCm System Management Interface|(?:Link Type|Hops|Weight) between two GPUs|between DRM devices [0-9]"
+    r"|LINK (?:TYPE|METRIC) TABLE"
 )
 TYPES = {"XGMI", "PCIE", "XXXX", "UNKNOWN"}
 REACHED = {2: "node", 3: "sys"}  # hops of PCIe: GPU, CPU, GPU; a second CPU is the third
