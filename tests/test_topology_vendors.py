@@ -61,6 +61,16 @@ class TestRocm:
         table = "\n".join("| " + " | ".join(row.split()) + " |" for row in rows)
         assert verdict_of(f"Link Type between two GPUs\n{table}").name == "full-mesh"
 
+    def test_rows_alone(self) -> None:
+        rows = text_of("rocm-quads.txt").split("Link Type", 1)[1].splitlines()[2:10]
+        assert verdict_of("\n".join(rows)).name == "islands"
+        assert notes_of("\n".join(rows)) == ["the header is missing: columns are taken in the order of the rows"]
+
+    def test_a_row_that_lost_a_cell_is_not_used(self) -> None:
+        text = text_of("rocm-mesh.txt").replace("GPU2   XGMI         ", "GPU2   ")
+        assert verdict_of(text).name == "full-mesh"  # the other rows say it all
+        assert any("the row of GPU2 does not fit the header: not used" in note for note in notes_of(text))
+
     def test_refusal_is_a_fact(self) -> None:
         text = "=== ROCm System Management Interface ===\nERROR: GPU[0]: Cannot read Link Type: Not supported\n"
         assert verdict_of(text).name == "unknown"
@@ -123,6 +133,11 @@ class TestHwloc:
         text = text_of("hwloc-pairs-and-cpus.xml").replace("1000000 40000", "40000", 1)
         with pytest.raises(TopologyError, match="hwloc XML: 6 devices have a matrix of 35 numbers"):
             read(text)
+
+    @pytest.mark.parametrize("encoding", ["UTF-16", "cp037", "no-such-thing"])
+    def test_the_encoding_in_the_declaration_is_past(self, encoding: str) -> None:
+        text = text_of("hwloc1-two-vendors.xml").replace("UTF-8", encoding)
+        assert verdict_of(text).name == "pcie-numa"
 
     def test_entities_are_refused(self) -> None:
         text = '<!DOCTYPE topology [<!ENTITY a "b">]>\n<topology><object type="&a;"/></topology>'
@@ -210,9 +225,8 @@ class TestGraphs:
         }
 
     def test_slow_rings_prove_nothing(self) -> None:
-        assert (
-            verdict_of(text_of("nccl-graph-pairs.xml").replace('speedintra="20"', 'speedintra="5"')).name == "unknown"
-        )
+        text = text_of("nccl-graph-pairs.xml").replace('speedintra="20"', 'speedintra="5"')
+        assert verdict_of(text).name == "unknown"
 
 
 class TestMatrixJson:

@@ -31,10 +31,10 @@ def recognises(text: str) -> bool:
 
 
 def parse(text: str) -> Facts:
-    tables = read_tables(text, NAME)
+    tables = [table for _, table in read_tables(text, NAME)]
     if not tables:
-        raise TopologyError("no header of a matrix in it", text.count("\n") + 1, 1)
-    _, matrix = tables[0]
+        raise TopologyError("no matrix of GPUs in it", text.count("\n") + 1, 1)
+    matrix = next((table for table in tables if any({*row.labels} & {*STATUS} for row in table.rows)), tables[0])
     devices = tuple(Device(name, "accelerator", int(name[3:]), vendor="nvidia") for name in matrix.columns)
     found: dict[tuple[str, str], str] = {}
     for row in matrix.rows:

@@ -9,8 +9,8 @@ from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Coverage, Device, Facts, Link, Note, normal_bus_id, pairs
 from tokenring.topology.labels import meaning
 from tokenring.topology.schema import load_json
-from tokenring.topology.sources.matrix import ESCAPE, Matrix, links_of
-from tokenring.topology.sources.tables import read_tables
+from tokenring.topology.sources.matrix import ESCAPE, Matrix, links_of, words_in
+from tokenring.topology.sources.tables import read_tables, without_shifted
 
 BUS_ID = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 NAME = re.compile(rf"GPU[0-9]{{1,4}}|{BUS_ID}", re.ASCII | re.IGNORECASE)
@@ -18,6 +18,7 @@ TITLES = re.compile(
     r"ROCm System Management Interface|(?:Link Type|Hops|Weight) between two GPUs|between DRM devices [0-9]"
     r"|LINK (?:TYPE|METRIC) TABLE"
 )
+SELF = ("0", "SELF", "X", "N/A")
 TYPES = {"XGMI", "PCIE", "XXXX", "UNKNOWN"}
 REACHED = {2: "node", 3: "sys"}  # hops of PCIe: GPU, CPU, GPU; a second CPU is the third
 NUMA = re.compile(r"\s*GPU ?\[?([0-9]{1,4})\]?.*Numa (Node|Affinity): ?([0-9]{1,4})\s*", re.ASCII)
@@ -31,7 +32,7 @@ PORT = re.compile(rf"(GPU[0-9]{{1,4}})\s+({BUS_ID})\s+(?:\S+ Gb/s|N/A)\s+(?:([0-
 
 
 def recognises(text: str) -> bool:
-    return TITLES.search(text[:20_000]) is not None
+    return TITLES.search(text[:20_000]) is not None or "XGMI" in words_in(text)
 
 
 def parse(text: str) -> Facts:
@@ -48,13 +49,15 @@ def parse(text: str) -> Facts:
         raise TopologyError("no table of GPUs in it", len(lines) + 1, 1)
     names = list(dict.fromkeys(name for _, table in tables for name in table.columns))
     devices = [_device(name, order) for order, name in enumerate(names)]
+    if len({device.id for device in devices}) < len(devices):
+        raise TopologyError("two of the names in it are one GPU", 1, 1)
     devices = _on_numa_nodes(devices, lines)
     titled = [table for title, table in tables if re.match("(?i)link type", title)]
     types = next((table for table in [*titled, *(table for _, table in tables)] if _is(table, TYPES)), None)
     if types is None:
         notes.append(Note("no table of link types in it"))
         return Facts("devices", tuple(devices), notes=tuple(notes))
-    links, differing = _links(types, tables, dict(zip(names, devices, strict=True)))
+    links, differing = _links(without_shifted(types, SELF), tables, dict(zip(names, devices, strict=True)))
     coverage: Coverage = "links"
     unread = sum(row.labels.count("XXXX") for row in types.rows)
     if unread:  # partitions of one package, or a driver that is too old

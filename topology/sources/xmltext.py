@@ -39,7 +39,7 @@ class Element:
 
 class _Builder:
     def __init__(self) -> None:
-        self.parser = expat.ParserCreate()
+        self.parser = expat.ParserCreate("utf-8")  # whatever the declaration names: it is text by now
         self.root: Element | None = None
         self.open: list[Element] = []
         self.count = 0
