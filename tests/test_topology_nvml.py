@@ -211,6 +211,15 @@ def test_index_and_bus_id_join_what_knows_one_of_them(order: tuple[int, ...]) ->
     assert classify(graph).name == "full-mesh"
 
 
+def test_tools_of_two_vendors_count_devices_of_their_own() -> None:
+    graph = merge([matrix(2), read((DATA / "rocm-mesh.txt").read_text())])
+    assert [(each.vendor, each.index) for each in graph.accelerators] == [
+        ("nvidia", 0),
+        ("nvidia", 1),
+        *(("amd", index) for index in range(4)),
+    ]
+
+
 def test_probe_asks_nvml_before_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

@@ -154,6 +154,8 @@ def _same(a: Device, b: Device) -> bool:
     """Whether two sources speak of one device: bus id, else physical id, else index or name."""
     if a.kind != b.kind or (a.host and b.host and a.host != b.host):
         return False
+    if a.vendor and b.vendor and a.vendor != b.vendor:  # each vendor's tool counts from 0
+        return False
     if a.bus_id and b.bus_id and a.die == b.die:
         return a.bus_id == b.bus_id
     for one, other in ((a.phy_id, b.phy_id), (a.index, b.index), (a.name, b.name)):
