@@ -15,7 +15,7 @@ FAILURE = re.compile(
     r"NVIDIA-SMI has failed|Failed to (?:parse|initialize)|No devices were found|Unable to determine the device handle"
     r"|Insufficient Permissions|couldn't communicate with the NVIDIA driver|GPU is lost|Unknown Error"
 )
-LISTED = re.compile(r"GPU ([0-9]{1,4}): (.{1,200}?)(?: \(UUID: [^)]*\))?\s*", re.ASCII)
+LISTED = re.compile(r"\s*GPU ([0-9]{1,4}): (.{1,200}?)(?: \(UUID: [^)]*\))?\s*", re.ASCII)
 MIG = re.compile(r"\s+MIG \S+\s+Device +[0-9]")
 BLOCK = re.compile(r"GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*", re.ASCII)
 FIELD = re.compile(r"\s+(Product Name|Bus Id)\s+: (.{1,200}?)\s*", re.ASCII)

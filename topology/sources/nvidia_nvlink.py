@@ -10,7 +10,7 @@ from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, normal_bus_id
 from tokenring.topology.sources.nvswitch import HIDDEN, trunk
 
-GPU = re.compile(r"GPU ([0-9]{1,4}): (.{1,200}?)(?: \(UUID: [^)]*\))?\s*", re.ASCII)
+GPU = re.compile(r"\s*GPU ([0-9]{1,4}): (.{1,200}?)(?: \(UUID: [^)]*\))?\s*", re.ASCII)
 LINK = re.compile(r"\s*Link ([0-9]{1,2})[:,] *(.*?)\s*", re.ASCII)
 RATE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,6})?) GB/s", re.ASCII)
 REMOTE = re.compile(r"Remote Device ([0-9A-Fa-f]{1,8}:[0-9A-Fa-f]{1,2}:[0-9A-Fa-f]{1,2}\.[0-9A-Fa-f]).*", re.ASCII)
