@@ -9,7 +9,7 @@ from tokenring.errors import TopologyError
 from tokenring.topology.facts import Device, Facts, Link, Note, single_number
 from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, links_of, read_matrix, words_in
 
-REFUSALS = re.compile(r"does not support querying topo|dcmi model? ?\w* ?initiali[sz]ed? failed|ret is -80[0-9]{2}")
+REFUSALS = re.compile(r"does not support querying [a-z-]+|dcmi model? ?\w* ?initiali[sz]ed? failed|ret is -80[0-9]{2}")
 QUAD = 4  # 910A has HCCS in groups of four; wider direct HCCS is 910B
 
 

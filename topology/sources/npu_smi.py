@@ -1,0 +1,158 @@
+"""`npu-smi info` and `npu-smi info -m`: which NPUs and chips there are, their models, bus ids and physical ids.
+
+910A, 910B, 910C and A3 with two dies a package, 310P, 950: columns differ, and are taken from the header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from tokenring.errors import TopologyError
+from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note, normal_bus_id, single_number
+
+TITLES = re.compile(r"NPU ID|Slot ID|Chip ID|Chip Logic ID|Chip Phy-ID|Chip Name", re.ASCII)
+HEADER = re.compile(r"NPU ID\b[^\n|]{0,200}?\bChip ID\b[^\n|]{0,300}?\bChip Name", re.ASCII)  # of `info -m`
+BANNER = re.compile(r"\|\s*npu-smi\s|\|\s*NPU(?: ID)?\s*\|?\s+Name\s", re.ASCII)
+FILLER = re.compile(r"x+|-|NA|N/A|unknown", re.IGNORECASE)  # what documentation and drivers put for nothing
+ELIDED = "rows are left out: which NPUs they name is not known"
+NO_CHIP = "mcu"  # a board controller that `info -m` lists among the chips
+ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A chip, or a die of a package: `npu` is the package."""
+
+    npu: int
+    chip: int
+    phy_id: int | None = None
+    logic_id: int | None = None
+    model: str | None = None
+    bus_id: str | None = None
+
+
+Chips = dict[tuple[int, int], Chip]
+
+
+def recognises(text: str) -> bool:
+    start = text[:200_000]
+    return HEADER.search(start) is not None or BANNER.search(start) is not None
+
+
+def parse(text: str) -> Facts:
+    chips, notes = mapping(text) if HEADER.search(text[:200_000]) else _table(text)
+    if not chips:
+        raise TopologyError("no NPU in it", text.count("\n") + 1, 1)
+    return Facts("devices", tuple(devices_of(chips)), notes=tuple(notes))
+
+
+def mapping(text: str) -> tuple[list[Chip], list[Note]]:
+    """`info -m`: one line for each chip."""
+    titles: list[str] = []
+    chips: Chips = {}
+    notes: list[Note] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = ESCAPE.sub("", line)
+        if not titles:
+            titles = TITLES.findall(line) if HEADER.search(line) else []
+            continue
+        row = dict(zip(titles, line.split(None, len(titles) - 1), strict=False))
+        npu, chip = single_number(row.get("NPU ID")), single_number(row.get("Chip ID"))
+        if _is_elision(line):
+            notes.append(Note(ELIDED, number))
+        elif npu is not None and chip is not None:
+            name = " ".join(row.get("Chip Name", "").split())[:80]
+            if name.lower() != NO_CHIP:
+                logic, physical = single_number(row.get("Chip Logic ID")), single_number(row.get("Chip Phy-ID"))
+                _take(chips, Chip(npu, chip, physical, logic, _model(name)), number)
+        elif chips and line.strip():
+            break  # what follows is another command's
+    return list(chips.values()), notes[:64]
+
+
+def _table(text: str) -> tuple[list[Chip], list[Note]]:
+    """`info`: a line of the NPU, then one of each chip; processes follow, which are no devices."""
+    chips: Chips = {}
+    notes: list[Note] = []
+    second = None  # what the second number of a chip's line is
+    npu: int | None = None
+    model: str | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        line = ESCAPE.sub("", line)
+        if _is_elision(line):
+            notes.append(Note(ELIDED, number))
+        if "Process id" in line:
+            break
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.strip().startswith("|") or len(cells) < 3:
+            continue
+        if found := re.search(r"Chip\s+(Phy-ID|Device)", cells[0]):
+            second = found[1]
+        # The 950 has a column of its own for the name, and leaves the first two empty in a chip's line.
+        ids, (name, value) = cells[0].split(), ("", cells[1])
+        if len(cells) > 3:
+            name, value = cells[1:3]
+        elif len(ids) > 1 and single_number(ids[1]) is None:
+            ids, name = ids[:1], " ".join(ids[1:])
+        numbers = [single_number(word) for word in ids]
+        if None in numbers:
+            continue
+        if name and numbers:
+            npu, model = numbers[0], _model(name)
+            if value not in ("OK", ""):
+                notes.append(Note(f"NPU {npu} reports health {value[:40]}", number))
+        elif npu is None:
+            notes.append(Note("a chip without its NPU: not used", number))
+        elif numbers or len(cells) > 3:
+            chip, more = [*numbers, None, None][:2]
+            physical, logic = (more, None) if second == "Phy-ID" else (None, more)
+            _take(chips, Chip(npu, chip or 0, physical, logic, model, normal_bus_id(value)), number)
+    return list(chips.values()), notes[:64]
+
+
+def _take(chips: Chips, chip: Chip, line: int) -> None:
+    if len(chips) >= MAX_DEVICES:
+        raise TopologyError(f"more than {MAX_DEVICES} chips", line, 1)
+    chips.setdefault((chip.npu, chip.chip), chip)
+
+
+def _is_elision(line: str) -> bool:
+    return bool(line.strip()) and set(line.strip()) <= set(".…| ") and ("..." in line or "…" in line)
+
+
+def _model(name: str) -> str | None:
+    return None if not name or FILLER.fullmatch(name) else name
+
+
+def devices_of(chips: list[Chip]) -> list[Device]:
+    """Chips as the other outputs call them: `-t topo` says NPU3 where a package has one chip, else Phy-ID6."""
+    dies = Counter(chip.npu for chip in chips)
+    several = any(count > 1 for count in dies.values()) or any(chip.chip > 0 for chip in chips)
+    devices = []
+    for chip in chips:
+        by_phy_id = several or chip.phy_id not in (None, chip.npu)
+        device = Device(
+            f"NPU{chip.npu}",
+            "accelerator",
+            index=chip.npu,
+            bus_id=chip.bus_id,
+            phy_id=chip.phy_id,
+            model=chip.model,
+            arch=_arch(chip.model, by_phy_id and chip.phy_id is not None),
+            vendor="huawei",
+        )
+        if by_phy_id:
+            name = f"NPU{chip.npu}.{chip.chip}" if chip.phy_id is None else f"Phy-ID{chip.phy_id}"
+            place = f"{chip.npu}/{chip.chip}"  # what two tables without Phy-ID have in common
+            device = replace(device, id=name, index=None, die=chip.chip, package=f"NPU{chip.npu}", name=place)
+        devices.append(device)
+    return devices
+
+
+def _arch(model: str | None, by_phy_id: bool) -> str | None:
+    """A3 is called "Ascend910" and no more; it alone of these has physical ids of its own."""
+    if model and "950" in model:
+        return "950"
+    return "A3" if by_phy_id else None
