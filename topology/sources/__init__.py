@@ -33,7 +33,7 @@ REGISTRY = (
     Source("npu-smi info -t topo", "npu_topo", ("npu-smi", "info", "-t", "topo")),
     Source("NCCL topology XML", "nccl_xml"),
     Source("npu-smi info", "npu_smi", ("npu-smi", "info")),
-    Source("npu-smi info -m", "npu_smi", ("npu-smi", "info", "-m")),
+    Source("npu-smi info -m", "npu_smi_map", ("npu-smi", "info", "-m")),
     Source("npu-smi info of one NPU", "npu_smi_fields"),
     Source("Ascend 950 topology JSON", "ascend_topo_json"),
     Source("Ascend ToR JSON", "ascend_tor"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Device, Facts, Link, Note, normal_bus_id, single_number
-from tokenring.topology.sources import hccn_tool, npu_smi, npu_smi_fields, npu_topo
+from tokenring.topology.sources import hccn_tool, npu_smi, npu_smi_fields, npu_smi_map, npu_topo
 
 COMMAND = re.compile(
     r"^(?:[^\n|]{0,80}?[#$>] ?)?(?:/[\w./-]{0,80}/)?((?:npu-smi info|hccn_tool -)[^\n|]{0,120})$", re.MULTILINE | re.ASCII
@@ -83,7 +83,7 @@ def _facts(section: Section) -> Facts | None:
         if not hccn_tool.recognises(section.text):
             return None
         return _of_port(hccn_tool.parse(section.text), section.npu)
-    for parser in (npu_topo, npu_smi):
+    for parser in (npu_topo, npu_smi_map, npu_smi):
         if parser.recognises(section.text):
             return parser.parse(section.text)
     return None

@@ -1,7 +1,4 @@
-"""`npu-smi info` and `npu-smi info -m`: which NPUs and chips there are, their models, bus ids and physical ids.
-
-910A, 910B, 910C and A3 with two dies a package, 310P, 950: columns differ, and are taken from the header.
-"""
+"""`npu-smi info`: NPUs, their chips or dies, models and bus ids; physical ids where the header has them."""
 
 from __future__ import annotations
 
@@ -11,13 +8,11 @@ from dataclasses import dataclass, replace
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note, normal_bus_id, single_number
+from tokenring.topology.sources.npu_topo import refused
 
-TITLES = re.compile(r"NPU ID|Slot ID|Chip ID|Chip Logic ID|Chip Phy-ID|Chip Name", re.ASCII)
-HEADER = re.compile(r"NPU ID\b[^\n|]{0,200}?\bChip ID\b[^\n|]{0,300}?\bChip Name", re.ASCII)  # of `info -m`
 BANNER = re.compile(r"\|\s*npu-smi\s|\|\s*NPU(?: ID)?\s*\|?\s+Name\s", re.ASCII)
 FILLER = re.compile(r"x+|-|NA|N/A|unknown", re.IGNORECASE)  # what documentation and drivers put for nothing
 ELIDED = "rows are left out: which NPUs they name is not known"
-NO_CHIP = "mcu"  # a board controller that `info -m` lists among the chips
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -37,39 +32,12 @@ Chips = dict[tuple[int, int], Chip]
 
 
 def recognises(text: str) -> bool:
-    start = text[:200_000]
-    return HEADER.search(start) is not None or BANNER.search(start) is not None
+    return BANNER.search(text[:200_000]) is not None
 
 
 def parse(text: str) -> Facts:
-    chips, notes = mapping(text) if HEADER.search(text[:200_000]) else _table(text)
-    if not chips:
-        raise TopologyError("no NPU in it", text.count("\n") + 1, 1)
-    return Facts("devices", tuple(devices_of(chips)), notes=tuple(notes))
-
-
-def mapping(text: str) -> tuple[list[Chip], list[Note]]:
-    """`info -m`: one line for each chip."""
-    titles: list[str] = []
-    chips: Chips = {}
-    notes: list[Note] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        line = ESCAPE.sub("", line)
-        if not titles:
-            titles = TITLES.findall(line) if HEADER.search(line) else []
-            continue
-        row = dict(zip(titles, line.split(None, len(titles) - 1), strict=False))
-        npu, chip = single_number(row.get("NPU ID")), single_number(row.get("Chip ID"))
-        if _is_elision(line):
-            notes.append(Note(ELIDED, number))
-        elif npu is not None and chip is not None:
-            name = " ".join(row.get("Chip Name", "").split())[:80]
-            if name.lower() != NO_CHIP:
-                logic, physical = single_number(row.get("Chip Logic ID")), single_number(row.get("Chip Phy-ID"))
-                _take(chips, Chip(npu, chip, physical, logic, _model(name)), number)
-        elif chips and line.strip():
-            break  # what follows is another command's
-    return list(chips.values()), notes[:64]
+    chips, notes = _table(text)
+    return Facts("devices", tuple(devices_of(chips)), notes=tuple(notes)) if chips else refused(text, "no NPU in it")
 
 
 def _table(text: str) -> tuple[list[Chip], list[Note]]:
@@ -81,7 +49,7 @@ def _table(text: str) -> tuple[list[Chip], list[Note]]:
     model: str | None = None
     for number, line in enumerate(text.splitlines(), 1):
         line = ESCAPE.sub("", line)
-        if _is_elision(line):
+        if is_elision(line):
             notes.append(Note(ELIDED, number))
         if "Process id" in line:
             break
@@ -100,29 +68,29 @@ def _table(text: str) -> tuple[list[Chip], list[Note]]:
         if None in numbers:
             continue
         if name and numbers:
-            npu, model = numbers[0], _model(name)
+            npu, model = numbers[0], model_name(name)
             if value not in ("OK", ""):
                 notes.append(Note(f"NPU {npu} reports health {value[:40]}", number))
-        elif npu is None:
+        elif npu is None and normal_bus_id(value):
             notes.append(Note("a chip without its NPU: not used", number))
-        elif numbers or len(cells) > 3:
+        elif npu is not None and (numbers or len(cells) > 3):
             chip, more = [*numbers, None, None][:2]
             physical, logic = (more, None) if second == "Phy-ID" else (None, more)
-            _take(chips, Chip(npu, chip or 0, physical, logic, model, normal_bus_id(value)), number)
+            take(chips, Chip(npu, chip or 0, physical, logic, model, normal_bus_id(value)), number)
     return list(chips.values()), notes[:64]
 
 
-def _take(chips: Chips, chip: Chip, line: int) -> None:
+def take(chips: Chips, chip: Chip, line: int) -> None:
     if len(chips) >= MAX_DEVICES:
         raise TopologyError(f"more than {MAX_DEVICES} chips", line, 1)
     chips.setdefault((chip.npu, chip.chip), chip)
 
 
-def _is_elision(line: str) -> bool:
+def is_elision(line: str) -> bool:
     return bool(line.strip()) and set(line.strip()) <= set(".…| ") and ("..." in line or "…" in line)
 
 
-def _model(name: str) -> str | None:
+def model_name(name: str) -> str | None:
     return None if not name or FILLER.fullmatch(name) else name
 
 
