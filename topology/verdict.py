@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -58,10 +59,11 @@ class _Links:
     switched: frozenset[tuple[str, str]]
     edges: dict[tuple[str, str], Edge]
     around: Neighbours
-    wider: tuple[str, ...] = ()  # switches that take links of the kind that a mesh has too: the level above it
+    wider: Mapping[str, list[str]]  # switches that take links of the kind that a mesh has too: the level above it
 
     def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
-        known = {*self.edges, *self.switched}
+        above = (unordered(*pair) for attached in self.wider.values() for pair in pairs(attached))
+        known = {*self.edges, *self.switched, *above}
         return [pair for pair in pairs(names) if unordered(*pair) not in known]
 
 
@@ -95,18 +97,16 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     direct = {pair: edge for pair, edge in edges.items() if edge.is_peer and not edge.switched}
     switched = {pair for pair, edge in edges.items() if edge.is_peer and edge.switched}
     switches: dict[str, list[str]] = {}
-    wider: dict[str, None] = {}
+    wider: dict[str, list[str]] = {}
     meshed = {edge.kind for edge in direct.values()}
     kinds = {device.id: device.kind for device in graph.devices}
     for edge in graph.edges:
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
-            if kinds[end] == "switch" and other in inside and edge.kind in meshed:
-                wider[end] = None
-            elif kinds[end] == "switch" and other in inside:
-                switches.setdefault(end, []).append(other)
+            if kinds[end] == "switch" and other in inside:
+                (wider if edge.kind in meshed else switches).setdefault(end, []).append(other)
     for attached in switches.values():
         switched |= {unordered(*pair) for pair in pairs(attached)}
-    return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]), tuple(wider))
+    return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]), wider)
 
 
 def _by_pcie(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
@@ -139,7 +139,7 @@ def _by_links(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
         return replace(verdict, warnings=(*verdict.warnings, f"{alone[0]} is not linked to the switch: degraded"))
     unknown = links.unknown(names)
     between = Counter(edge.kind.upper() for edge in links.edges.values() if not edge.is_peer)
-    joined = f"joined by {', '.join([*links.wider[:4], *between])}" if between or links.wider else ""
+    joined = f"joined by {', '.join([*list(links.wider)[:4], *between])}" if between or links.wider else ""
     joined = joined or "nothing is known of what joins them"
     evidence = [f"{_shapes(islands, alone)}; {joined}"]
     if unknown:
@@ -159,7 +159,7 @@ def _whole(graph: Graph, island: Island, links: _Links) -> Verdict:
     if unknown:
         evidence.append(f"{len(unknown)} pairs are not in the source")
     if links.wider:
-        evidence.append(f"a switch is there besides, the level above: {', '.join(links.wider[:4])}")
+        evidence.append(f"a switch is there besides, the level above: {', '.join(list(links.wider)[:4])}")
     confidence: Confidence = "medium" if unknown else "high"
     return Verdict(island.shape, confidence, tuple(evidence), (island,), _uneven(island, links))
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, Note, single_number
+from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, single_number
 from tokenring.topology.sources.jsontext import Document, load, number
 
 HEADING = re.compile(r"(Uni|Bi)directional Peer to Peer", re.IGNORECASE | re.ASCII)
@@ -66,7 +66,8 @@ def _rate(value: object) -> float | None:
 def _of_matrices(text: str) -> Rates:
     """Rows are sources, columns targets, below a heading that says which test it is."""
     rates: Rates = {}
-    kind, columns = None, []
+    kind: str | None = None
+    columns: list[int] = []
     for line_number, line in enumerate(text.splitlines(), 1):
         if heading := HEADING.search(line[:1000]):
             kind, columns = heading[1].lower(), []
@@ -77,14 +78,13 @@ def _of_matrices(text: str) -> Rates:
         ids = [single_number(re.sub(r"^[A-Za-z]+", "", each)) for each in words]
         if not columns:
             given = [each for each in ids if each is not None]
-            if len(given) > 1 and len(set(given)) == len(given) and all(each is not None for each in ids[-len(given) :]):
+            if len(given) > 1 and len(set(given)) == len(given) and None not in ids[-len(given) :]:
                 columns = given
-                if len(columns) > MAX_MATRIX:
-                    raise TopologyError(f"more than {MAX_MATRIX} columns", line_number, 1)
+            if len(columns) > MAX_MATRIX:
+                raise TopologyError(f"more than {MAX_MATRIX} columns", line_number, 1)
             continue
         source, cells = ids[0], words[1:]
         if source is None or len(cells) != len(columns):
-            columns = [] if source is None else columns
             continue
         for target, cell in zip(columns, cells, strict=True):
             if target != source and (rate := _rate(cell)):

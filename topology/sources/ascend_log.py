@@ -11,7 +11,8 @@ from tokenring.topology.facts import Device, Facts, Link, Note, normal_bus_id, s
 from tokenring.topology.sources import hccn_tool, npu_smi, npu_smi_fields, npu_smi_map, npu_topo
 
 COMMAND = re.compile(
-    r"^(?:[^\n|]{0,80}?[#$>] ?)?(?:/[\w./-]{0,80}/)?((?:npu-smi info|hccn_tool -)[^\n|]{0,120})$", re.MULTILINE | re.ASCII
+    r"^(?:[^\n|]{0,80}?[#$>] ?)?(?:/[\w./-]{0,80}/)?((?:npu-smi info|hccn_tool -)[^\n|]{0,120})$",
+    re.MULTILINE | re.ASCII,
 )
 NPU = re.compile(r" -i +([0-9]{1,4})\b", re.ASCII)
 MAX_SECTIONS = 4000
@@ -90,12 +91,14 @@ def _facts(section: Section) -> Facts | None:
 
 
 def _of_port(facts: Facts, npu: int | None) -> Facts:
-    """The port called "port" is NPU 3's, where the command says so."""
+    """Ports under names that say whose they are, where the command does."""
     if npu is None:
         return facts
-    names = {"port": f"NPU{npu} port"}
+    names = {
+        each.id: f"NPU{npu} {each.id}" for each in facts.devices if each.kind == "nic" and not each.id.startswith("NPU")
+    }
     devices = [
-        replace(each, id=names.get(each.id, each.id), index=npu if each.id in names else each.index)
+        replace(each, id=names.get(each.id, each.id), index=npu if each.id == "port" else each.index)
         for each in facts.devices
     ]
     links = [replace(link, a=names.get(link.a, link.a), b=names.get(link.b, link.b)) for link in facts.links]

@@ -38,7 +38,7 @@ TOLD = re.compile(
 class _Port:
     """What lines said of a port."""
 
-    number: int | None = None
+    npu: int | None = None  # whose only port it is
     address: str | None = None
     gbs: float | None = None
     state: str | None = None
@@ -49,10 +49,13 @@ class _Ports:
     by_name: dict[str, _Port] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 
-    def port(self, name: str, line: int, number: int | None = None) -> _Port:
+    def port(self, name: str, line: int, npu: int | None = None) -> _Port:
         if name not in self.by_name and len(self.by_name) >= MAX_PORTS:
             raise TopologyError(f"more than {MAX_PORTS} ports", line, 1)
-        return self.by_name.setdefault(name, _Port(number))
+        return self.by_name.setdefault(name, _Port(npu))
+
+    def of_npu(self, npu: int, line: int) -> _Port:
+        return self.port(f"NPU{npu} port", line, npu)
 
 
 def recognises(text: str) -> bool:
@@ -72,7 +75,7 @@ def parse(text: str) -> Facts:
         if not recognises(text):
             raise TopologyError("no line of hccn_tool in it", 1, 1)
         ports.notes.append(Note("hccn_tool names no port, address or state"))
-    devices = [Device(name, "nic", index=each.number, name=each.address, gbs=each.gbs, vendor="huawei")
+    devices = [Device(name, "nic", index=each.npu, name=each.address, gbs=each.gbs, vendor="huawei")
                for name, each in ports.by_name.items()]  # fmt: skip
     known = [(name, cast(LinkState, each.state)) for name, each in ports.by_name.items() if each.state]
     if known:
@@ -89,17 +92,17 @@ def _line(line: str, number: int, ports: _Ports) -> None:
         if STATES.get(said) != "up" and said != "SUCCESS":
             ports.notes.append(Note(" ".join(line.split()), number))
     elif match := PORT.fullmatch(line):
-        ports.port(f"port{match[1]}", number, int(match[1])).state = STATES.get(match[2].upper())
+        ports.port(f"port {match[1]}", number).state = STATES.get(match[2].upper())
         if match[2].upper() != "UP":
             ports.notes.append(Note(" ".join(line.split()), number))
     elif match := CONFIGURED.fullmatch(line):
-        ports.port(f"port{int(match[1])}", number, int(match[1])).address = match[2]
+        ports.of_npu(int(match[1]), number).address = match[2]
     elif match := SPEED.fullmatch(line):
         ports.port("port", number).gbs = int(match[1]) / 8000 or None
     elif line.startswith("ipaddr:"):
         ports.port("port", number).address = " ".join(line[7:].split())[:64] or None
     elif match := CHANGE.fullmatch(line):
-        ports.port(f"port{int(match[1])}", number, int(match[1]))
+        ports.of_npu(int(match[1]), number)
         if "link up count" in match[2]:
             ports.notes.append(Note(" ".join(line.split()), number))
     elif TOLD.fullmatch(line):
@@ -115,7 +118,8 @@ def _row(line: str, number: int, titles: list[str], ports: _Ports) -> list[str]:
     port = single_number(row.get("Port ID", row.get("Port")))
     if port is not None:
         die = single_number(row.get("UDie ID", row.get("UDie")))
-        found = ports.port(f"{'?' if die is None else die}/{port}", number, port)
+        npu = f"NPU{row['NPU']} " if single_number(row.get("NPU")) is not None else ""
+        found = ports.port(f"{npu}{'?' if die is None else die}/{port}", number)
         speed = re.match(r"([0-9]{1,5})\b", row.get("Speed Ability(Gbps)", row.get("Speed", "")), re.ASCII)
         found.gbs = (int(speed[1]) / 8 or None) if speed else None
         found.state = STATES.get(row.get("Link Status", row.get("Status", "")).upper())

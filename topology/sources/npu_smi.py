@@ -114,7 +114,7 @@ def devices_of(chips: list[Chip]) -> list[Device]:
         if by_phy_id:
             name = f"NPU{chip.npu}.{chip.chip}" if chip.phy_id is None else f"Phy-ID{chip.phy_id}"
             place = f"{chip.npu}/{chip.chip}"  # what two tables without Phy-ID have in common
-            device = replace(device, id=name, index=None, die=chip.chip, package=f"NPU{chip.npu}", name=place)
+            device = replace(device, id=name, index=chip.logic_id, die=chip.chip, package=f"NPU{chip.npu}", name=place)
         devices.append(device)
     return devices
 
