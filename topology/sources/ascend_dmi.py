@@ -12,6 +12,7 @@ from tokenring.topology.sources.jsontext import Document, load, number
 HEADING = re.compile(r"(Uni|Bi)directional Peer to Peer", re.IGNORECASE | re.ASCII)
 RATE = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(?:GB/s)?\s*", re.ASCII)
 MAX_MATRIX = 128
+MAX_LINES = 5000
 
 
 def recognises(text: str) -> bool:
@@ -68,7 +69,7 @@ def _of_matrices(text: str) -> Rates:
     rates: Rates = {}
     kind: str | None = None
     columns: list[int] = []
-    for line_number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines()[:MAX_LINES], 1):
         if heading := HEADING.search(line[:1000]):
             kind, columns = heading[1].lower(), []
             continue

@@ -16,6 +16,7 @@ COMMAND = re.compile(
 )
 NPU = re.compile(r" -i +([0-9]{1,4})\b", re.ASCII)
 MAX_SECTIONS = 4000
+MAX_CHARACTERS = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def parse(text: str) -> Facts:
 
 
 def _sections(text: str) -> list[Section]:
+    if len(text) > MAX_CHARACTERS:
+        raise TopologyError(f"a collection of {len(text)} characters is too long; at most {MAX_CHARACTERS}", 1, 1)
     matches = list(COMMAND.finditer(text))
     if len(matches) > MAX_SECTIONS:
         raise TopologyError(f"more than {MAX_SECTIONS} commands", 1, 1)

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, pairs, unordered
+from tokenring.topology.facts import Device, Facts, Link, Note, pairs, unordered
 from tokenring.topology.sources.jsontext import Document, load, number, word
 
+MAX_PEERS = 128  # of one server; today 16 at most. Each pair may be a link
 MAX_EDGES = 100_000
-MAX_ON_PCIE = 128  # each pair of them is a link
 PROTOCOLS = {"UB_CTP": "ub", "UB_TP": "ub", "UB_MEM": "ub", "HCCS": "hccs", "PCIE": "pcie"}
 
 
@@ -40,10 +40,7 @@ def parse(text: str) -> Facts:
     links = [Link(a, b, kind, ports) for (a, b, kind), ports in found.meshes.items()]
     links += [Link(npu, at, kind, ports, switched=True) for (npu, at, kind), ports in found.switches.items()]
     notes = [Note(f"{count} NPUs reach a network: {name}") for name, count in sorted(found.networks.items())]
-    if len(found.on_pcie) <= MAX_ON_PCIE:
-        links += [Link(a, b, "pcie", label="PCIE") for a, b in pairs(found.on_pcie)]
-    else:
-        notes.append(Note(f"{len(found.on_pcie)} NPUs reach each other through PCIe"))
+    links += [Link(a, b, "pcie", label="PCIE") for a, b in pairs(found.on_pcie)]
     if hardware := word(document.root.get("hardware_type")):
         notes.insert(0, Note(f"hardware type {hardware}"))
     return Facts("links", tuple(devices), tuple(links), notes=(*document.notes, *notes[:32]))
@@ -51,8 +48,8 @@ def parse(text: str) -> Facts:
 
 def _peers(document: Document) -> dict[int, str]:
     listed = document.objects(document.root, "peer_list")
-    if len(listed) > MAX_DEVICES:
-        raise document.fail(f"{len(listed)} peers; at most {MAX_DEVICES}", "peer_list")
+    if len(listed) > MAX_PEERS:
+        raise document.fail(f"{len(listed)} peers; at most {MAX_PEERS}", "peer_list")
     peers: dict[int, str] = {}
     for each in listed:
         local = number(each.get("local_id"))

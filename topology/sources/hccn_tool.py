@@ -15,20 +15,21 @@ from tokenring.topology.facts import Device, Facts, Link, LinkState, Note, singl
 STATES = {"UP": "up", "DOWN": "down", "NORMAL": "up"}  # PARTIAL is neither
 MAX_PORTS = 512
 MAX_LINES = 20_000
+MAX_LINE = 500
 OPENERS = re.compile(
-    r"^\s*(?:link status ?:|net health status ?:|ipaddr:|netmask:|Netdev status:|optical info:|Chassis ID TLV"
+    r"^[ \t]*(?:link status ?:|net health status ?:|ipaddr:|netmask:|Netdev status:|optical info:|Chassis ID TLV"
     r"|Port ID TLV|\[dev(?:id|ice) ?[0-9]+\]|device [0-9]+ PING|Routing table:|dev_id:[0-9]+, tls|packet statistics:"
     r"|fec mode:|address_[0-9]+=|Get ipconf failed|Speed: [0-9]+ ?Mb/s"
     r"|\| *UDie ID *\| *Port ID|\| *NPU *\| *UDie *\| *Port|\| *Interface Name *\|)",
     re.MULTILINE | re.ASCII,
 )
-STATUS = re.compile(r"\s*(?:link status|net health status) ?: ?([A-Za-z ]{1,40}?)\s*", re.ASCII)
-PORT = re.compile(r"\s*port ([0-9]{1,4}) ?: ?([A-Za-z ]{1,40}?)\s*", re.ASCII)
-CHANGE = re.compile(r"\s*\[dev(?:id|ice) ?([0-9]{1,4})\] ?(.*?)\s*", re.ASCII)
-SPEED = re.compile(r"\s*Speed: ?([0-9]{1,7}) ?Mb/s.*", re.ASCII)
-CONFIGURED = re.compile(r"\s*address_([0-9]{1,4})=([0-9A-Fa-f.:]{2,45})\s*", re.ASCII)
+STATUS = re.compile(r"(?:link status|net health status) ?: ?([A-Za-z ]{1,40})", re.ASCII)
+PORT = re.compile(r"port ([0-9]{1,4}) ?: ?([A-Za-z ]{1,40})", re.ASCII)
+CHANGE = re.compile(r"\[dev(?:id|ice) ?([0-9]{1,4})\] ?(.*)", re.ASCII)
+SPEED = re.compile(r"Speed: ?([0-9]{1,7}) ?Mb/s.*", re.ASCII)
+CONFIGURED = re.compile(r"address_([0-9]{1,4})=([0-9A-Fa-f.:]{2,45})", re.ASCII)
 TOLD = re.compile(
-    r"\s*(?:present +:.*|fec mode:.*|Ifname: .*|[0-9]+ packets transmitted.*|Get ipconf failed.*|.*tls switch.*"
+    r"(?:present +:.*|fec mode:.*|Ifname: .*|[0-9]+ packets transmitted.*|Get ipconf failed.*|.*tls switch.*"
     r"|Settings for .*|IPv[46]: .*)",
     re.ASCII,
 )
@@ -66,8 +67,8 @@ def parse(text: str) -> Facts:
     ports = _Ports()
     titles: list[str] = []
     for number, line in enumerate(text.splitlines()[:MAX_LINES], 1):
-        line = line[:1000]
-        if line.lstrip().startswith("|"):
+        line = line.strip()[:MAX_LINE]
+        if line.startswith("|"):
             titles = _row(line, number, titles, ports)
         else:
             _line(line, number, ports)
@@ -77,10 +78,13 @@ def parse(text: str) -> Facts:
         ports.notes.append(Note("hccn_tool names no port, address or state"))
     devices = [Device(name, "nic", index=each.npu, name=each.address, gbs=each.gbs, vendor="huawei")
                for name, each in ports.by_name.items()]  # fmt: skip
+    far = "network"
+    while far in ports.by_name:
+        far += "'"
     known = [(name, cast(LinkState, each.state)) for name, each in ports.by_name.items() if each.state]
     if known:
-        devices.append(Device("network", "switch"))
-    links = [Link(name, "network", "network", state=state) for name, state in known]
+        devices.append(Device(far, "switch"))
+    links = [Link(name, far, "network", state=state) for name, state in known]
     return Facts("devices", tuple(devices), tuple(links), notes=tuple(ports.notes[:64]))
 
 
@@ -111,7 +115,7 @@ def _line(line: str, number: int, ports: _Ports) -> None:
 
 def _row(line: str, number: int, titles: list[str], ports: _Ports) -> list[str]:
     """A row of the 950's tables; the titles that hold for the next one."""
-    cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
     if any(cell in ("Port ID", "Port", "Interface Name", "EID") for cell in cells):
         return cells
     row = dict(zip(titles, cells, strict=False))

@@ -16,7 +16,7 @@ from tokenring.errors import TopologyError
 from tokenring.topology.facts import Note, single_number
 
 MAX_STRICT = 8 << 20  # characters
-MAX_LENIENT = 1 << 20  # our own reader is some 20 times slower
+MAX_LENIENT = 1 << 19  # our own reader is some 20 times slower
 MAX_DEPTH = 64
 MAX_HEAD = 500  # of prose before the first brace
 MAX_WORD = 120

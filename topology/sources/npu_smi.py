@@ -10,9 +10,11 @@ from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note, normal_bus_id, single_number
 from tokenring.topology.sources.npu_topo import refused
 
-BANNER = re.compile(r"\|\s*npu-smi\s|\|\s*NPU(?: ID)?\s*\|?\s+Name\s", re.ASCII)
+BANNER = re.compile(r"\| {0,40}npu-smi |\| {0,40}NPU(?: ID)? {0,40}\|? {0,40}Name ", re.ASCII)
+A3 = re.compile(r"(?:Ascend ?)?910(?:C|_93[0-9]{2})?", re.ASCII)
 FILLER = re.compile(r"x+|-|NA|N/A|unknown", re.IGNORECASE)  # what documentation and drivers put for nothing
 ELIDED = "rows are left out: which NPUs they name is not known"
+MAX_LINES = 20_000
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -47,7 +49,7 @@ def _table(text: str) -> tuple[list[Chip], list[Note]]:
     second = None  # what the second number of a chip's line is
     npu: int | None = None
     model: str | None = None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.splitlines()[:MAX_LINES], 1):
         line = ESCAPE.sub("", line)
         if is_elision(line):
             notes.append(Note(ELIDED, number))
@@ -108,7 +110,7 @@ def devices_of(chips: list[Chip]) -> list[Device]:
             bus_id=chip.bus_id,
             phy_id=chip.phy_id,
             model=chip.model,
-            arch=_arch(chip.model, by_phy_id and chip.phy_id is not None),
+            arch=_arch(chip.model, chip.phy_id),
             vendor="huawei",
         )
         if by_phy_id:
@@ -119,8 +121,8 @@ def devices_of(chips: list[Chip]) -> list[Device]:
     return devices
 
 
-def _arch(model: str | None, by_phy_id: bool) -> str | None:
+def _arch(model: str | None, phy_id: int | None) -> str | None:
     """A3 is called "Ascend910" and no more; it alone of these has physical ids of its own."""
     if model and "950" in model:
         return "950"
-    return "A3" if by_phy_id else None
+    return "A3" if model and phy_id is not None and A3.fullmatch(model) else None

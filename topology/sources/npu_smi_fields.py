@@ -11,10 +11,10 @@ import re
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Facts, Note
 
-FIELD = re.compile(r"[\s|]*([A-Za-z][\w /()%.-]{0,60}?)\s*:[ \t]*(.*?)[\s|]*", re.ASCII)
+NAME = re.compile(r"[A-Za-z][\w /()%.-]{0,60}", re.ASCII)
 OPENERS = re.compile(
-    r"^[\s|]*(?:NPU ID|SDID|Super Pod (?:ID|Size)|Chip Count|Health Status|hccs health status|hccs lane mode"
-    r"|[TR]X Error Count|Slot ID)\s*:",
+    r"^[ \t|]*(?:NPU ID|SDID|Super Pod (?:ID|Size)|Chip Count|Health Status|hccs health status|hccs lane mode"
+    r"|[TR]X Error Count|Slot ID) {0,80}:",
     re.MULTILINE | re.ASCII,
 )
 TOLD = (
@@ -41,6 +41,7 @@ TOLD = (
 )
 NOTHING = ("", "NA", "N/A", "-")
 MAX_LINE = 2000
+MAX_CHARACTERS = 1 << 20
 
 
 def recognises(text: str) -> bool:
@@ -59,10 +60,11 @@ def parse(text: str) -> Facts:
 def fields(text: str) -> dict[str, tuple[str, int]]:
     """Names, values and lines; the first where a name comes again."""
     found: dict[str, tuple[str, int]] = {}
-    for number, line in enumerate(text[:1_000_000].splitlines(), 1):
-        match = FIELD.fullmatch(line[:MAX_LINE])
-        if match and match[2] not in NOTHING:
-            found.setdefault(match[1], (match[2], number))
+    for number, line in enumerate(text[:MAX_CHARACTERS].splitlines(), 1):
+        name, colon, value = line[:MAX_LINE].partition(":")
+        name, value = name.strip(" \t|"), value.strip(" \t|")
+        if colon and value not in NOTHING and NAME.fullmatch(name):
+            found.setdefault(name, (value, number))
     return found
 
 

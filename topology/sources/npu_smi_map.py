@@ -8,16 +8,25 @@ from __future__ import annotations
 import re
 
 from tokenring.topology.facts import Facts, Note, single_number
-from tokenring.topology.sources.npu_smi import ELIDED, ESCAPE, Chip, Chips, devices_of, is_elision, model_name, take
+from tokenring.topology.sources.npu_smi import (
+    ELIDED,
+    ESCAPE,
+    MAX_LINES,
+    Chip,
+    Chips,
+    devices_of,
+    is_elision,
+    model_name,
+    take,
+)
 from tokenring.topology.sources.npu_topo import refused
 
 TITLES = re.compile(r"NPU ID|Slot ID|Chip ID|Chip Logic ID|Chip Phy-ID|Chip Name", re.ASCII)
-HEADER = re.compile(r"NPU ID\b[^\n|]{0,200}?\bChip ID\b[^\n|]{0,300}?\bChip Name", re.ASCII)
 NO_CHIP = "mcu"  # a board controller that is listed among the chips
 
 
 def recognises(text: str) -> bool:
-    return HEADER.search(text[:200_000]) is not None
+    return any(_is_header(line) for line in text[:200_000].splitlines())
 
 
 def parse(text: str) -> Facts:
@@ -25,14 +34,18 @@ def parse(text: str) -> Facts:
     return Facts("devices", tuple(devices_of(chips)), notes=tuple(notes)) if chips else refused(text, "no chip in it")
 
 
+def _is_header(line: str) -> bool:
+    return all(title in line for title in ("NPU ID", "Chip ID", "Chip Name")) and "|" not in line
+
+
 def _chips(text: str) -> tuple[list[Chip], list[Note]]:
     titles: list[str] = []
     chips: Chips = {}
     notes: list[Note] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.splitlines()[:MAX_LINES], 1):
         line = ESCAPE.sub("", line)
         if not titles:
-            titles = TITLES.findall(line) if HEADER.search(line) else []
+            titles = TITLES.findall(line) if _is_header(line) else []
             continue
         row = dict(zip(titles, line.split(None, len(titles) - 1), strict=False))
         npu, chip = single_number(row.get("NPU ID")), single_number(row.get("Chip ID"))
