@@ -40,7 +40,7 @@ def parse(text: str) -> Facts:
         devices, notes = _of_servers(document, _servers(document, known), version)
     if (status := word(root.get("status"))) not in (None, "completed"):
         notes.append(Note(f"the table's status is {status!r}: ranks may be missing"))
-    return Facts("devices", tuple(devices), notes=(*document.notes, *notes))
+    return Facts("devices", tuple(devices), notes=(*document.notes, *notes[:64]))
 
 
 def _servers(document: Document, known: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -146,4 +146,4 @@ def _of_ranks(document: Document) -> tuple[list[Device], list[Note]]:
     said = number(document.root.get("rank_count"))
     if said is not None and said != len(devices):
         notes.append(Note(f"rank_count is {said}, but {len(devices)} ranks are listed"))
-    return _unique(document, devices), notes[:32]
+    return _unique(document, devices), notes

@@ -49,6 +49,7 @@ def _table(text: str) -> tuple[list[Chip], list[Note]]:
     second = None  # what the second number of a chip's line is
     npu: int | None = None
     model: str | None = None
+    heads: dict[int, int] = {}  # NPUs and their lines
     for number, line in enumerate(text.splitlines()[:MAX_LINES], 1):
         line = ESCAPE.sub("", line)
         if is_elision(line):
@@ -71,6 +72,7 @@ def _table(text: str) -> tuple[list[Chip], list[Note]]:
             continue
         if name and numbers:
             npu, model = numbers[0], model_name(name)
+            heads.setdefault(npu or 0, number)
             if value not in ("OK", ""):
                 notes.append(Note(f"NPU {npu} reports health {value[:40]}", number))
         elif npu is None and normal_bus_id(value):
@@ -79,6 +81,8 @@ def _table(text: str) -> tuple[list[Chip], list[Note]]:
             chip, more = [*numbers, None, None][:2]
             physical, logic = (more, None) if second == "Phy-ID" else (None, more)
             take(chips, Chip(npu, chip or 0, physical, logic, model, normal_bus_id(value)), number)
+    bare = set(heads) - {npu for npu, _ in chips}
+    notes += [Note(f"NPU {npu} is cut before its chips: not used", heads[npu]) for npu in sorted(bare)]
     return list(chips.values()), notes[:64]
 
 
