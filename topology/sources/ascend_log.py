@@ -89,7 +89,8 @@ def _facts(section: Section) -> Facts | None:
         return _of_port(hccn_tool.parse(section.text), section.npu)
     for parser in (npu_topo, npu_smi_map, npu_smi):
         if parser.recognises(section.text):
-            return parser.parse(section.text)
+            facts: Facts = parser.parse(section.text)
+            return facts
     return None
 
 

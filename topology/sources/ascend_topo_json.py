@@ -73,7 +73,8 @@ def _edges(document: Document, peers: dict[int, str]) -> _Found:
             b = _end(document, each, "local_b", peers)
             if a == b:
                 raise document.fail(f"an edge from {a} to itself", "local_b")
-            found.meshes[(*unordered(a, b), kinds[0])] += _ports(each, "local_a_ports")
+            first, second = unordered(a, b)
+            found.meshes[first, second, kinds[0]] += _ports(each, "local_a_ports")
         elif "pcie" in kinds:
             found.on_pcie[a] = None
         elif kinds and each.get("topo_type") == "CLOS":

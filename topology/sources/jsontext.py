@@ -74,7 +74,8 @@ def load(text: str) -> Document:
     try:
         root = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
-        raise TopologyError("JSON nested too deep", 1, 1) from None
+        if len(text) > MAX_LENIENT:
+            raise TopologyError("JSON nested too deep", 1, 1) from None
     except json.JSONDecodeError as error:
         if len(text) > MAX_LENIENT:
             raise TopologyError(f"broken JSON: {error.msg}", error.lineno, error.colno) from None
@@ -104,6 +105,7 @@ class _Reader:
         self.stack: list[dict[str, Any] | list[Any]] = []
         self.key: list[str | None] = []  # of the innermost object, what its next value is for
         self.state = "value"  # "value", "key", "colon", "comma" (before the next one), "end"
+        self.after_comma = False  # nothing has come since
         self.root: Any = None
 
     def read(self) -> Document:
@@ -147,6 +149,7 @@ class _Reader:
             made: dict[str, Any] | list[Any] = {} if token == "{" else []
             self._put(made)
             self.stack.append(made)
+            self.after_comma = False
             self.key.append(None)
             self.state = "key" if token == "{" else "value"
         elif token in "}]":
@@ -154,6 +157,8 @@ class _Reader:
                 raise self._error(f"broken JSON at {token!r}", at)
             if self.key[-1] is not None:
                 raise self._error(f"no value for {self.key[-1]!r}", at)
+            if self.state != "comma" and self.after_comma:
+                self._note("a comma too many", at)
             self.stack.pop()
             self.key.pop()
             self.state = "comma" if self.stack else "end"
@@ -178,6 +183,7 @@ class _Reader:
             if isinstance(inside, dict) and key in inside:
                 raise self._error(f"{key[:40]!r} stands twice in one object", at)
             self.key[-1] = key
+            self.after_comma = False
             self.state = "colon"
             return
         self._want_value(at)
@@ -201,6 +207,7 @@ class _Reader:
             self._next()
 
     def _next(self) -> None:
+        self.after_comma = True
         self.state = "key" if isinstance(self.stack[-1], dict) else "value"
 
     def _put(self, value: Any) -> None:
