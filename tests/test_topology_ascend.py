@@ -139,6 +139,12 @@ def test_notes(name: str, says: list[str]) -> None:
     assert notes_of(name) == says
 
 
+def test_a_physical_id_of_two_chips_is_none() -> None:
+    text = (DATA / "npu-info-a3.txt").read_text().replace("| 1     11 ", "| 1     10 ")
+    found = [(each.id, each.phy_id) for each in read(text).accelerators]
+    assert found == [("NPU5.0", None), ("NPU5.1", None), ("Phy-ID12", 12), ("Phy-ID13", 13)]
+
+
 def test_lanes_that_are_down() -> None:
     assert "line 3: HCCS links [2] have lanes that are down" in notes_of("npu-hccs.txt")
 

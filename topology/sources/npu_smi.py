@@ -104,9 +104,12 @@ def devices_of(chips: list[Chip]) -> list[Device]:
     """Chips as the other outputs call them: `-t topo` says NPU3 where a package has one chip, else Phy-ID6."""
     dies = Counter(chip.npu for chip in chips)
     several = any(count > 1 for count in dies.values()) or any(chip.chip > 0 for chip in chips)
+    shared = Counter(chip.phy_id for chip in chips)
     devices = []
     for chip in chips:
-        by_phy_id = several or chip.phy_id not in (None, chip.npu)
+        if shared[chip.phy_id] > 1:  # then it is not what tells them apart
+            chip = replace(chip, phy_id=None)
+        is_die = several or chip.phy_id not in (None, chip.npu)
         device = Device(
             f"NPU{chip.npu}",
             "accelerator",
@@ -117,7 +120,7 @@ def devices_of(chips: list[Chip]) -> list[Device]:
             arch=_arch(chip.model, chip.phy_id),
             vendor="huawei",
         )
-        if by_phy_id:
+        if is_die:
             name = f"NPU{chip.npu}.{chip.chip}" if chip.phy_id is None else f"Phy-ID{chip.phy_id}"
             place = f"{chip.npu}/{chip.chip}"  # what two tables without Phy-ID have in common
             device = replace(device, id=name, index=chip.logic_id, die=chip.chip, package=f"NPU{chip.npu}", name=place)
