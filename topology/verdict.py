@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -59,9 +60,11 @@ class _Links:
     switched: frozenset[tuple[str, str]]
     edges: dict[tuple[str, str], Edge]
     around: Neighbours
+    wider: Mapping[str, list[str]]  # switches that take links of the kind that a mesh has too: the level above it
 
     def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
-        known = {*self.edges, *self.switched}
+        above = (unordered(*pair) for attached in self.wider.values() for pair in pairs(attached))
+        known = {*self.edges, *self.switched, *above}
         return [pair for pair in pairs(names) if unordered(*pair) not in known]
 
 
@@ -94,12 +97,21 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     edges = {pair: edge for pair, edge in graph.between().items() if inside.issuperset(pair)}
     direct = {pair: edge for pair, edge in edges.items() if edge.is_peer and not edge.switched}
     switched = {pair for pair, edge in edges.items() if edge.is_peer and edge.switched}
-    switches = [device.id for device in graph.of_kind("switch")]
-    fabric = [(edge.a, edge.b) for edge in graph.edges if {edge.a, edge.b} & {*switches}]
-    for part in parts(neighbours([*switches, *names], fabric)):
-        if any(end in inside for end in part) and not inside.issuperset(part):
+    wider: dict[str, list[str]] = {}
+    fabric: list[tuple[str, str]] = []
+    meshed = {edge.kind for edge in direct.values()}
+    switches = dict.fromkeys(device.id for device in graph.of_kind("switch"))
+    for edge in graph.edges:
+        for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
+            if end in switches and (other in inside or other in switches):
+                if edge.kind in meshed:
+                    wider.setdefault(end, []).append(other)
+                else:
+                    fabric.append((end, other))
+    for part in parts(neighbours([*switches, *names], fabric)):  # switches that are linked are one
+        if len(part) > 1:
             switched |= {unordered(*pair) for pair in pairs(end for end in part if end in inside)}
-    return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]))
+    return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]), wider)
 
 
 def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:
@@ -148,7 +160,8 @@ def _by_links(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
     if graph.coverage == "devices" and len(unknown) == len(pairs(names)) - len({*links.direct, *links.switched}):
         return _unknown(f"{_shapes(islands, alone)}, and {len(unknown)} pairs that the source does not speak of", graph)
     between = Counter(edge.kind.upper() for edge in links.edges.values() if not edge.is_peer)
-    joined = f"joined by {', '.join(between)}" if between else "nothing is known of what joins them"
+    joined = f"joined by {', '.join([*list(links.wider)[:4], *between])}" if between or links.wider else ""
+    joined = joined or "nothing is known of what joins them"
     evidence = [f"{_shapes(islands, alone)}; {joined}"]
     if unknown:
         evidence.append(f"{len(unknown)} pairs have no known way")
@@ -168,6 +181,8 @@ def _whole(graph: Graph, island: Island, links: _Links) -> Verdict:
     evidence = [_why(graph, island, links)]
     if unknown:
         evidence.append(f"{len(unknown)} pairs are not in the source")
+    if links.wider:
+        evidence.append(f"a switch is there besides, the level above: {', '.join(list(links.wider)[:4])}")
     assumed = island.shape == "switch" and any(edge.label == ASSUMED for edge in graph.edges)
     confidence: Confidence = "medium" if unknown or assumed else "high"
     return Verdict(island.shape, confidence, tuple(evidence), (island,), _uneven(island, links))

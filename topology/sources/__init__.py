@@ -29,9 +29,18 @@ class Source:
 
 
 REGISTRY = (
+    Source("Ascend tools, collected", "ascend_log"),  # before what is inside of it
     Source("nvidia-smi topo -m", "nvidia_topo", ("nvidia-smi", "topo", "-m")),
     Source("npu-smi info -t topo", "npu_topo", ("npu-smi", "info", "-t", "topo")),
     Source("NCCL topology XML", "nccl_xml"),
+    Source("npu-smi info", "npu_smi", ("npu-smi", "info")),
+    Source("npu-smi info -m", "npu_smi_map", ("npu-smi", "info", "-m")),
+    Source("npu-smi info of one NPU", "npu_smi_fields"),
+    Source("Ascend 950 topology JSON", "ascend_topo_json"),
+    Source("Ascend ToR JSON", "ascend_tor"),
+    Source("HCCL rank table", "hccl_ranktable"),
+    Source("hccn_tool", "hccn_tool"),
+    Source("ascend-dmi p2p", "ascend_dmi"),
     Source("NCCL graph XML", "nccl_graph"),
     Source("amd-smi xgmi", "rocm_smi", words="LINK METRIC TABLE"),
     Source("rocm-smi --showtopo", "rocm_smi", ("rocm-smi", "--showtopo")),
