@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,18 @@ class TestNvlink:
         text = text_of("nvlink-R-mesh.txt").split("GPU 2:")[0]  # two of four: their peers have no names here
         assert verdict_of(text).name == "unknown"
         assert "the remote ends are neither these GPUs nor switches of all of them" in notes_of(text)
+
+    def test_indented_as_in_mail(self) -> None:
+        text = textwrap.indent(text_of("nvlink-R-mesh.txt"), "      ")
+        assert verdict_of("      root@host:~# nvidia-smi nvlink -R\n" + text).name == "full-mesh"
+
+    def test_switches_are_listed_unevenly(self) -> None:
+        """Two GPUs and two remote ends: switches, as a GPU is not linked to itself."""
+        ends = "".join(
+            f"\t Link {i}: Remote Device 00000000:{bus}:00.0: Link 2{i}\n" for i, bus in enumerate(("CD", "CD", "CA"))
+        )
+        text = f"GPU 0: NVIDIA H100 (UUID: GPU-0)\n{ends}\nGPU 1: NVIDIA H100 (UUID: GPU-1)\n{ends}"
+        assert verdict_of(text).name == "switch"
 
     def test_with_the_matrix_of_the_same_machine(self) -> None:
         rows = ["\t".join([f"GPU{i}", *("X" if i == j else "NV8" for j in range(4))]) for i in range(4)]
