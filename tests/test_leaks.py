@@ -13,8 +13,8 @@ from ranks import PEER_SECONDS, Here, RankPools
 
 from tokenring import ContextParallel, attention
 
-WARM_UP = 30
-SPARE_MB = 2.0  # half of the smallest thing that a thousand groups could leave, a page each; malloc's own noise is 0.2
+WARM_UP = 50
+SPARE_MB = 3.0  # less than a page for each of a thousand, the least that a mapping can leave
 SPARE_MAPS = 8  # malloc cuts and joins its arenas
 
 
@@ -29,7 +29,7 @@ def live(name: str, group: dist.ProcessGroup | None, close: bool) -> None:
 
 
 def many(here: Here, name: str, count: int, close: bool, new_groups: bool) -> tuple[Held, Held, Held, int]:
-    """What is held after the warm-up, at the end, and at the end once garbage is gone; how many keys the store has more.
+    """What is held after the warm-up, at the end, and when garbage is gone; how many keys the store has more.
 
     Nothing may wait for the garbage collector: it does not know that a few bytes hold threads and connections.
     """
@@ -46,9 +46,11 @@ def many(here: Here, name: str, count: int, close: bool, new_groups: bool) -> tu
 
 def _keys() -> int:
     assert dist.group.WORLD is not None
-    dist.barrier()  # the last rank to read a key takes it away
+    dist.barrier()
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-    return int(store.num_keys())
+    count = int(store.num_keys())
+    dist.barrier()  # nobody makes more before all have counted
+    return count
 
 
 @pytest.mark.slow
