@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")]
 
 from faults import shared_names  # noqa: E402
-from ranks import RankError, RankPools  # noqa: E402
+from ranks import RankPools  # noqa: E402
 from soak import Soaked, soak  # noqa: E402
 
 
 def show(made: Soaked) -> None:
-    print(f"{made.calls.pop('all')} calls in {len(made.held)} rounds; of these")
+    print(f"{len(made.held)} rounds")
     print("\n".join(f"{count:8} {name}" for name, count in sorted(made.calls.items())))
     for name, (value, drawn) in sorted(made.worst.items()):
         print(f"largest {name}: {value:.3g}  ({drawn})")
@@ -38,7 +38,7 @@ def main() -> None:
     pools = RankPools()
     try:
         made = soak(pools, 60 * options.minutes, options.seed, options.ranks, lambda text: print(text, flush=True))
-    except RankError as error:
+    except AssertionError as error:
         sys.exit(str(error).partition("\nrank 1: ")[0])
     finally:
         pools.close()

@@ -8,133 +8,29 @@ leaves nothing behind, so that what a rank holds after a round can be compared w
 from __future__ import annotations
 
 import gc
-import math
-import random
+import multiprocessing as mp
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, LIMITS, NAMES, Case
+from cases import LIMITS, NAMES, Case
+from draws import BY_NAME, Context, Draw, Drawn
 from held import Held, held
-from oracle import Attention
+from oracle import Attention, relative_error
 from ranks import PEER_SECONDS, Here, RankPools
 
-from tokenring import (
-    Causal,
-    ContextParallel,
-    Documents,
-    Full,
-    Mask,
-    Scheme,
-    SlidingWindow,
-    attention,
-    shard,
-)
-from tokenring.schedule.schemes import SCHEMES
+from tokenring import ContextParallel, attention, shard
 
-BY_NAME = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "auto", "auto:ring,direct-q")
-AS_SCHEMES = ("ring+", "ring-", "tokenring+", "tokenring-", "direct-kv fused", "direct-q fused")
-PASSES = ("both", "both", "both", "twice", "later", "forward", "no_grad", "inference")
-STRIDES = ("packed", "packed", "heads first", "part of more", "transposed", "expanded")
-HEADS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (6, 2), (8, 1), (8, 2), (8, 4), (8, 8))
 OPEN = 5  # contexts at a time
 CALLS = 40  # of a round
-WARM_UP = 2  # rounds
+WARM_UP = 2  # rounds, at least
 ROUND_SECONDS = 300.0  # more than any round takes
-SPARE_MB, SPARE_MAPS = 20.0, 16
+SPARE_MB, SPARE_MAPS = 20.0, 16  # what masks see of chunks is kept: some 25 MB, full after two minutes
 BF16_RATIO = 1.15
-SCALES = 0.3, 1.5  # times 1/√D: beyond, rows see one column alone, and one more rounding of a bf16 partial shows
-LEAST_BF16 = 10000  # elements: of fewer, two errors differ by more than that ratio by chance
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a context is made with. `members` are ranks of the world; shared: on a transport that outlives it."""
-
-    members: tuple[int, ...]
-    layout: str
-    schedule: str
-    pieces: int | None
-    transport: str
-    shared: bool
-    kernel: str
-
-    def make_schedule(self) -> str | Scheme:
-        if self.schedule in BY_NAME:
-            return self.schedule
-        name, _, fused = self.schedule.partition(" ")
-        options: dict[str, Any] = {"fused": True} if fused else {"direction": 1 if name[-1] == "+" else -1}
-        return SCHEMES[name.rstrip("+-")](pieces=self.pieces or 1, **options)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """One call."""
-
-    context: Context
-    case: Case
-    passes: str
-    strides: str
-    scale: float | None
-
-    def __str__(self) -> str:
-        case = self.case
-        sizes = f"{case.q_length} × {case.kv_length} tokens, scale {self.scale}, {self.passes}, {self.strides}"
-        return f"{self.context}: {case}, {sizes}, seed {case.seed}"
-
-
-class Draw:
-    """The same on every rank, whatever the rank does with it."""
-
-    def __init__(self, seed: str, world_size: int) -> None:
-        self.random = random.Random(seed)
-        everyone = tuple(range(world_size))
-        some = [(0, 1), (2, 3), (0, 2), (1, 3), (1, 2, 3)] if world_size == 4 else []
-        self.members = [everyone] * (2 * len(some) + 1) + some
-
-    def context(self) -> Context:
-        one = self.random.choice
-        schedule = one(BY_NAME + AS_SCHEMES)
-        pieces = None if schedule.startswith("auto") else one((None, None, 2, 4))
-        transport = one(("shm", "gloo", "auto"))
-        kernel = "reference" if self.random.random() < 0.1 else "auto"
-        return Context(one(self.members), one(LAYOUTS), schedule, pieces, transport, self.random.random() < 0.4, kernel)
-
-    def call(self, context: Context) -> Drawn:
-        one, uniform = self.random.choice, self.random.uniform
-        q_heads, kv_heads = one(HEADS)
-        base = Case(
-            len(context.members), context.schedule.partition(" ")[0].partition(":")[0], context.layout, "", q_heads,
-            kv_heads, one((1, 1, 2, 3)), one((8, 16, 40, 64, 64, 128)), one((torch.float32, torch.bfloat16)),
-            context.pieces,
-        )  # fmt: skip
-        longest = one((100, 200, 200, 300, 700))
-        length = base._length(int(longest ** uniform(0.7, 1.0)))
-        mask = self.mask(length)
-        kv_length = base._length(int(length * uniform(0.3, 2.0))) if mask == Full() and one((True, False)) else length
-        case = replace(
-            base, mask_name=str(mask), given_mask=mask, given_length=length, given_kv_length=kv_length,
-            seed=self.random.randrange(1 << 30),
-        )  # fmt: skip
-        scale = round(uniform(*SCALES) / math.sqrt(case.head_dim), 3)
-        workload = case.workload
-        rows = min(workload.q_length * workload.q_heads, workload.kv_length * workload.kv_heads)
-        if rows * workload.batch * workload.head_dim < LEAST_BF16:
-            case = replace(case, dtype=torch.float32)
-        return Drawn(context, case, one(PASSES), one(STRIDES), one((None, None, scale)))
-
-    def mask(self, length: int) -> Mask:
-        kind, some = self.random.choice(("full", "causal", "window", "documents", "all")), self.random.randrange
-        wide = max(2, length // 3)
-        window = SlidingWindow(some(1, wide), some(wide)) if some(3) else SlidingWindow(-1, some(1, wide))
-        ends = sorted(some(1, length + 1) for _ in range(some(1, 6)))
-        documents = Documents([0, *ends, length][: None if some(2) else -1])  # the rest is padding
-        both = documents & self.random.choice((Causal(), window, Causal() & window))
-        return {"full": Full(), "causal": Causal(), "window": window, "documents": documents, "all": both}[kind]
 
 
 @dataclass
@@ -143,6 +39,7 @@ class Report:
 
     calls: Counter[str] = field(default_factory=Counter)
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+    halves: list[tuple[Drawn, dict[str, float]]] = field(default_factory=list)  # bf16 errors, for the driver to judge
     held: Held | None = None
     seconds: float = 0.0
 
@@ -279,22 +176,24 @@ def strided(x: torch.Tensor, how: str) -> torch.Tensor:
 def check(drawn: Drawn, made: dict[str, torch.Tensor], cp: ContextParallel, group: Any, report: Report) -> None:
     """Against float64; every rank compares its part, and all add up what is wrong."""
     case = drawn.case
-    wanted = case.reference(drawn.scale)
-    errors = relative_errors(case, wanted, made, cp, group)
-    limits: dict[str, float] = dict(LIMITS)
-    kind = "bf16 ratio" if case.dtype == torch.bfloat16 else "error"
-    if case.dtype == torch.bfloat16:
-        theirs = case.one_process(drawn.scale)._asdict()
-        for name in made.keys() - {"lse"}:
-            limits[name] = BF16_RATIO * whole_error(theirs[name], getattr(wanted, name))
+    errors = relative_errors(case, case.reference(drawn.scale), made, cp, group)
+    half = case.dtype == torch.bfloat16
     for name, error in errors.items():
-        of = "error" if name == "lse" else kind
-        value = error / limits[name] * BF16_RATIO if of != "error" else error
-        report.note(f"{of} of {name}", value, drawn)
-        assert error <= limits[name], f"{name}: {of} {value:.3g}, error {error:.3g} > {limits[name]:.3g}: {drawn}"
-    for key in (str(case.dtype), drawn.passes, drawn.strides, drawn.context.transport, drawn.context.schedule, "all"):
-        report.calls[key] += 1
-    report.calls[f"{len(drawn.context.members)} ranks"] += 1
+        if name == "lse" or not half:
+            report.note(f"error of {name}", error, drawn)
+            assert error <= LIMITS[name], f"{name}: error {error:.3g} > {LIMITS[name]:.3g}: {drawn}"
+    if cp.rank == 0:
+        report.halves += [(drawn, errors)] if half else []
+        report.calls.update(kinds(drawn))
+
+
+def kinds(drawn: Drawn) -> list[str]:
+    """What to count a call as."""
+    context, dtype = drawn.context, str(drawn.case.dtype).removeprefix("torch.")
+    schedule = context.schedule + ("" if context.pieces is None else " in pieces")
+    found = {"": "calls", "ranks": len(context.members), "transport": context.transport, "schedule": schedule}
+    found |= {"dtype": dtype, "passes": drawn.passes, "inputs": drawn.strides}
+    return [f"{what} {value}".strip() for what, value in found.items()]
 
 
 def relative_errors(
@@ -314,10 +213,6 @@ def relative_errors(
         sums[row, 0], sums[row, 1] = ((got - want) ** 2).sum(), (want**2).sum()
     dist.all_reduce(sums, group=group)
     return {name: _ratio(*map(float, pair)) for name, pair in zip(made, sums, strict=True)}
-
-
-def whole_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return _ratio(float(((got.double() - want) ** 2).sum()), float((want**2).sum()))
 
 
 def _ratio(wrong: float, all_: float) -> float:
@@ -340,14 +235,21 @@ class Soaked:
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     held: list[list[Held]] = field(default_factory=list)
 
-    def add(self, reports: list[Report], calls: int) -> None:
-        self.calls["all"] += calls
+    def add(self, reports: list[Report]) -> None:
         for report in reports:
             for key, count in report.calls.items():
-                self.calls[f"{key}, by rank"] += count
+                self.calls[key] += count
             for name, found in report.worst.items():
                 self.worst[name] = max(found, self.worst.get(name, (0.0, "")))
         self.held.append([report.held for report in reports if report.held is not None])
+
+    def judge(self, drawn: Drawn, ours: dict[str, float], theirs: dict[str, float]) -> None:
+        for name in ours.keys() - {"lse"}:
+            ratio = ours[name] / theirs[name] if ours[name] else 0.0
+            self.worst[f"bf16 ratio of {name}"] = max(
+                (ratio, str(drawn)), self.worst.get(f"bf16 ratio of {name}", (0.0, ""))
+            )
+            assert ratio <= BF16_RATIO, f"{name}: bf16 ratio {ratio:.3g}, error {ours[name]:.3g}: {drawn}"
 
     def ends(self, rank: int) -> tuple[Held, Held]:
         """What a rank held after the warm-up, and at the end: of some rounds the middle one by memory."""
@@ -364,6 +266,12 @@ class Soaked:
         return found
 
 
+def half_errors(drawn: Drawn) -> dict[str, float]:
+    """Of torch's bf16 kernel in one process. In none of the ranks: it keeps code for every shape that it has met."""
+    theirs, wanted = drawn.case.one_process(drawn.scale), drawn.case.reference(drawn.scale)
+    return {name: relative_error(getattr(theirs, name), getattr(wanted, name)) for name in NAMES if name != "lse"}
+
+
 def soak(
     pools: RankPools,
     seconds: float,
@@ -371,12 +279,17 @@ def soak(
     world_size: int = 4,
     show: Callable[[str], None] = lambda text: None,
 ) -> Soaked:
-    """Rounds for about so long. Raises RankError at the first wrong result."""
+    """Rounds for about so long. Raises AssertionError at the first wrong result."""
     made, until = Soaked(), time.monotonic() + seconds
-    with pools.expendable(world_size) as some:
+    judges = mp.get_context("forkserver").Pool(2, torch.set_num_threads, (1,), maxtasksperchild=100)
+    with pools.expendable(world_size) as some, judges:
         while time.monotonic() < until or len(made.held) < WARM_UP + 2:
             number = len(made.held)
             reports = some.within(ROUND_SECONDS, one_round, f"{seed} {number}", CALLS)
-            made.add(reports, CALLS)
+            made.add(reports)
+            halves = [each for report in reports for each in report.halves]
+            theirs = judges.map(half_errors, [drawn for drawn, _ in halves], 1)
+            for (drawn, ours), their in zip(halves, theirs, strict=True):
+                made.judge(drawn, ours, their)
             show(f"round {number}: {reports[0].seconds:.1f} s; rank 0 holds {reports[0].held}")
     return made
