@@ -8,6 +8,7 @@ posted first (the executor's programs do that).
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends.base import Capabilities, Handle
 from tokenring.backends.control import Control
+from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
 from tokenring.errors import BackendUnavailable, PeerLost
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.weak import weakly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,7 +59,7 @@ class GlooTransport:
         self._groups = {channel: self._connect(group, channel) for channel in (REQUESTS, PARTIALS)}
         if self.control.shared is None:
             self._control_group = self._connect(group, "control")
-            self.control.gather_apart = self._gather
+            self.control.gather_apart = weakly(self._gather)
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
         self.control.check_usable()
@@ -103,10 +106,14 @@ class GlooTransport:
         apart = PrefixStore(f"tokenring/{self.control.name}/{channel}", store)
         limit = timedelta(seconds=self.control.timeout_seconds)
         try:
-            return dist.ProcessGroupGloo(apart, self.rank, self.world_size, limit)
+            made = dist.ProcessGroupGloo(apart, self.rank, self.world_size, limit)
         except RuntimeError as error:
             peer = (self.rank + 1) % self.world_size
             raise self.control.lost(peer, "connected to all ranks", _first_line(error)) from None
+        addresses = [f"0/{rank}" for rank in range(self.world_size)]  # as Gloo calls them
+        with suppress(StoreSilent):
+            bounded(lambda: forget(apart, "connected", addresses, self.world_size), STORE_SECONDS)
+        return made
 
     def _gather(self, payload: bytes) -> list[bytes]:
         """What all ranks say, in equal sizes. Each tells each: a collective could not say whom it waits for."""

@@ -21,6 +21,7 @@ from tokenring.backends.segments import Segment
 from tokenring.backends.semaphores import SIZE_BYTES, Semaphore
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.weak import weakly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,7 +108,7 @@ class ShmTransport:
         self._heaps: dict[int, tuple[Segment, int]] = {}  # number → memory and size of each rank's part
         self._made = 0
         self._connect(self.control.shared)
-        self.control.progress = self.progress  # while it waits in an exchange
+        self.control.progress = weakly(self.progress)  # while it waits in an exchange
 
     def _connect(self, board: ShmBoard) -> None:
         """Find the lines and bells behind the board; rank 0 has made their semaphores."""

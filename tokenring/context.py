@@ -22,6 +22,7 @@ from tokenring.runtime.agreement import Description, agree
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Pass, Schedule
+from tokenring.weak import weakly
 from tokenring.workload import Workload
 
 if TYPE_CHECKING:
@@ -89,9 +90,9 @@ class ContextParallel:
         self._made_here: Transport | None = None
         self._closed = False
         self._pools: dict[torch.device, Pool] = {}
-        self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_plan)
-        self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_executor)
-        self._description = lru_cache(maxsize=CACHED_PROGRAMS)(self._describe)
+        self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
+        self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_executor))
+        self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
         self._trace: Trace | None = None
         self._check()
 
@@ -143,7 +144,7 @@ class ContextParallel:
         self._pools.clear()
         if self._made_here is not None:
             self._made_here.close()
-        self._made_here = None
+        self._made_here, self._transport = None, self._asked_transport
 
     def __enter__(self) -> ContextParallel:
         return self

@@ -12,6 +12,7 @@ from tokenring.schedule.ir import Schedule
 from tokenring.schedule.measure import aligned, landing_slots, scratch_bytes, slot_bytes
 from tokenring.schedule.payload import Field, Record, Records
 from tokenring.schedule.program import Program, Span
+from tokenring.weak import weakly
 from tokenring.workload import Workload
 
 Allocate = Callable[[int], "torch.Tensor | None"]
@@ -36,7 +37,7 @@ class Pool:
             return Pool(device)
         shared = cast(Any, transport)
         if shared.pool is None:
-            shared.pool = Pool(device, shared.allocate)
+            shared.pool = Pool(device, weakly(shared.allocate))  # it holds the pool
         return cast(Pool, shared.pool)
 
     @property
