@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends.base import Capabilities, Handle
-from tokenring.backends.control import Control
+from tokenring.backends.control import Control, Controlled
 from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
-from tokenring.errors import BackendUnavailable, PeerLost
+from tokenring.errors import BackendUnavailable
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 from tokenring.weak import weakly
 
@@ -45,7 +45,7 @@ class _Handle:
         control.board.note_waiting(None)
 
 
-class GlooTransport:
+class GlooTransport(Controlled):
     """Payload between the ranks of one group, on two Gloo groups of its own."""
 
     capabilities = Capabilities(early_receives=True, channels=2)
@@ -53,7 +53,7 @@ class GlooTransport:
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         if not dist.is_gloo_available():
             raise BackendUnavailable("transport 'gloo' was asked for, but this torch was built without Gloo")
-        self.control = Control(group, timeout_seconds)
+        self.control = Control("gloo", group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self._groups = {channel: self._connect(group, channel) for channel in (REQUESTS, PARTIALS)}
@@ -77,18 +77,6 @@ class GlooTransport:
         except RuntimeError as error:
             raise self.control.lost(src, f"cannot receive {label}", _first_line(error)) from None
         return _Handle(work, self.control, src, f"waited for {label}")
-
-    def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        return self.control.exchange(payload, what)
-
-    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        return self.control.exchange_text(text, what)
-
-    def lost(self, peer: int, what: str, found: str) -> PeerLost:
-        return self.control.lost(peer, what, found)
-
-    def fail(self, error: BaseException) -> None:
-        self.control.fail(error)
 
     def close(self) -> None:
         """Give back all groups."""
