@@ -7,6 +7,7 @@ else the rank at the end of the chain, which waits for nobody and says nothing.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 TAG_BYTES = 4  # of an exchange: what it is about
 PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1
 GRACE_SECONDS = 1.2  # for others to say for whom they waited, before a silent rank is named
+ENLARGE = " (enlarge it; docker: --shm-size)"
 LOG = logging.getLogger("tokenring")
 Gather = Callable[[bytes], list[bytes]]
 
@@ -242,7 +244,8 @@ def shared_segment(
             made.append(Segment(name, size_bytes, create))
             init(made[0], create)
         except OSError as error:
-            return f"rank {rank} cannot {'make' if create else 'map'} {size_bytes} bytes in /dev/shm: {error}"
+            text = f"rank {rank} cannot {'make' if create else 'map'} {size_bytes} bytes in /dev/shm: {error}"
+            return text + (ENLARGE if error.errno == errno.ENOSPC else "")
         return ""
 
     try:

@@ -44,7 +44,7 @@ def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Tr
         try:
             return make_transport("shm", group, timeout_seconds)
         except BackendUnavailable as error:
-            LOG.info("%s; taking gloo", error)
+            LOG.info("transport 'auto' takes gloo: %s", error)
         name = "gloo"
     made = _load("transport", name, TRANSPORTS)
     return cast(Transport, made(group, timeout_seconds))

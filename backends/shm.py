@@ -101,7 +101,8 @@ class ShmTransport:
         self.rank, self.world_size = self.control.rank, self.control.world_size
         if self.control.shared is None:
             raise BackendUnavailable(
-                f"transport 'shm' was asked for, but {self.control.why_not_shared}: use transport='gloo' or 'auto'"
+                f"transport 'shm' needs memory that all ranks share, but {self.control.why_not_shared}; "
+                f"use transport='gloo' or 'auto'"
             )
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.pool: object = None  # the one buffer pool of all that use this transport
@@ -155,7 +156,9 @@ class ShmTransport:
         name = f"{self.control.name}-{self._made + 1}"
         segment, trouble = shared_segment(name, part * self.world_size, self.rank, self._agree, lambda *_: None)
         if segment is None:
-            raise BackendUnavailable(f"{trouble}; enlarge /dev/shm (docker: --shm-size), or use transport='gloo'")
+            raise BackendUnavailable(
+                f"transport 'shm' needs a larger heap, but {trouble}; use transport='gloo' or 'auto'"
+            )
         self._made += 1
         self._heaps = {self._made: (segment, part)}
         return segment.part(self.rank * part, part)

@@ -5,24 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Local, check_exact
-from oracle import Attention
+from cases import Case, Local, check_exact, compute
 from ranks import Here, RankPools
 from torch.distributed.device_mesh import init_device_mesh
 
-from tokenring import ContextParallel, attention, shard, unshard
+from tokenring import ContextParallel, shard, unshard
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.shm import ShmTransport
 
 
 def case_of(world_size: int, schedule: str = "tokenring", batch: int = 2) -> Case:
     return Case(world_size, schedule, "zigzag", "causal", 4, 2, batch, 16, torch.float32, None)
-
-
-def compute(cp: ContextParallel, case: Case) -> Local:
-    q, k, v, dout = (shard(x, cp).requires_grad_(i < 3) for i, x in enumerate(case.inputs()))
-    out, lse = attention(q, k, v, cp, case.mask, return_lse=True)
-    return Local(Attention(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)), {})
 
 
 def on_mesh(here: Here) -> Local:

@@ -270,7 +270,7 @@ class ContextParallel:
             raise error
         from tokenring.backends.registry import make_transport
 
-        LOG.warning("%s; taking gloo", error)
+        LOG.warning("transport 'auto' goes on with gloo: %s", error)
         if self._made_here is not None:
             self._made_here.close()
         self._transport = self._made_here = make_transport("gloo", self.group, self.timeout_seconds)
