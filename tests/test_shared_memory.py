@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Local, check_exact, compute
-from faults import shared_names
+from faults import lasting_names
 from held import held
 from ranks import PEER_SECONDS, Here, RankPools, Ranks
 
@@ -131,7 +131,7 @@ def use(here: Here, transport: str, lengths: list[int], fill: int = 0, leaves: t
     if here.rank == 0:
         with suppress(OSError):
             filler.unlink()
-    seen.left = sorted(shared_names())
+    seen.left = sorted(lasting_names())
     seen.mapped = held().shared - before
     return seen
 
