@@ -59,7 +59,7 @@ class AutoTransport(Controlled):
         self.pool = None
 
     def _fall_back(self, error: BackendUnavailable) -> None:
-        LOG.warning("%s; transport 'auto' goes on over gloo", error)
+        LOG.warning("transport 'auto' goes on with gloo: %s", error)
         gloo = GlooTransport(self._group, self._timeout_seconds)
         gloo.sent_bytes = self.sent_bytes
         self.now.close()

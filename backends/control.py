@@ -7,6 +7,7 @@ else the rank at the end of the chain, which waits for nobody and says nothing.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -29,6 +30,7 @@ TAG_BYTES = 4  # of an exchange: what it is about
 PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1
 MAY_WAIT = "may itself only wait for the one that is lost"
 GRACE_SECONDS = 1.2  # for others to say for whom they waited, before a silent rank is named
+ENLARGE = " (enlarge it; docker: --shm-size)"
 LOG = logging.getLogger("tokenring")
 Gather = Callable[[bytes], list[bytes]]
 
@@ -267,7 +269,8 @@ def shared_segment(
             made.append(Segment(name, size_bytes, create))
             init(made[0], create)
         except (OSError, ValueError) as error:  # ValueError: mapping a file that is shorter
-            return f"rank {rank} cannot {'make' if create else 'map'} {size_bytes} bytes in /dev/shm: {error}"
+            text = f"rank {rank} cannot {'make' if create else 'map'} {size_bytes} bytes in /dev/shm: {error}"
+            return text + (ENLARGE if getattr(error, "errno", None) == errno.ENOSPC else "")
         return ""
 
     try:

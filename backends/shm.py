@@ -102,7 +102,8 @@ class ShmTransport(Controlled):
         self.rank, self.world_size = self.control.rank, self.control.world_size
         if self.control.shared is None:
             raise BackendUnavailable(
-                f"transport 'shm' cannot be used: {self.control.why_not_shared}; use transport='gloo' or 'auto'"
+                f"transport 'shm' needs memory that all ranks share, but {self.control.why_not_shared}; "
+                f"use transport='gloo' or 'auto'"
             )
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.pool: object = None  # the one buffer pool of all that use this transport
@@ -148,7 +149,7 @@ class ShmTransport(Controlled):
             if segment is not None:
                 self._heaps = {self._made: (segment, part)}
                 return segment.part(self.rank * part, part)
-        raise BackendUnavailable(f"{trouble}; enlarge /dev/shm (docker: --shm-size), or use transport='gloo'")
+        raise BackendUnavailable(f"transport 'shm' needs a larger heap, but {trouble}; use transport='gloo' or 'auto'")
 
     def _agree(self, what: str, trouble: str) -> list[str]:
         return [each.decode() for each in self.control.exchange_text(trouble.encode(), what)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")]
 
-from faults import shared_names  # noqa: E402
+from faults import lasting_names  # noqa: E402
 from ranks import RankPools  # noqa: E402
 from soak import Soaked, soak  # noqa: E402
 
@@ -43,7 +43,7 @@ def main() -> None:
     finally:
         pools.close()
     show(made)
-    grown = [*made.growth(), *(f"left in /dev/shm: {name}" for name in shared_names())]
+    grown = [*made.growth(), *(f"left in /dev/shm: {name}" for name in lasting_names())]
     print("\n".join(grown) or "nothing has grown")
     sys.exit(bool(grown))
 

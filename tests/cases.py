@@ -14,7 +14,20 @@ import torch
 from oracle import Attention, allowed, attention64, relative_error, whole_sdpa
 from ranks import Here, RankPools
 
-from tokenring import Causal, Documents, Full, Layout, Mask, Schedule, Scheme, SlidingWindow, Workload, attention, shard
+from tokenring import (
+    Causal,
+    ContextParallel,
+    Documents,
+    Full,
+    Layout,
+    Mask,
+    Schedule,
+    Scheme,
+    SlidingWindow,
+    Workload,
+    attention,
+    shard,
+)
 from tokenring.layout import make_layout
 from tokenring.planner.select import named_schedule
 from tokenring.schedule.ir import PASSES
@@ -180,6 +193,13 @@ def run(
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     sent["backward"] = dict(counter)
     return Local(Attention(out.detach(), lse.detach(), dq, dk, dv), sent)
+
+
+def compute(cp: ContextParallel, case: Case) -> Local:
+    """The case in a context, both passes; its bytes are not counted."""
+    q, k, v, dout = (shard(x, cp).requires_grad_(index < 3) for index, x in enumerate(case.inputs()))
+    out, lse = attention(q, k, v, cp, case.mask, return_lse=True)
+    return Local(Attention(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)), {})
 
 
 def check_bytes(case: Case, schedule: Schedule, parts: list[Local]) -> None:

@@ -102,7 +102,8 @@ class Draw:
         kind, some = self.random.choice(("full", "causal", "window", "documents", "all")), self.random.randrange
         wide = max(2, length // 3)
         window = SlidingWindow(some(1, wide), some(wide)) if some(3) else SlidingWindow(-1, some(1, wide))
-        ends = sorted(some(1, length + 1) for _ in range(some(1, 6)))
-        documents = Documents([0, *ends, length][: None if some(2) else -1])  # the rest is padding
+        # The last half at most is padding. Where all rows see one column, gradients are 0 but for rounding.
+        end = length if some(2) else some(length // 2, length + 1)
+        documents = Documents([0, *sorted(some(1, end) for _ in range(some(1, 6))), end])
         both = documents & self.random.choice((Causal(), window, Causal() & window))
         return {"full": Full(), "causal": Causal(), "window": window, "documents": documents, "all": both}[kind]

@@ -206,6 +206,16 @@ def shared_names() -> set[str]:
     return {path.name for path in Path(FOLDER).glob(f"{PREFIX}*")}
 
 
+def lasting_names() -> set[str]:
+    """Those that do not go within a second: other tests on this machine may be setting up theirs."""
+    found = shared_names()
+    for _ in range(10):
+        if found:
+            time.sleep(0.1)
+            found &= shared_names()
+    return found
+
+
 # ---------- in the ranks' processes
 
 

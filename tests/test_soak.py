@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from draws import AS_SCHEMES, BY_NAME, PASSES, STRIDES, Draw
-from faults import shared_names
+from faults import lasting_names
 from held import Held, held
 from ranks import RankPools
 from soak import BF16_RATIO, CALLS, SPARE_MB, WARM_UP, Soaked, soak
@@ -18,11 +18,10 @@ WORLD_SIZE = 4
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_minute(ranks: RankPools) -> None:
-    before = shared_names()
     made = soak(ranks, 60.0, 1, WORLD_SIZE)
     assert not (grown := made.growth()), grown
     assert made.calls["calls"] == CALLS * len(made.held)
-    assert shared_names() <= before
+    assert not lasting_names()
 
 
 def test_what_is_drawn() -> None:
