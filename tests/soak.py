@@ -7,7 +7,6 @@ leaves nothing behind, so that what a rank holds after a round can be compared w
 
 from __future__ import annotations
 
-import gc
 import multiprocessing as mp
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from cases import LIMITS, NAMES, Case
 from draws import BY_NAME, Context, Draw, Drawn
 from held import Held, held
-from oracle import Attention, relative_error
+from oracle import Attention, allowed, relative_error
 from ranks import PEER_SECONDS, Here, RankPools
 
 from tokenring import ContextParallel, attention, shard
@@ -29,7 +28,7 @@ OPEN = 5  # contexts at a time
 CALLS = 40  # of a round
 WARM_UP = 2  # rounds, at least
 ROUND_SECONDS = 300.0  # more than any round takes
-SPARE_MB, SPARE_MAPS = 20.0, 16  # what masks see of chunks is kept: some 25 MB, full after two minutes
+SPARE_MB, SPARE_MAPS = 20.0, 16  # what masks see of chunks is kept: some 10 MB, full after four minutes
 BF16_RATIO = 1.15
 
 
@@ -69,7 +68,7 @@ class Round:
         self.flush()
         self.close()
         dist.barrier()
-        self.report.held, self.report.seconds = held(), time.monotonic() - began
+        self.report.seconds = time.monotonic() - began
         return self.report
 
     def step(self) -> None:
@@ -220,8 +219,11 @@ def _ratio(wrong: float, all_: float) -> float:
 
 
 def one_round(here: Here, seed: str, calls: int) -> Report:
-    gc.collect()
-    return Round(here, seed).run(calls)
+    """Its report, with what is held when the round is over."""
+    report = Round(here, seed).run(calls)
+    allowed.cache_clear()
+    report.held = held()
+    return report
 
 
 # ---------- the driver

@@ -52,6 +52,7 @@ def _keys() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "count", "close", "new_groups"),
     [

@@ -95,7 +95,7 @@ class Mask:
         return "&".join(parts) or "full"
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def _region(mask: Mask, q: Positions, kv: Positions) -> Region:
     if mask.cu_seqlens is None:
         return window_region(q, kv, mask.low, mask.high)
