@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tokenring.workload import Workload
 
 Kind = Literal["q", "kv", "q_partial", "kv_partial"]
+KINDS: tuple[Kind, ...] = ("q", "kv", "q_partial", "kv_partial")
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 REQUESTS = "requests"
@@ -109,7 +110,11 @@ class Schedule:
         return self.q_pieces if kind.startswith("q") else self.kv_pieces
 
     def owner(self, block: Block) -> int:
-        return self.layout_of(block.kind).owners[block.chunk]
+        return self._owners[block.kind][block.chunk]
+
+    @cached_property
+    def _owners(self) -> dict[Kind, tuple[int, ...]]:
+        return {kind: self.layout_of(kind).owners for kind in KINDS}
 
     def positions(self, block: Block) -> Positions:
         return self.unit_positions[block.kind[0]][block.chunk * self.pieces_of(block.kind) + block.piece]
@@ -132,7 +137,11 @@ class Schedule:
 
     def unit_length(self, kind: Kind) -> int:
         """Tokens in one unit."""
-        return self.layout_of(kind).chunk_length // self.pieces_of(kind)
+        return self._unit_lengths[kind]
+
+    @cached_property
+    def _unit_lengths(self) -> dict[Kind, int]:
+        return {kind: self.layout_of(kind).chunk_length // self.pieces_of(kind) for kind in KINDS}
 
     def moves_in(self, direction: Pass) -> tuple[Move, ...]:
         """The moves that take place in a pass."""

@@ -33,6 +33,7 @@ from tokenring.schedule.contents import (
     tokens_of,
 )
 from tokenring.schedule.ir import PASSES, REQUEST_OF, Kind, Schedule, Tile
+from tokenring.schedule.lower import agenda_of, lower_agenda
 from tokenring.schedule.pairs import Pairs, Tally
 from tokenring.schedule.program import (
     OWN,
@@ -48,6 +49,7 @@ from tokenring.schedule.program import (
     Wait,
 )  # fmt: skip
 from tokenring.schedule.rendezvous import Rank, Rendezvous, Wrong, name_of
+from tokenring.schedule.storage import Storage
 from tokenring.workload import Workload
 
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
@@ -55,17 +57,15 @@ Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by hea
 
 def replay_schedule(schedule: Schedule) -> None:
     """Lower both passes for every rank, for both kinds of transport, and replay them."""
-    from tokenring.schedule.lower import lower
-
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
-    pairs = Pairs(schedule)
-    for early in (True, False):
-        kept: Kept | None = None
-        for direction in PASSES:
-            ranks = range(schedule.world_size)
-            programs = [lower(schedule, rank, direction, workload, early_receives=early) for rank in ranks]
-            kept = replay(schedule, programs, one_queue_a_pair=not early, kept=kept, pairs=pairs)
+    pairs, storage = Pairs(schedule), Storage(schedule)
+    kept: dict[bool, Kept] = {}
+    for direction in PASSES:
+        agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
+        for early in (True, False):
+            programs = [lower_agenda(agenda, workload, early) for agenda in agendas]
+            kept[early] = replay(schedule, programs, not early, kept.get(early), pairs)
 
 
 def replay(
