@@ -91,7 +91,7 @@ class Meeting:
 
     def _ask(self, function: Callable[[], T], seconds: float = 0.0) -> T:
         try:
-            return bounded(function, seconds + max(STORE_SECONDS, self.timeout_seconds / 10))
+            return bounded(function, (seconds or self.timeout_seconds / 10) + STORE_SECONDS)
         except StoreSilent as error:
             raise PeerLost(
                 f"rank {self.rank} gets no answer from the group's store ({error}): the process that holds it, "
