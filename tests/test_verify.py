@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from pairwise import sample
 
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.layout import Layout, Positions, make_layout
-from tokenring.mask import Documents, Full
+from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
 from tokenring.named import schedule
 from tokenring.schedule.build import Scheme, build, dense
 from tokenring.schedule.ir import Block, Tile
@@ -53,19 +54,35 @@ class TestAccepts:
         assert not made.tiles and not made.moves
         verify(made)
 
-    @pytest.mark.parametrize("mask", ["full", "causal"])
+    @pytest.mark.parametrize(
+        ("layout", "mask"), [("zigzag", "full"), ("zigzag", "causal"), ("contiguous", "full"), ("striped", "causal")]
+    )
+    @pytest.mark.parametrize("pieces", [None, 4])
+    @pytest.mark.parametrize("ranks", [16, 64])
     @pytest.mark.parametrize("named", NAMED)
-    def test_64_ranks_within_a_second(self, named: str, mask: str) -> None:
-        """In seconds of this process, the best of a few: the machine may be busy."""
-        made = make(64, named, "zigzag", mask)
+    def test_within_a_second(self, named: str, mask: str, ranks: int, pieces: int | None, layout: str) -> None:
+        """In seconds of this process, the best of three: the machine may be busy. 16 ranks are replayed, too."""
+        made = make(ranks, named, layout, mask, pieces)
         taken = []
-        for _ in range(5):
+        for _ in range(3):
             start = time.process_time()
             verify(made)
             taken.append(time.process_time() - start)
             if taken[-1] < 1:
                 break
         assert min(taken) < 1
+
+    def test_collector_is_left_as_it_was(self) -> None:
+        """verify() stops it for a while."""
+        made = make(2, "ring+", "zigzag", "full")
+        refused = made.replace(tiles=())
+        for enabled in (False, True):
+            (gc.enable if enabled else gc.disable)()
+            verify(made)
+            assert gc.isenabled() == enabled
+            with pytest.raises(ScheduleError):
+                verify(refused)
+            assert gc.isenabled() == enabled
 
 
 # ---------- refusals
@@ -151,6 +168,31 @@ class TestRefuses:
         }[wrong]
         with pytest.raises(ScheduleError, match=f"^ring: {says}$"):
             verify(made)
+
+    def test_unknown_codec(self) -> None:
+        says = "ring: codec 'int3' of kv is not known; use one of bf16, fp16"
+        with pytest.raises(ScheduleError, match=f"^{says}$"):
+            verify(schedule("ring", 4).replace(codecs=(("q", "bf16"), ("kv", "int3"))))
+        verify(schedule("ring", 4).replace(codecs=(("q", "bf16"), ("kv", "fp16"))))
+
+    def test_two_codecs_for_one_kind(self) -> None:
+        with pytest.raises(ScheduleError, match=r"^ring: it has two codecs for one kind$"):
+            verify(schedule("ring", 4).replace(codecs=(("q", "bf16"), ("q", "fp16"))))
+
+    def test_mask_that_does_not_fit_the_length(self) -> None:
+        whole = make_layout("contiguous", 2, 8)
+        verify(build(ring(), whole, whole, Documents([0, 5, 8])))
+        with pytest.raises(ScheduleError, match=r"^ring: Documents end at 9, but the sequence has 8 positions: "):
+            verify(build(ring(), whole, whole, Documents([0, 5, 9])))
+
+    @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(3, 3), Documents([0, 8])])
+    def test_mask_over_two_lengths(self, mask: Mask) -> None:
+        q_layout, kv_layout = make_layout("contiguous", 2, 8), make_layout("contiguous", 2, 16)
+        verify(build(ring(), q_layout, kv_layout, Full()))
+        verify(build(ring(), q_layout, q_layout, mask))
+        says = f"ring: mask {mask} compares positions of one sequence, but there are 8 of q and 16 of kv; use Full()"
+        with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
+            verify(build(ring(), q_layout, kv_layout, mask))
 
     def test_layout_that_is_none_is_refused_when_it_is_made(self) -> None:
         with pytest.raises(ConfigurationError, match=r"^layout 'twice': position 4 of 8 is in no chunk$"):

@@ -8,10 +8,11 @@ tiles up to this step). A step is an order, never a barrier.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
 
@@ -208,7 +209,7 @@ class Schedule:
         """The schedule that to_json wrote. Raises ScheduleError."""
         from tokenring.schedule.interchange import from_json
 
-        return from_json(text)
+        return from_json(_text("from_json", text))
 
     def __str__(self) -> str:
         from tokenring.schedule.text import to_text
@@ -220,8 +221,16 @@ class Schedule:
         """The schedule that str() printed. Raises ScheduleError."""
         from tokenring.schedule.text import parse
 
-        return parse(text)
+        return parse(_text("parse", text))
 
     def replace(self, **changes: object) -> Schedule:
         """A copy with some fields changed; not verified."""
+        if unknown := changes.keys() - {field.name for field in fields(self)}:
+            raise ConfigurationError(f"a schedule has no {min(unknown)!r} to replace")
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _text(reader: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ConfigurationError(f"Schedule.{reader} reads a str, not one of type {type(given).__name__}")
+    return given

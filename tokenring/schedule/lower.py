@@ -12,10 +12,13 @@ from collections.abc import Iterable
 
 import torch
 
+from tokenring.errors import ConfigurationError
+from tokenring.layout import as_integer
 from tokenring.schedule.accumulators import Accumulators
 from tokenring.schedule.agenda import Agenda, incoming_key
 from tokenring.schedule.calls import Call, Supports, anything
 from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Pass, Schedule, Tile
+from tokenring.schedule.payload import check_workload
 from tokenring.schedule.program import (
     OWN,
     Attend,
@@ -43,7 +46,11 @@ def lower(
     supports: says why the kernel refuses a patch; such patches are cut until it does not.
     early_receives: whether the transport matches the two directions of a pair apart, so that
     receives may be posted before sends; else posts follow the total order of `passes.order`.
+    Raises ConfigurationError for a rank, a pass or a workload that the schedule does not have.
     """
+    check_workload(schedule, workload, direction)
+    if as_integer(rank) not in range(schedule.world_size):
+        raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
     return lower_agenda(agenda_of(storage_of(schedule), rank, direction, workload, supports), workload, early_receives)
 
 
