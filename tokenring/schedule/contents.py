@@ -58,7 +58,10 @@ def overlaps(rows: Rows, start: int, stop: int) -> bool:
     """Whether any of rows [start, stop) hold something."""
     if start in rows:
         return True
-    return any(start < run[1] and run[0] < stop for run in rows.values())
+    for low, high, _, _, _ in rows.values():  # noqa: SIM110 - asked for each write; `any` takes thrice as long
+        if start < high and low < stop:
+            return True
+    return False
 
 
 def read(rows: Rows, start: int, stop: int) -> list[Run]:
