@@ -28,7 +28,7 @@ OPEN = 5  # contexts at a time
 CALLS = 40  # of a round
 WARM_UP = 2  # rounds, at least
 ROUND_SECONDS = 300.0  # more than any round takes
-SPARE_MB, SPARE_MAPS = 15.0, 16  # what masks see of chunks is kept: some 10 MB, full after four minutes
+SPARE_MB, SPARE_MAPS = 15.0, 40  # what masks see of chunks is kept: some 10 MB, full after four minutes
 BF16_RATIO = 1.15
 
 

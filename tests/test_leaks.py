@@ -13,7 +13,7 @@ from tokenring import ContextParallel, attention
 
 WARM_UP = 50
 SPARE_MB = 3.0  # less than a page for each of a thousand, the least that a mapping can leave
-SPARE_MAPS = 8  # malloc cuts and joins its arenas
+SPARE_MAPS = 40  # malloc has up to eight arenas for each core, of two mappings; no count here is so small
 
 
 def live(name: str, group: dist.ProcessGroup | None, close: bool) -> None:
