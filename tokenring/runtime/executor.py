@@ -51,6 +51,7 @@ class Call:
 Step = Callable[[Call], None]
 Made = tuple[torch.Tensor, ...]  # what a kernel returns
 Sink = Callable[[Call, Made], None]
+Accept = Callable[[Call, list[torch.Tensor]], None]
 
 
 class Executor:
@@ -69,7 +70,10 @@ class Executor:
         self.program, self.transport = program, transport
         self.views = Views(schedule, workload, program, pool)
         binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
-        self.steps: list[Step] = [binder.bind(instruction) for instruction in program.instructions]
+        # Nothing is done for releases: the posted receive is the credit, on all transports there are.
+        numbered = zip(program.instructions, program.steps, strict=True)
+        self.instructions = [each for each in numbered if not isinstance(each[0], Release)]
+        self.steps: list[Step] = [binder.bind(instruction) for instruction, _ in self.instructions]
         self.adopted = binder.adopted
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
@@ -90,7 +94,7 @@ class Executor:
             for step in self.steps:
                 step(call)
             return
-        for step, instruction, number in zip(self.steps, self.program.instructions, self.program.steps, strict=True):
+        for step, (instruction, number) in zip(self.steps, self.instructions, strict=True):
             began = perf_counter()
             step(call)
             trace.events.append(
@@ -158,8 +162,6 @@ class _Binder:
                 return lambda call: call.handles.pop(message).wait()
             case Fill():
                 return self._fill(instruction)
-            case Release():
-                return lambda call: None  # two-sided transports need no credit: the posted receive is one
         raise TypeError(f"unknown instruction {instruction}")
 
     # ---------- messages
@@ -271,14 +273,15 @@ class _Binder:
         rows = slice(result.start, result.start + result.into.rows)
         if self._adopts(result, whole):
             return self._adopt(result)
+        which = slice(0, 2) if self.forward else slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
         if self.forward:
-            accept = self._accept_out(result.into, result.first)
-            return lambda call, made: accept(
-                call, _rows_first(made[0][:, :, rows]), made[1][:, :, rows].permute(2, 0, 1)
-            )
-        accept_gradients = self._accept_gradients(result.kind, result.into, result.first)
-        which = slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
-        return lambda call, made: accept_gradients(call, [_rows_first(each[:, :, rows]) for each in made[which]])
+            accept_out = self._accept_out(result.into, result.first)
+            accept: Accept = lambda call, news: accept_out(call, *news)  # noqa: E731
+        else:
+            accept = self._accept_gradients(result.kind, result.into, result.first)
+        if result.into.rows == whole:
+            return lambda call, made: accept(call, [_rows_first(each) for each in made[which]])
+        return lambda call, made: accept(call, [_rows_first(each[:, :, rows]) for each in made[which]])
 
     def _adopts(self, result: Result, rows: int) -> bool:
         """Whether a kernel makes the whole of an output before anything else does."""
@@ -367,5 +370,5 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, D] → [S, B, H, D]"""
-    return x.permute(2, 0, 1, 3)
+    """[B, H, S, ...] → [S, B, H, ...]"""
+    return x.permute(2, 0, 1, 3) if x.dim() == 4 else x.permute(2, 0, 1)
