@@ -75,24 +75,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    small = 16 * options.ranks
-    print(
-        f"{options.ranks} ranks, causal zigzag, 8 heads x 64, fp32; µs a step, the median over {options.rounds} rounds"
-    )
-    print(f"{'schedule':14} {'pass':9} steps  {options.tokens:>7} tokens  {small:>4} tokens")
+    sizes = ((options.tokens, 8, 64), (256 * options.ranks, 1, 8))  # tokens, heads, head dim
+    what = f"the median over {options.rounds} rounds, of the rank that takes longest"
+    print(f"{options.ranks} ranks, causal zigzag, fp32; µs a step, {what}")
+    heads = "".join(f"{f'{tokens} x {heads} x {dim}':>16}" for tokens, heads, dim in sizes)
+    print(f"{'schedule':14} {'pass':9} steps{heads}")
     for name in SCHEMES:
-        found = {tokens: steps(name, options.ranks, tokens, options.rounds) for tokens in (options.tokens, small)}
+        found = [steps(name, options.ranks, size, options.rounds) for size in sizes]
         for direction in PASSES:
-            count, large = found[options.tokens][direction]
-            print(f"{name:14} {direction:9} {count:5}  {large:14.1f}  {found[small][direction][1]:11.1f}")
+            times = "".join(f"{each[direction][1]:16.1f}" for each in found)
+            print(f"{name:14} {direction:9} {found[0][direction][0]:5}{times}", flush=True)
 
 
-def steps(name: str, ranks: int, tokens: int, rounds: int) -> dict[str, tuple[int, float]]:
+def steps(name: str, ranks: int, size: tuple[int, int, int], rounds: int) -> dict[str, tuple[int, float]]:
     """Of each pass: how many steps it has at the rank that has most, and µs a step there."""
-    workload = Workload(1, tokens, tokens, 8, 8, 64, torch.float32)
+    tokens, heads, dim = size
+    workload = Workload(1, tokens, tokens, heads, heads, dim, torch.float32)
     layout = make_layout("zigzag", ranks, tokens)
     schedule = named_schedule(name, workload, layout, layout, Causal(), None)
-    kernel, own = Idle(), tensors(tokens // ranks)
+    kernel, own = Idle(), tensors(tokens // ranks, heads, dim)
     found: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for rank in range(ranks):
         pool = Pool(CPU)
@@ -113,9 +114,9 @@ def steps(name: str, ranks: int, tokens: int, rounds: int) -> dict[str, tuple[in
     return {each: (max(some)[1], max(some)[0]) for each, some in found.items()}
 
 
-def tensors(tokens: int) -> dict[str, torch.Tensor]:
-    own = {name: torch.zeros(1, tokens, 8, 64) for name in ("q", "k", "v", "out", "dout")}
-    return own | {name: torch.zeros(1, 8, tokens) for name in ("lse", "delta")}
+def tensors(tokens: int, heads: int, dim: int) -> dict[str, torch.Tensor]:
+    own = {name: torch.zeros(1, tokens, heads, dim) for name in ("q", "k", "v", "out", "dout")}
+    return own | {name: torch.zeros(1, heads, tokens) for name in ("lse", "delta")}
 
 
 if __name__ == "__main__":
