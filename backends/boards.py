@@ -164,7 +164,9 @@ class ShmBoard:
 
     def hear(self) -> list[bytes]:
         """What all said, when all are heard."""
-        return [self.segment.read(at + 4, CELL_BYTES) for at in self._payloads_at[self._round % 2]]
+        row = self._payloads_at[self._round % 2]
+        cells = self.segment.read(row[0], len(row) * SIZE_BYTES)
+        return [cells[at + 4 : at + SIZE_BYTES] for at in range(0, len(cells), SIZE_BYTES)]
 
     def _semaphore(self, at: int) -> Semaphore:
         return Semaphore(self.segment.address + at)

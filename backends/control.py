@@ -14,6 +14,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tokenring.backends import semaphores
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 TAG_BYTES = 4  # of an exchange: what it is about
 PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1
 MAY_WAIT = "may itself only wait for the one that is lost"
+PROMPT_SECONDS = 0.002
 GRACE_SECONDS = 1.2  # for others to say for whom they waited, before a silent rank is named
 ENLARGE = " (enlarge it; docker: --shm-size)"
 LOG = logging.getLogger("tokenring")
@@ -100,7 +102,7 @@ class Control:
 
         Raises PeerLost; ConfigurationError if a rank is somewhere else in its program.
         """
-        tag = hashlib.sha256(what.encode()).digest()[:TAG_BYTES]
+        tag = _tag(what)
         said = self._exchange(tag + len(payload).to_bytes(1, "little") + payload, what)
         for rank, each in enumerate(said):
             if each[:TAG_BYTES] != tag:
@@ -142,7 +144,8 @@ class Control:
 
         peer: for whom, or what tells who is missing at the moment; if nobody is, someone died on the way.
         """
-        if attempt(0.0):
+        self.progress()
+        if attempt(PROMPT_SECONDS):  # as nearly always: not worth telling anyone
             return
         deadline = time.monotonic() + self.timeout_seconds
         while True:
@@ -235,6 +238,11 @@ class Control:
         elif not verdict.certain:
             text += ". It waits for no other rank that could be seen; if it is only slow, raise timeout_seconds"
         return text + f". Look at the log of rank {verdict.rank} first; then destroy the group and make a new one"
+
+
+@lru_cache(maxsize=64)
+def _tag(what: str) -> bytes:
+    return hashlib.sha256(what.encode()).digest()[:TAG_BYTES]
 
 
 class Controlled:
