@@ -84,6 +84,18 @@ class TestAccepts:
                 verify(refused)
             assert gc.isenabled() == enabled
 
+    def test_leaves_nothing_to_collect(self) -> None:
+        """Or all programs of a proof would be there until its end, and longer."""
+        made = make(4, "direct-q", "zigzag", "full")
+        verify(made)
+        gc.collect()
+        gc.disable()
+        try:
+            verify(made)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
+
 
 # ---------- refusals
 

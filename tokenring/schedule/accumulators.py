@@ -15,6 +15,19 @@ from tokenring.schedule.storage import Group, Message, Slab
 from tokenring.workload import Workload
 
 
+class Listing:
+    """The instructions so far. It stands apart from what lists them, so that nothing refers to itself in a circle."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.instructions: list[Instruction] = []
+        self.steps: list[int] = []
+
+    def emit(self, instruction: Instruction) -> None:
+        self.instructions.append(instruction)
+        self.steps.append(self.step)
+
+
 class Accumulators:
     """The state of lowering, and the part of it that deals with results: at home and on their way there."""
 
@@ -24,9 +37,8 @@ class Accumulators:
         self.rank, self.direction = agenda.rank, agenda.direction
         schedule = self.schedule
         self.records = Records(schedule, workload, self.direction)
-        self.step = 0
-        self.instructions: list[Instruction] = []
-        self.steps: list[int] = []
+        self.listing = Listing()
+        self.emit = self.listing.emit
         self.slots = Slots(self.emit)
         self.patience = None if schedule.slack is None else max(1, schedule.slack)
         self.kinds: tuple[Kind, ...] = ("q_partial",) if self.direction == "forward" else ("q_partial", "kv_partial")
@@ -47,10 +59,6 @@ class Accumulators:
     def _home_slot(self, kind: Kind) -> int:
         spec = Slot(kind, self._local_rows(kind), full_precision=True, all_heads=True, output=not self.half)
         return self.slots.take(spec, 0, None)
-
-    def emit(self, instruction: Instruction) -> None:
-        self.instructions.append(instruction)
-        self.steps.append(self.step)
 
     def _used(self, key: object, *slots: int) -> None:
         self.uses[key] -= 1
@@ -99,7 +107,7 @@ class Accumulators:
         if slab.key not in self.partial_slots:
             rows = len(slab.blocks) * self.schedule.unit_length(kind)
             full = slab.key not in self.agenda.direct_partials
-            self.partial_slots[slab.key] = self.slots.take(Slot(kind, rows, full), self.step, self.patience)
+            self.partial_slots[slab.key] = self.slots.take(Slot(kind, rows, full), self.listing.step, self.patience)
         return self.partial_slots[slab.key]
 
     def _incoming_slot(self, message: Message) -> int:
@@ -107,7 +115,7 @@ class Accumulators:
         if key not in self.incoming_slots:
             rows = len(self.storage.group_blocks(message.group)) * self.schedule.unit_length(message.kind)
             spec = Slot(message.kind, rows, self._full(message))
-            self.incoming_slots[key] = self.slots.take(spec, self.step, self.patience)
+            self.incoming_slots[key] = self.slots.take(spec, self.listing.step, self.patience)
         return self.incoming_slots[key]
 
     def _full(self, message: Message) -> bool:
@@ -144,7 +152,7 @@ class Accumulators:
             return slot
         if slab.key not in self.wire_slots:
             spec = self.slots.specs[slot]._replace(full_precision=False)
-            self.wire_slots[slab.key] = self.slots.take(spec, self.step, self.patience)
+            self.wire_slots[slab.key] = self.slots.take(spec, self.listing.step, self.patience)
         return self.wire_slots[slab.key]
 
     def _merge_home(self, until: int | None) -> None:

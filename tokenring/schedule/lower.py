@@ -73,14 +73,14 @@ class _Lowering(Accumulators):
         self._keep_slots()
         messages = self.agenda.by_step(self.early)
         for step in sorted({*self.agenda.tiles, *messages}):
-            self.step = step
+            self.listing.step = step
             self._one_step(messages.get(step, []), self.agenda.tiles.get(step, []))
         self._merge_home(None)
         self.slots.settle_all()
         self._fill_home()
         return Program(
-            self.rank, self.direction, tuple(self.slots.specs), tuple(self.instructions),
-            tuple(self.home.items()), self.scratch_rows, tuple(self.steps),
+            self.rank, self.direction, tuple(self.slots.specs), tuple(self.listing.instructions),
+            tuple(self.home.items()), self.scratch_rows, tuple(self.listing.steps),
         )  # fmt: skip
 
     def _one_step(self, messages: list[Message], tiles: list[tuple[Tile, list[Call]]]) -> None:
@@ -103,7 +103,7 @@ class _Lowering(Accumulators):
         for message in going_home if self.early else partials:
             self._post(message)
         if self.schedule.slack is not None:
-            self._merge_home(self.step - self.schedule.slack)
+            self._merge_home(self.listing.step - self.schedule.slack)
 
     # ---------- messages
 
@@ -119,7 +119,7 @@ class _Lowering(Accumulators):
             return
         span, sources = self._send_span(message)
         self.emit(Send(number, span, message.dst, message.channel, message.label))
-        self.slots.sent(span.slot, number, self.step)
+        self.slots.sent(span.slot, number, self.listing.step)
         self._used(self.agenda.use_key(message), *sources)
 
     def _receive_span(self, message: Message) -> Span:
@@ -163,7 +163,7 @@ class _Lowering(Accumulators):
             if slab.own_only:
                 if group not in self.staged:
                     rows = len(self.storage.group_blocks(group)) * length
-                    self.staged[group] = self.slots.take(Slot(block.kind, rows), self.step, 0)
+                    self.staged[group] = self.slots.take(Slot(block.kind, rows), self.listing.step, 0)
                 slot, row = self.staged[group], self.storage.group_row(block)
             else:
                 slot, row = self._request_slot(slab), self.storage.row(self.rank, block)
@@ -173,7 +173,7 @@ class _Lowering(Accumulators):
         if slab.key not in self.request_slots:
             kind = slab.key[0]
             spec = Slot(kind, len(slab.blocks) * self.schedule.unit_length(kind))
-            self.request_slots[slab.key] = self.slots.take(spec, self.step, 0)
+            self.request_slots[slab.key] = self.slots.take(spec, self.listing.step, 0)
         return self.request_slots[slab.key]
 
     def _keep_slots(self) -> None:

@@ -101,10 +101,6 @@ class _Replay:
                 rank.held[slot].update({heads: dict(rows) for heads, rows in held.items()})
         self.rendezvous = Rendezvous(self.ranks, one_queue)
         self.ready = deque(self.ranks)
-        self.does: dict[type, Callable[[Rank, Any], None]] = {
-            Pack: self._pack, Recv: self._recv, Send: self._send, Wait: self._waited, Attend: self._attend,
-            Merge: self._merge, Fill: self._fill, Release: self._release,
-        }  # fmt: skip
 
     def run(self) -> Kept:
         while self.ready:
@@ -118,7 +114,7 @@ class _Replay:
 
     def _advance(self, rank: Rank) -> None:
         """Run a rank until it must wait."""
-        instructions, does, done = rank.program.instructions, self.does, rank.done
+        instructions, done = rank.program.instructions, rank.done
         rank.waits = None
         for at in range(rank.at, len(instructions)):
             rank.at, instruction = at, instructions[at]
@@ -127,7 +123,7 @@ class _Replay:
                     raise rank.wrong(f"waits for message {instruction.message}, which it never posted")
                 rank.waits = instruction.message
                 return
-            does[type(instruction)](rank, instruction)
+            DOES[type(instruction)](self, rank, instruction)
         rank.at = len(instructions)
 
     # ---------- messages
@@ -339,6 +335,18 @@ class _Replay:
                     lost = self.pairs.block(kind, rank.rank, wanted.row, heads, call.rank)
                     text = f"ends without {lost}, which rank {call.rank} made in step {call.step}"
                     raise rank.wrong(f"{text} and nobody merged into its result")
+
+
+DOES: dict[type, Callable[[_Replay, Rank, Any], None]] = {
+    Pack: _Replay._pack,
+    Recv: _Replay._recv,
+    Send: _Replay._send,
+    Wait: _Replay._waited,
+    Attend: _Replay._attend,
+    Merge: _Replay._merge,
+    Fill: _Replay._fill,
+    Release: _Replay._release,
+}
 
 
 def _kept_slots(program: Program) -> list[int]:
