@@ -354,6 +354,7 @@ def wait_for_ranks(process: int) -> None:
         (["--ranks", "2", "--pieces", "0"], "--pieces 0: use 1 or more"),
         (["--ranks", "2", "--pieces", "2", "--schedules", "auto"], "--pieces goes with schedules by name"),
         (["--ranks", "2", "--json", "/no/such/folder/x"], "--json /no/such/folder/x: not a file in a folder"),
+        (["--ranks", "2", "--json", "x", "--picture", "./x"], "--json and --picture are both x: give each"),
         (["--ranks", "2", "--picture", "/"], "--picture /: not a file in a folder"),
         (["--rank"], "see tokenring bench --help"),
     ],

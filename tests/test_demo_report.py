@@ -21,7 +21,8 @@ from tokenring.demo.results import (
     training_complaint,
 )
 from tokenring.follow import Failed, failure_text
-from tokenring.tracing.picture import axis_step, to_svg
+from tokenring.svg import axis_step
+from tokenring.tracing.picture import to_svg
 from tokenring.tracing.record import Bar, Message, Stretch
 
 CHECKED = Checked(5.5, 5.5, {"a.weight": 1e-7, "b.weight": 2e-6}, 1.0)

@@ -311,7 +311,8 @@ def test_groups(ranks: RankPools) -> None:
             "mesh": "ConfigurationError: a DeviceMesh of 2 dimensions was given; "
             "name the one for context parallelism, as mesh['cp']",
             "slice": "nothing",
-            "transport": "ConfigurationError: the transport joins 4 ranks, the group has 2",
+            "transport": f"ConfigurationError: in the transport this is rank {rank} of 4, in the group "
+            f"rank {rank % 2} of 2: give a transport of the same group",
             "schedule": "ConfigurationError: the schedule is for 4 ranks, the group has 2",
             "member": member,
             "mesh of others": member,

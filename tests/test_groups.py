@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Local, check_exact
+from cases import Case, Local, check_exact, compute
+from faults import free_port
 from oracle import Attention
 from ranks import Here, RankPools
 from torch.distributed.device_mesh import init_device_mesh
 
 from tokenring import ContextParallel, attention, shard, unshard
+from tokenring.backends.auto import AutoTransport
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.shm import ShmTransport
+
+transports = pytest.mark.parametrize("transport", ["gloo", "shm"])
 
 
 def case_of(world_size: int, schedule: str = "tokenring", batch: int = 2) -> Case:
     return Case(world_size, schedule, "zigzag", "causal", 4, 2, batch, 16, torch.float32, None)
-
-
-def compute(cp: ContextParallel, case: Case) -> Local:
-    q, k, v, dout = (shard(x, cp).requires_grad_(i < 3) for i, x in enumerate(case.inputs()))
-    out, lse = attention(q, k, v, cp, case.mask, return_lse=True)
-    return Local(Attention(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)), {})
 
 
 def on_mesh(here: Here) -> Local:
@@ -104,10 +104,106 @@ def test_overlapping_groups(ranks: RankPools) -> None:
     check_exact(case_of(3).whole([each[-1] for each in made]), case_of(3).reference())
 
 
+def two_at_once(here: Here, transport: str) -> list[Local]:
+    """Two groups of the same ranks: the passes of one between those of the other."""
+    groups = [dist.new_group(list(range(here.world_size))) for _ in range(2)]
+    contexts = [
+        ContextParallel(group, schedule=schedule, transport=transport)
+        for group, schedule in zip(groups, ("ring", "direct-q"), strict=True)
+    ]
+    made = []
+    for turn in range(3):
+        cases = [case_of(here.world_size, batch=1 + (turn + which) % 3) for which in range(2)]
+        halves = [Halves(cp, case) for cp, case in zip(contexts, cases, strict=True)]
+        made += [half.backward() for half in halves[:: 1 if turn else -1]][:: 1 if turn else -1]
+    for cp in contexts:
+        cp.close()
+    return made
+
+
+class Halves:
+    """Forward, and later backward."""
+
+    def __init__(self, cp: ContextParallel, case: Case) -> None:
+        self.cp, self.case = cp, case
+        self.q, self.k, self.v, self.dout = (shard(x, cp).requires_grad_(i < 3) for i, x in enumerate(case.inputs()))
+        self.out, self.lse = attention(self.q, self.k, self.v, cp, case.mask, return_lse=True)
+
+    def backward(self) -> Local:
+        gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout)
+        return Local(Attention(self.out.detach(), self.lse.detach(), *gradients), {})
+
+
+@transports
+def test_two_groups_of_the_same_ranks(transport: str, ranks: RankPools) -> None:
+    made = ranks(3)(two_at_once, transport)
+    for number in range(6):
+        case = case_of(3, batch=1 + (number // 2 + number % 2) % 3)
+        check_exact(case.whole([each[number] for each in made]), case.reference())
+
+
+GROUPS: tuple[tuple[int, ...], ...] = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 2), (0, 1, 2), (1, 2, 3), (0, 1, 2, 3))
+
+
+def in_any_order(here: Here, transport: str, rounds: int) -> list[dict[tuple[int, ...], Local]]:
+    """Groups within groups and groups that overlap. Some order of all calls goes round, of which each rank makes its
+    own: so neighbours never agree on what comes next, but nobody waits in a circle. Backwards in another order."""
+    groups = {members: dist.new_group(list(members)) for members in GROUPS}
+    contexts: dict[tuple[int, ...], ContextParallel] = {}
+    some, made = random.Random(0), []
+    for _ in range(rounds):
+        halves: dict[tuple[int, ...], Halves] = {}
+        for members in some.sample(GROUPS, len(GROUPS)):
+            if here.rank in members:
+                if members not in contexts:
+                    contexts[members] = ContextParallel(groups[members], schedule="tokenring", transport=transport)
+                halves[members] = Halves(contexts[members], case_of(len(members)))
+        order = some.sample(GROUPS, len(GROUPS))
+        made.append({members: halves[members].backward() for members in order if members in halves})
+        closed = some.choice(GROUPS)
+        if closed in contexts:
+            contexts.pop(closed).close()
+    return made
+
+
+@transports
+def test_nested_and_overlapping_groups_in_any_order(transport: str, ranks: RankPools) -> None:
+    made = ranks(4)(in_any_order, transport, 3)
+    for number in range(3):
+        for members in GROUPS:
+            case = case_of(len(members))
+            check_exact(case.whole([made[rank][number][members] for rank in members]), case.reference())
+
+
+def ten_worlds(here: Here, transport: str, ports: list[int]) -> list[Local]:
+    """A process group from its birth to its end, ten times; every other context is closed, the others are dropped."""
+    made = []
+    dist.destroy_process_group()
+    for number, port in enumerate(ports):
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=here.rank, world_size=here.world_size)
+        cp = ContextParallel(schedule="ring", transport=transport)
+        made.append(compute(cp, case_of(here.world_size, batch=1 + number % 2)))
+        if number % 2:
+            cp.close()
+        del cp
+        dist.barrier()
+        dist.destroy_process_group()
+    return made
+
+
+@transports
+def test_ten_groups_one_after_the_other(transport: str, ranks: RankPools) -> None:
+    with ranks.expendable(2) as some:
+        made = some(ten_worlds, transport, [free_port() for _ in range(10)])
+    for number in range(10):
+        case = case_of(2, batch=1 + number % 2)
+        check_exact(case.whole([each[number] for each in made]), case.reference())
+
+
 def closed_and_opened(here: Here) -> list[Local]:
     """A transport is closed and another is made for the same group."""
     made = []
-    for name, kind in (("gloo", GlooTransport), ("shm", ShmTransport), ("auto", ShmTransport)):
+    for name, kind in (("gloo", GlooTransport), ("shm", ShmTransport), ("auto", AutoTransport)):
         cp = ContextParallel(schedule="tokenring", transport=name)
         made.append(compute(cp, case_of(here.world_size)))
         assert isinstance(cp.transport, kind)

@@ -206,9 +206,8 @@ REFUSED = [
     ("keep", ["o"], 'keep[0]: expected "q" or "kv", found "o"'),
     ("codecs", [{"kind": "q", "codec": "bf16"}] * 2, "codecs: a kind stands twice"),
     ("mask.high", "0", 'mask.high: expected an integer, found "0"'),
-    ("mask.cu_seqlens", [0], "mask.cu_seqlens: write 0, the end of the first document, ..., the end of the last"),
-    ("mask.cu_seqlens", [0, 9, 4],
-     "mask.cu_seqlens: write 0, the end of the first document, ..., the end of the last"),
+    ("mask.cu_seqlens", [0], "mask.cu_seqlens: Documents wants [0, end of the first, ..., end of the last], integers"),
+    ("mask.cu_seqlens", [0, 9, 4], "mask.cu_seqlens: Documents wants [0, end of the first, ..., end of the last], "),
     ("mask.cu_seqlens", [0, 1025], "mask.cu_seqlens[1]: 1025 is not between 0 and 1024"),
     ("q_layout.chunks[1].owner", 8, "q_layout.chunks[1].owner: 8 is not a rank of 8"),
     ("q_layout.chunks[1].owner", 0,
@@ -254,14 +253,22 @@ class TestRefusals:
         assert str(refusal.value).startswith(says)
 
     def test_of_a_layout_too_long_to_check(self) -> None:
-        """One chunk of every position: checking it position by position would take for ever."""
+        """Chunks that overlap and interleave: checking them position by position would take for ever."""
         changed = document()
-        huge = {"name": "mine", "length": 2**50, "chunks": [{"start": 0, "stop": 2**50, "step": 1, "owner": 0}]}
+        half = {"start": 0, "stop": 2**49, "step": 1, "owner": 0}
+        huge = {"name": "mine", "length": 2**50, "chunks": [half, half]}
         changed |= {"world_size": 1, "tiles": [], "moves": [], "returns": [], "q_layout": huge, "kv_layout": huge}
         with pytest.raises(ScheduleError, match=r"q_layout: layout 'mine' is none of ours; .* too many"):
             from_json(json.dumps(changed))
-        huge["name"] = "contiguous"
+        huge["chunks"] = [half, {"start": 2**49, "stop": 2**50, "step": 1, "owner": 0}]
         assert from_json(json.dumps(changed)).q_layout.length == 2**50
+
+    @pytest.mark.parametrize("length", [2**53, 2**64, 10**400])
+    def test_of_lengths_that_no_reader_holds(self, length: int) -> None:
+        changed = document()
+        changed["kv_layout"]["length"] = length
+        with pytest.raises(ScheduleError, match=r"^kv_layout\.length: [0-9.]+ is not between 1 and 9007199254740991$"):
+            from_json(json.dumps(changed))
 
     def test_of_a_name_that_asks_for_too_much(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The name alone must not make us cut a sequence into more chunks than the document lists."""
@@ -269,7 +276,9 @@ class TestRefusals:
         changed = document()
         for layout in (changed["q_layout"], changed["kv_layout"]):
             layout["name"] = "zigzag/4"
-        assert from_json(json.dumps(changed)).q_layout.name == "zigzag/4"  # a name like any other
+        made = from_json(json.dumps(changed))
+        assert made.q_layout.name == "zigzag/4"  # a name like any other
+        assert Schedule.parse(str(made)) == made
 
     values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),

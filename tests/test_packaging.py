@@ -80,14 +80,14 @@ def test_all_lists_the_public_names() -> None:
 
 
 def import_cost(module: str, cwd: Path, **env: str) -> dict[str, Any]:
-    """Seconds that importing the module takes after torch, and the foreign packages that it brings in."""
+    """Seconds of the processor that importing the module takes after torch, and what foreign packages it brings in."""
     code = f"""
 import json, sys, time
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import {module}
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 foreign = new - {{"torch", "{module}"}} - sys.stdlib_module_names
 print(json.dumps({{"seconds": seconds, "foreign": sorted(foreign)}}))
@@ -100,7 +100,7 @@ print(json.dumps({{"seconds": seconds, "foreign": sorted(foreign)}}))
 
 class TestImport:
     def test_is_quick(self, tmp_path: Path) -> None:
-        """At most 0.15 s beyond torch; best of three, as the machine may be busy."""
+        """At most 0.15 s beyond torch; of the processor, and the best of three, as the machine may be busy."""
         assert min(import_cost("tokenring", tmp_path)["seconds"] for _ in range(3)) <= 0.15
 
     def test_brings_in_no_foreign_package(self, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ class TestImport:
 
     def test_check_can_fail(self, tmp_path: Path) -> None:
         (tmp_path / "torch_npu.py").touch()
-        (tmp_path / "greedy.py").write_text("import time, torch_npu; time.sleep(0.2)")
+        (tmp_path / "greedy.py").write_text("import torch_npu; sum(range(20_000_000))")
         cost = import_cost("greedy", tmp_path, PYTHONPATH=str(tmp_path))
         assert cost["foreign"] == ["torch_npu"]
         assert cost["seconds"] > 0.15

@@ -13,7 +13,7 @@ import torch
 from bases import bases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from symbolic import check_both_passes
+from programs import check_both_passes
 
 from tokenring.errors import ScheduleError
 from tokenring.layout import Layout, contiguous, striped
@@ -88,8 +88,9 @@ def plans(draw: st.DrawFn, gathers: tuple[str, ...] = ("direct",)) -> tuple[Sche
         keep=frozenset(draw(st.sets(st.sampled_from(["q", "kv"])))),
         together=draw(st.booleans()), slack=draw(st.sampled_from([None, 0, 2])),
     )  # fmt: skip
-    # Masks compare positions of q and kv as of one sequence; where lengths differ they still say what is visible.
-    return scheme, q_layout, kv_layout, draw(masks(min(q_layout.length, kv_layout.length)))
+    if q_layout.length != kv_layout.length:
+        return scheme, q_layout, kv_layout, Full()  # other masks compare positions of one sequence
+    return scheme, q_layout, kv_layout, draw(masks(q_layout.length))
 
 
 Plan = tuple[Scheme, Layout, Layout, Mask]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Iterable
@@ -12,13 +13,14 @@ from bases import CHUNKS_A_RANK, MASKS, NAMED, bases, make
 from mutants import KINDS, Mutant
 from pairwise import sample
 
-from tokenring.errors import ScheduleError
+from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.layout import Layout, Positions, make_layout
-from tokenring.mask import Documents, Full
+from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
 from tokenring.named import schedule
-from tokenring.schedule.build import build
+from tokenring.schedule.build import Scheme, build, dense
 from tokenring.schedule.ir import Block, Tile
-from tokenring.schedule.schemes import make_schedule, ring
+from tokenring.schedule.passes import order
+from tokenring.schedule.schemes import bidirectional, direct_kv, direct_q, make_schedule, ring, tokenring
 from tokenring.schedule.verify import verify
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -38,10 +40,13 @@ class TestAccepts:
         made = make(ranks, named, layout, mask, pieces)
         assert made.verify() is made
 
-    @pytest.mark.parametrize("named", NAMED)
-    def test_what_is_not_pruned(self, named: str) -> None:
-        """Under the full mask; under others a dense schedule computes what is hidden."""
-        verify(make(3, named, "zigzag", "full").replace(pruned=False))
+    @pytest.mark.parametrize("scheme", [ring(), ring(-1), tokenring(), bidirectional(), direct_kv(), direct_q()])
+    def test_what_is_not_pruned(self, scheme: Scheme) -> None:
+        """Under the full mask it is all needed; under others a dense schedule computes what is hidden."""
+        whole = make_layout("zigzag", 3, 48)
+        verify(order(dense(scheme, whole, whole, Full())))
+        with pytest.raises(ScheduleError, match=r"which sees nothing in its tile|which the mask hides from its tile"):
+            verify(order(dense(scheme, whole, whole, Documents([0, 8, 48]))))
 
     def test_nothing_but_padding(self) -> None:
         whole = make_layout("zigzag", 4, 64)
@@ -49,19 +54,47 @@ class TestAccepts:
         assert not made.tiles and not made.moves
         verify(made)
 
-    @pytest.mark.parametrize("mask", ["full", "causal"])
+    @pytest.mark.parametrize(
+        ("layout", "mask"), [("zigzag", "full"), ("zigzag", "causal"), ("contiguous", "full"), ("striped", "causal")]
+    )
+    @pytest.mark.parametrize("pieces", [None, 4])
+    @pytest.mark.parametrize("ranks", [16, 64])
     @pytest.mark.parametrize("named", NAMED)
-    def test_64_ranks_within_a_second(self, named: str, mask: str) -> None:
-        """In seconds of this process, the best of a few: the machine may be busy."""
-        made = make(64, named, "zigzag", mask)
+    def test_within_a_second(self, named: str, mask: str, ranks: int, pieces: int | None, layout: str) -> None:
+        """In seconds of this process, the best of three: the machine may be busy. 16 ranks are replayed, too."""
+        made = make(ranks, named, layout, mask, pieces)
         taken = []
-        for _ in range(5):
+        for _ in range(3):
             start = time.process_time()
             verify(made)
             taken.append(time.process_time() - start)
             if taken[-1] < 1:
                 break
         assert min(taken) < 1
+
+    def test_collector_is_left_as_it_was(self) -> None:
+        """verify() stops it for a while."""
+        made = make(2, "ring+", "zigzag", "full")
+        refused = made.replace(tiles=())
+        for enabled in (False, True):
+            (gc.enable if enabled else gc.disable)()
+            verify(made)
+            assert gc.isenabled() == enabled
+            with pytest.raises(ScheduleError):
+                verify(refused)
+            assert gc.isenabled() == enabled
+
+    def test_leaves_nothing_to_collect(self) -> None:
+        """Or all programs of a proof would be there until its end, and longer."""
+        made = make(4, "direct-q", "zigzag", "full")
+        verify(made)
+        gc.collect()
+        gc.disable()
+        try:
+            verify(made)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
 
 
 # ---------- refusals
@@ -139,8 +172,7 @@ class TestRefuses:
     @pytest.mark.parametrize("wrong", ["pieces", "layout", "ranks"])
     def test_units_that_are_not_all_positions(self, wrong: str) -> None:
         """Pieces that do not divide chunks, chunks that overlap, ranks that own nothing: tokens are lost."""
-        whole = make_layout("contiguous", 2, 8)
-        twice = Layout("twice", 2, 8, (Positions(0, 4), Positions(0, 4)), (0, 1))
+        whole, twice = make_layout("contiguous", 2, 8), overlapping()
         made, says = {
             "pieces": (build(ring(pieces=3), whole, whole, Full()), "3 pieces do not divide kv chunks of 4 positions"),
             "layout": (build(ring(), twice, twice, Full()), "layout 'twice': position 4 of 8 is in no chunk"),
@@ -148,3 +180,43 @@ class TestRefuses:
         }[wrong]
         with pytest.raises(ScheduleError, match=f"^ring: {says}$"):
             verify(made)
+
+    def test_unknown_codec(self) -> None:
+        says = "ring: codec 'int3' of kv is not known; use one of bf16, fp16"
+        with pytest.raises(ScheduleError, match=f"^{says}$"):
+            verify(schedule("ring", 4).replace(codecs=(("q", "bf16"), ("kv", "int3"))))
+        verify(schedule("ring", 4).replace(codecs=(("q", "bf16"), ("kv", "fp16"))))
+
+    def test_two_codecs_for_one_kind(self) -> None:
+        with pytest.raises(ScheduleError, match=r"^ring: it has two codecs for one kind$"):
+            verify(schedule("ring", 4).replace(codecs=(("q", "bf16"), ("q", "fp16"))))
+
+    def test_mask_that_does_not_fit_the_length(self) -> None:
+        whole = make_layout("contiguous", 2, 8)
+        verify(build(ring(), whole, whole, Documents([0, 5, 8])))
+        with pytest.raises(ScheduleError, match=r"^ring: Documents end at 9, but the sequence has 8 positions: "):
+            verify(build(ring(), whole, whole, Documents([0, 5, 9])))
+
+    @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(3, 3), Documents([0, 8])])
+    def test_mask_over_two_lengths(self, mask: Mask) -> None:
+        q_layout, kv_layout = make_layout("contiguous", 2, 8), make_layout("contiguous", 2, 16)
+        verify(build(ring(), q_layout, kv_layout, Full()))
+        verify(build(ring(), q_layout, q_layout, mask))
+        says = f"ring: mask {mask} compares positions of one sequence, but there are 8 of q and 16 of kv; use Full()"
+        with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
+            verify(build(ring(), q_layout, kv_layout, mask))
+
+    def test_layout_that_is_none_is_refused_when_it_is_made(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"^layout 'twice': position 4 of 8 is in no chunk$"):
+            Layout("twice", 2, 8, OVERLAPPING, (0, 1))
+
+
+OVERLAPPING = (Positions(0, 4), Positions(0, 4))
+
+
+def overlapping() -> Layout:
+    """A layout that got round its own check: verify() does not rest on it."""
+    layout = make_layout("contiguous", 2, 8)
+    object.__setattr__(layout, "name", "twice")
+    object.__setattr__(layout, "chunks", OVERLAPPING)
+    return layout

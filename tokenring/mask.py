@@ -63,7 +63,18 @@ class Mask:
 
     def visible(self, q: Positions, kv: Positions) -> bool:
         """Whether the q chunk sees anything of the kv chunk."""
-        return bool(_region(self, q, kv))
+        if self.cu_seqlens is not None or q.step != kv.step:
+            return bool(_region(self, q, kv))
+        if self.low is None and self.high is None:
+            return True
+        # Differences kv - q are `nearest` + step · n, for n from 1 - len(q) to len(kv) - 1.
+        nearest, step = kv.start - q.start, q.step
+        least, most = 1 - len(q), len(kv) - 1
+        if self.low is not None:
+            least = max(least, -((nearest - self.low) // step))
+        if self.high is not None:
+            most = min(most, (self.high - nearest) // step)
+        return least <= most
 
     def allows(self, q: int, kv: int) -> bool:
         """The definition, for one pair of positions."""
@@ -95,7 +106,7 @@ class Mask:
         return "&".join(parts) or "full"
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def _region(mask: Mask, q: Positions, kv: Positions) -> Region:
     if mask.cu_seqlens is None:
         return window_region(q, kv, mask.low, mask.high)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from tokenring.follow import (
     CommandFailed,
     Failed,
     Interrupted,
+    check_output,
     end_with_parent,
     follow,
     report_line,
@@ -121,22 +123,63 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 # ---------- the command
 
 
-@dataclass
-class Job(Generic[R]):
-    """What a command has its ranks do, and what becomes of the report.
+@dataclass(frozen=True)
+class Command(Generic[R]):
+    """A command of the user's: what it asks, has its ranks do, and makes of the report.
 
-    module: what a rank of our own runs, with the case as JSON; here: the same on a rank that torchrun started,
-    where rank 0 returns the report; read: the report from its JSON; files: what is to be written;
-    show: prints the report, and returns the exit code.
+    module: of a rank; has `main` for one of our own and `run(case, tell)` for one that torchrun started, where rank 0
+    returns the report. options and case raise ConfigurationError. outputs: for each option that names a file, what
+    is written there. show: prints the report, and returns the exit code.
     """
 
-    command: str
+    name: str
     module: str
-    case: dict[str, Any]
-    here: Callable[[Tell], R | None]
+    options: Callable[[list[str]], argparse.Namespace]
+    case: Callable[[argparse.Namespace, int], Any]
     read: Callable[[str], R]
-    files: Callable[[R], dict[Path, str]]
-    show: Callable[[R], int]
+    outputs: Mapping[str, Callable[[R], str]]
+    show: Callable[[R, argparse.Namespace, Console], int]
+
+    def main(self, argv: list[str] | None, environment: Mapping[str, str]) -> int:
+        """Returns the exit code: 0, 1 (something went wrong), 130 (interrupted).
+
+        Raises ConfigurationError for options that do not fit.
+        """
+        started = ranks_started(environment)
+        interrupts = None if started else Interrupts()
+        try:
+            options = self.options(sys.argv[1:] if argv is None else argv)
+        except SystemExit as done:  # --help
+            return int(done.code or 0)
+        ranks = ranks_wanted(options.ranks, started)
+        case = self.case(options, ranks)
+        files = _outputs(options, list(self.outputs))
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")
+            sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
+        job = _Job(self, options, case, files)
+        return job.run(ranks, Console(sys.stdout, sys.stderr, environment), interrupts)
+
+
+def _outputs(options: argparse.Namespace, names: list[str]) -> dict[str, Path]:
+    """The files that are asked for, by option; checked, before any work is done."""
+    files = {name: Path(path) for name in names if (path := getattr(options, name)) is not None}
+    for name, path in files.items():
+        check_output(f"--{name}", path)
+        other = next((each for each in files if each != name and files[each].absolute() == path.absolute()), None)
+        if other is not None:
+            raise ConfigurationError(f"--{name} and --{other} are both {path}: give each a file of its own")
+    return files
+
+
+@dataclass
+class _Job(Generic[R]):
+    """One run of a command."""
+
+    command: Command[R]
+    options: argparse.Namespace
+    case: Any
+    outputs: dict[str, Path]
 
     def run(self, ranks: int, console: Console, interrupts: Interrupts | None) -> int:
         """Do it; returns the exit code. Without `interrupts`, this process is one of the ranks."""
@@ -144,34 +187,38 @@ class Job(Generic[R]):
             if interrupts is None:
                 return self._on_these(console)
             report = self._on_own(ranks, console, interrupts)
-            write_at_last(self.files(report), interrupts)
-            return self.show(report)
+            write_at_last(self._texts(report), interrupts)
+            return self.command.show(report, self.options, console)
         except Interrupted:
             console.complain("interrupted: nothing was left behind")
             return INTERRUPTED
         except CommandFailed as failure:
-            console.complain(f"tokenring {self.command}: {failure}")
+            console.complain(f"tokenring {self.command.name}: {failure}")
             return 1
         finally:
             if interrupts is not None:
                 interrupts.close()
 
     def _on_these(self, console: Console) -> int:
-        report = self.here(lambda done, steps, what: console.status(progress(done, steps, what)))
+        run = import_module(self.command.module).run
+        report = run(self.case, lambda done, steps, what: console.status(progress(done, steps, what)))
         if report is None:
             return 0
-        write_files(self.files(report))
-        return self.show(report)
+        write_files(self._texts(report))
+        return self.command.show(report, self.options, console)
+
+    def _texts(self, report: R) -> dict[Path, str]:
+        return {path: self.command.outputs[name](report) for name, path in self.outputs.items()}
 
     def _on_own(self, ranks: int, console: Console, interrupts: Interrupts) -> R:
         """Start ranks, follow them, and leave none."""
         following = _Following(console)
-        command = torchrun_command(ranks, self.module, [json.dumps(self.case)])
+        command = torchrun_command(ranks, self.command.module, [json.dumps(asdict(self.case))])
         with Processes(command, rank_environment(os.environ)) as processes:
             follow(processes, interrupts, following.take, following.wait, lambda: following.phase, SILENCE_SECONDS)
         if following.report is None:
             raise CommandFailed("the ranks ended without a report")
-        return self.read(following.report)
+        return self.command.read(following.report)
 
 
 class _Following:

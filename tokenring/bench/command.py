@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 
+from tokenring.bench.picture import to_svg
 from tokenring.bench.results import ERROR_LIMITS, Case, Report
 from tokenring.bench.table import table
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
-from tokenring.follow import check_output
-from tokenring.launch import Interrupts
-from tokenring.ranks import Job, Tell, add_call_options, check_call, ranks_started, ranks_wanted
+from tokenring.ranks import Command, add_call_options, check_call
 
 MODULE = "tokenring.bench.worker"
 
@@ -25,52 +21,8 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
-    started = ranks_started(environment)
-    interrupts = None if started else Interrupts()
-    try:
-        options = _options(sys.argv[1:] if argv is None else argv)
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
-    ranks = ranks_wanted(options.ranks, started)
-    case = _case(options, ranks)
-    for name in ("json", "picture"):
-        if (path := getattr(options, name)) is not None:
-            check_output(f"--{name}", Path(path))
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-        sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
-    console = Console(sys.stdout, sys.stderr, environment)
-
-    def here(tell: Tell) -> Report | None:
-        from tokenring.bench.worker import run
-
-        return run(case, tell)
-
-    job = Job(
-        command="bench",
-        module=MODULE,
-        case=asdict(case),
-        here=here,
-        read=Report.from_json,
-        files=lambda report: _files(options, report),
-        show=lambda report: _show(report, options, console),
-    )
-    return job.run(ranks, console, interrupts)
-
-
-# ---------- what becomes of the report
-
-
-def _files(options: argparse.Namespace, report: Report) -> dict[Path, str]:
-    """The files that were asked for."""
-    files = {}
-    if options.json is not None:
-        files[Path(options.json)] = report.to_json()
-    if options.picture is not None:
-        from tokenring.bench.picture import to_svg
-
-        files[Path(options.picture)] = to_svg(report)
-    return files
+    outputs = {"json": Report.to_json, "picture": to_svg}
+    return Command("bench", MODULE, _options, _case, Report.from_json, outputs, _show).main(argv, environment)
 
 
 def _show(report: Report, options: argparse.Namespace, console: Console) -> int:

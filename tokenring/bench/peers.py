@@ -48,10 +48,18 @@ def peer_candidates(names: list[str]) -> list[Candidate]:
         if find_spec(PACKAGES[name]) is None:
             found.append(Candidate(name, PEER, partial(_missing, name)))
             continue
-        version = torch.__version__ if name == "torch" else metadata.version(name)
+        version = torch.__version__ if name == "torch" else _version(name)
         made = {"ring-flash-attn": _ring_flash_attn, "yunchang": _yunchang, "torch": _torch}[name]
         found += [Candidate(f"{name} {kind}", PEER, prepare, version) for kind, prepare in made().items()]
     return found
+
+
+def _version(name: str) -> str | None:
+    """None where it can be imported but was not installed as a package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 Prepare = Callable[[Setting, Any], Runner]

@@ -8,7 +8,7 @@ from html import escape
 
 from tokenring.bench.results import ONE, OURS, PEER, WRONG, Entry, Report
 from tokenring.bench.table import bytes_text, case_text, machine_text, ms, what_text
-from tokenring.tracing.picture import axis_step
+from tokenring.svg import axis_step, opening, style, text_at
 
 # Sizes in SVG units, which viewers show as pixels.
 WIDTH, MARGIN, RIGHT = 1080, 28, 160
@@ -16,18 +16,19 @@ TOP, ROW, BAR, AXIS, LINE = 112, 44, 20, 46, 17
 CHARACTER = 6.6  # mean width of a character of 12 units, generous
 SMALL_CHARACTER = 6.0  # of 11 units
 SPREAD = (0.0, 2.6, -2.6, 5.2, -5.2)  # of dots, so that they do not hide each other
-FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 KINDS = {OURS: ("ours", "tokenring"), PEER: ("peer", "other libraries"), ONE: ("one", "one process, not split")}
 COLOURS = {  # class: (light, dark)
     "ground": ("#ffffff", "#14181d"),
     "ink": ("#22282f", "#e8ecf0"),
     "grey": ("#66707b", "#9aa5b1"),
-    "rule": ("#e3e7eb", "#2c333b"),
     "ours": ("#2f6db5", "#5b9be8"),
     "peer": ("#e0912f", "#e0a04a"),
     "one": ("#98a2ad", "#77828e"),
     "bad": ("#c43d4b", "#f0808a"),
+    "dot": ("#ffffff", "#14181d"),
 }
+LINES = {"rule": ("#e3e7eb", "#2c333b"), "whisker": ("#22282f", "#e8ecf0")}
+RULES = [".whisker { stroke-width: 1.3 } .dot { stroke: #77828e; stroke-width: 0.8 }"]
 
 
 def to_svg(report: Report) -> str:
@@ -53,12 +54,8 @@ class _Picture:
 
     def lines(self) -> Iterator[str]:
         title = f"tokenring bench: {case_text(self.report.case)}"
-        yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" '
-            f'width="{WIDTH}" height="{self.height}" font-family="{FONT}" role="img">'
-        )
-        yield f"<title>{escape(title)}</title>"
-        yield from _style()
+        yield from opening(WIDTH, self.height, title)
+        yield from style(COLOURS, LINES, RULES)
         yield f'<rect class="ground" width="{WIDTH}" height="{self.height}"/>'
         yield from self._heading()
         yield from self._axis()
@@ -70,30 +67,32 @@ class _Picture:
     def _heading(self) -> Iterator[str]:
         case = self.report.case
         passes = "forward and backward" if case.backward else "forward"
-        yield _text(MARGIN, 40, f"Attention split over {self.report.machine.ranks} ranks, {passes}", 19, weight="bold")
-        yield _text(MARGIN, 61, case_text(case).partition(", ")[2], 13, "grey")
-        yield _text(MARGIN, 79, machine_text(self.report.machine), 13, "grey")
+        yield text_at(
+            MARGIN, 40, f"Attention split over {self.report.machine.ranks} ranks, {passes}", 19, weight="bold"
+        )
+        yield text_at(MARGIN, 61, case_text(case).partition(", ")[2], 13, "grey")
+        yield text_at(MARGIN, 79, machine_text(self.report.machine), 13, "grey")
         x = self.left
         for name, text in KINDS.values():
             if any(KINDS[entry.kind][0] == name for entry in self.timed):
                 yield f'<rect class="{name}" x="{x:.1f}" y="{TOP - 17}" width="13" height="11" rx="2"/>'
-                yield _text(x + 19, TOP - 7, text, 12)
+                yield text_at(x + 19, TOP - 7, text, 12)
                 x += 19 + CHARACTER * len(text) + 22
-        yield _text(x, TOP - 7, "bars: medians, dots: rounds, whiskers: from fastest to slowest", 12, "grey")
+        yield text_at(x, TOP - 7, "bars: medians, dots: rounds, whiskers: from fastest to slowest", 12, "grey")
 
     def _axis(self) -> Iterator[str]:
         step = axis_step(1e3 * self.most, 10)
         for number in range(int(1e3 * self.most / step) + 1):
             x = self.x(number * step / 1e3)
             yield f'<line class="rule" x1="{x:.1f}" y1="{TOP + 2}" x2="{x:.1f}" y2="{self.bottom + 4}"/>'
-            yield _text(x, self.bottom + 19, f"{number * step:g}", 11, "grey", "middle")
-        yield _text(self.label, self.bottom + 19, "ms, the slowest rank's", 11, "grey")
+            yield text_at(x, self.bottom + 19, f"{number * step:g}", 11, "grey", "middle")
+        yield text_at(self.label, self.bottom + 19, "ms, the slowest rank's", 11, "grey")
 
     def _row(self, top: float, entry: Entry) -> Iterator[str]:
         middle = top + ROW / 2
         name = KINDS[entry.kind][0]
-        yield _text(self.left - 12, middle - 3, entry.name, 13, "ink", "end", "bold" if entry.kind == OURS else "")
-        yield _text(self.left - 12, middle + 12, what_text(entry), 11, "grey", "end")
+        yield text_at(self.left - 12, middle - 3, entry.name, 13, "ink", "end", "bold" if entry.kind == OURS else "")
+        yield text_at(self.left - 12, middle + 12, what_text(entry), 11, "grey", "end")
         width = self.x(entry.median_s) - self.left
         faint = ' opacity="0.35"' if entry.status == WRONG else ""
         yield (
@@ -105,18 +104,18 @@ class _Picture:
         for number, seconds in enumerate(entry.call_s):
             y = middle + SPREAD[number % len(SPREAD)]
             yield f'<circle class="dot" cx="{self.x(seconds):.1f}" cy="{y:.1f}" r="1.9"/>'
-        yield _text(self.label, middle - 2, f"{ms(entry.median_s)} ms", 13, "ink", weight="bold")
+        yield text_at(self.label, middle - 2, f"{ms(entry.median_s)} ms", 13, "ink", weight="bold")
         yield self._verdict(entry, middle + 12)
 
     def _verdict(self, entry: Entry, y: float) -> str:
         x = self.label
         base, ratio = self.report.base, self.report.ratio(entry)
         if entry.status == WRONG:
-            return _text(x, y, f"wrong: error {entry.worst_error:.0e}", 11, "bad", weight="bold")
+            return text_at(x, y, f"wrong: error {entry.worst_error:.0e}", 11, "bad", weight="bold")
         if base is None or ratio is None:
             return ""
         named = "best peer" if base.kind == PEER else "fastest"
-        return _text(x, y, f"the {named}" if entry is base else f"{ratio:.2f} × {named}", 11, "grey")
+        return text_at(x, y, f"the {named}" if entry is base else f"{ratio:.2f} × {named}", 11, "grey")
 
     def _tip(self, entry: Entry) -> str:
         parts = [f"{entry.name} ({what_text(entry)}): {ms(entry.median_s)} ms"]
@@ -126,28 +125,8 @@ class _Picture:
 
     def _footer(self) -> Iterator[str]:
         for row, line in enumerate(self.footer):
-            yield _text(MARGIN, self.bottom + AXIS + LINE * row, line, 11, "grey")
-
-
-def _style() -> Iterator[str]:
-    """Colours for light and for dark surroundings."""
-    yield "<style>"
-    for column, (before, after) in enumerate((("", ""), ("@media (prefers-color-scheme: dark) { ", " }"))):
-        rules = [f".{name} {{ fill: {colours[column]} }}" for name, colours in COLOURS.items()]
-        ink, rule, ground = (COLOURS[name][column] for name in ("ink", "rule", "ground"))
-        rules.append(f".rule {{ stroke: {rule} }} .whisker {{ stroke: {ink}; stroke-width: 1.3; fill: none }}")
-        rules.append(f".dot {{ fill: {ground}; stroke: {ink}; stroke-width: 0.8 }}")
-        yield before + " ".join(rules) + after
-    yield "</style>"
+            yield text_at(MARGIN, self.bottom + AXIS + LINE * row, line, 11, "grey")
 
 
 def _ends(first: float, last: float, middle: float) -> str:
     return "".join(f"M{x:.1f} {middle - 5:.1f}V{middle + 5:.1f}" for x in (first, last))
-
-
-def _text(
-    x: float, y: float, text: str, size: int, colour: str = "ink", anchor: str = "start", weight: str = ""
-) -> str:
-    style = f'class="{colour}" font-size="{size}"' + (f' font-weight="{weight}"' if weight else "")
-    style += "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

@@ -51,6 +51,7 @@ class Call:
 Step = Callable[[Call], None]
 Made = tuple[torch.Tensor, ...]  # what a kernel returns
 Sink = Callable[[Call, Made], None]
+Accept = Callable[[Call, list[torch.Tensor]], None]
 
 
 class Executor:
@@ -66,12 +67,14 @@ class Executor:
         kernel: AttentionKernel,
         scale: float,
     ) -> None:
-        self.program, self.transport, self.kernel, self.scale = program, transport, kernel, scale
-        self.forward = program.direction == "forward"
+        self.program, self.transport = program, transport
         self.views = Views(schedule, workload, program, pool)
-        self.head_range = self.views.records.head_range
-        self.adopted: set[int] = set()  # output slots that take over a kernel's result
-        self.steps: list[Step] = [self._bind(instruction) for instruction in program.instructions]
+        binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
+        # Nothing is done for releases: the posted receive is the credit, on all transports there are.
+        numbered = zip(program.instructions, program.steps, strict=True)
+        self.instructions = [each for each in numbered if not isinstance(each[0], Release)]
+        self.steps: list[Step] = [binder.bind(instruction) for instruction, _ in self.instructions]
+        self.adopted = binder.adopted
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
         """Run the program; `result` then gives what it made.
@@ -91,7 +94,7 @@ class Executor:
             for step in self.steps:
                 step(call)
             return
-        for step, instruction, number in zip(self.steps, self.program.instructions, self.program.steps, strict=True):
+        for step, (instruction, number) in zip(self.steps, self.instructions, strict=True):
             began = perf_counter()
             step(call)
             trace.events.append(
@@ -134,7 +137,18 @@ class Executor:
             slot: torch.empty(self.views.nbytes[slot], dtype=torch.uint8, device=device) for slot in self.kept_slots
         }
 
-    def _bind(self, instruction: Instruction) -> Step:
+
+class _Binder:
+    """Makes instructions into functions. Apart from the executor: they hold it, and must not hold who holds them."""
+
+    def __init__(
+        self, views: Views, transport: Transport | None, kernel: AttentionKernel, scale: float, forward: bool
+    ) -> None:
+        self.views, self.transport, self.kernel, self.scale, self.forward = views, transport, kernel, scale, forward
+        self.program, self.head_range = views.program, views.records.head_range
+        self.adopted: set[int] = set()  # output slots that take over a kernel's result
+
+    def bind(self, instruction: Instruction) -> Step:
         match instruction:
             case Attend():
                 return self._attend(instruction)
@@ -148,8 +162,6 @@ class Executor:
                 return lambda call: call.handles.pop(message).wait()
             case Fill():
                 return self._fill(instruction)
-            case Release():
-                return lambda call: None  # two-sided transports need no credit: the posted receive is one
         raise TypeError(f"unknown instruction {instruction}")
 
     # ---------- messages
@@ -261,14 +273,15 @@ class Executor:
         rows = slice(result.start, result.start + result.into.rows)
         if self._adopts(result, whole):
             return self._adopt(result)
+        which = slice(0, 2) if self.forward else slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
         if self.forward:
-            accept = self._accept_out(result.into, result.first)
-            return lambda call, made: accept(
-                call, _rows_first(made[0][:, :, rows]), made[1][:, :, rows].permute(2, 0, 1)
-            )
-        accept_gradients = self._accept_gradients(result.kind, result.into, result.first)
-        which = slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
-        return lambda call, made: accept_gradients(call, [_rows_first(each[:, :, rows]) for each in made[which]])
+            accept_out = self._accept_out(result.into, result.first)
+            accept: Accept = lambda call, news: accept_out(call, *news)  # noqa: E731
+        else:
+            accept = self._accept_gradients(result.kind, result.into, result.first)
+        if result.into.rows == whole:
+            return lambda call, made: accept(call, [_rows_first(each) for each in made[which]])
+        return lambda call, made: accept(call, [_rows_first(each[:, :, rows]) for each in made[which]])
 
     def _adopts(self, result: Result, rows: int) -> bool:
         """Whether a kernel makes the whole of an output before anything else does."""
@@ -357,5 +370,5 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, D] → [S, B, H, D]"""
-    return x.permute(2, 0, 1, 3)
+    """[B, H, S, ...] → [S, B, H, ...]"""
+    return x.permute(2, 0, 1, 3) if x.dim() == 4 else x.permute(2, 0, 1)

@@ -22,8 +22,6 @@ def merge_(
     total, weight = scratch[0], scratch[1]
     torch.logaddexp(lse, new_lse, out=total)
     torch.clamp(total, min=LOWEST, out=weight)
-    lse.sub_(weight).exp_()
-    out.mul_(lse[..., None])
     torch.sub(new_lse, weight, out=weight).exp_()
-    out.addcmul_(new_out, weight[..., None])
+    out.lerp_(new_out.to(out.dtype), weight[..., None])  # the two weights add up to 1
     lse.copy_(total)

@@ -2,62 +2,67 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-import torch
-
-from tokenring.schedule.agenda import Agenda
-from tokenring.schedule.calls import Supports
+from tokenring.schedule.agenda import Agenda, incoming_key
 from tokenring.schedule.coverage import Coverage
-from tokenring.schedule.ir import Block, Kind, Move, Pass, Schedule
+from tokenring.schedule.ir import Block, Kind
 from tokenring.schedule.payload import Records
 from tokenring.schedule.program import Fill, Instruction, Merge, Result, Slot, Span, Wait
 from tokenring.schedule.slots import Slots
-from tokenring.schedule.storage import Group, Slab, storage_of
+from tokenring.schedule.storage import Group, Message, Slab
 from tokenring.workload import Workload
 
 
-class Accumulators:
-    """The state of lowering, and the part of it that deals with results: at home and on their way there."""
+class Listing:
+    """The instructions so far. It stands apart from what lists them, so that nothing refers to itself in a circle."""
 
-    def __init__(
-        self, schedule: Schedule, rank: int, direction: Pass, workload: Workload, supports: Supports, early: bool
-    ) -> None:
-        self.schedule, self.rank, self.direction, self.supports, self.early = schedule, rank, direction, supports, early
-        self.storage = storage_of(schedule)
-        self.records = Records(schedule, workload, direction)
-        self.half = workload.dtype != torch.float32
+    def __init__(self) -> None:
         self.step = 0
         self.instructions: list[Instruction] = []
         self.steps: list[int] = []
-        self.slots = Slots(self.emit)
-        self.patience = None if schedule.slack is None else max(1, schedule.slack)
-        self.kinds: tuple[Kind, ...] = ("q_partial",) if direction == "forward" else ("q_partial", "kv_partial")
-        self.arriving: dict[Block, int] = {}  # what has not been waited for yet, and in which message it comes
-        self.messages = 0
-        self.request_slots: dict[Group, int] = {}
-        self.staged: dict[Group, int] = {}
-        self.packed: set[Block] = set()
-        self.partial_slots: dict[Group, int] = {}
-        self.incoming_slots: dict[tuple[Group, int, bool], int] = {}
-        self.wire_slots: dict[Group, int] = {}
-        self.coverage: dict[object, Coverage] = defaultdict(Coverage)
-        self.scratch_rows = 0
-        self.home: dict[Kind, int] = {kind: self._home_slot(kind) for kind in self.kinds}
-        self.agenda = Agenda(self.storage, rank, direction, supports, self.half, early)
-
-    def _home_slot(self, kind: Kind) -> int:
-        spec = Slot(kind, self._local_rows(kind), full_precision=True, all_heads=True, output=not self.half)
-        return self.slots.take(spec, 0, None)
 
     def emit(self, instruction: Instruction) -> None:
         self.instructions.append(instruction)
         self.steps.append(self.step)
 
+
+class Accumulators:
+    """The state of lowering, and the part of it that deals with results: at home and on their way there."""
+
+    def __init__(self, agenda: Agenda, workload: Workload, early: bool) -> None:
+        self.agenda, self.early = agenda, early
+        self.schedule, self.storage, self.half = agenda.schedule, agenda.storage, agenda.half
+        self.rank, self.direction = agenda.rank, agenda.direction
+        schedule = self.schedule
+        self.records = Records(schedule, workload, self.direction)
+        self.listing = Listing()
+        self.emit = self.listing.emit
+        self.slots = Slots(self.emit)
+        self.patience = None if schedule.slack is None else max(1, schedule.slack)
+        self.kinds: tuple[Kind, ...] = ("q_partial",) if self.direction == "forward" else ("q_partial", "kv_partial")
+        self.arriving: dict[Block, int] = {}  # what has not been waited for yet, and in which message it comes
+        self.posted: list[Message] = []
+        self.uses = Counter(agenda.uses)  # that are still to come
+        self.homecoming, self.adds = list(agenda.homecoming), list(agenda.adds)
+        self.request_slots: dict[Group, int] = {}
+        self.staged: dict[Group, int] = {}
+        self.packed: set[Block] = set()
+        self.partial_slots: dict[Group, int] = {}
+        self.incoming_slots: dict[tuple[Group, int | None, bool], int] = {}
+        self.wire_slots: dict[Group, int] = {}
+        self.coverage: dict[object, Coverage] = defaultdict(Coverage)
+        self.scratch_rows = 0
+        self.home: dict[Kind, int] = {kind: self._home_slot(kind) for kind in self.kinds}
+
+    def _home_slot(self, kind: Kind) -> int:
+        spec = Slot(kind, self._local_rows(kind), full_precision=True, all_heads=True, output=not self.half)
+        return self.slots.take(spec, 0, None)
+
     def _used(self, key: object, *slots: int) -> None:
-        self.agenda.uses[key] -= 1
-        if self.agenda.uses[key] == 0:
+        self.uses[key] -= 1
+        if self.uses[key] == 0:
             for slot in sorted(set(slots)):
                 self.slots.drop(slot)
 
@@ -65,12 +70,13 @@ class Accumulators:
     def _span(slot: int, row: int, rows: int, block: Block) -> Span:
         return Span(slot, row, row + rows, block.heads)
 
-    def _await(self, message_blocks: Iterable[Block]) -> None:
+    def _await(self, blocks: Iterable[Block]) -> None:
         """Wait for what of these has not been waited for yet."""
-        numbers = {self.arriving[block] for block in message_blocks if block in self.arriving}
-        if numbers:
-            self.arriving = {block: number for block, number in self.arriving.items() if number not in numbers}
+        arriving = self.arriving
+        numbers = {arriving[block] for block in blocks if block in arriving}
         for number in sorted(numbers):
+            for block in self.posted[number].blocks:
+                del arriving[block]
             self.emit(Wait(number))
 
     def _local_rows(self, kind: Kind) -> int:
@@ -101,68 +107,75 @@ class Accumulators:
         if slab.key not in self.partial_slots:
             rows = len(slab.blocks) * self.schedule.unit_length(kind)
             full = slab.key not in self.agenda.direct_partials
-            self.partial_slots[slab.key] = self.slots.take(Slot(kind, rows, full), self.step, self.patience)
+            self.partial_slots[slab.key] = self.slots.take(Slot(kind, rows, full), self.listing.step, self.patience)
         return self.partial_slots[slab.key]
 
-    def _incoming_slot(self, move: Move) -> int:
-        key = self.agenda.incoming_key(move)
+    def _incoming_slot(self, message: Message) -> int:
+        key = incoming_key(message)
         if key not in self.incoming_slots:
-            rows = len(self.storage.group_blocks(key[0])) * self.schedule.unit_length(move.block.kind)
-            spec = Slot(move.block.kind, rows, self._full(move))
-            self.incoming_slots[key] = self.slots.take(spec, self.step, self.patience)
+            rows = len(self.storage.group_blocks(message.group)) * self.schedule.unit_length(message.kind)
+            spec = Slot(message.kind, rows, self._full(message))
+            self.incoming_slots[key] = self.slots.take(spec, self.listing.step, self.patience)
         return self.incoming_slots[key]
 
-    def _full(self, move: Move) -> bool:
-        return not self.half or self.schedule.in_full_precision(move)
+    def _full(self, message: Message) -> bool:
+        return not self.half or message.full_precision
 
-    def _finish_partial(self, message: list[Move]) -> None:
+    def _finish_partial(self, message: Message) -> None:
         """Before a partial is sent: add what came for it on the way, fill what nothing reached, convert."""
-        if message[0].block.made_at != self.rank:
-            self._await([move.block for move in message])
+        if message.made_at != self.rank:
+            self._await(message.blocks)
             return
-        for incoming in self.agenda.take_adds({move.block.request() for move in message}):
+        for incoming in self._take_adds(message):
             self._merge_incoming(incoming)
-        kind, slab = message[0].block.kind, self.storage.slab(self.rank, message[0].block.request())
+        kind, slab = message.kind, self.storage.slab(self.rank, message.unit)
         slot, covered = self._partial_slot(kind, slab), self.coverage[kind, slab.key]
-        rows = len(message) * self.schedule.unit_length(kind)
-        span = self._span(slot, self.storage.row(self.rank, message[0].block.request()), rows, message[0].block)
+        span = self._span(slot, self.storage.row(self.rank, message.unit), message.rows, message.unit)
         self._fill(kind, span, covered)
-        if self.slots.specs[slot].full_precision and not self._full(message[0]):
-            wire = self._wire_slot(message[0])
+        if self.slots.specs[slot].full_precision and not self._full(message):
+            wire = self._wire_slot(message, slab)
             self.emit(Merge(kind, span, span._replace(slot=wire), True))
 
-    def _wire_slot(self, move: Move) -> int:
+    def _take_adds(self, message: Message) -> list[Message]:
+        """What brings partials to be added to those of a message; each is given once."""
+        if not self.adds:
+            return []
+        units = set(message.units)
+        taken = [each for each in self.adds if not units.isdisjoint(each.units)]
+        self.adds = [each for each in self.adds if each not in taken]
+        return taken
+
+    def _wire_slot(self, message: Message, slab: Slab) -> int:
         """The slot that a partial is sent from: its accumulator, or a copy in the wire's dtype."""
-        slab = self.storage.slab(self.rank, move.block.request())
-        slot = self._partial_slot(move.block.kind, slab)
-        if not self.slots.specs[slot].full_precision or self._full(move):
+        slot = self._partial_slot(message.kind, slab)
+        if not self.slots.specs[slot].full_precision or self._full(message):
             return slot
         if slab.key not in self.wire_slots:
             spec = self.slots.specs[slot]._replace(full_precision=False)
-            self.wire_slots[slab.key] = self.slots.take(spec, self.step, self.patience)
+            self.wire_slots[slab.key] = self.slots.take(spec, self.listing.step, self.patience)
         return self.wire_slots[slab.key]
 
     def _merge_home(self, until: int | None) -> None:
         """Merge partials that have come home, those posted up to step `until`."""
         waiting = []
-        for message in self.agenda.homecoming:
-            if until is None or message[0].step <= until:
+        for message in self.homecoming:
+            if until is None or message.step <= until:
                 self._merge_incoming(message)
             else:
                 waiting.append(message)
-        self.agenda.homecoming = waiting
+        self.homecoming = waiting
 
-    def _merge_incoming(self, message: list[Move]) -> None:
+    def _merge_incoming(self, message: Message) -> None:
         """Wait for a received partial and merge it into the accumulator for its units, here or at home."""
-        first = message[0]
-        kind = first.block.kind
-        self._await([move.block for move in message])
-        source = self.incoming_slots[self.agenda.incoming_key(first)]
-        for start, unit, rows in self._neighbours(message):
-            at_home = self.schedule.owner(unit) == self.rank
-            slab = self.storage.slab(self.rank, unit)
-            into = self.home[kind] if at_home else self._partial_slot(kind, slab)
-            covered = self._home_coverage(kind, unit.heads) if at_home else self.coverage[kind, slab.key]
+        kind, at_home = message.kind, message.owner == self.rank
+        self._await(message.blocks)
+        source = self.incoming_slots[incoming_key(message)]
+        if at_home:
+            into, covered = self.home[kind], self._home_coverage(kind, message.unit.heads)
+        else:
+            slab = self.storage.slab(self.rank, message.unit)
+            into, covered = self._partial_slot(kind, slab), self.coverage[kind, slab.key]
+        for start, unit, rows in self._neighbours(message, at_home):
             row = self.storage.own_row(unit) if at_home else self.storage.row(self.rank, unit)
             for low, high, again in list(covered.runs(row, row + rows)):
                 target = Span(into, low, high, unit.heads)
@@ -170,17 +183,19 @@ class Accumulators:
                 part = Span(source, start + low - row, start + high - row, unit.heads)
                 self.emit(Merge(kind, part, target, not again))
             covered.add(row, row + rows)
-        self._used(self.agenda.use_key(first), source)
+        self._used(self.agenda.use_key(message), source)
 
-    def _neighbours(self, message: list[Move]) -> Iterator[tuple[int, Block, int]]:
+    def _neighbours(self, message: Message, at_home: bool) -> Iterator[tuple[int, Block, int]]:
         """(row in the incoming slot, first unit, rows) of runs that lie together where they are merged, too."""
-        length = self.schedule.unit_length(message[0].block.kind)
-        units = [move.block.request() for move in message]
-        at_home = self.schedule.owner(units[0]) == self.rank
-        row_of = self.storage.own_row if at_home else lambda unit: self.storage.row(self.rank, unit)
+        units = message.units
+        if len(units) == 1:
+            yield self.storage.group_row(units[0]), units[0], message.rows
+            return
+        length = self.schedule.unit_length(message.kind)
+        rows = [self.storage.own_row(unit) if at_home else self.storage.row(self.rank, unit) for unit in units]
         first = 0
         for index in range(1, len(units) + 1):
-            if index == len(units) or row_of(units[index]) != row_of(units[index - 1]) + length:
+            if index == len(units) or rows[index] != rows[index - 1] + length:
                 yield self.storage.group_row(units[first]), units[first], (index - first) * length
                 first = index
 

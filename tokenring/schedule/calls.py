@@ -74,7 +74,7 @@ def _runs(storage: Storage, rank: int, blocks: tuple[Block, ...]) -> list[Run]:
     return [Run(row, tuple(positions)) for row, positions in runs]
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def _patches(mask: Mask, q: tuple[Positions, ...], kv: tuple[Positions, ...]) -> Region:
     """What chunks that lie together see of chunks that lie together: in one patch, or chunk by chunk."""
     q_parts, kv_parts = join_chunks(q), join_chunks(kv)

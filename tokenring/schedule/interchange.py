@@ -6,11 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from heapq import merge
-from itertools import pairwise
 from typing import TypeVar
 
 from tokenring.errors import ConfigurationError, ScheduleError
-from tokenring.layout import Layout, Positions, check_partition, make_layout
+from tokenring.layout import Layout, Positions, make_layout
 from tokenring.mask import Mask
 from tokenring.schedule.ir import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
 from tokenring.schedule.passes import move_order
@@ -18,7 +17,6 @@ from tokenring.schedule.passes import move_order
 FORMAT = "tokenring-schedule"
 VERSION = 1
 INTEGER_LIMIT = 2**53 - 1  # beyond it JSON readers of other languages lose digits
-LENGTH_LIMIT = 2**24  # positions of a layout that no name stands for: they are counted one by one
 T = TypeVar("T")
 Name = TypeVar("Name", bound=str)
 
@@ -148,12 +146,12 @@ def _schedule(root: Node) -> Schedule:
         world,
         q_layout,
         kv_layout,
-        read_mask(part["mask"], q_layout.length),
+        _mask(part["mask"], q_layout.length),
         (),
         (),
         part["head_groups"].integer(1),
-        read_pieces(part["q_pieces"], q_layout),
-        read_pieces(part["kv_pieces"], kv_layout),
+        _pieces(part["q_pieces"], q_layout),
+        _pieces(part["kv_pieces"], kv_layout),
         frozenset(part["keep"].distinct(lambda node: node.choice("q", "kv"))),
         part["slack"].optional(lambda node: node.integer(0)),
         _codecs(part["codecs"]),
@@ -165,14 +163,14 @@ def _schedule(root: Node) -> Schedule:
     return empty.replace(tiles=tuple(tiles), moves=tuple(merge(moves, returns, key=move_order)))
 
 
-def read_mask(node: Node, length: int) -> Mask:
-    """The mask that mask_document() describes, over a sequence of this length."""
+def _mask(node: Node, length: int) -> Mask:
     part = node.fields("low", "high", "cu_seqlens")
     low, high = (part[key].optional(lambda bound: bound.integer(-INTEGER_LIMIT)) for key in ("low", "high"))
     bounds = part["cu_seqlens"].optional(lambda list_: list_.each(lambda bound: bound.integer(0, length)))
-    if bounds is not None and (len(bounds) < 2 or bounds[0] or any(a > b for a, b in pairwise(bounds))):
-        raise part["cu_seqlens"].error("write 0, the end of the first document, ..., the end of the last")
-    return Mask(low, high, None if bounds is None else tuple(bounds))
+    try:
+        return Mask(low, high, None if bounds is None else tuple(bounds))
+    except ConfigurationError as error:
+        raise part["cu_seqlens"].error(str(error)) from None
 
 
 def _layout(node: Node, world_size: int) -> Layout:
@@ -183,11 +181,9 @@ def _layout(node: Node, world_size: int) -> Layout:
         raise part["chunks"].error(f"{len(pairs)} chunks are too few for {world_size} ranks")
     try:
         chunks, owners = zip(*pairs, strict=True)
-        layout = Layout(name, world_size, length, chunks, owners)
-        check_layout(layout)
+        return Layout(name, world_size, length, chunks, owners)
     except ConfigurationError as error:
         raise node.error(str(error)) from None
-    return layout
 
 
 def _chunk(node: Node, length: int, world_size: int) -> tuple[Positions, int]:
@@ -195,18 +191,6 @@ def _chunk(node: Node, length: int, world_size: int) -> tuple[Positions, int]:
     start = part["start"].integer(0, length - 1)
     positions = Positions(start, part["stop"].integer(start + 1), part["step"].integer(1))
     return positions, part["owner"].index(world_size, "a rank")
-
-
-def check_layout(layout: Layout) -> None:
-    """Raises ConfigurationError unless the layout's chunks hold every position once."""
-    if known_layout(layout.name, layout.world_size, layout.length, len(layout.chunks)) == layout:
-        return
-    if layout.length > LENGTH_LIMIT:
-        raise ConfigurationError(
-            f"layout {layout.name!r} is none of ours; its {layout.length} positions are too many to check "
-            f"(at most {LENGTH_LIMIT})"
-        )
-    check_partition(layout)
 
 
 def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout | None:
@@ -222,7 +206,7 @@ def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout
     return layout if len(layout.chunks) == chunks else None
 
 
-def read_pieces(node: Node, layout: Layout) -> int:
+def _pieces(node: Node, layout: Layout) -> int:
     """Into how many parts the layout's chunks are cut."""
     pieces = node.integer(1)
     if layout.chunk_length % pieces:

@@ -8,10 +8,11 @@ tiles up to this step). A step is an order, never a barrier.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tokenring.workload import Workload
 
 Kind = Literal["q", "kv", "q_partial", "kv_partial"]
+KINDS: tuple[Kind, ...] = ("q", "kv", "q_partial", "kv_partial")
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 REQUESTS = "requests"
@@ -109,7 +111,11 @@ class Schedule:
         return self.q_pieces if kind.startswith("q") else self.kv_pieces
 
     def owner(self, block: Block) -> int:
-        return self.layout_of(block.kind).owners[block.chunk]
+        return self._owners[block.kind][block.chunk]
+
+    @cached_property
+    def _owners(self) -> dict[Kind, tuple[int, ...]]:
+        return {kind: self.layout_of(kind).owners for kind in KINDS}
 
     def positions(self, block: Block) -> Positions:
         return self.unit_positions[block.kind[0]][block.chunk * self.pieces_of(block.kind) + block.piece]
@@ -132,7 +138,11 @@ class Schedule:
 
     def unit_length(self, kind: Kind) -> int:
         """Tokens in one unit."""
-        return self.layout_of(kind).chunk_length // self.pieces_of(kind)
+        return self._unit_lengths[kind]
+
+    @cached_property
+    def _unit_lengths(self) -> dict[Kind, int]:
+        return {kind: self.layout_of(kind).chunk_length // self.pieces_of(kind) for kind in KINDS}
 
     def moves_in(self, direction: Pass) -> tuple[Move, ...]:
         """The moves that take place in a pass."""
@@ -199,7 +209,7 @@ class Schedule:
         """The schedule that to_json wrote. Raises ScheduleError."""
         from tokenring.schedule.interchange import from_json
 
-        return from_json(text)
+        return from_json(_text("from_json", text))
 
     def __str__(self) -> str:
         from tokenring.schedule.text import to_text
@@ -211,8 +221,16 @@ class Schedule:
         """The schedule that str() printed. Raises ScheduleError."""
         from tokenring.schedule.text import parse
 
-        return parse(text)
+        return parse(_text("parse", text))
 
     def replace(self, **changes: object) -> Schedule:
         """A copy with some fields changed; not verified."""
+        if unknown := changes.keys() - {field.name for field in fields(self)}:
+            raise ConfigurationError(f"a schedule has no {min(unknown)!r} to replace")
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _text(reader: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ConfigurationError(f"Schedule.{reader} reads a str, not one of type {type(given).__name__}")
+    return given

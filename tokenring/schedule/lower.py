@@ -8,11 +8,17 @@ for one message, and stands where its content is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
+import torch
+
+from tokenring.errors import ConfigurationError
+from tokenring.layout import as_integer
 from tokenring.schedule.accumulators import Accumulators
+from tokenring.schedule.agenda import Agenda, incoming_key
 from tokenring.schedule.calls import Call, Supports, anything
-from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Move, Pass, Schedule, Tile
+from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Pass, Schedule, Tile
+from tokenring.schedule.payload import check_workload
 from tokenring.schedule.program import (
     OWN,
     Attend,
@@ -23,7 +29,7 @@ from tokenring.schedule.program import (
     Slot,
     Span,
 )  # fmt: skip
-from tokenring.schedule.storage import Group, Slab
+from tokenring.schedule.storage import Group, Message, Slab, Storage, storage_of
 from tokenring.workload import Workload
 
 
@@ -40,8 +46,24 @@ def lower(
     supports: says why the kernel refuses a patch; such patches are cut until it does not.
     early_receives: whether the transport matches the two directions of a pair apart, so that
     receives may be posted before sends; else posts follow the total order of `passes.order`.
+    Raises ConfigurationError for a rank, a pass or a workload that the schedule does not have.
     """
-    return _Lowering(schedule, rank, direction, workload, supports, early_receives).run()
+    check_workload(schedule, workload, direction)
+    if as_integer(rank) not in range(schedule.world_size):
+        raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
+    return lower_agenda(agenda_of(storage_of(schedule), rank, direction, workload, supports), workload, early_receives)
+
+
+def agenda_of(
+    storage: Storage, rank: int, direction: Pass, workload: Workload, supports: Supports = anything
+) -> Agenda:
+    """What the program of a rank has to do, whenever the transport wants receives posted."""
+    return Agenda(storage, rank, direction, supports, half=workload.dtype != torch.float32)
+
+
+def lower_agenda(agenda: Agenda, workload: Workload, early_receives: bool) -> Program:
+    """The program that does it."""
+    return _Lowering(agenda, workload, early_receives).run()
 
 
 class _Lowering(Accumulators):
@@ -49,97 +71,89 @@ class _Lowering(Accumulators):
 
     def run(self) -> Program:
         self._keep_slots()
-        for step in sorted({*self.agenda.tiles, *self.agenda.by_step}):
-            self.step = step
-            self._one_step(self.agenda.by_step[step], self.agenda.tiles[step])
+        messages = self.agenda.by_step(self.early)
+        for step in sorted({*self.agenda.tiles, *messages}):
+            self.listing.step = step
+            self._one_step(messages.get(step, []), self.agenda.tiles.get(step, []))
         self._merge_home(None)
         self.slots.settle_all()
         self._fill_home()
         return Program(
-            self.rank, self.direction, tuple(self.slots.specs), tuple(self.instructions),
-            tuple(self.home.items()), self.scratch_rows, tuple(self.steps),
+            self.rank, self.direction, tuple(self.slots.specs), tuple(self.listing.instructions),
+            tuple(self.home.items()), self.scratch_rows, tuple(self.listing.steps),
         )  # fmt: skip
 
-    def _one_step(self, messages: list[list[Move]], tiles: list[tuple[Tile, list[Call]]]) -> None:
-        def of(channel: str, receiving: bool | None) -> Iterator[list[Move]]:
-            for message in messages:
-                if message[0].channel == channel and receiving in (None, message[0].dst == self.rank):
-                    yield message
-
+    def _one_step(self, messages: list[Message], tiles: list[tuple[Tile, list[Call]]]) -> None:
+        requests = [message for message in messages if message.channel == REQUESTS]
+        partials = [message for message in messages if message.channel == PARTIALS]
+        leaving = [message for message in requests if message.src == self.rank]
+        going_home = [message for message in partials if message.src == self.rank]
         if self.early:
-            for message in [*of(REQUESTS, True), *of(PARTIALS, True)]:
-                self._post(message)
-        for message in of(REQUESTS, False):
+            for message in (*requests, *partials):
+                if message.dst == self.rank:
+                    self._post(message)
+        for message in leaving:
             self._have_request(message)
-        for message in of(REQUESTS, False if self.early else None):
+        for message in leaving if self.early else requests:
             self._post(message)
         for tile, made in tiles:
             self._tile(tile, made)
-        for message in of(PARTIALS, False):
+        for message in going_home:
             self._finish_partial(message)
-        for message in of(PARTIALS, False if self.early else None):
+        for message in going_home if self.early else partials:
             self._post(message)
         if self.schedule.slack is not None:
-            self._merge_home(self.step - self.schedule.slack)
+            self._merge_home(self.listing.step - self.schedule.slack)
 
     # ---------- messages
 
-    def _post(self, message: list[Move]) -> None:
+    def _post(self, message: Message) -> None:
         """Post the send or the receive of neighbouring blocks."""
-        first = message[0]
-        number = self.messages
-        self.messages += 1
-        label = f"step {first.step}, {','.join(str(move.block) for move in message)}"
-        if first.dst == self.rank:
+        number = len(self.posted)
+        self.posted.append(message)
+        if message.dst == self.rank:
             span = self._receive_span(message)
-            for move in message:
-                self.arriving[move.block] = number
-            self.emit(Recv(number, span, first.src, first.channel, label))
+            for block in message.blocks:
+                self.arriving[block] = number
+            self.emit(Recv(number, span, message.src, message.channel, message.label))
             return
         span, sources = self._send_span(message)
-        self.emit(Send(number, span, first.dst, first.channel, label))
-        self.slots.sent(span.slot, number, self.step)
-        self._used(self.agenda.use_key(first), *sources)
+        self.emit(Send(number, span, message.dst, message.channel, message.label))
+        self.slots.sent(span.slot, number, self.listing.step)
+        self._used(self.agenda.use_key(message), *sources)
 
-    def _receive_span(self, message: list[Move]) -> Span:
-        first = message[0]
-        rows = len(message) * self.schedule.unit_length(first.block.kind)
-        if first.channel == REQUESTS:
-            slot = self._request_slot(self.storage.slab(self.rank, first.block))
-            return self._span(slot, self.storage.row(self.rank, first.block), rows, first.block)
-        slot = self._incoming_slot(first)
-        return self._span(slot, self.storage.group_row(first.block.request()), rows, first.block)
+    def _receive_span(self, message: Message) -> Span:
+        if message.channel == REQUESTS:
+            slot = self._request_slot(self.storage.slab(self.rank, message.unit))
+            return self._span(slot, self.storage.row(self.rank, message.unit), message.rows, message.unit)
+        slot = self._incoming_slot(message)
+        return self._span(slot, self.storage.group_row(message.unit), message.rows, message.unit)
 
-    def _send_span(self, message: list[Move]) -> tuple[Span, list[int]]:
+    def _send_span(self, message: Message) -> tuple[Span, list[int]]:
         """What is sent, and the slots that are done with when this was the last send from them."""
-        first = message[0]
-        block = first.block
-        rows = len(message) * self.schedule.unit_length(block.kind)
-        if first.channel == REQUESTS:
-            slab, group = self.storage.slab(self.rank, block), self.storage.group(block)
-            slot = self.staged[group] if slab.own_only else self._request_slot(slab)
-            row = self.storage.group_row(block) if slab.own_only else self.storage.row(self.rank, block)
-            return self._span(slot, row, rows, block), [slot]
-        if block.made_at == self.rank:
-            slab = self.storage.slab(self.rank, block.request())
-            row = self.storage.row(self.rank, block.request())
-            span = self._span(self._wire_slot(first), row, rows, block)
+        unit, rows = message.unit, message.rows
+        if message.channel == REQUESTS:
+            slab = self.storage.slab(self.rank, unit)
+            slot = self.staged[message.group] if slab.own_only else self._request_slot(slab)
+            row = self.storage.group_row(unit) if slab.own_only else self.storage.row(self.rank, unit)
+            return self._span(slot, row, rows, unit), [slot]
+        if message.made_at == self.rank:
+            slab = self.storage.slab(self.rank, unit)
+            span = self._span(self._wire_slot(message, slab), self.storage.row(self.rank, unit), rows, unit)
             wire = self.wire_slots.get(slab.key)
-            return span, [self._partial_slot(block.kind, slab), *([] if wire is None else [wire])]
-        slot = self.incoming_slots[self.agenda.incoming_key(first)]
-        return self._span(slot, self.storage.group_row(block.request()), rows, block), [slot]
+            return span, [self._partial_slot(message.kind, slab), *([] if wire is None else [wire])]
+        slot = self.incoming_slots[incoming_key(message)]
+        return self._span(slot, self.storage.group_row(unit), rows, unit), [slot]
 
     # ---------- requests
 
-    def _have_request(self, message: list[Move]) -> None:
+    def _have_request(self, message: Message) -> None:
         """Before a send: what is passed on has arrived, what is the rank's own is packed."""
-        blocks = [move.block for move in message]
-        self._await(blocks)
-        own = [block for block in blocks if self.schedule.owner(block) == self.rank]
-        if own:
-            self._pack(own)
+        self._await(message.blocks)
+        if message.owner == self.rank:
+            self._pack(message.blocks)
 
-    def _pack(self, blocks: list[Block]) -> None:
+    def _pack(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             if block in self.packed:
                 continue
@@ -149,7 +163,7 @@ class _Lowering(Accumulators):
             if slab.own_only:
                 if group not in self.staged:
                     rows = len(self.storage.group_blocks(group)) * length
-                    self.staged[group] = self.slots.take(Slot(block.kind, rows), self.step, 0)
+                    self.staged[group] = self.slots.take(Slot(block.kind, rows), self.listing.step, 0)
                 slot, row = self.staged[group], self.storage.group_row(block)
             else:
                 slot, row = self._request_slot(slab), self.storage.row(self.rank, block)
@@ -159,7 +173,7 @@ class _Lowering(Accumulators):
         if slab.key not in self.request_slots:
             kind = slab.key[0]
             spec = Slot(kind, len(slab.blocks) * self.schedule.unit_length(kind))
-            self.request_slots[slab.key] = self.slots.take(spec, self.step, 0)
+            self.request_slots[slab.key] = self.slots.take(spec, self.listing.step, 0)
         return self.request_slots[slab.key]
 
     def _keep_slots(self) -> None:

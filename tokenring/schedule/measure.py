@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from tokenring.schedule.ir import PARTIALS, Pass, Schedule
-from tokenring.schedule.payload import STATISTIC_BYTES, Records
+from tokenring.schedule.payload import STATISTIC_BYTES, Records, check_workload
 from tokenring.schedule.program import Program, Recv
 from tokenring.workload import Workload
 
@@ -62,6 +62,7 @@ def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
     from tokenring.backends.registry import kernel_for_planning, transport_capabilities
     from tokenring.schedule.lower import lower
 
+    check_workload(schedule, workload, direction)
     able = transport_capabilities(transport)
     supports = kernel_for_planning().supports_patch
     return max(
@@ -77,6 +78,7 @@ def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
 
 def flops(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
     """Floating-point operations of each rank: 4 (forward) or 10 (backward) for each visible pair and head element."""
+    check_workload(schedule, workload, direction)
     low, high = workload.q_head_range(0, schedule.head_groups)
     a_pair = FLOPS_PER_PAIR[direction] * workload.batch * (high - low) * workload.head_dim
     total = dict.fromkeys(range(schedule.world_size), 0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.schedule.ir import Kind, Pass, Schedule
+from tokenring.schedule.ir import PASSES, Kind, Pass, Schedule
 from tokenring.workload import Workload
 
 CODECS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,16 +51,28 @@ NAMES: Mapping[tuple[Kind, Pass], tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+def check_workload(schedule: Schedule, workload: Workload, direction: Pass) -> None:
+    """Raises ConfigurationError unless the schedule has such a pass, and is for such a workload."""
+    if not isinstance(workload, Workload):
+        raise ConfigurationError(
+            f"workload is of type {type(workload).__name__}; "
+            f"give a Workload(batch, q_length, kv_length, q_heads, kv_heads, head_dim)"
+        )
+    if direction not in PASSES:
+        raise ConfigurationError(f"there is no pass {direction!r}; use {' or '.join(PASSES)}")
+    lengths = schedule.q_layout.length, schedule.kv_layout.length
+    if (workload.q_length, workload.kv_length) != lengths:
+        raise ConfigurationError(
+            f"the schedule is for {lengths[0]} q and {lengths[1]} kv positions, the workload has "
+            f"{workload.q_length} and {workload.kv_length}: make the schedule with this length"
+        )
+
+
 class Records:
     """The records of one schedule, workload and pass."""
 
     def __init__(self, schedule: Schedule, workload: Workload, direction: Pass) -> None:
-        lengths = schedule.q_layout.length, schedule.kv_layout.length
-        if (workload.q_length, workload.kv_length) != lengths:
-            raise ConfigurationError(
-                f"the schedule is for {lengths[0]} q and {lengths[1]} kv positions, the workload has "
-                f"{workload.q_length} and {workload.kv_length}: make the schedule with this length"
-            )
+        check_workload(schedule, workload, direction)
         self.workload, self.direction = workload, direction
         self.groups, self.keep = schedule.head_groups, schedule.keep
         self.codecs = dict(schedule.codecs)

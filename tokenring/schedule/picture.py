@@ -11,6 +11,7 @@ from math import ceil
 
 from tokenring.schedule.ir import PARTIAL_OF, Block, Pass, Schedule, Tile
 from tokenring.schedule.text import Cell, cells, ranges, sends, tile_text
+from tokenring.svg import FONT
 
 # Sizes in SVG units, which viewers show as pixels.
 MARGIN, TITLE, HEADING, LEAST_WIDTH = 24, 58, 26, 460
@@ -19,7 +20,6 @@ CHARACTER = 6.3  # mean width of a character of 11 units, generous for digits
 REQUEST, PARTIAL = "#1f6fb2", "#d2600a"
 INK, PALE, GREY = "#22282f", "#77808a", "#8d959e"
 LANE = 5  # how far requests run above the middle of a tile, and partials below
-FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 ARROWS = {  # (is a partial, is added)
     (False, False): "request: needed there in a later step",
     (True, False): "partial result, towards its owner",

@@ -7,13 +7,38 @@ take them; all units of one owner, head group and piece lie together too, in the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from tokenring.schedule.ir import REQUEST_OF, Block, Kind, Move, Schedule
+from tokenring.schedule.ir import REQUEST_OF, Block, Kind, Move, Pass, Schedule, Tile
 
 Group = tuple[Kind, int, int, int]  # kind (q or kv), owner, head group, piece
+
+
+class Message:
+    """Moves of one step, source, destination and channel whose rows are neighbours at both ends."""
+
+    def __init__(self, storage: Storage, moves: list[Move]) -> None:
+        first, schedule = moves[0], storage.schedule
+        self.moves = tuple(moves)
+        self.step, self.src, self.dst, self.channel, self.add = (
+            first.step,
+            first.src,
+            first.dst,
+            first.channel,
+            first.add,
+        )
+        self.block = first.block
+        self.kind, self.made_at = first.block.kind, first.block.made_at
+        self.blocks = tuple(move.block for move in moves)
+        self.units = self.blocks if self.made_at is None else tuple(block.request() for block in self.blocks)
+        self.unit = self.units[0]
+        self.owner = schedule.owner(self.unit)
+        self.group = storage.group(self.unit)
+        self.rows = len(moves) * schedule.unit_length(self.kind)
+        self.full_precision = schedule.in_full_precision(first)
+        self.label = f"step {self.step}, {','.join(map(str, self.blocks))}"
 
 
 class Slab(NamedTuple):
@@ -35,36 +60,49 @@ class Storage:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
+        self._groups: dict[Block, Group] = {}
         self._joined = self._join_fused()
         self._members: dict[tuple[int, Group], list[Group]] = defaultdict(list)
         for (rank, group), key in self._joined.items():
             self._members[rank, key].append(group)
         self._slabs: dict[tuple[int, Group], Slab] = {}
-        self._row: dict[tuple[int, Group], dict[Block, int]] = {}
+        ranks = range(schedule.world_size)
+        self._slab_of: list[dict[Block, Slab]] = [{} for _ in ranks]
+        self._row_of: list[dict[Block, int]] = [{} for _ in ranks]
+        self._messages: dict[Pass, list[list[Message]]] = {}
+        self._tiles: list[list[Tile]] = [[] for _ in ranks]
+        for tile in schedule.tiles:
+            self._tiles[tile.rank].append(tile)
 
     def group(self, block: Block) -> Group:
-        kind = REQUEST_OF.get(block.kind, block.kind)
-        return kind, self.schedule.owner(block), block.heads, block.piece
+        group = self._groups.get(block)
+        if group is None:
+            kind = REQUEST_OF.get(block.kind, block.kind)
+            group = self._groups[block] = (kind, self.schedule.owner(block), block.heads, block.piece)
+        return group
 
     def slab(self, rank: int, block: Block) -> Slab:
         """The slab of a request block at a rank (partials of a unit lie as their requests do)."""
-        group = self.group(block)
-        key = self._joined.get((rank, group), group)
-        if (rank, key) not in self._slabs:
-            self._slabs[rank, key] = self._make(rank, key)
-        return self._slabs[rank, key]
+        slab = self._slab_of[rank].get(block)
+        if slab is None:
+            group = self.group(block)
+            key = self._joined.get((rank, group), group)
+            if (rank, key) not in self._slabs:
+                self._slabs[rank, key] = self._make(rank, key)
+            slab = self._slab_of[rank][block] = self._slabs[rank, key]
+        return slab
 
     def row(self, rank: int, block: Block) -> int:
         """The first row of a request block in its slab; in the own tensors if the slab is the rank's own."""
-        slab = self.slab(rank, block)
-        if slab.own_only:
-            return self.own_row(block)
-        rows = self._row.get((rank, slab.key))
-        if rows is None:
+        row = self._row_of[rank].get(block)
+        if row is None:
+            slab = self.slab(rank, block)
+            if slab.own_only:
+                return self.own_row(block)
             length = self.schedule.unit_length(slab.key[0])
-            rows = {each: index * length for index, each in enumerate(slab.blocks)}
-            self._row[rank, slab.key] = rows
-        return rows[block]
+            self._row_of[rank].update({each: index * length for index, each in enumerate(slab.blocks)})
+            row = self._row_of[rank][block]
+        return row
 
     def own_row(self, block: Block) -> int:
         """The first row of a unit in its owner's tensors."""
@@ -96,21 +134,36 @@ class Storage:
                 home = self.schedule.owner(block) == rank
                 yield low - start, high - start, home, self.own_row(block) + low - at if home else low
 
-    def messages(self, moves: list[Move]) -> list[list[Move]]:
-        """Moves of one step, source, destination and channel, joined where their rows are neighbours at both ends."""
-        joined: list[list[Move]] = []
+    def tiles(self, rank: int) -> list[Tile]:
+        """The tiles of a rank, in order."""
+        return self._tiles[rank]
+
+    def messages(self, rank: int, direction: Pass) -> list[Message]:
+        """What a rank sends and receives in a pass, in the order that both ends share."""
+        if direction not in self._messages:
+            found = self._messages[direction] = [[] for _ in range(self.schedule.world_size)]
+            for moves in self._runs(self.schedule.moves_in(direction)):
+                message = Message(self, moves)
+                found[message.src].append(message)
+                found[message.dst].append(message)
+        return self._messages[direction][rank]
+
+    def _runs(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
+        """Moves that go in one message. In the total order those of one step, pair and piece stand together."""
+        run: list[Move] = []
         for move in moves:
-            if joined and self._adjacent(joined[-1][-1], move):
-                joined[-1].append(move)
-            else:
-                joined.append([move])
-        return joined
+            if run and not self._adjacent(run[-1], move):
+                yield run
+                run = []
+            run.append(move)
+        if run:
+            yield run
 
     def _adjacent(self, a: Move, b: Move) -> bool:
-        precise = self.schedule.in_full_precision
-        if a._replace(block=b.block) != b or precise(a) != precise(b):
+        if (a.step, a.src, a.dst, a.channel, a.add) != (b.step, b.src, b.dst, b.channel, b.add):
             return False
-        if self._slot_group(a.block) != self._slot_group(b.block):
+        precise = self.schedule.in_full_precision
+        if self._slot_group(a.block) != self._slot_group(b.block) or precise(a) != precise(b):
             return False
         length = self.schedule.unit_length(a.block.kind)
         return all(self._wire_row(rank, b.block) - self._wire_row(rank, a.block) == length for rank in (a.src, a.dst))

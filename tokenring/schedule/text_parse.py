@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask, parse_mask
-from tokenring.schedule.interchange import check_layout, known_layout
+from tokenring.schedule.interchange import known_layout
 from tokenring.schedule.ir import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
 from tokenring.schedule.passes import move_order
 from tokenring.schedule.text import LETTERS, WORD
@@ -184,8 +184,10 @@ class _Header:
         owners = _owners(spot.group(match, 3).strip(), world_size)
         chunks = self.optional(f"{prefix}chunks")
         if chunks is not None:
-            positions = _chunks(chunks, length)
-            return _checked(spot, lambda: Layout(name, world_size, length, positions, owners))
+            try:
+                return Layout(name, world_size, length, _chunks(chunks, length), owners)
+            except ConfigurationError as error:
+                raise spot.error(f"cannot be: {error}") from None
         known = known_layout(name, world_size, length, len(owners))
         if known is None or known.owners != owners:
             raise spot.error(f"is no layout that we know: give its positions in a line '{prefix}chunks'")
@@ -223,15 +225,6 @@ class _Header:
         if len(dict(codecs)) < len(codecs):
             raise spot.error("names a kind twice")
         return codecs
-
-
-def _checked(spot: Spot, make: Callable[[], Layout]) -> Layout:
-    try:
-        layout = make()
-        check_layout(layout)
-    except ConfigurationError as error:
-        raise spot.error(f"cannot be: {error}") from None
-    return layout
 
 
 def _owners(spot: Spot, world_size: int) -> tuple[int, ...]:

@@ -10,13 +10,14 @@ That the lowered programs keep to this is proved by `replay`.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from itertools import pairwise
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from tokenring.errors import ConfigurationError, ScheduleError
-from tokenring.layout import check_partition
-from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Block, Kind, Move, Pass, Schedule, Tile
-from tokenring.schedule.passes import move_order, tile_order
+from tokenring.errors import ScheduleError
+from tokenring.schedule.form import check_form
+from tokenring.schedule.ir import KINDS, PASSES, REQUESTS, Block, Kind, Move, Pass, Schedule, Tile
 
 REPLAY_LIMIT = 16  # ranks up to which verify() also replays the lowered programs
 
@@ -26,253 +27,207 @@ def verify(schedule: Schedule) -> None:
 
     Up to 16 ranks the lowered programs of all ranks are replayed as well (`replay`).
     """
-    check_form(schedule)
-    seen = Visible(schedule)
-    for direction in PASSES:
-        _Proof(schedule, direction, seen).run()
-    if schedule.world_size <= REPLAY_LIMIT:
-        from tokenring.schedule.replay import replay_schedule
+    with _no_collection():
+        check_form(schedule)
+        facts = Facts(schedule)
+        for direction in PASSES:
+            _Proof(facts, direction).run()
+        if schedule.world_size <= REPLAY_LIMIT:
+            from tokenring.schedule.replay import replay_schedule
 
-        replay_schedule(schedule)
+            replay_schedule(schedule)
 
 
-class Visible:
-    """For each unit, the set of units of the other kind that it sees or is seen by, as bits."""
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A proof makes much that lives until its end, and no cycles: going through it again and again takes longer."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Facts:
+    """What both passes need: who sees whom, and tiles and moves by step.
+
+    Sets of units are bits. Partials are known by their blocks or, as fast, by plain tuples that are equal
+    to them; what is merged at an owner by the first four fields.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
         q, kv = schedule.unit_positions["q"], schedule.unit_positions["k"]
-        region = schedule.mask.region
-        self.of_q = [sum(1 << j for j, b in enumerate(kv) if region(a, b)) for a in q]
+        sees = schedule.mask.visible
+        self.of_q = [sum(1 << j for j, b in enumerate(kv) if sees(a, b)) for a in q]
         self.of_kv = [0] * len(kv)
         for i, bits in enumerate(self.of_q):
             for j in range(len(kv)):
                 if bits >> j & 1:
                     self.of_kv[j] |= 1 << i
-
-
-def check_form(schedule: Schedule) -> None:
-    """Layouts hold every position once, tiles and moves name things that exist, and stand in their total order."""
-    _check_units(schedule)
-    for tile in schedule.tiles:
-        where = f"{schedule.name}: step {tile.step}, rank {tile.rank}: tile"
-        if not tile.q or not tile.kv:
-            raise ScheduleError(f"{where} has no q or no kv block")
-        _check_place(schedule, where, tile.step, (tile.rank,))
-        for kind, blocks in (("q", tile.q), ("kv", tile.kv)):
-            for block in blocks:
-                _check_block(schedule, where, block)
-                if block.kind != kind or block.heads != tile.heads:
-                    raise ScheduleError(f"{where} has {block} among its {kind} blocks of head group {tile.heads}")
-            if len(set(blocks)) != len(blocks):
-                raise ScheduleError(f"{where} names a {kind} block twice: {', '.join(map(str, blocks))}")
-    for move in schedule.moves:
-        where = f"{schedule.name}: step {move.step}, rank {move.src}: {move.block} to rank {move.dst}"
-        _check_place(schedule, where, move.step, (move.src, move.dst))
-        _check_block(schedule, where, move.block)
-        partial = move.block.made_at is not None
-        if partial != move.block.kind.endswith("partial") or move.channel != (PARTIALS if partial else REQUESTS):
-            raise ScheduleError(f"{where} cannot travel on channel {move.channel!r}")
-        if move.src == move.dst:
-            raise ScheduleError(f"{where}: a rank sends to itself")
-        if move.add and (not partial or schedule.owner(move.block) == move.dst):
-            raise ScheduleError(f"{where}: add is for partials on their way, not for requests or the owner")
-    if list(schedule.tiles) != sorted(schedule.tiles, key=tile_order):
-        raise ScheduleError(f"{schedule.name}: its tiles are not in order of step, rank and blocks")
-    for before, after in pairwise(schedule.moves):
-        if move_order(before) >= move_order(after):
-            raise ScheduleError(
-                f"{schedule.name}: step {after.step}, rank {after.src}: {after.block} to rank {after.dst} stands "
-                f"behind {before.block} of step {before.step}, or twice, against the order that both ends share"
-            )
-
-
-def _check_units(schedule: Schedule) -> None:
-    """Units are equal parts of the sequence that together are all of it."""
-    kinds: tuple[Kind, ...] = ("q", "kv")
-    for kind in kinds:
-        layout, pieces = schedule.layout_of(kind), schedule.pieces_of(kind)
-        if layout.world_size != schedule.world_size:
-            raise ScheduleError(
-                f"{schedule.name}: its {kind} layout is for {layout.world_size} ranks, not {schedule.world_size}"
-            )
-        if pieces < 1 or layout.chunk_length % pieces:
-            raise ScheduleError(
-                f"{schedule.name}: {pieces} pieces do not divide {kind} chunks of {layout.chunk_length} positions"
-            )
-        try:
-            check_partition(layout)
-        except ConfigurationError as error:
-            raise ScheduleError(f"{schedule.name}: {error}") from None
-    named = {*schedule.keep, *(kind for kind, _ in schedule.codecs)}
-    if not named <= set(kinds) or (schedule.slack is not None and schedule.slack < 0):
-        raise ScheduleError(f"{schedule.name}: keep and codecs are for q and kv, and slack is not negative")
-
-
-def _check_place(schedule: Schedule, where: str, step: int, ranks: tuple[int, ...]) -> None:
-    if step < 0:
-        raise ScheduleError(f"{where}: there is no step {step}")
-    for rank in ranks:
-        if not 0 <= rank < schedule.world_size:
-            raise ScheduleError(f"{where}: {rank} is not a rank of {schedule.world_size}")
-
-
-def _check_block(schedule: Schedule, where: str, block: Block) -> None:
-    fits = (
-        0 <= block.chunk < len(schedule.layout_of(block.kind).chunks)
-        and 0 <= block.heads < schedule.head_groups
-        and 0 <= block.piece < schedule.pieces_of(block.kind)
-        and (block.made_at is None or 0 <= block.made_at < schedule.world_size)
-    )
-    if not fits:
-        raise ScheduleError(f"{where}: there is no block {block}")
+        self.tiles: dict[int, list[tuple[Tile, int, int]]] = defaultdict(list)
+        sets: dict[tuple[Block, ...], int] = {}
+        for tile in schedule.tiles:
+            for blocks in (tile.q, tile.kv):
+                if blocks not in sets:
+                    sets[blocks] = sum(1 << schedule.unit_index(block) for block in blocks)
+            self.tiles[tile.step].append((tile, sets[tile.q], sets[tile.kv]))
+        self.owners = {kind: schedule.layout_of(kind).owners for kind in KINDS}
 
 
 class _Proof:
     """One pass, replayed step by step: requests, tiles, partials."""
 
-    def __init__(self, schedule: Schedule, direction: Pass, visible: Visible) -> None:
-        self.schedule, self.direction, self.visible = schedule, direction, visible
+    def __init__(self, facts: Facts, direction: Pass) -> None:
+        self.schedule, self.facts, self.direction = facts.schedule, facts, direction
+        self.owners = facts.owners
         self.kinds: tuple[Kind, ...] = ("q_partial",) if direction == "forward" else ("q_partial", "kv_partial")
-        self.held: dict[tuple[Block, int], int] = {}  # (block, rank) → the step in which it came
+        ranks = range(self.schedule.world_size)
+        self.held: list[dict[Block, int]] = [{} for _ in ranks]  # at each rank: block → the step in which it came
+        self.sent: list[set[tuple[object, ...]]] = [set() for _ in ranks]  # partials that each rank has sent
         self.computed: dict[tuple[int, int], int] = defaultdict(int)  # (head group, q unit) → kv bits
-        self.home: dict[Block, int] = defaultdict(int)  # partial unit at its owner → bits merged
-        self.made: dict[Block, int] = defaultdict(int)  # partial → bits in it
+        self.home: dict[tuple[object, ...], int] = defaultdict(int)  # unit at its owner → bits merged
+        self.made: dict[tuple[object, ...], int] = defaultdict(int)  # partial → bits in it
         self.added: dict[Block, int] = {}  # partial → the step of the last partial added to it
-        self.sent: dict[tuple[Block, int], Move] = {}
 
     def run(self) -> None:
         if self.direction == "backward":
             self._hold_kept()
         requests: dict[int, list[Move]] = defaultdict(list)
-        tiles: dict[int, list[Tile]] = defaultdict(list)
         partials: dict[int, list[Move]] = defaultdict(list)
         for move in self.schedule.moves_in(self.direction):
-            (requests if move.channel == REQUESTS else partials)[move.step].append(move)
-        for tile in self.schedule.tiles:
-            tiles[tile.step].append(tile)
+            (requests if move[4] == REQUESTS else partials)[move[0]].append(move)
+        tiles = self.facts.tiles
         for step in sorted({*requests, *tiles, *partials}):
-            for move in requests[step]:
+            for move in requests.get(step, ()):
                 self._request(move)
-            for tile in tiles[step]:
-                self._tile(tile)
-            for move in partials[step]:
+            for tile, q_bits, kv_bits in tiles.get(step, ()):
+                self._tile(tile, q_bits, kv_bits)
+            for move in partials.get(step, ()):
                 self._partial(move)
         self._check_goal()
+        self._check_needed(requests)
 
     def _fail(self, step: int, rank: int, text: str) -> ScheduleError:
         return ScheduleError(f"{self.schedule.name}, {self.direction}: step {step}, rank {rank}: {text}")
 
     def _hold_kept(self) -> None:
         """What forward gathered and kept is there from the start."""
-        for move in self.schedule.moves_in("forward"):
-            if move.block.kind in self.schedule.keep and move.block.kind == "kv":
-                self.held[move.block, move.dst] = -1
-
-    def _holds(self, block: Block, rank: int, step: int) -> bool:
-        return self.schedule.owner(block) == rank or self.held.get((block, rank), step) < step
+        if "kv" in self.schedule.keep:
+            for move in self.schedule.moves_in("forward"):
+                if move.block.kind == "kv":
+                    self.held[move.dst][move.block] = -1
 
     def _request(self, move: Move) -> None:
-        if not self._holds(move.block, move.src, move.step):
-            raise self._fail(move.step, move.src, f"sends {move.block} to rank {move.dst} but does not hold it yet")
-        if self.schedule.owner(move.block) == move.dst or (move.block, move.dst) in self.held:
-            raise self._fail(move.step, move.dst, f"receives {move.block} from rank {move.src} but holds it already")
-        self.held[move.block, move.dst] = move.step
+        step, block, src, dst = move[:4]
+        owner, there = self.owners[block[0]][block[1]], self.held[dst]
+        if src != owner and self.held[src].get(block, step) >= step:
+            raise self._fail(step, src, f"sends {block} to rank {dst} but does not hold it yet")
+        if dst == owner or block in there:
+            raise self._fail(step, dst, f"receives {block} from rank {src} but holds it already")
+        there[block] = step
 
-    def _tile(self, tile: Tile) -> None:
-        for block in (*tile.q, *tile.kv):
-            if not self._holds(block, tile.rank, tile.step):
-                raise self._fail(tile.step, tile.rank, f"computes with {block} but does not hold it yet")
-        index = self.schedule.unit_index
-        kv_bits = sum(1 << index(block) for block in tile.kv)
-        q_bits = sum(1 << index(block) for block in tile.q)
+    def _tile(self, tile: Tile, q_bits: int, kv_bits: int) -> None:
+        step, rank = tile.step, tile.rank
+        held, (q_owners, kv_owners) = self.held[rank], (self.owners["q"], self.owners["kv"])
+        q_pieces, kv_pieces = self.schedule.q_pieces, self.schedule.kv_pieces
+        for blocks, owners in ((tile.q, q_owners), (tile.kv, kv_owners)):
+            for block in blocks:
+                if owners[block[1]] != rank and held.get(block, step) >= step:
+                    raise self._fail(step, rank, f"computes with {block} but does not hold it yet")
         for block in tile.q:
-            self._count(tile, block, kv_bits & self.visible.of_q[index(block)])
-        for block in tile.kv:
-            bits = q_bits & self.visible.of_kv[index(block)]
+            unit = block[1] * q_pieces + block[3]
+            bits = kv_bits & self.facts.of_q[unit]
             if not bits:
-                raise self._fail(tile.step, tile.rank, f"computes {block}, which the mask hides from its tile")
-            if self.direction == "backward":
-                self._contribute(tile, block, bits)
+                raise self._fail(step, rank, f"computes {block}, which sees nothing in its tile")
+            if again := self.computed[block[2], unit] & bits:
+                raise self._fail(step, rank, f"computes {block} with {self._names('kv', again)} a second time")
+            self.computed[block[2], unit] |= bits
+            self._contribute(tile, "q_partial", block, q_owners[block[1]], bits)
+        backward = self.direction == "backward"
+        for block in tile.kv:
+            bits = q_bits & self.facts.of_kv[block[1] * kv_pieces + block[3]]
+            if not bits:
+                raise self._fail(step, rank, f"computes {block}, which the mask hides from its tile")
+            if backward:
+                self._contribute(tile, "kv_partial", block, kv_owners[block[1]], bits)
 
-    def _count(self, tile: Tile, block: Block, bits: int) -> None:
-        if not bits:
-            raise self._fail(tile.step, tile.rank, f"computes {block}, which sees nothing in its tile")
-        key = (block.heads, self.schedule.unit_index(block))
-        if again := self.computed[key] & bits:
-            raise self._fail(tile.step, tile.rank, f"computes {block} with {self._names('kv', again)} a second time")
-        self.computed[key] |= bits
-        self._contribute(tile, block, bits)
-
-    def _contribute(self, tile: Tile, block: Block, bits: int) -> None:
-        partial = block.partial(tile.rank)
-        if self.schedule.owner(block) == tile.rank:
-            self.home[partial._replace(made_at=None)] |= bits
-        elif (partial, tile.rank) in self.sent:
-            raise self._fail(tile.step, tile.rank, f"adds to {partial} after it was sent")
-        else:
-            self.made[partial] |= bits
+    def _contribute(self, tile: Tile, kind: Kind, block: Block, owner: int, bits: int) -> None:
+        if owner == tile.rank:
+            self.home[kind, block[1], block[2], block[3]] |= bits
+            return
+        partial = (kind, block[1], block[2], block[3], tile.rank)
+        if partial in self.sent[tile.rank]:
+            raise self._fail(tile.step, tile.rank, f"adds to {block.partial(tile.rank)} after it was sent")
+        self.made[partial] |= bits
 
     def _partial(self, move: Move) -> None:
-        block, owner = move.block, self.schedule.owner(move.block)
-        if block.made_at == move.src:
-            bits = self.made.get(block, 0)
-            if bits and self.added.get(block, -1) >= move.step:
-                raise self._fail(move.step, move.src, f"sends {block} before what is added to it has come")
-        else:
-            bits = self.made.get(block, 0) if self.held.get((block, move.src), move.step) < move.step else 0
+        step, block, src, dst, _, add = move
+        made_here = block[4] == src
+        bits = self.made.get(block, 0) if made_here or self.held[src].get(block, step) < step else 0
+        if made_here and bits and self.added.get(block, -1) >= step:
+            raise self._fail(step, src, f"sends {block} before what is added to it has come")
         if not bits:
-            raise self._fail(move.step, move.src, f"sends {block} to rank {move.dst} but holds nothing of it")
-        if (block, move.src) in self.sent:
-            raise self._fail(move.step, move.src, f"sends {block} a second time")
-        self.sent[block, move.src] = move
-        if move.dst == owner:
-            unit = block._replace(made_at=None)
-            self._merge(move, unit, self.home[unit] & bits)
+            raise self._fail(step, src, f"sends {block} to rank {dst} but holds nothing of it")
+        if block in self.sent[src]:
+            raise self._fail(step, src, f"sends {block} a second time")
+        self.sent[src].add(block)
+        if dst == self.owners[block[0]][block[1]]:
+            unit = block[:4]
+            if again := self.home[unit] & bits:
+                raise self._twice(move, block._replace(made_at=None), again)
             self.home[unit] |= bits
-        elif move.add:
-            target = block._replace(made_at=move.dst)
-            if (target, move.dst) in self.sent:
-                raise self._fail(move.step, move.dst, f"adds {block} to {target} after that was sent")
-            self._merge(move, target, self.made[target] & bits)
+        elif add:
+            target = block._replace(made_at=dst)
+            if target in self.sent[dst]:
+                raise self._fail(step, dst, f"adds {block} to {target} after that was sent")
+            if again := self.made[target] & bits:
+                raise self._twice(move, target, again)
             self.made[target] |= bits
-            self.added[target] = max(move.step, self.added.get(target, -1))
+            self.added[target] = max(step, self.added.get(target, -1))
         else:
-            self.held[block, move.dst] = move.step
+            self.held[dst][block] = step
 
-    def _merge(self, move: Move, into: Block, again: int) -> None:
-        if again:
-            other: Kind = "kv" if into.kind == "q_partial" else "q"
-            raise self._fail(move.step, move.dst, f"merges {move.block} into {into}: {self._names(other, again)} twice")
+    def _twice(self, move: Move, into: Block, again: int) -> ScheduleError:
+        other: Kind = "kv" if into.kind == "q_partial" else "q"
+        return self._fail(move.step, move.dst, f"merges {move.block} into {into}: {self._names(other, again)} twice")
 
     def _check_goal(self) -> None:
         for kind in self.kinds:
-            goal = self.visible.of_q if kind == "q_partial" else self.visible.of_kv
+            goal = self.facts.of_q if kind == "q_partial" else self.facts.of_kv
             pieces = self.schedule.pieces_of(kind)
             for unit, wanted in enumerate(goal):
+                chunk, piece = divmod(unit, pieces)
                 for heads in range(self.schedule.head_groups):
-                    self._check_unit(Block(kind, unit // pieces, heads, unit % pieces), wanted)
-        self._check_needed()
+                    if missing := wanted & ~self.home[kind, chunk, heads, piece]:
+                        raise self._missing(Block(kind, chunk, heads, piece), missing)
 
-    def _check_needed(self) -> None:
+    def _check_needed(self, requests: dict[int, list[Move]]) -> None:
         """Nothing travels to where it is neither used nor sent on: its slot would be nobody's to give back."""
-        used = {(block, tile.rank) for tile in self.schedule.tiles for block in (*tile.q, *tile.kv)}
-        requests = [move for move in self.schedule.moves_in(self.direction) if move.channel == REQUESTS]
-        used |= {(move.block, move.src) for move in requests}
-        for move in requests:
-            if (move.block, move.dst) not in used:
-                raise self._fail(move.step, move.dst, f"receives {move.block} from rank {move.src} but never needs it")
+        used: list[set[Block]] = [set() for _ in range(self.schedule.world_size)]
+        for tile in self.schedule.tiles:
+            used[tile.rank].update(tile.q, tile.kv)
+        for moves in requests.values():
+            for move in moves:
+                used[move[2]].add(move[1])
+        for moves in requests.values():
+            for _, block, src, dst, *_ in moves:
+                if block not in used[dst]:
+                    step = self.held[dst][block]
+                    raise self._fail(step, dst, f"receives {block} from rank {src} but never needs it")
 
-    def _check_unit(self, unit: Block, wanted: int) -> None:
-        missing = wanted & ~self.home[unit]
-        if not missing:
-            return
+    def _missing(self, unit: Block, missing: int) -> ScheduleError:
+        """Why what a unit should see is not merged at its owner."""
         owner = self.schedule.owner(unit)
         other: Kind = "kv" if unit.kind == "q_partial" else "q"
-        for partial, bits in self.made.items():
-            if partial._replace(made_at=None) == unit and bits & missing and partial.made_at is not None:
+        for rank in range(self.schedule.world_size):
+            partial = unit._replace(made_at=rank)
+            if self.made.get(partial, 0) & missing:
                 last = max((move.step for move in self.schedule.moves), default=0)
-                raise self._fail(last, partial.made_at, f"made {partial}, which never reaches its owner, rank {owner}")
-        raise self._fail(
+                return self._fail(last, rank, f"made {partial}, which never reaches its owner, rank {owner}")
+        return self._fail(
             max((tile.step for tile in self.schedule.tiles), default=0),
             owner,
             f"{unit.request()} never meets {self._names(other, missing)}",

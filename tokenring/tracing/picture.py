@@ -9,6 +9,7 @@ from itertools import groupby
 from statistics import mean
 
 from tokenring.bench.table import case_text, machine_text, ms
+from tokenring.svg import axis_step, box, opening, style, text_at
 from tokenring.tracing.record import Bar, Message, Stretch, Traced
 
 # Sizes in SVG units, which viewers show as pixels.
@@ -17,7 +18,6 @@ HEADING, LINE, BAND, ROW, LANE, AXIS, LEGEND = 46, 18, 36, 64, 30, 34, 28
 LEAST_BAR = 0.8  # so that what takes microseconds is seen
 CHARACTER = 5.6  # mean width of a character of 10 units, generous for digits
 LEAST_STEP = 13  # narrower ones get no number
-FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 KINDS = {  # what a bar of each kind is called
     "compute": "attention of a tile",
     "wait": "waiting for a message",
@@ -36,7 +36,9 @@ COLOURS = {  # class: (light, dark)
     "merge": ("#2f9e6b", "#3fb57f"),
     "pack": ("#8f6cc0", "#a583d6"),
     "post": ("#cf4a5e", "#e8687b"),
+    "end": ("#8a93a0", "#8a95a3"),
 }
+RULES = [".on { fill: #ffffff } .step { stroke-width: 0.8 } .message { stroke-width: 0.8 } .messages { opacity: 0.6 }"]
 LINES = {"rule": ("#dfe4e9", "#2c333b"), "step": ("#66707b", "#9aa5b1"), "message": ("#8a93a0", "#8a95a3")}
 
 
@@ -68,16 +70,6 @@ def timeline_of(traced: Traced) -> Timeline:
     return Timeline(heading, about, traced.ranks, traced.stretches, traced.bars, traced.messages)
 
 
-def axis_step(span_ms: float, most: int = 12) -> float:
-    """A round distance of ticks (1, 2 or 5 times a power of ten), for at most so many."""
-    step = 10.0**-3
-    while True:
-        for factor in (1, 2, 5):
-            if span_ms / (step * factor) <= most:
-                return step * factor
-        step *= 10
-
-
 class _Drawing:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.ranks = timeline, timeline.ranks
@@ -98,13 +90,9 @@ class _Drawing:
         return self.top + rank * ROW + (ROW - LANE) / 2 + 3
 
     def lines(self) -> Iterator[str]:
-        yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" '
-            f'width="{WIDTH}" height="{self.height}" font-family="{FONT}" role="img">'
-        )
-        yield f"<title>{escape(self.timeline.heading)}</title>"
-        yield from _style()
-        yield _box(0, 0, WIDTH, self.height, "paper")
+        yield from opening(WIDTH, self.height, self.timeline.heading)
+        yield from style(COLOURS, LINES, RULES)
+        yield box(0, 0, WIDTH, self.height, "paper")
         yield from self._heading()
         yield from map(self._stretch, self.timeline.stretches)
         yield from self._axis()
@@ -118,14 +106,14 @@ class _Drawing:
         yield "</svg>"
 
     def _heading(self) -> Iterator[str]:
-        yield _text(MARGIN, 40, self.timeline.heading, 20, weight="bold")
+        yield text_at(MARGIN, 40, self.timeline.heading, 20, weight="bold")
         for number, text in enumerate(self.timeline.about):
-            yield _text(MARGIN, 62 + LINE * number, text, 13, "grey")
+            yield text_at(MARGIN, 62 + LINE * number, text, 13, "grey")
 
     def _stretch(self, stretch: Stretch) -> str:
         """The ground of one pass at one rank."""
         left, right = self.x(stretch.began), self.x(stretch.ended)
-        return _box(left, self.top + stretch.rank * ROW, right - left, ROW, stretch.direction)
+        return box(left, self.top + stretch.rank * ROW, right - left, ROW, stretch.direction)
 
     def _passes(self) -> Iterator[str]:
         """Their names, each over the middle of its grounds."""
@@ -134,16 +122,16 @@ class _Drawing:
             left, right = (self.x(mean(times)) for times in zip(*((e.began, e.ended) for e in these), strict=True))
             text = f"{direction}  {ms(max(each.ended - each.began for each in these))} ms"
             if right - left > len(text) * CHARACTER * 1.3:
-                yield _text((left + right) / 2, self.top - 10, text, 13, anchor="middle", weight="bold")
+                yield text_at((left + right) / 2, self.top - 10, text, 13, anchor="middle", weight="bold")
 
     def _axis(self) -> Iterator[str]:
         step = axis_step(1e3 * self.end)
         for number in range(int(1e3 * self.end / step) + 1):
             x = self.x(number * step / 1e3)
             yield f'<path class="rule" d="M{x:.1f} {self.top}V{self.bottom + 5}"/>'
-            yield _text(x, self.bottom + 20, f"{number * step:g}", 11, "grey", "middle")
-        yield _text(self.right + 14, self.bottom + 20, "ms", 11, "grey")
-        yield _text(self.right + SHARE, self.top - 10, "in attention", 11, "grey", "end")
+            yield text_at(x, self.bottom + 20, f"{number * step:g}", 11, "grey", "middle")
+        yield text_at(self.right + 14, self.bottom + 20, "ms", 11, "grey")
+        yield text_at(self.right + SHARE, self.top - 10, "in attention", 11, "grey", "end")
 
     def _message(self, message: Message) -> str:
         """From where it was posted to where its receiver had it, between the lanes."""
@@ -157,7 +145,7 @@ class _Drawing:
 
     def _row(self, rank: int, bars: Sequence[Bar]) -> Iterator[str]:
         y = self.y(rank)
-        yield _text(MARGIN, y + LANE / 2 + 5, f"rank {rank}", 13, weight="bold")
+        yield text_at(MARGIN, y + LANE / 2 + 5, f"rank {rank}", 13, weight="bold")
         # Short ones come last, over their long neighbours: at this scale they would vanish under them.
         for bar in sorted(bars, key=lambda bar: bar.began - bar.ended):
             yield from self._bar(bar, y)
@@ -165,7 +153,7 @@ class _Drawing:
         busy = sum(bar.seconds for bar in bars if bar.kind == "compute")
         total = sum(each.ended - each.began for each in self.timeline.stretches if each.rank == rank)
         share = busy / total if total else 0.0
-        yield _text(self.right + SHARE, y + LANE / 2 + 5, f"{share:.0%}", 13, anchor="end")
+        yield text_at(self.right + SHARE, y + LANE / 2 + 5, f"{share:.0%}", 13, anchor="end")
 
     def _steps(self, bars: Sequence[Bar], y: float) -> Iterator[str]:
         """Where steps begin, with their numbers above the lane."""
@@ -174,7 +162,7 @@ class _Drawing:
             left, right = self.x(inside[0].began), self.x(inside[-1].ended)
             yield f'<path class="step" d="M{left:.1f} {y - 12:.1f}V{y + LANE:.1f}"/>'
             if right - left >= LEAST_STEP:
-                yield _text(left + 3, y - 4, str(inside[0].step), 10, "grey")
+                yield text_at(left + 3, y - 4, str(inside[0].step), 10, "grey")
 
     def _bar(self, bar: Bar, y: float) -> Iterator[str]:
         left, width = self.x(bar.began), self.x(bar.ended) - self.x(bar.began)
@@ -187,41 +175,17 @@ class _Drawing:
             f'height="{height:.1f}"><title>{escape(tip)}</title></rect>'
         )
         if bar.kind == "compute" and width > len(bar.short) * CHARACTER + 8:
-            yield _text(left + width / 2, y + LANE / 2 + 4, bar.short, 10, "on", "middle")
+            yield text_at(left + width / 2, y + LANE / 2 + 4, bar.short, 10, "on", "middle")
 
     def _legend(self) -> Iterator[str]:
         x, y = float(MARGIN + LABEL), self.bottom + AXIS + LEGEND / 2
         for kind, name in KINDS.items():
-            yield _box(x, y - 10, 14, 12, kind)
-            yield _text(x + 20, y, name, 12)
+            yield box(x, y - 10, 14, 12, kind)
+            yield text_at(x + 20, y, name, 12)
             x += 20 + len(name) * CHARACTER * 1.2 + 20
         yield f'<path class="message" d="M{x:.1f} {y}L{x + 16:.1f} {y - 8}"/>'
         yield f'<circle class="end" cx="{x + 16:.1f}" cy="{y - 8}" r="1.6"/>'
-        yield _text(x + 24, y, "message", 12)
+        yield text_at(x + 24, y, "message", 12)
         yield f'<path class="step" d="M{x + 96:.1f} {y + 2}V{y - 11}"/>'
-        yield _text(x + 99, y - 2, "0", 10, "grey")
-        yield _text(x + 112, y, "step begins", 12)
-
-
-def _style() -> Iterator[str]:
-    """Colours for light and for dark surroundings."""
-    yield "<style>"
-    for column, (before, after) in enumerate((("", ""), ("@media (prefers-color-scheme: dark) { ", " }"))):
-        rules = [f".{name} {{ fill: {colours[column]} }}" for name, colours in COLOURS.items()]
-        rules += [f".{name} {{ stroke: {colours[column]}; fill: none }}" for name, colours in LINES.items()]
-        rules += [f".end {{ fill: {LINES['message'][column]} }}"]
-        yield before + " ".join(rules) + after
-    yield ".on { fill: #ffffff } .step { stroke-width: 0.8 } .message { stroke-width: 0.8 } .messages { opacity: 0.6 }"
-    yield "</style>"
-
-
-def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
-
-
-def _text(
-    x: float, y: float, text: str, size: int, colour: str = "ink", anchor: str = "start", weight: str = ""
-) -> str:
-    style = f'class="{colour}" font-size="{size}"' + (f' font-weight="{weight}"' if weight else "")
-    style += "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
+        yield text_at(x + 99, y - 2, "0", 10, "grey")
+        yield text_at(x + 112, y, "step begins", 12)

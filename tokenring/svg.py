@@ -1,0 +1,51 @@
+"""What our pictures share: SVG without anything from outside, in colours for light and for dark surroundings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+
+FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+Colours = Mapping[str, tuple[str, str]]  # class: (light, dark)
+
+
+def opening(width: float, height: float, title: str) -> Iterator[str]:
+    """The first lines; `</svg>` is the last."""
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="{FONT}" role="img">'
+    )
+    yield f"<title>{escape(title)}</title>"
+
+
+def style(fills: Colours, strokes: Colours, more: Iterable[str] = ()) -> Iterator[str]:
+    """Classes that fill, classes that only stroke, and other rules."""
+    yield "<style>"
+    for column, (before, after) in enumerate((("", ""), ("@media (prefers-color-scheme: dark) { ", " }"))):
+        rules = [f".{name} {{ fill: {colours[column]} }}" for name, colours in fills.items()]
+        rules += [f".{name} {{ stroke: {colours[column]}; fill: none }}" for name, colours in strokes.items()]
+        yield before + " ".join(rules) + after
+    yield from more
+    yield "</style>"
+
+
+def box(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
+
+
+def text_at(
+    x: float, y: float, text: str, size: int, colour: str = "ink", anchor: str = "start", weight: str = ""
+) -> str:
+    how = f'class="{colour}" font-size="{size}"' + (f' font-weight="{weight}"' if weight else "")
+    how += "" if anchor == "start" else f' text-anchor="{anchor}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {how}>{escape(text)}</text>'
+
+
+def axis_step(span: float, most: int = 12) -> float:
+    """A round distance of ticks (1, 2 or 5 times a power of ten), for at most so many."""
+    step = 10.0**-3
+    while True:
+        for factor in (1, 2, 5):
+            if span / (step * factor) <= most:
+                return step * factor
+        step *= 10
