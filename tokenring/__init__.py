@@ -24,6 +24,7 @@ from tokenring.planner.select import Plan
 from tokenring.schedule.build import Scheme
 from tokenring.schedule.ir import Block, Move, Schedule, Tile
 from tokenring.sharding import positions, shard, unshard
+from tokenring.topology.ranks import Topology
 from tokenring.workload import Workload
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "SlidingWindow",
     "Tile",
     "TokenRingError",
+    "Topology",
     "TopologyError",
     "UnsupportedError",
     "Workload",
