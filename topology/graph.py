@@ -78,6 +78,7 @@ def merge(facts: Iterable[Facts]) -> Graph:
     measurements: list[Measurement] = []
     notes: list[Note] = []
     several = len({device.host for source in sources for device in source.accelerators}) > 1
+    several = several or len({device.host for source in sources for device in source.devices if device.host}) > 1
     for source in sources:
         names = _take_devices(source, devices, several)
         for link in source.links:

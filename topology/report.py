@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from tokenring.topology.bandwidth import published
 from tokenring.topology.facts import Device, unordered
 from tokenring.topology.graph import Edge, Graph
+from tokenring.topology.plain import plain_lines
 from tokenring.topology.verdict import Verdict
 
 MAX_MATRIX = 32
@@ -52,7 +53,7 @@ def report(graph: Graph, verdict: Verdict) -> str:
     blocks += [_matrix(graph), _islands(verdict), _places(graph), _unknown(graph, verdict)]
     if graph.accelerators:
         blocks.append([f"favours   {FAVOURS[verdict.name]}"])
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return plain_lines("\n\n".join("\n".join(block) for block in blocks if block)) + "\n"
 
 
 def sentence(graph: Graph, verdict: Verdict) -> str:
