@@ -1,4 +1,4 @@
-"""The topology of a group of ranks: each says where it sits, one of each machine looks at it, all get the same graph."""
+"""The topology of a group: each rank says where it sits, one of each machine looks at it, all get one graph."""
 
 from __future__ import annotations
 

@@ -148,10 +148,10 @@ class _Picture:
         top = self.y + head
         alone = beside and not show_boxes
         wheel_left = MARGIN + PAD + ((room - wheel.width) / 2 if alone or not beside else 0)
-        wheel_top = top + (max(0.0, flow.height - wheel.height) / 2 if beside else 0)
-        yield from self._wheel(wheel, wheel_left, wheel_top, host, BOX)
-        flow_top = top + (max(0.0, wheel.height - flow.height) / 2 if beside else wheel.height + PAD * bool(wheel.nodes))
-        yield from self._laid(flow, MARGIN + PAD + left, flow_top, host)
+        above = (flow.height - wheel.height) / 2
+        below = max(0.0, -above) if beside else wheel.height + PAD * bool(wheel.nodes)
+        yield from self._wheel(wheel, wheel_left, top + (max(0.0, above) if beside else 0), host, BOX)
+        yield from self._laid(flow, MARGIN + PAD + left, top + below, host)
         self.y += height + PAD
 
     # ---------- circles

@@ -9,8 +9,8 @@ SHOWN_AS_CODE = ("Cf", "Zl", "Zp", "Cs", "Cn", "Co")  # right-to-left marks, lin
 
 def plain(text: str, most: int | None = None) -> str:
     """The text with what is invisible made visible, cut to so many characters."""
-    cut = text if most is None or len(text) <= most else text[: most - 1] + "…"
-    return cut if cut.isascii() and cut.isprintable() else "".join(map(_shown, cut))
+    cut = _cut(text, most)
+    return cut if cut.isascii() and cut.isprintable() else _cut("".join(map(_shown, cut)), most)
 
 
 def plain_lines(text: str) -> str:
@@ -23,10 +23,14 @@ def cells_wide(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 
+def _cut(text: str, most: int | None) -> str:
+    return text if most is None or len(text) <= most else text[: most - 1] + "…"
+
+
 def _shown(character: str) -> str:
     code, category = ord(character), unicodedata.category(character)
     if code < 0x20:
         return chr(0x2400 + code)  # ␛ for escape
     if category == "Cc":
         return "�"
-    return f"‹{code:04X}›" if category in SHOWN_AS_CODE else character
+    return f"[U+{code:04X}]" if category in SHOWN_AS_CODE else character

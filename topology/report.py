@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from tokenring.topology.bandwidth import published
 from tokenring.topology.facts import Device, unordered
 from tokenring.topology.graph import Edge, Graph
-from tokenring.topology.plain import plain_lines
+from tokenring.topology.plain import plain, plain_lines
 from tokenring.topology.verdict import Verdict
 
 MAX_MATRIX = 32
 MAX_WITH_NICS = 13
+MAX_CELL = 200  # characters
 SENTENCES = {
     "single": "one accelerator, nothing to link",
     "full-mesh": "full mesh: every pair has links of its own",
@@ -162,6 +163,7 @@ def _number(value: float) -> str:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
+    rows = [[plain(cell, MAX_CELL) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
