@@ -82,12 +82,13 @@ def _from_ways(graph: Graph) -> list[Box]:
     """Devices in one box whose way is no longer than the box allows."""
     leaves = [device for device in graph.devices if device.kind in LEAVES]
     tops = {device.id: Box(device.id, device.kind, device) for device in leaves}
+    order = {device.id: number for number, device in enumerate(leaves)}
     ways = [edge for edge in graph.edges if edge.kind in PCIE_PATHS and edge.a in tops and edge.b in tops]
     for kind, label, box_kind in LEVELS:
         joined = [(edge.a, edge.b) for edge in ways if edge.kind == kind]
         if kind == "node":
             joined += _of_one_node(leaves)
-        groups = _joined(tops, joined)
+        groups = [sorted(group, key=lambda box: order[_leaves(box)[0].label]) for group in _joined(tops, joined)]
         for group in groups:
             node = _node(group) if kind == "node" else None
             if len(group) > 1 or node is not None:

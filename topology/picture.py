@@ -16,11 +16,11 @@ from tokenring.topology.wheel import BOX, BOX_HEIGHT, DOT, HUB, Line, Node, Whee
 
 # Sizes in SVG units, which viewers show as pixels.
 WIDTH, MARGIN, PAD, LINE = 1120, 28, 14, 18
-CHARACTER = 6.7  # mean width of a character of 12 units, generous
+CHARACTER, LEGEND_CHARACTER = 6.7, 5.9  # mean width of a character of 12 units, generous; of long texts
 CHIP, CHIP_GAP, HEAD = 26, 8, 22
 BESIDE = 560  # wider circles have their boxes below, not beside
 MAX_NAME, MAX_INSIDE, MAX_HOST = 40, 8, 24
-MAX_HOSTS, MAX_LEGEND = 32, 10
+MAX_HOSTS, MAX_LEGEND, HOSTS_AROUND = 32, 10, 4
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 KIND_NAMES = {"nvlink": "NVLink", "xgmi": "xGMI", "hccs": "HCCS", "sio": "SIO", "ub": "UB", "c2c": "NVLink-C2C",
               "mxlink": "MetaXLink", "mtlink": "MTLink", "mlulink": "MLU-Link", "pcie": "PCIe"}  # fmt: skip
@@ -68,7 +68,7 @@ class _Picture:
         self.hosts = tuple(dict.fromkeys((*graph.hosts, *named))) or ("",)
         self.legend: dict[tuple[str, str], float] = {}
         self.kinds: dict[str, None] = {}
-        self.y = 0.0
+        self.y, self.widest = 0.0, 0.0
         widths = [_weight(edge) for edge in graph.edges]
         self.heaviest = max([each for each in widths if each is not None], default=1.0)
 
@@ -88,10 +88,11 @@ class _Picture:
 
     def _heading(self) -> Iterator[str]:
         self.y = MARGIN
-        for line in textwrap.wrap(plain(sentence(self.graph, self.verdict), 400), 96):
-            self.y += 24
-            yield _text(MARGIN, self.y, line, 19, weight="bold")
+        for line in textwrap.wrap(plain(sentence(self.graph, self.verdict), 400), 110):
+            self.y += 25
+            yield _text(MARGIN, self.y, line, 18, weight="bold")
         why = [f"{self.verdict.name}, confidence {self.verdict.confidence}", *self.verdict.evidence]
+        self.y += 4
         for colour, texts in (("grey", why), ("bad", self.verdict.warnings)):
             for text in texts[:8]:
                 for line in textwrap.wrap(plain(text, 400), 150):
@@ -111,6 +112,9 @@ class _Picture:
             ends = tuple(sorted((places[edge.a], places[edge.b])))
             if ends[0] != ends[1]:
                 found.setdefault((ends[0], ends[1]), []).append(edge)
+        if not found and len(self.hosts) > HOSTS_AROUND:
+            yield from self._all_hosts()
+            return
         hub = None if found else "\0network"
         box = max(BOX, CHARACTER * max(cells_wide(_cut(each, MAX_HOST)) for each in self.hosts) + 16)
         wheel = hosts_around(self.hosts, hub, box)
@@ -120,6 +124,14 @@ class _Picture:
         left, top = (WIDTH - wheel.width) / 2, self.y
         yield from self._wheel(wheel, left, top, "", box)
         self.y += wheel.height + PAD
+
+    def _all_hosts(self) -> Iterator[str]:
+        """Many hosts, of whose network nothing is known."""
+        room = WIDTH - 2 * MARGIN
+        inside = [Box(each or "a host", "host") for each in self.hosts]
+        laid = _flow([Box("network: not looked at", "panel", inside=inside)], room, "")
+        yield from self._laid(laid, MARGIN, self.y, "")
+        self.y += laid.height + PAD
 
     def _panels(self) -> Iterator[str]:
         inside = dict(self.verdict.inside)
@@ -146,18 +158,19 @@ class _Picture:
         if title:
             yield _text(MARGIN + PAD, self.y + 24, _fit(title, room), 14, weight="bold")
         top = self.y + head
-        alone = beside and not show_boxes
-        wheel_left = MARGIN + PAD + ((room - wheel.width) / 2 if alone or not beside else 0)
+        shift = (room - left - flow.width) / 2 if beside else 0.0
+        wheel_left = MARGIN + PAD + (shift if beside and show_boxes else (room - wheel.width) / 2)
         above = (flow.height - wheel.height) / 2
         below = max(0.0, -above) if beside else wheel.height + PAD * bool(wheel.nodes)
         yield from self._wheel(wheel, wheel_left, top + (max(0.0, above) if beside else 0), host, BOX)
-        yield from self._laid(flow, MARGIN + PAD + left, top + below, host)
+        yield from self._laid(flow, MARGIN + PAD + left + (shift or (room - flow.width) / 2), top + below, host)
         self.y += height + PAD
 
     # ---------- circles
 
     def _wheel(self, wheel: Wheel, left: float, top: float, host: str, box: float) -> Iterator[str]:
         at = {node.key: node for node in wheel.nodes}
+        self.widest = 4.3 if len(wheel.lines) <= 30 else 1.6
         for line in wheel.lines:
             a, b = at[line.a], at[line.b]
             yield self._line(line, (a.x + left, a.y + top), (b.x + left, b.y + top), host)
@@ -167,7 +180,7 @@ class _Picture:
     def _line(self, line: Line, start: tuple[float, float], end: tuple[float, float], host: str) -> str:
         edge = line.edge
         weight = _weight(edge)
-        width = 1.6 if weight is None else 1.2 + 4.3 * weight / self.heaviest
+        width = 1.6 if weight is None else 1.2 + self.widest * weight / self.heaviest
         kind = edge.kind if edge.kind in LINKS else "other"
         is_unknown = line.b == "\0network"
         words = "network: not looked at" if is_unknown else _words(edge)
@@ -225,9 +238,10 @@ class _Picture:
     def _nested(self, box: Box, laid: _Laid, x: float, y: float, host: str) -> Iterator[str]:
         kind = box.kind if box.kind in FILLS else "panel"
         text = _chip_text(box, host)
-        if box.is_leaf and box.device is not None:
+        if not box.inside:
             self.kinds[kind] = None
-            yield f'<g class="node" data-n="{self._number(box.device.id)}"><title>{escape(_about(box.device))}</title>'
+            tip = text if box.device is None else _about(box.device)
+            yield f'<g class="node" data-n="{self._number(box.label)}"><title>{escape(tip)}</title>'
             yield _box(x, y, laid.width, CHIP, kind, 5)
             yield _text(x + laid.width / 2, y + 17, text, 12, "on" if kind == "accelerator" else "ink", "middle")
             yield "</g>"
@@ -245,7 +259,7 @@ class _Picture:
             return
         self.y += 12
         for (kind, words), width in self.legend.items():
-            room = 44 + CHARACTER * len(words)
+            room = 52 + LEGEND_CHARACTER * len(words)
             if x > MARGIN and x + room > WIDTH - MARGIN:
                 x, self.y = MARGIN, self.y + LINE
             yield f'<path class="{kind}-link" d="M{x:.0f} {self.y - 4:.1f}h24" stroke-width="{width:.1f}"/>'
@@ -271,7 +285,7 @@ def _flow(found: Sequence[Box], room: float, host: str) -> _Laid:
     parts: list[tuple[float, float, Box, _Laid]] = []
     x = y = row = width = 0.0
     for box in found:
-        inner = _chip(box, host) if box.is_leaf else _group(box, room, host)
+        inner = _group(box, room, host) if box.inside else _chip(box, host)
         if x and x + inner.width > room:
             x, y, row = 0.0, y + row + CHIP_GAP, 0.0
         parts.append((x, y, box, inner))
@@ -309,7 +323,7 @@ def _cut(name: str, most: int) -> str:
 
 
 def _fit(text: str, room: float) -> str:
-    most = int(room / (CHARACTER * 1.2))
+    most = int(room / (CHARACTER * 1.1))
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

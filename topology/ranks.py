@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
 from tokenring.topology.facts import Device, Note, unordered
-from tokenring.topology.graph import Edge, Graph
+from tokenring.topology.graph import Graph
 from tokenring.topology.verdict import Verdict, classify
 
 if TYPE_CHECKING:
@@ -142,25 +142,27 @@ def _bandwidths(graph: Graph, devices: Sequence[str | None]) -> dict[tuple[int, 
             if one is None or other is None or one == other:
                 continue
             edge = edges.get(unordered(one, other))
-            if (edge is None or not edge.is_peer) and one in ports and other in ports:
-                found[a, b] = _least(ports[one], ports[other])
+            shared = ports.get(one, {}).keys() & ports.get(other, {}).keys()
+            if shared and (edge is None or not edge.is_peer):
+                found[a, b] = _least(_sum(ports[one], shared), _sum(ports[other], shared))
             elif edge is not None:
                 found[a, b] = edge.bandwidth_gbs
     return found
 
 
-def _ports(graph: Graph) -> dict[str, float | None]:
-    """GB/s of all the links that each device has to switches of accelerators."""
+def _ports(graph: Graph) -> dict[str, dict[str, float | None]]:
+    """Of each device, the switches of accelerators that it is linked to, and with how many GB/s."""
     switches = {device.id for device in graph.of_kind("switch")}
-    links: dict[str, list[Edge]] = {}
+    found: dict[str, dict[str, float | None]] = {}
     for edge in graph.edges:
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
             if other in switches and end not in switches and edge.is_peer:
-                links.setdefault(end, []).append(edge)
-    return {end: _sum([edge.bandwidth_gbs for edge in found]) for end, found in links.items()}
+                found.setdefault(end, {})[other] = edge.bandwidth_gbs
+    return found
 
 
-def _sum(values: Sequence[float | None]) -> float | None:
+def _sum(ports: Mapping[str, float | None], switches: Iterable[str]) -> float | None:
+    values = [ports[switch] for switch in switches]
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 

@@ -13,7 +13,7 @@ from tokenring.topology.verdict import Verdict
 
 MAX_MATRIX = 32
 MAX_WITH_NICS = 13
-MAX_CELL = 200  # characters
+MAX_CELL, MAX_MODEL = 200, 60  # characters
 SENTENCES = {
     "single": "one accelerator, nothing to link",
     "full-mesh": "full mesh: every pair has links of its own",
@@ -76,7 +76,7 @@ def _model(device: Device) -> str:
     words = [word for word in (vendor, device.model or device.arch) if word]
     if len(words) == 2 and words[1].lower().startswith(words[0].lower()):
         words = words[1:]
-    return " ".join(words) if words else "accelerator"
+    return plain(" ".join(words), MAX_MODEL) if words else "accelerator"
 
 
 def _widths(graph: Graph, verdict: Verdict) -> str:

@@ -12,8 +12,8 @@ from tokenring.topology.verdict import Verdict
 
 BOXES_UP_TO = 20  # nodes of a circle that are boxes with their names inside; more are dots with names around them
 BOX, BOX_HEIGHT, DOT = 64.0, 24.0, 6.0
-GAP, DOT_GAP, LEAST_RADIUS = 12.0, 24.0, 84.0
-RIM, NAME_RIM = 30.0, 104.0  # around a circle: of boxes, and of names
+GAP, DOT_GAP, LEAST_RADIUS, PAIR_RADIUS = 36.0, 24.0, 104.0, 90.0
+RIM, NAME_RIM = 18.0, 84.0  # around a circle: of boxes, and of names
 HUB = 26.0
 
 
@@ -80,9 +80,10 @@ def hosts_around(hosts: Sequence[str], hub: str | None, box: float) -> Wheel:
 def _circle(members: Sequence[str], by_id: dict[str, Device], box: float) -> Wheel:
     count = len(members)
     dots = count > BOXES_UP_TO
-    radius = 0.0 if count == 1 else max(LEAST_RADIUS, count * (DOT_GAP if dots else box + GAP) / (2 * math.pi))
+    least = LEAST_RADIUS if count > 2 else PAIR_RADIUS
+    radius = 0.0 if count == 1 else max(least, count * (DOT_GAP if dots else box + GAP) / (2 * math.pi))
     rim = NAME_RIM if dots else RIM
-    size_x = 2 * radius + (2 * rim if dots else box + RIM)
+    size_x = 2 * radius + (2 * rim if dots else box + 2 * RIM)
     size_y = 2 * (BOX_HEIGHT if count <= 2 else radius + rim)
     nodes = []
     for number, name in enumerate(members):
@@ -113,7 +114,7 @@ def _add_middles(made: list[Wheel], shown: Sequence[Edge], by_id: dict[str, Devi
             wheel.height += 3 * HUB
             spread, middle = 0.0, wheel.height - 1.5 * HUB
         else:
-            spread, middle = min(HUB * 1.9 * (len(names) - 1), wheel.width * 0.5), wheel.height / 2
+            spread, middle = min(HUB * 2.4 * (len(names) - 1), wheel.width * 0.6), wheel.height / 2
         for number, name in enumerate(names):
             at = number / (len(names) - 1) - 0.5 if len(names) > 1 else 0.0
             x = wheel.width / 2 + at * (spread or 2.4 * HUB * (len(names) - 1))
