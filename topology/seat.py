@@ -96,9 +96,8 @@ def _bus_id_from_torch(index: int) -> str | None:
 
     told = torch.cuda.get_device_properties(index)
     parts = [getattr(told, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if not all(isinstance(part, int) for part in parts):
-        return None
-    return normal_bus_id("{:04x}:{:02x}:{:02x}.0".format(*parts))
+    numbers = [part for part in parts if isinstance(part, int)]
+    return normal_bus_id("{:04x}:{:02x}:{:02x}".format(*numbers)) if len(numbers) == len(parts) else None
 
 
 def _bus_id(kind: str, index: int, load: Load) -> str | None:
