@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
-from tokenring.topology.facts import Device, Note, unordered
-from tokenring.topology.graph import Graph
-from tokenring.topology.verdict import Verdict, classify
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the rest is imported where it is needed: `import tokenring` comes through here
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tokenring.topology.facts import Device
+    from tokenring.topology.graph import Graph
     from tokenring.topology.seat import Seat
+    from tokenring.topology.verdict import Verdict
 
 TIMEOUT_SECONDS = 60.0
 
@@ -62,6 +62,8 @@ class Topology:
     @staticmethod
     def of(graph: Graph, devices: Sequence[str | None] | None = None, hosts: Sequence[str] | None = None) -> Topology:
         """The topology of ranks on the devices of a graph, named by their ids; None: one rank an accelerator."""
+        from tokenring.topology.verdict import classify
+
         by_id = {device.id: device for device in graph.accelerators}
         devices = tuple(by_id) if devices is None else tuple(devices)
         if unknown := [each for each in devices if each is not None and each not in by_id]:
@@ -100,6 +102,8 @@ def full_mesh(world_size: int, bandwidth_gbs: float | None = None) -> Topology:
 
 def seated(graph: Graph, seats: Sequence[Seat], hosts: Sequence[str]) -> Topology:
     """The topology of ranks that sit somewhere; what does not fit becomes a note of the graph."""
+    from tokenring.topology.facts import Note
+
     devices: list[str | None] = []
     notes: list[Note] = []
     for rank, (seat, host) in enumerate(zip(seats, hosts, strict=True)):
@@ -135,6 +139,8 @@ def _misfit(seat: Seat, found: Sequence[Device]) -> str:
 
 
 def _bandwidths(graph: Graph, devices: Sequence[str | None]) -> dict[tuple[int, int], float | None]:
+    from tokenring.topology.facts import unordered
+
     edges, ports = graph.between(), _ports(graph)
     found: dict[tuple[int, int], float | None] = {}
     for a, one in enumerate(devices):

@@ -177,9 +177,10 @@ def _islands(verdict: Verdict) -> list[str]:
 def _places(graph: Graph) -> list[str]:
     rows = [["place", "host", "NUMA", "CPUs", "nearest NIC"]]
     near = _nearest_nics(graph)
-    for device in graph.accelerators:
+    for device in graph.accelerators or graph.of_kind("nic"):
         numa = device.numa_affinity if device.numa_node is None else str(device.numa_node)
-        rows.append([device.id, device.host or "", numa or "?", device.cpu_affinity or "?", near.get(device.id, "?")])
+        name = f"{device.id} {device.name}" if device.kind == "nic" and device.name else device.id
+        rows.append([name, device.host or "", numa or "?", device.cpu_affinity or "?", near.get(device.id, "?")])
     keep = [i for i in range(len(rows[0])) if i == 0 or any(row[i] not in ("", "?") for row in rows[1:])]
     return _table([[row[i] for i in keep] for row in rows]) if len(keep) > 1 else []
 
