@@ -210,7 +210,7 @@ def test_sysfs(tmp_path: Path) -> None:
     graph = merge([facts])
     kinds = {(link.a[5:7], link.b[5:7]): link.kind for link in facts.links}
     assert kinds == {
-        ("03", "04"): "pxb",
+        ("03", "04"): "pix",
         ("03", "05"): "phb",
         ("04", "05"): "phb",
         ("03", "81"): "sys",

@@ -36,8 +36,10 @@ PUBLISHED = (
     Published("xgmi", r"MI250|MI210|gfx90a", 50, 7),
     Published("xgmi", r"MI3(?:00X|25X|08X)|gfx942", 64, 7),
     Published("xgmi", r"MI35[05]X|gfx950", 76.5, 7),
-    Published("hccs", r"910A", 30, 3),
-    Published("hccs", r"910B|910_93|A3", 28, 7),
+    Published("hccs", r"910A", 30, 3),  # 3 × 240 Gbit/s, as conference notes have it: no page of the vendor's found
+    Published("hccs", r"910B", 28, 7),  # 4 lanes × 56 Gbit/s in the driver's source; a pair was measured with 26.2
+    Published("hccs", r"910C|910_93|A3", 28, 7),  # of a die: 196 in all, a third party's table; npu-smi prints 7 × 224
+    # SIO: no figure found. UB of the 950: 840 GB/s a device is announced, how many links share it is not.
 )
 LINKS_WHERE_UNKNOWN = {"nvlink": 18, "xgmi": 7, "hccs": 7}  # the most that devices in use have
 WHOLE_DEVICE = (12, 18, 36)  # so many NVLinks of one pair are all that a device has

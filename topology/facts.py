@@ -17,6 +17,7 @@ PEER_KINDS = ("nvlink", "xgmi", "hccs", "sio", "ub", "mxlink", "mtlink", "mlulin
 PCIE_PATHS = ("pix", "pxb", "phb", "node", "sys")
 PCIE_KINDS = ("pcie", *PCIE_PATHS)  # "pcie": somewhere through PCIe, the source does not say how far
 OTHER_KINDS = ("c2c", "network")  # accelerator to CPU; between hosts
+ASSUMED = "assumed"  # the label of a link that no source shows
 LINK_KINDS = (*PEER_KINDS, *PCIE_KINDS, *OTHER_KINDS)
 
 
@@ -39,6 +40,7 @@ class Device:
     numa_affinity: str | None = None  # where a source gives a list: "0,5-11"
     cpu_affinity: str | None = None  # "0-23,48-71"
     gbs: float | None = None  # of a port, one way
+    ports: int | None = None  # links of its own that are up, wherever they lead
     host: str | None = None
     parent: str | None = None
 

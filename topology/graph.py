@@ -72,7 +72,7 @@ class Graph:
 
 def merge(facts: Iterable[Facts]) -> Graph:
     """One graph of several sources. Two outputs of one tool, with no host named, are two hosts."""
-    sources = _with_hosts(list(facts))
+    sources = sorted(_with_hosts(list(facts)), key=_names_both_ways, reverse=True)
     devices: list[Device] = []
     edges: dict[tuple[str, str, str], Edge] = {}
     measurements: list[Measurement] = []
@@ -105,6 +105,11 @@ def _with_hosts(sources: list[Facts]) -> list[Facts]:
     return placed
 
 
+def _names_both_ways(source: Facts) -> bool:
+    """Whether it tells which index has which bus id: it goes first, as others know devices by one of them."""
+    return any(device.index is not None and device.bus_id is not None for device in source.accelerators)
+
+
 def _take_devices(source: Facts, devices: list[Device], several: bool) -> dict[str, str]:
     """Add a source's devices, or what it says about those known; what its ids are called in the graph."""
     names: dict[str, str] = {}
@@ -112,7 +117,8 @@ def _take_devices(source: Facts, devices: list[Device], several: bool) -> dict[s
     before = len(devices)
     used = {each.id for each in devices}
     for device in source.devices:
-        at = next((i for i in range(before) if i not in taken and _same(devices[i], device)), None)
+        same = [i for i in range(before) if i not in taken and _same(devices[i], device)]
+        at = next((i for i in same if _tail(devices[i]) == _tail(device)), same[0] if same else None)
         if at is None:
             name = f"{device.host}:{device.id}" if several and device.host else device.id
             while name in used:
@@ -134,12 +140,19 @@ def _same(a: Device, b: Device) -> bool:
     """Whether two sources speak of one device: bus id, else physical id, else index or name."""
     if a.kind != b.kind or (a.host and b.host and a.host != b.host):
         return False
+    if a.vendor and b.vendor and a.vendor != b.vendor:  # each vendor's tool counts from 0
+        return False
     if a.bus_id and b.bus_id and a.die == b.die:
-        return a.bus_id == b.bus_id and a.id.rpartition(":")[2] == b.id.rpartition(":")[2]
+        return a.bus_id == b.bus_id
     for one, other in ((a.phy_id, b.phy_id), (a.index, b.index), (a.name, b.name)):
         if one is not None and other is not None:
             return one == other
     return False
+
+
+def _tail(device: Device) -> str:
+    """Its own name without its host's: parts of one GPU share a bus id."""
+    return device.id.rpartition(":")[2]
 
 
 def _completed(known: Device, more: Device) -> Device:
@@ -172,7 +185,10 @@ def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], measurements: Itera
         return replace(edge, bandwidth_gbs=min(known), source="measured")
     entry = next((p for end in (edge.a, edge.b) if (p := published(edge.kind, by_id[end]))), None)
     if entry is None:
-        return edge
+        port = by_id[edge.a].gbs if edge.is_peer and by_id[edge.a].kind == "accelerator" else None
+        if edge.bandwidth_gbs is not None or edge.count is None or port is None:
+            return edge
+        return replace(edge, bandwidth_gbs=round(edge.count * port, 3))
     count = edge.count if edge.count is not None else entry.links if edge.switched else _one(edge.kind)
     return edge if count is None else replace(edge, bandwidth_gbs=round(count * entry.link_gbs, 3), source="published")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Facts, Note, Origin
+from tokenring.topology.nvml import read_nvml
 from tokenring.topology.sources import REGISTRY, Source, parser_of
 from tokenring.topology.sysfs import read_sysfs
 
@@ -19,14 +20,24 @@ class NoAnswer(Exception):
     """A command that is not here, failed or took too long; the text says which."""
 
 
-def probe(run: Run | None = None, sources: Iterable[Source] = REGISTRY) -> list[Facts]:
-    """What the tools say, else the PCI tree; a tool that does not answer is a note.
+def probe(
+    run: Run | None = None, sources: Iterable[Source] = REGISTRY, nvml: Callable[[], Facts | None] | None = None
+) -> list[Facts]:
+    """What NVML and the tools say, and the PCI tree; a tool that does not answer is a note.
 
-    Matrices name no bus ids, so nothing would tell that the tree's devices are the same.
+    NVML, where it works, says all that nvidia-smi would. The tree's devices have bus ids alone: it is taken where
+    others name some too, or name no device at all; else nothing would tell that its devices are theirs.
+    With a `run` that is given, this machine's NVML is not asked.
     """
-    asked = [_ask(source, run or run_command) for source in sources if source.command]
+    if nvml is None and run is None:
+        nvml = read_nvml
+    library = nvml() if nvml else None
+    known = library is not None and bool(library.accelerators)
+    wanted = [source for source in sources if source.command and not (known and source.command[0] == "nvidia-smi")]
+    asked = [library, *(_ask(source, run or run_command) for source in wanted)]
     found = [facts for facts in asked if facts is not None]
-    return found if any(facts.accelerators for facts in found) else [*found, read_sysfs()]
+    named = [device for facts in found for device in facts.accelerators]
+    return [*found, read_sysfs()] if not named or any(device.bus_id for device in named) else found
 
 
 def _ask(source: Source, run: Run) -> Facts | None:

@@ -113,7 +113,9 @@ def _matrix(graph: Graph) -> list[str]:
     ends = [device.id for device in graph.accelerators]
     if not 1 < len(ends) <= MAX_MATRIX:
         return [f"links     {len(ends)} accelerators: too many for a matrix; --json has all"] if len(ends) > 1 else []
-    nics = [device.id for device in graph.of_kind("nic")]
+    named = set(ends)
+    linked = {end for pair in graph.between() for end in pair if not named.isdisjoint(pair)}
+    nics = [device.id for device in graph.of_kind("nic") if device.id in linked]
     if len(ends) + len(nics) <= MAX_WITH_NICS:  # the nearest are listed below in any case
         ends += nics
     best = graph.between()

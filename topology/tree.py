@@ -13,7 +13,8 @@ def pcie_links(devices: Iterable[Device], *, host_bridges: bool) -> list[Link]:
     """One link for each pair of accelerators and NICs whose way is known.
 
     Devices hang (`parent`) from PCIe switches, host bridges, NUMA nodes, hosts. Where a source does not show
-    host bridges, two branches of one NUMA node may be one bridge or two: no link.
+    host bridges, two branches of one NUMA node may be one bridge or two: no link. Those that show them show
+    the ports of PCIe switches too: a switch is the port above and the ports below.
     """
     by_id = {device.id: device for device in devices}
     ends = [device.id for device in by_id.values() if device.kind in ("accelerator", "nic")][:MAX_ENDS]
@@ -44,8 +45,9 @@ def _way(above_a: list[str], above_b: list[str], by_id: Mapping[str, Device], ho
         return "sys" if has_numa else None
     kind = by_id[meeting].kind
     if kind == "pcie-switch":
-        bridges = above_a.index(meeting) + above_b.index(meeting) + 1
-        return "pix" if bridges == 1 else "pxb"
+        far = (above_a.index(meeting), above_b.index(meeting))
+        one = max(far) <= 1 if host_bridges else max(far) == 0
+        return "pix" if one else "pxb"
     if kind == "host-bridge":
         return "phb"
     if kind == "numa":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device
-from tokenring.topology.facts import PCIE_PATHS, Device, pairs, unordered
+from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device, published
+from tokenring.topology.facts import ASSUMED, PCIE_PATHS, Device, pairs, unordered
 from tokenring.topology.graph import Edge, Graph
 from tokenring.topology.shapes import Neighbours, is_clique, is_cube_mesh, is_ring, neighbours, parts
 
@@ -27,6 +28,7 @@ CLASSES = (
     "unknown",
 )
 Confidence = Literal["high", "medium", "low"]
+FROM_A100_ON = 8  # NVLinks: devices with fewer may have some to CPUs, or not to every peer
 PATH_CLASSES = {"sys": "pcie-numa", "node": "pcie-host"} | dict.fromkeys(("phb", "pxb", "pix"), "pcie-bridge")
 
 
@@ -58,9 +60,11 @@ class _Links:
     switched: frozenset[tuple[str, str]]
     edges: dict[tuple[str, str], Edge]
     around: Neighbours
+    wider: Mapping[str, list[str]]  # switches that take links of the kind that a mesh has too: the level above it
 
     def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
-        known = {*self.edges, *self.switched}
+        above = (unordered(*pair) for attached in self.wider.values() for pair in pairs(attached))
+        known = {*self.edges, *self.switched, *above}
         return [pair for pair in pairs(names) if unordered(*pair) not in known]
 
 
@@ -80,7 +84,7 @@ def _of_host(graph: Graph) -> Verdict:
         return Verdict("single", "high", ("one accelerator",))
     links = _links(graph, names)
     if not links.direct and not links.switched:
-        return _by_pcie(graph, names, links)
+        return _by_ports(graph, names) or _by_pcie(graph, names, links)
     return _by_links(graph, names, links)
 
 
@@ -93,15 +97,35 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     edges = {pair: edge for pair, edge in graph.between().items() if inside.issuperset(pair)}
     direct = {pair: edge for pair, edge in edges.items() if edge.is_peer and not edge.switched}
     switched = {pair for pair, edge in edges.items() if edge.is_peer and edge.switched}
-    switches: dict[str, list[str]] = {}
-    kinds = {device.id: device.kind for device in graph.devices}
+    wider: dict[str, list[str]] = {}
+    fabric: list[tuple[str, str]] = []
+    meshed = {edge.kind for edge in direct.values()}
+    switches = dict.fromkeys(device.id for device in graph.of_kind("switch"))
     for edge in graph.edges:
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
-            if kinds[end] == "switch" and other in inside:
-                switches.setdefault(end, []).append(other)
-    for attached in switches.values():
-        switched |= {unordered(*pair) for pair in pairs(attached)}
-    return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]))
+            if end in switches and (other in inside or other in switches):
+                if edge.kind in meshed:
+                    wider.setdefault(end, []).append(other)
+                else:
+                    fabric.append((end, other))
+    for part in parts(neighbours([*switches, *names], fabric)):  # switches that are linked are one
+        if len(part) > 1:
+            switched |= {unordered(*pair) for pair in pairs(end for end in part if end in inside)}
+    return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]), wider)
+
+
+def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:
+    """All links are known to be up and none where it leads: as many as no mesh of these devices can have."""
+    ports = {device.ports for device in graph.accelerators}
+    count = max((number for number in ports if number), default=0)
+    if graph.coverage == "links" or not count or len(names) < 2:
+        return None
+    entry = published("nvlink", graph.accelerators[0])
+    whole = entry is not None and entry.links >= FROM_A100_ON
+    if len(ports) == 1 and whole and count > len(names) and count % (len(names) - 1):
+        why = f"each device has {count} links up, which {len(names) - 1} peers cannot share evenly"
+        return Verdict("switch", "medium", (why,), (Island(names, "switch"),))
+    return _unknown(f"devices have up to {count} links up, and where they lead is not said", graph)
 
 
 def _by_pcie(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
@@ -133,8 +157,11 @@ def _by_links(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
         verdict = _whole(graph, islands[0], links)
         return replace(verdict, warnings=(*verdict.warnings, f"{alone[0]} is not linked to the switch: degraded"))
     unknown = links.unknown(names)
+    if graph.coverage == "devices" and len(unknown) == len(pairs(names)) - len({*links.direct, *links.switched}):
+        return _unknown(f"{_shapes(islands, alone)}, and {len(unknown)} pairs that the source does not speak of", graph)
     between = Counter(edge.kind.upper() for edge in links.edges.values() if not edge.is_peer)
-    joined = f"joined by {', '.join(between)}" if between else "nothing is known of what joins them"
+    joined = f"joined by {', '.join([*list(links.wider)[:4], *between])}" if between or links.wider else ""
+    joined = joined or "nothing is known of what joins them"
     evidence = [f"{_shapes(islands, alone)}; {joined}"]
     if unknown:
         evidence.append(f"{len(unknown)} pairs have no known way")
@@ -149,10 +176,15 @@ def _shapes(islands: tuple[Island, ...], alone: list[str]) -> str:
 
 def _whole(graph: Graph, island: Island, links: _Links) -> Verdict:
     unknown = links.unknown(island.members)
+    if unknown and graph.coverage == "devices" and island.shape != "switch":
+        return _unknown(f"{len(unknown)} of {len(pairs(island.members))} pairs are not known", graph)
     evidence = [_why(graph, island, links)]
     if unknown:
         evidence.append(f"{len(unknown)} pairs are not in the source")
-    confidence: Confidence = "medium" if unknown else "high"
+    if links.wider:
+        evidence.append(f"a switch is there besides, the level above: {', '.join(list(links.wider)[:4])}")
+    assumed = island.shape == "switch" and any(edge.label == ASSUMED for edge in graph.edges)
+    confidence: Confidence = "medium" if unknown or assumed else "high"
     return Verdict(island.shape, confidence, tuple(evidence), (island,), _uneven(island, links))
 
 

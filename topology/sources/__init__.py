@@ -25,12 +25,35 @@ class Source:
     name: str
     module: str
     command: tuple[str, ...] = ()
+    words: str = ""  # that must be in it too: for one of several forms that a module reads
 
 
 REGISTRY = (
+    Source("Ascend tools, collected", "ascend_log"),  # before what is inside of it
     Source("nvidia-smi topo -m", "nvidia_topo", ("nvidia-smi", "topo", "-m")),
     Source("npu-smi info -t topo", "npu_topo", ("npu-smi", "info", "-t", "topo")),
     Source("NCCL topology XML", "nccl_xml"),
+    Source("npu-smi info", "npu_smi", ("npu-smi", "info")),
+    Source("npu-smi info -m", "npu_smi_map", ("npu-smi", "info", "-m")),
+    Source("npu-smi info of one NPU", "npu_smi_fields"),
+    Source("Ascend 950 topology JSON", "ascend_topo_json"),
+    Source("Ascend ToR JSON", "ascend_tor"),
+    Source("HCCL rank table", "hccl_ranktable"),
+    Source("hccn_tool", "hccn_tool"),
+    Source("ascend-dmi p2p", "ascend_dmi"),
+    Source("NCCL graph XML", "nccl_graph"),
+    Source("amd-smi xgmi", "rocm_smi", words="LINK METRIC TABLE"),
+    Source("rocm-smi --showtopo", "rocm_smi", ("rocm-smi", "--showtopo")),
+    Source("mx-smi topo -m", "vendor_topo", ("mx-smi", "topo", "-m")),
+    Source("nvidia-smi topo -p2p", "nvidia_p2p"),
+    Source("nvidia-smi nvlink -R", "nvidia_nvlink", words="Remote Device"),
+    Source("nvidia-smi nvlink -c", "nvidia_nvlink", words=" supported: "),
+    Source("nvidia-smi nvlink -s", "nvidia_nvlink", ("nvidia-smi", "nvlink", "-s")),
+    Source("nvidia-smi -L", "nvidia_list", words="(UUID: "),
+    Source("nvidia-smi -q", "nvidia_list", ("nvidia-smi", "--query-gpu=index,pci.bus_id,name", "--format=csv")),
+    Source("hwloc XML", "hwloc_xml"),
+    Source("lspci -tv", "lspci"),
+    Source("matrix JSON", "matrix_json"),
 )
 
 
@@ -46,7 +69,9 @@ def parser_of(source: Source) -> Parser:
 
 def recognise(text: str) -> Source | None:
     """The first format that takes a text for its own."""
-    return next((source for source in REGISTRY if parser_of(source).recognises(text)), None)
+    start = text[:20_000]
+    fitting = (source for source in REGISTRY if source.words in start)
+    return next((source for source in fitting if parser_of(source).recognises(text)), None)
 
 
 def read(text: str, file: str | None = None, host: str | None = None) -> Facts:

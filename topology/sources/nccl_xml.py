@@ -16,6 +16,9 @@ ACCELERATORS = ("0x0300", "0x0302", "0x0380", "0x1200")
 VENDORS = {"0x10de": "nvidia", "0x1002": "amd", "0x19e5": "huawei"}
 MAY_HAVE_NVLINK = (60, 70, 80, 90, 100, 103, 107)  # whether they do is left out of files made by hand
 HIDDEN_SWITCH = "nvswitch"  # fffffff:ff:ff.0: a virtual machine is not shown which
+# Files for Amazon's G instances name no class. So many GPUs have they by size, and no NVLink.
+G_INSTANCE = re.compile(r"\bg[4-9][a-z]{0,3}\.(12|24|48)xlarge\b")
+G_GPUS = {"12": 4, "24": 4, "48": 8}
 GFX = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx942", "941": "gfx942", "942": "gfx942"}
 
 
@@ -24,6 +27,7 @@ class _Reading:
     devices: list[Device] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    unsaid: list[Device] = field(default_factory=list)  # PCI devices of no known class
     places: dict[str, int] = field(default_factory=dict)  # of every id ever given, in devices
     gpus: int = 0
     lists_links: bool = False
@@ -60,6 +64,8 @@ def parse(text: str) -> Facts:
         element, parent = waiting.pop()
         inside = _element(element, parent, reading)
         waiting.extend((child, inside) for child in reversed(element.children))
+    if match := G_INSTANCE.search(text[:20_000]):
+        _g_instance(match[0], G_GPUS[match[1]], reading)
     if not reading.devices:
         raise TopologyError("no device in it", root.line, root.column)
     return _facts(reading, is_fragment=root.tag != "system")
@@ -120,10 +126,22 @@ def _pci(element: Element, parent: str | None, reading: _Reading) -> str | None:
         kind = "switch"
     elif not element.children and pci_class != "0x060400":
         reading.notes.append(Note(f"what {bus_id[:20]} is, is not said", element.line, element.column))
+        unsaid = Device(bus_id or f"pci@{element.line}", "accelerator", bus_id=normal_bus_id(bus_id), parent=parent)
+        reading.unsaid.append(_placed(unsaid, reading))
         return parent
     vendor = VENDORS.get((element.get("vendor") or "").lower())
     device = Device(bus_id or f"pci@{element.line}", kind, bus_id=normal_bus_id(bus_id), vendor=vendor, parent=parent)
     return reading.add(_placed(device, reading)).id
+
+
+def _g_instance(name: str, number: int, reading: _Reading) -> None:
+    """The GPUs of an instance whose file does not say which of its devices they are: the first in it."""
+    if reading.lists_links or len(reading.unsaid) < number or any(d.kind == "accelerator" for d in reading.devices):
+        return
+    for device in reading.unsaid[:number]:
+        reading.add(replace(device, vendor="nvidia"))
+    reading.lists_links = True
+    reading.notes.append(Note(f"the first {number} devices are taken for the GPUs of {name}, which have no NVLink"))
 
 
 def _gpu(element: Element, parent: str, reading: _Reading) -> str:

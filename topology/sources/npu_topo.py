@@ -9,7 +9,7 @@ from tokenring.errors import TopologyError
 from tokenring.topology.facts import Device, Facts, Link, Note, single_number
 from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, links_of, read_matrix, words_in
 
-REFUSALS = re.compile(r"does not support querying topo|dcmi model? ?\w* ?initiali[sz]ed? failed|ret is -80[0-9]{2}")
+REFUSALS = re.compile(r"does not support querying [a-z-]+|dcmi model? ?\w* ?initiali[sz]ed? failed|ret is -80[0-9]{2}")
 QUAD = 4  # 910A has HCCS in groups of four; wider direct HCCS is 910B
 
 
@@ -24,18 +24,19 @@ def recognises(text: str) -> bool:
 def parse(text: str) -> Facts:
     matrix = read_matrix(text)
     if not matrix.rows:
-        return _refusal(text)
+        return refused(text, "no row of a matrix in it")
     devices = [_device(name, matrix) for name in matrix.names]
     links, notes = links_of(matrix, devices)
     devices = _generation(devices, links)
     return Facts("links", tuple(devices), tuple(links), notes=(*matrix.notes, *notes))
 
 
-def _refusal(text: str) -> Facts:
+def refused(text: str, otherwise: str) -> Facts:
+    """What npu-smi says instead of an answer; our error where it does not."""
     for number, line in enumerate(text.splitlines(), 1):
         if REFUSALS.search(line):
             return Facts("devices", notes=(Note(f"npu-smi says: {' '.join(line.split())[:200]}", number),))
-    raise TopologyError("no row of a matrix in it", text.count("\n") + 1, 1)
+    raise TopologyError(otherwise, text.count("\n") + 1, 1)
 
 
 def _device(name: str, matrix: Matrix) -> Device:

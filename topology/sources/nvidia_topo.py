@@ -12,6 +12,8 @@ OTHERS = ("MX", "MT", "MLK", "XGMI", "HCCS", "SIO", "UB")
 
 def recognises(text: str) -> bool:
     start = text[:200_000]
+    if "MetaX System Management" in start[:4000]:
+        return False
     if "GPU0" not in start and not ("GPU" in start and "Affinity" in start):
         return False
     words = words_in(text)

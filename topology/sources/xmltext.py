@@ -19,6 +19,11 @@ class Element:
     line: int
     column: int
     children: list[Element] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)  # its text, in pieces
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
 
     def get(self, name: str) -> str | None:
         return self.attributes.get(name)
@@ -34,12 +39,13 @@ class Element:
 
 class _Builder:
     def __init__(self) -> None:
-        self.parser = expat.ParserCreate()
+        self.parser = expat.ParserCreate("utf-8")  # whatever the declaration names: it is text by now
         self.root: Element | None = None
         self.open: list[Element] = []
         self.count = 0
         self.parser.StartElementHandler = self._start
         self.parser.EndElementHandler = self._end
+        self.parser.CharacterDataHandler = self._words
         self.parser.StartDoctypeDeclHandler = self._doctype
         self.parser.EntityDeclHandler = self._entity
 
@@ -59,6 +65,10 @@ class _Builder:
 
     def _end(self, tag: str) -> None:
         self.open.pop()
+
+    def _words(self, words: str) -> None:
+        if words.strip():
+            self.open[-1].words.append(words)
 
     def _doctype(self, name: str, system: str | None, public: str | None, internal: bool) -> None:
         if internal:  # a mere name of a DTD, as hwloc writes, is never looked up

@@ -1,0 +1,82 @@
+"""A matrix of labels as JSON: `{"hardware": ..., "ids": [...], "matrix": [["X", "NV4"], ...], "facts": [...]}`.
+
+For layouts of which only facts are known and no dump: labels as tools print them, "NVS18" for 18 NVLinks to a
+switch, "missing" for no link. Where a pair says PCIE only, `facts` may say its hops, as rocm-smi counts them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from tokenring.errors import TopologyError
+from tokenring.topology.facts import Device, Facts, Link, Note, unordered
+from tokenring.topology.labels import meaning
+from tokenring.topology.schema import is_document, load_json
+
+TO_SWITCH = re.compile(r"NVS([0-9]{1,2})", re.ASCII)
+HOPS = re.compile(r"hops ([0-9])\)? for (every pair|the others|pairs ([0-9]+-[0-9]+(?:(?:, | and )[0-9]+-[0-9]+)*))")
+MAX_IDS = 256
+REACHED = {"2": "node", "3": "sys"}
+
+
+def recognises(text: str) -> bool:
+    return text.lstrip()[:1] == "{" and '"matrix"' in text[:20_000] and not is_document(text)
+
+
+def parse(text: str) -> Facts:
+    document = load_json(text)
+    if not isinstance(document, dict):
+        raise TopologyError("wanted is an object", 1, 1)
+    ids, matrix = document.get("ids"), document.get("matrix")
+    if not isinstance(ids, list) or not isinstance(matrix, list) or not ids or len(ids) != len(matrix):
+        raise TopologyError("wanted are ids, and a matrix of as many rows", 1, 1)
+    if len(ids) > MAX_IDS or not all(isinstance(each, str) and each.isascii() for each in ids):
+        raise TopologyError(f"wanted are ids that are words, {MAX_IDS} at most", 1, 1)
+    if len({*ids}) < len(ids):
+        raise TopologyError("two ids are the same", 1, 1)
+    for number, row in enumerate(matrix):
+        if not isinstance(row, list) or len(row) != len(ids) or not all(isinstance(word, str) for word in row):
+            raise TopologyError(f"row {number} of the matrix is no list of {len(ids)} labels", 1, 1)
+    said = document.get("facts")
+    words = [each[:300] for each in said if isinstance(each, str)][:20] if isinstance(said, list) else []
+    hardware = document.get("hardware")
+    model = hardware[:100] if isinstance(hardware, str) else None
+    devices = tuple(_device(name, number, model) for number, name in enumerate(ids))
+    links, notes = _links(devices, matrix, _hops(words))
+    return Facts("links", devices, tuple(links), notes=(*notes, *(Note(each) for each in words)))
+
+
+def _device(name: str, number: int, model: str | None) -> Device:
+    return Device(f"#{name}" if name.isdigit() else name or f"#{number}", "accelerator", number, model=model)
+
+
+def _hops(words: list[str]) -> dict[str, str]:
+    """ "1-2" or "*": the way that hops stand for."""
+    found: dict[str, str] = {}
+    for match in HOPS.finditer(" ".join(words)):
+        names = re.findall(r"[0-9]+-[0-9]+", match[3]) if match[3] else ["*"]
+        found |= {name: REACHED.get(match[1], "pcie") for name in names}
+    return found
+
+
+def _links(devices: tuple[Device, ...], matrix: list[list[str]], hops: dict[str, str]) -> tuple[list[Link], list[Note]]:
+    links: list[Link] = []
+    notes: list[Note] = []
+    for i, a in enumerate(devices):
+        for j in range(i + 1, len(devices)):
+            label, back = matrix[i][j], matrix[j][i]
+            if label != back:
+                pair = " and ".join(unordered(a.id, devices[j].id))
+                notes.append(Note(f"{pair} are {label[:20]!r} one way, {back[:20]!r} the other: unknown"))
+            elif link := _link(a.id, devices[j].id, label):
+                way = hops.get(f"{i}-{j}", hops.get("*"))
+                links.append(replace(link, kind=way) if way and link.kind == "pcie" else link)
+    return links, notes[:20]
+
+
+def _link(a: str, b: str, label: str) -> Link | None:
+    if match := TO_SWITCH.fullmatch(label):
+        return Link(a, b, "nvlink", int(match[1]), switched=True, label=label)
+    found = meaning(label)
+    return Link(a, b, found.kind, found.count, switched=found.switched, label=label) if found else None
