@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from tokenring._version import __version__
@@ -46,6 +47,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 def fingerprint(host: str, root: Path = Path("/")) -> str:
     """Of this boot of this machine, as far as this process may see it, and of who asks."""
     parts: list[object] = [__version__, host, [(source.name, source.command) for source in REGISTRY]]
+    parts.append(find_spec("pynvml") is not None)
     parts.append(_text(root / "proc/sys/kernel/random/boot_id"))
     parts.append(_names(root / "sys/bus/pci/devices"))
     parts.append([name for name in _names(root / "dev") if ACCELERATOR_NODES.fullmatch(name)])

@@ -13,6 +13,7 @@ from tokenring.errors import ConfigurationError, TokenRingError, TopologyError
 from tokenring.topology.cache import cache_folder, cached, fingerprint
 from tokenring.topology.facts import Device, Facts, Note, Origin
 from tokenring.topology.graph import merge
+from tokenring.topology.nvml import read_nvml
 from tokenring.topology.probe import NoAnswer, run_command
 from tokenring.topology.probe import probe as probe_here
 from tokenring.topology.ranks import Topology, seated
@@ -122,4 +123,4 @@ def _ask_tools(seconds: float) -> list[Facts]:
             raise NoAnswer(f"not asked: others took more than {seconds:g} s")
         return run_command(command)
 
-    return probe_here(run)
+    return probe_here(run, nvml=read_nvml)
