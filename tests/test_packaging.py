@@ -1,7 +1,5 @@
 """The package as it is shipped: folders, links, guards, version, and what importing it costs."""
 
-import __future__
-
 import json
 import os
 import re
@@ -69,14 +67,14 @@ def test_changelog_agrees_with_version() -> None:
 
 
 def test_all_lists_the_public_names() -> None:
-    """Ruff (RUF022) keeps the list in order."""
-    public = {
-        name
-        for name, value in vars(tokenring).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType | __future__._Feature)
-    }
+    """Ruff (RUF022) keeps the list in order, and F822 knows that type checkers see each name."""
     assert len(tokenring.__all__) == len(set(tokenring.__all__))
-    assert set(tokenring.__all__) - {"__version__"} == public
+    assert set(tokenring.__all__) - {"__version__"} == set(tokenring._HOMES)
+    for name in tokenring.__all__:
+        assert not isinstance(getattr(tokenring, name), ModuleType)
+    public = {name for name in vars(tokenring) if not name.startswith("_")}
+    modules = {name for name in public if isinstance(getattr(tokenring, name), ModuleType)}
+    assert public - modules - {"TYPE_CHECKING", "ModuleType"} <= set(tokenring.__all__)
 
 
 def import_cost(module: str, cwd: Path, **env: str) -> dict[str, Any]:
@@ -86,7 +84,7 @@ import json, sys, time
 import torch
 before = set(sys.modules)
 start = time.process_time()
-import {module}
+from {module} import *
 seconds = time.process_time() - start
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 foreign = new - {{"torch", "{module}"}} - sys.stdlib_module_names
@@ -106,6 +104,20 @@ class TestImport:
     def test_brings_in_no_foreign_package(self, tmp_path: Path) -> None:
         """No vendor package (torch_npu, triton, flash_attn, ...) and nothing else but torch."""
         assert import_cost("tokenring", tmp_path)["foreign"] == []
+
+    def test_takes_no_torch_before_it_is_needed(self, tmp_path: Path) -> None:
+        """`tokenring topology` answers while torch would still be loading."""
+        code = "import sys, tokenring.cli, tokenring.topology.command; print('torch' in sys.modules)"
+        assert run_python(code, tmp_path).stdout == "False\n"
+
+    @pytest.mark.parametrize("name", ["attention", "schedule"])
+    def test_sub_modules_do_not_hide_functions(self, name: str, tmp_path: Path) -> None:
+        code = f"import tokenring.{name}, tokenring; print(callable(tokenring.{name}), '{name}' in dir(tokenring))"
+        assert run_python(code, tmp_path).stdout == "True True\n"
+
+    def test_unknown_names_are_refused(self) -> None:
+        with pytest.raises(AttributeError, match="module 'tokenring' has no attribute 'nothing'"):
+            _ = tokenring.nothing  # type: ignore[attr-defined]
 
     def test_check_can_fail(self, tmp_path: Path) -> None:
         (tmp_path / "torch_npu.py").touch()

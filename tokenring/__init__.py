@@ -5,26 +5,34 @@ x = tokenring.shard(x, cp, dim=1)
 out = tokenring.attention(q, k, v, cp, mask=tokenring.Causal())
 """
 
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from tokenring._version import __version__
-from tokenring.attention import attention, plan
-from tokenring.context import ContextParallel
-from tokenring.errors import (
-    BackendUnavailable,
-    ConfigurationError,
-    PeerLost,
-    ScheduleError,
-    TokenRingError,
-    TopologyError,
-    UnsupportedError,
-)
-from tokenring.layout import Layout, Positions
-from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
-from tokenring.named import schedule
-from tokenring.planner.select import Plan
-from tokenring.schedule.build import Scheme
-from tokenring.schedule.ir import Block, Move, Schedule, Tile
-from tokenring.sharding import positions, shard, unshard
-from tokenring.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenring.attention import attention, plan
+    from tokenring.context import ContextParallel
+    from tokenring.errors import (
+        BackendUnavailable,
+        ConfigurationError,
+        PeerLost,
+        ScheduleError,
+        TokenRingError,
+        TopologyError,
+        UnsupportedError,
+    )
+    from tokenring.layout import Layout, Positions
+    from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
+    from tokenring.named import schedule
+    from tokenring.planner.select import Plan
+    from tokenring.schedule.build import Scheme
+    from tokenring.schedule.ir import Block, Move, Schedule, Tile
+    from tokenring.sharding import positions, shard, unshard
+    from tokenring.topology.ranks import Topology
+    from tokenring.workload import Workload
 
 __all__ = [
     "BackendUnavailable",
@@ -46,6 +54,7 @@ __all__ = [
     "SlidingWindow",
     "Tile",
     "TokenRingError",
+    "Topology",
     "TopologyError",
     "UnsupportedError",
     "Workload",
@@ -57,3 +66,44 @@ __all__ = [
     "shard",
     "unshard",
 ]
+
+# The modules that the public names come from. They are imported when first asked for: most need torch, which takes
+# longer to import than `tokenring topology` to answer.
+_MODULES = {
+    "attention": "attention plan",
+    "context": "ContextParallel",
+    "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError TopologyError "
+    "UnsupportedError",
+    "layout": "Layout Positions",
+    "mask": "Causal Documents Full Mask SlidingWindow",
+    "named": "schedule",
+    "planner.select": "Plan",
+    "schedule.build": "Scheme",
+    "schedule.ir": "Block Move Schedule Tile",
+    "sharding": "positions shard unshard",
+    "topology.ranks": "Topology",
+    "workload": "Workload",
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+class _Package(ModuleType):
+    """This package, whose public names come when they are wanted."""
+
+    def __getattr__(self, name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Importing a sub-module binds its name here; `attention` and `schedule` are the functions of that name.
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -80,7 +80,7 @@ class ContextParallel:
         pieces: int | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        self.group = _process_group(group)
+        self.group = process_group(group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self.layout = layout
@@ -239,7 +239,7 @@ class ContextParallel:
 
     def _make_plan(self, request: Request) -> Plan:
         from tokenring.planner.select import Plan, named_schedule, select
-        from tokenring.topology.graph import full_mesh
+        from tokenring.topology.ranks import full_mesh
 
         size, mask = request.workload, request.mask
         q_layout, kv_layout = self.layout_for(size.q_length), self.layout_for(size.kv_length)
@@ -315,7 +315,8 @@ def _named_digest(some: Layout | Schedule) -> str:
     return f"{some.name!r} ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """What a user gives as a group, as the group itself; None where there is one process only."""
     if group is None:
         ready = dist.is_available() and dist.is_initialized()
         return dist.group.WORLD if ready else None

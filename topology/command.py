@@ -1,6 +1,7 @@
 """`tokenring topology`: what links the accelerators of this machine, or of dumps from others.
 
-Exit codes: 0 a report, also where there are no accelerators; 2 a file that cannot be read or a wrong option.
+Exit codes: 0 a report, also where there are no accelerators; 2 a file that cannot be read or written, or a
+wrong option.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from tokenring.console import Parser
 from tokenring.errors import ConfigurationError
 from tokenring.topology.facts import Facts
 from tokenring.topology.graph import merge
+from tokenring.topology.page import to_html
+from tokenring.topology.picture import to_svg
 from tokenring.topology.probe import probe
 from tokenring.topology.report import report
 from tokenring.topology.schema import from_json, is_document, to_json
@@ -28,9 +31,16 @@ def main(argv: list[str]) -> int:
         _write(options.save, to_json(facts))
     if options.json:
         print(to_json(facts), end="")
-    elif options.save is None:
-        graph = merge(facts)
-        print(report(graph, classify(graph)), end="")
+    if options.json and options.svg is None and options.html is None:
+        return 0
+    graph = merge(facts)
+    verdict = classify(graph)
+    if options.svg is not None:
+        _write(options.svg, to_svg(graph, verdict))
+    if options.html is not None:
+        _write(options.html, to_html(graph, verdict))
+    if not options.json and (options.save, options.svg, options.html) == (None, None, None):
+        print(report(graph, verdict), end="")
     return 0
 
 
@@ -42,6 +52,8 @@ def _parser() -> Parser:
         "several tools, or several machines seen by one")  # fmt: skip
     add("--json", action="store_true", help="as JSON (docs/topology.md)")
     add("--save", metavar="FILE", help="write the JSON to a file, for --from and for bug reports")
+    add("--svg", metavar="FILE", help="write a picture")
+    add("--html", metavar="FILE", help="write a page with the picture and the report, complete in one file")
     return parser
 
 

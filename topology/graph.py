@@ -1,9 +1,9 @@
-"""Devices and the links between them: as the planner needs them, and merged from all that sources said."""
+"""Devices and the links between them, merged from all that sources said."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tokenring.topology.bandwidth import published
@@ -11,21 +11,6 @@ from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Facts, Link, 
 
 COVERAGES: tuple[Coverage, ...] = ("links", "pcie", "devices")  # what shows most first
 BandwidthSource = Literal["measured", "published", "label"]
-
-
-@dataclass(frozen=True)
-class Topology:
-    """`bandwidth_gbs` of each directed (source, destination) link, one way; None where unknown."""
-
-    name: str
-    world_size: int
-    bandwidth_gbs: Mapping[tuple[int, int], float | None] = field(default_factory=dict)
-
-
-def full_mesh(world_size: int, bandwidth_gbs: float | None = None) -> Topology:
-    """Every pair of ranks has a link of its own."""
-    pairs = {(a, b): bandwidth_gbs for a in range(world_size) for b in range(world_size) if a != b}
-    return Topology("full mesh", world_size, pairs)
 
 
 @dataclass(frozen=True)
@@ -93,6 +78,7 @@ def merge(facts: Iterable[Facts]) -> Graph:
     measurements: list[Measurement] = []
     notes: list[Note] = []
     several = len({device.host for source in sources for device in source.accelerators}) > 1
+    several = several or len({device.host for source in sources for device in source.devices if device.host}) > 1
     for source in sources:
         names = _take_devices(source, devices, several)
         for link in source.links:

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from tokenring.topology.bandwidth import published
 from tokenring.topology.facts import Device, unordered
 from tokenring.topology.graph import Edge, Graph
+from tokenring.topology.plain import plain, plain_lines
 from tokenring.topology.verdict import Verdict
 
 MAX_MATRIX = 32
 MAX_WITH_NICS = 13
+MAX_CELL, MAX_MODEL = 200, 60  # characters
 SENTENCES = {
     "single": "one accelerator, nothing to link",
     "full-mesh": "full mesh: every pair has links of its own",
@@ -52,7 +54,7 @@ def report(graph: Graph, verdict: Verdict) -> str:
     blocks += [_matrix(graph), _islands(verdict), _places(graph), _unknown(graph, verdict)]
     if graph.accelerators:
         blocks.append([f"favours   {FAVOURS[verdict.name]}"])
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return plain_lines("\n\n".join("\n".join(block) for block in blocks if block)) + "\n"
 
 
 def sentence(graph: Graph, verdict: Verdict) -> str:
@@ -74,7 +76,7 @@ def _model(device: Device) -> str:
     words = [word for word in (vendor, device.model or device.arch) if word]
     if len(words) == 2 and words[1].lower().startswith(words[0].lower()):
         words = words[1:]
-    return " ".join(words) if words else "accelerator"
+    return plain(" ".join(words), MAX_MODEL) if words else "accelerator"
 
 
 def _widths(graph: Graph, verdict: Verdict) -> str:
@@ -163,6 +165,7 @@ def _number(value: float) -> str:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
+    rows = [[plain(cell, MAX_CELL) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -176,9 +179,10 @@ def _islands(verdict: Verdict) -> list[str]:
 def _places(graph: Graph) -> list[str]:
     rows = [["place", "host", "NUMA", "CPUs", "nearest NIC"]]
     near = _nearest_nics(graph)
-    for device in graph.accelerators:
+    for device in graph.accelerators or graph.of_kind("nic"):
         numa = device.numa_affinity if device.numa_node is None else str(device.numa_node)
-        rows.append([device.id, device.host or "", numa or "?", device.cpu_affinity or "?", near.get(device.id, "?")])
+        name = f"{device.id} {device.name}" if device.kind == "nic" and device.name else device.id
+        rows.append([name, device.host or "", numa or "?", device.cpu_affinity or "?", near.get(device.id, "?")])
     keep = [i for i in range(len(rows[0])) if i == 0 or any(row[i] not in ("", "?") for row in rows[1:])]
     return _table([[row[i] for i in keep] for row in rows]) if len(keep) > 1 else []
 

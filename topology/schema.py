@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from tokenring.errors import TopologyError
@@ -117,8 +118,13 @@ def _decoded(wanted: Any, value: Any, where: str, file: str | None) -> Any:
     raise TopologyError(f"{where} is {_short(value)}, wanted is {_name(wanted)}", 1, 1, file)
 
 
+@cache  # resolving them takes longer than all the rest
+def _hints(wanted: type) -> dict[str, Any]:
+    return get_type_hints(wanted)
+
+
 def _decoded_dataclass(wanted: type, value: dict[str, Any], where: str, file: str | None) -> Any:
-    hints = get_type_hints(wanted)
+    hints = _hints(wanted)
     names = [each.name for each in fields(wanted)]
     if unknown := sorted(set(value) - set(names)):
         raise TopologyError(f"{where} has {unknown[0][:40]!r}, which means nothing to us", 1, 1, file)

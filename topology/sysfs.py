@@ -31,7 +31,10 @@ def read_sysfs(root: Path = ROOT) -> Facts:
         if kind is not None:
             _take(root / "bus/pci/devices" / address, kind, devices)
     found = tuple(devices.values())
-    return Facts("pcie", found, tuple(pcie_links(found, host_bridges=True)), origin=origin)
+    notes: tuple[Note, ...] = ()
+    if not any(device.kind == "accelerator" for device in found):
+        notes = (Note(f"the kernel shows {len(addresses)} PCI devices, none of them an accelerator that we know"),)
+    return Facts("pcie", found, tuple(pcie_links(found, host_bridges=True)), notes=notes, origin=origin)
 
 
 def _kind(path: Path) -> DeviceKind | None:

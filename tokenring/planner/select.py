@@ -10,7 +10,7 @@ from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.schemes import SCHEMES, make_schedule
-from tokenring.topology.graph import Topology
+from tokenring.topology.ranks import Topology
 from tokenring.workload import Workload
 
 PIECES_THAT_PAY = (2,)  # measured: more cost more messages than they hide
