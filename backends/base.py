@@ -59,7 +59,6 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give back what it holds, such as connections; closing twice is fine. Nothing moves afterwards."""
 
-
     def lost(self, peer: int, what: str, found: str) -> PeerLost:
         """The error for a wait for `peer` that failed in some other way; it names who is to blame."""
 
@@ -71,6 +70,15 @@ class Transport(Protocol):
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
         """The same for texts of any length, in several exchanges."""
+
+
+class OneSided(Transport, Protocol):
+    """A transport whose ranks write into each other's memory, and so receive only into memory that it gives."""
+
+    pool: object  # the one buffer pool of all that use this transport
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
 
 
 class AttentionKernel(Protocol):

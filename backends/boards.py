@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from tokenring.backends.meeting import StoreSilent, bounded
@@ -20,6 +20,7 @@ SLICE_SECONDS = 0.1  # how long a wait sleeps before it looks whether the peer s
 CELL_BYTES = SIZE_BYTES - 4  # what a rank may say at once, after the number of the exchange
 VERDICT_BYTES = 1024
 NOBODY = -1
+ROUNDS = 1 << 31  # even: exchanges take turns between two rows
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,12 @@ class Verdict:
     by: int
     certain: bool
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+    def to_bytes(self, room_bytes: int | None = None) -> bytes:
+        """As JSON; `why` is cut until it fits."""
+        text = json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace")
+        if room_bytes is None or len(text) <= room_bytes:
+            return text
+        return replace(self, why=f"{self.why[: len(self.why) * 3 // 4 - 2]} …").to_bytes(room_bytes)
 
     @staticmethod
     def from_bytes(data: bytes) -> Verdict:
@@ -115,10 +120,7 @@ class ShmBoard:
 
     def claim(self, verdict: Verdict) -> Verdict:
         if self._lock.try_wait():
-            text = verdict.to_bytes()
-            if len(text) > VERDICT_BYTES:
-                text = Verdict(verdict.rank, verdict.why[:200], verdict.by, verdict.certain).to_bytes()
-            self.segment.write(self._verdict_at, text)
+            self.segment.write(self._verdict_at, verdict.to_bytes(VERDICT_BYTES))
             self._ready.post()
         deadline = time.monotonic() + 1.0
         while (first := self.verdict()) is None and time.monotonic() < deadline:
@@ -138,7 +140,7 @@ class ShmBoard:
     def say(self, payload: bytes) -> None:
         """The first half of an exchange; `heard` and `hear` are the second."""
         # Nobody is two rounds ahead: it has heard everyone in the last.
-        self._round += 1
+        self._round = (self._round + 1) % ROUNDS
         at = self._payloads_at[self._round % 2][self.rank]
         self.segment.write(at, struct.pack("i", self._round) + payload)
         self._fence.post()  # taking a ticket alone would not release what was written, on every processor

@@ -8,6 +8,7 @@ else the rank at the end of the chain, which waits for nobody and says nothing.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
 import uuid
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 TAG_BYTES = 4  # of an exchange: what it is about
 PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1
+MAY_WAIT = "may itself only wait for the one that is lost"
 GRACE_SECONDS = 1.2  # for others to say for whom they waited, before a silent rank is named
 LOG = logging.getLogger("tokenring")
 Gather = Callable[[bytes], list[bytes]]
@@ -36,17 +38,21 @@ class Control:
 
     def __init__(
         self,
+        transport: str,
         group: ProcessGroup,
         timeout_seconds: float,
         room_bytes: Callable[[int], int] = lambda world_size: 0,
         create_room: Callable[[Segment, int], None] = lambda segment, world_size: None,
     ) -> None:
-        """room_bytes: of shared memory that a transport wants for its signals; create_room, on one rank, sets it up."""
+        """transport: its name, which all ranks must share.
+
+        room_bytes: of shared memory that it wants for its signals; create_room, on one rank, sets them up.
+        """
         self.timeout_seconds, self._create_room = timeout_seconds, create_room
         meeting = Meeting(group, timeout_seconds)
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.name = ""
-        self.members = self._introduce(meeting)
+        self.members = self._introduce(meeting, transport)
         self.shared, self.why_not_shared = self._share(meeting, room_bytes(self.world_size))
         self.board: Board = self.shared or StoreBoard(meeting.store, self.rank, self.world_size)
         self.gather_apart: Gather | None = None  # how a transport exchanges where memory is not shared
@@ -56,11 +62,14 @@ class Control:
 
     # ---------- meeting
 
-    def _introduce(self, meeting: Meeting) -> list[Member]:
-        name = uuid.uuid4().hex if self.rank == 0 else ""
-        texts = meeting.gather("who they are", f"{name}|{this_member().to_text()}")
-        self.name = texts[0].partition("|")[0]
-        return [Member.from_text(text.partition("|")[2]) for text in texts]
+    def _introduce(self, meeting: Meeting, transport: str) -> list[Member]:
+        mine = {"name": uuid.uuid4().hex, "transport": transport, "member": this_member().to_text()}
+        said = [json.loads(text) for text in meeting.gather("who they are", json.dumps(mine))]
+        if len({each["transport"] for each in said}) > 1:
+            found = ", ".join(f"rank {rank} {each['transport']!r}" for rank, each in enumerate(said))
+            raise ConfigurationError(f"the ranks disagree on the transport: {found}. Give all ranks the same one")
+        self.name = said[0]["name"]
+        return [Member.from_text(each["member"]) for each in said]
 
     def _share(self, meeting: Meeting, room_bytes: int) -> tuple[ShmBoard | None, str]:
         """The board in shared memory, or why there is none; all ranks agree."""
@@ -71,9 +80,7 @@ class Control:
         if reason := semaphores.unavailable():
             return None, reason
         size = ShmBoard.size_bytes(self.world_size)
-        segment, reasons = shared_segment(
-            self.name, size + room_bytes, self.rank, meeting_agreement(meeting), self._init
-        )
+        segment, reasons = shared_segment(self.name, size + room_bytes, self.rank, meeting.gather, self._init)
         return (ShmBoard(segment, self.rank, self.world_size) if segment else None), reasons
 
     def _init(self, segment: Segment, creates: bool) -> None:
@@ -100,13 +107,16 @@ class Control:
 
     def _exchange(self, payload: bytes, what: str) -> list[bytes]:
         self.check_usable()
-        if self.shared is None:
-            assert self.gather_apart is not None
-            return self.gather_apart(payload.ljust(CELL_BYTES, b"\0"))
-        board = self.shared
-        board.say(payload)
-        self.wait(board.heard, board.missing, f"waited to hear of {what}")
-        return board.hear()
+        try:
+            if self.shared is None:
+                assert self.gather_apart is not None
+                return self.gather_apart(payload.ljust(CELL_BYTES, b"\0"))
+            self.shared.say(payload)
+            self.wait(self.shared.heard, self.shared.missing, f"waited to hear of {what}")
+            return self.shared.hear()
+        except BaseException as error:  # such as Ctrl-C: this rank has spoken, but has not heard
+            self.fail(error)
+            raise
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
         """The same for texts of any length."""
@@ -217,18 +227,33 @@ class Control:
         text += "" if verdict.rank == peer else f" from rank {peer}"
         text += f": {found}" if found and found not in verdict.why else ""
         if getattr(self.board, "silent", False):
-            text += f". The group's store is silent too, so rank {verdict.rank} may only wait for the one that is lost"
+            text += f". The group's store is silent too, so rank {verdict.rank} {MAY_WAIT}"
+        elif not verdict.certain and self.shared is None:  # who waits for whom is known only from waits that failed
+            text += f". Nobody can look at it from another machine: rank {verdict.rank} {MAY_WAIT}, or be slow"
         elif not verdict.certain:
             text += ". It waits for no other rank that could be seen; if it is only slow, raise timeout_seconds"
         return text + f". Look at the log of rank {verdict.rank} first; then destroy the group and make a new one"
 
 
+class Controlled:
+    """What transports take over from their control as it is."""
+
+    control: Control
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        return self.control.exchange(payload, what)
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        return self.control.exchange_text(text, what)
+
+    def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        return self.control.lost(peer, what, found)
+
+    def fail(self, error: BaseException) -> None:
+        self.control.fail(error)
+
+
 Agree = Callable[[str, str], list[str]]  # what it is about, this rank's trouble → the trouble of each rank
-
-
-def meeting_agreement(meeting: Meeting) -> Agree:
-    """Agreement at the store."""
-    return meeting.gather
 
 
 def shared_segment(
@@ -241,7 +266,7 @@ def shared_segment(
         try:
             made.append(Segment(name, size_bytes, create))
             init(made[0], create)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: mapping a file that is shorter
             return f"rank {rank} cannot {'make' if create else 'map'} {size_bytes} bytes in /dev/shm: {error}"
         return ""
 

@@ -8,6 +8,7 @@ posted first (the executor's programs do that).
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends.base import Capabilities, Handle
-from tokenring.backends.control import Control
-from tokenring.errors import BackendUnavailable, PeerLost
+from tokenring.backends.control import Control, Controlled
+from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
+from tokenring.errors import BackendUnavailable
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.weak import weakly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +45,7 @@ class _Handle:
         control.board.note_waiting(None)
 
 
-class GlooTransport:
+class GlooTransport(Controlled):
     """Payload between the ranks of one group, on two Gloo groups of its own."""
 
     capabilities = Capabilities(early_receives=True, channels=2)
@@ -50,13 +53,13 @@ class GlooTransport:
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         if not dist.is_gloo_available():
             raise BackendUnavailable("transport 'gloo' was asked for, but this torch was built without Gloo")
-        self.control = Control(group, timeout_seconds)
+        self.control = Control("gloo", group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self._groups = {channel: self._connect(group, channel) for channel in (REQUESTS, PARTIALS)}
         if self.control.shared is None:
             self._control_group = self._connect(group, "control")
-            self.control.gather_apart = self._gather
+            self.control.gather_apart = weakly(self._gather)
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
         self.control.check_usable()
@@ -75,18 +78,6 @@ class GlooTransport:
             raise self.control.lost(src, f"cannot receive {label}", _first_line(error)) from None
         return _Handle(work, self.control, src, f"waited for {label}")
 
-    def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        return self.control.exchange(payload, what)
-
-    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        return self.control.exchange_text(text, what)
-
-    def lost(self, peer: int, what: str, found: str) -> PeerLost:
-        return self.control.lost(peer, what, found)
-
-    def fail(self, error: BaseException) -> None:
-        self.control.fail(error)
-
     def close(self) -> None:
         """Give back all groups."""
         self.control.closed = True
@@ -103,10 +94,14 @@ class GlooTransport:
         apart = PrefixStore(f"tokenring/{self.control.name}/{channel}", store)
         limit = timedelta(seconds=self.control.timeout_seconds)
         try:
-            return dist.ProcessGroupGloo(apart, self.rank, self.world_size, limit)
+            made = dist.ProcessGroupGloo(apart, self.rank, self.world_size, limit)
         except RuntimeError as error:
             peer = (self.rank + 1) % self.world_size
             raise self.control.lost(peer, "connected to all ranks", _first_line(error)) from None
+        addresses = [f"0/{rank}" for rank in range(self.world_size)]  # as Gloo calls them
+        with suppress(StoreSilent):
+            bounded(lambda: forget(apart, "connected", addresses, self.world_size), STORE_SECONDS)
+        return made
 
     def _gather(self, payload: bytes) -> list[bytes]:
         """What all ranks say, in equal sizes. Each tells each: a collective could not say whom it waits for."""

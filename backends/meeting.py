@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -42,6 +42,14 @@ def bounded(function: Callable[[], T], seconds: float) -> T:
     raise StoreSilent(str(errors[0]).partition("\n")[0] if errors else f"no answer within {seconds:g} s")
 
 
+def forget(store: Any, what: str, keys: list[str], world_size: int) -> None:
+    """The last of all ranks to call it takes the keys away: a store that outlives many groups must not grow."""
+    done = f"{what}/done"
+    if store.add(done, 1) == world_size:
+        for key in (*keys, done):
+            store.delete_key(key)
+
+
 class Meeting:
     """One gathering of all ranks of a group, at its store; every rank makes its meetings in the same order."""
 
@@ -66,6 +74,8 @@ class Meeting:
                     found.append(self.store.get(f"{what}/{rank}").decode())
                 except dist.DistStoreError:
                     missing.append(rank)
+            if not missing:
+                forget(self.store, what, [f"{what}/{rank}" for rank in range(self.world_size)], self.world_size)
             return found, missing
 
         found, missing = self._ask(meet, self.timeout_seconds)

@@ -19,7 +19,7 @@ STOPPED = ("T", "t")
 class Member:
     """A process. Two are on one machine if `boot_id` and `network` are the same; `pids` is their PID namespace.
 
-    `started` is in clock ticks since boot: a PID that was given out again has another one.
+    `started` is in clock ticks since boot: a PID that was given out again has another one. 0: unknown.
     """
 
     host: str
@@ -38,9 +38,12 @@ class Member:
 
     def state(self, seen_from: Member) -> ProcessState | None:
         """Whether its process is gone or stopped, as far as the other member can see."""
-        if not self.boot_id or (self.boot_id, self.pids) != (seen_from.boot_id, seen_from.pids):
+        if not self.boot_id or not self.started or (self.boot_id, self.pids) != (seen_from.boot_id, seen_from.pids):
             return None
-        found = _stat(self.pid)
+        try:
+            found = _stat(self.pid)
+        except OSError:  # such as no file descriptor left: that says nothing of the other process
+            return None
         if found is None or found[1] != self.started or found[0] in GONE:
             return "gone"
         return "stopped" if found[0] in STOPPED else None
@@ -53,15 +56,18 @@ class Member:
 def this_member() -> Member:
     """This process; what the system does not tell is empty."""
     pid = os.getpid()
-    found = _stat(pid)
+    try:
+        found = _stat(pid)
+    except OSError:
+        found = None
     return Member(socket.gethostname(), _boot_id(), _namespace("net"), _namespace("pid"), pid, found[1] if found else 0)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """A process's state letter and start time, None if there is no such process."""
+    """A process's state letter and start time, None if there is no such process. Raises OSError if nobody can tell."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the command in brackets may hold anything
     return fields[0], int(fields[19])

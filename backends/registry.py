@@ -41,10 +41,12 @@ def transport_capabilities(name: str) -> Capabilities:
 def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Transport:
     """The transport for a group; "auto" takes shared memory where the ranks share some, else Gloo. All ranks agree."""
     if name == "auto":
+        from tokenring.backends.auto import AutoTransport
+
         try:
-            return make_transport("shm", group, timeout_seconds)
+            return AutoTransport(group, timeout_seconds)
         except BackendUnavailable as error:
-            LOG.info("%s; taking gloo", error)
+            LOG.info("transport 'auto' takes gloo: %s", error)
         name = "gloo"
     made = _load("transport", name, TRANSPORTS)
     return cast(Transport, made(group, timeout_seconds))

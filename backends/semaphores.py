@@ -10,7 +10,9 @@ import ctypes
 import errno
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 SIZE_BYTES = 64  # a cache line for each, though glibc's take 32 bytes: ranks do not disturb each other
 
@@ -22,7 +24,11 @@ class _TimeSpec(ctypes.Structure):
 @cache
 def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
-    for name, more in (("sem_post", ()), ("sem_trywait", ()), ("sem_timedwait", (ctypes.POINTER(_TimeSpec),))):
+    until = ctypes.POINTER(_TimeSpec)
+    signatures: dict[str, tuple[type, ...]] = {"sem_post": (), "sem_trywait": (), "sem_timedwait": (until,)}
+    if hasattr(library, "sem_clockwait"):
+        signatures["sem_clockwait"] = (ctypes.c_int, until)
+    for name, more in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (ctypes.c_void_p, *more), ctypes.c_int
     library.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
@@ -40,13 +46,22 @@ def unavailable() -> str | None:
     return None
 
 
+def _timed_wait(library: ctypes.CDLL) -> tuple[Callable[[ctypes.c_void_p, Any], int], int]:
+    """A wait until a time of a clock, and that clock: one that nobody sets, where there is one (glibc 2.30)."""
+    if not hasattr(library, "sem_clockwait"):
+        return library.sem_timedwait, time.CLOCK_REALTIME
+    clock = time.CLOCK_MONOTONIC
+    return (lambda at, until: library.sem_clockwait(at, clock, until)), clock
+
+
 class Semaphore:
     """A counter at an address in memory that several processes map."""
 
     def __init__(self, address: int) -> None:
         self._at = ctypes.c_void_p(address)
         library = _libc()
-        self._post, self._try, self._timed = library.sem_post, library.sem_trywait, library.sem_timedwait
+        self._post, self._try = library.sem_post, library.sem_trywait
+        self._wait_until, self._clock = _timed_wait(library)
 
     def create(self, value: int = 0) -> None:
         """Set it up; by one process, before any other uses it."""
@@ -64,9 +79,9 @@ class Semaphore:
         """Take one, sleeping for no longer than this; False if none came."""
         if self._try(self._at) == 0:
             return True
-        deadline = time.time() + seconds
+        deadline = time.clock_gettime(self._clock) + seconds
         until = _TimeSpec(int(deadline), int(deadline % 1 * 1e9))
-        while self._timed(self._at, ctypes.byref(until)):
+        while self._wait_until(self._at, ctypes.byref(until)):
             if ctypes.get_errno() != errno.EINTR:
                 return False
         return True

@@ -16,11 +16,12 @@ import torch
 
 from tokenring.backends.base import Capabilities, Handle
 from tokenring.backends.boards import SLICE_SECONDS, ShmBoard
-from tokenring.backends.control import Control, shared_segment
+from tokenring.backends.control import Control, Controlled, shared_segment
 from tokenring.backends.segments import Segment
 from tokenring.backends.semaphores import SIZE_BYTES, Semaphore
-from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
+from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.weak import weakly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,7 +30,7 @@ CHANNELS = (REQUESTS, PARTIALS)
 RING = 32  # receives of one pair and channel whose places can be known ahead; more wait here
 ENTRY = struct.Struct("qqq")  # number of the heap, offset, size in bytes
 LINE_BYTES = 2 * SIZE_BYTES + -(-RING * ENTRY.size // SIZE_BYTES) * SIZE_BYTES
-LEAST_HEAP_BYTES = 1 << 16
+LEAST_HEAP_BYTES, PAGE_BYTES = 1 << 16, 4096
 
 
 class Line:
@@ -51,8 +52,8 @@ class Line:
 class Incoming:
     """Receives from one peer on one channel, in order."""
 
-    def __init__(self, line: Line, bell: Semaphore) -> None:
-        self.line, self._bell = line, bell
+    def __init__(self, line: Line, bell: Semaphore, own_bell: Semaphore) -> None:
+        self.line, self._bell, self._own_bell = line, bell, own_bell
         self.asked = self.posted = self.arrived = 0
         self.waiting: deque[tuple[int, int, int]] = deque()  # places for which the ring has no room yet
 
@@ -68,6 +69,7 @@ class Incoming:
         while self.arrived < number:
             if not self.line.arrived.wait(seconds):
                 return False
+            self._own_bell.try_wait()  # it has rung for this
             self.arrived += 1
             self._flush()
         return True
@@ -90,24 +92,24 @@ class Outgoing:
         self.waiting: deque[tuple[torch.Tensor, str]] = deque()
 
 
-class ShmTransport:
+class ShmTransport(Controlled):
     """Payload between the ranks of one group on one machine. `allocate` gives the memory that it can receive into."""
 
     capabilities = Capabilities(early_receives=True, channels=2, one_sided=True)
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
-        self.control = Control(group, timeout_seconds, room_bytes, create_signals)
+        self.control = Control("shm", group, timeout_seconds, room_bytes, create_signals)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         if self.control.shared is None:
             raise BackendUnavailable(
-                f"transport 'shm' was asked for, but {self.control.why_not_shared}: use transport='gloo' or 'auto'"
+                f"transport 'shm' cannot be used: {self.control.why_not_shared}; use transport='gloo' or 'auto'"
             )
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.pool: object = None  # the one buffer pool of all that use this transport
         self._heaps: dict[int, tuple[Segment, int]] = {}  # number → memory and size of each rank's part
         self._made = 0
         self._connect(self.control.shared)
-        self.control.progress = self.progress  # while it waits in an exchange
+        self.control.progress = weakly(self.progress)  # while it waits in an exchange
 
     def _connect(self, board: ShmBoard) -> None:
         """Find the lines and bells behind the board; rank 0 has made their semaphores."""
@@ -121,24 +123,12 @@ class ShmTransport:
             for peer in range(world):
                 if peer != self.rank:
                     self._incoming[channel, peer] = Incoming(
-                        Line(segment, lines[channel, peer, self.rank]), bells[peer]
+                        Line(segment, lines[channel, peer, self.rank]), bells[peer], self._bell
                     )
                     self._outgoing[channel, peer] = Outgoing(
                         Line(segment, lines[channel, self.rank, peer]), bells[peer]
                     )
         self._put_off: list[Outgoing] = []
-
-    def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        return self.control.exchange(payload, what)
-
-    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        return self.control.exchange_text(text, what)
-
-    def lost(self, peer: int, what: str, found: str) -> PeerLost:
-        return self.control.lost(peer, what, found)
-
-    def fail(self, error: BaseException) -> None:
-        self.control.fail(error)
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """This rank's part of a new heap, uint8; as large as the rank with the greatest need wants.
@@ -147,17 +137,18 @@ class ShmTransport:
         given up. Raises BackendUnavailable, on all ranks, where /dev/shm has no room.
         """
         needs = [int.from_bytes(each, "little") for each in self.exchange(nbytes.to_bytes(8, "little"), "memory")]
-        have = self._heaps[self._made][1] if self._made in self._heaps else 0
+        have = max((part for _, part in self._heaps.values()), default=0)
         if max(needs) <= have:
             return None
-        part = max(LEAST_HEAP_BYTES, -(-max(needs) // 4096) * 4096)
-        name = f"{self.control.name}-{self._made + 1}"
-        segment, trouble = shared_segment(name, part * self.world_size, self.rank, self._agree, lambda *_: None)
-        if segment is None:
-            raise BackendUnavailable(f"{trouble}; enlarge /dev/shm (docker: --shm-size), or use transport='gloo'")
-        self._made += 1
-        self._heaps = {self._made: (segment, part)}
-        return segment.part(self.rank * part, part)
+        trouble = ""
+        for part in (_pages(max(*needs, have + have // 2)), _pages(max(needs))):  # some more, if there is room
+            name = f"{self.control.name}-{self._made + 1}"
+            segment, trouble = shared_segment(name, part * self.world_size, self.rank, self._agree, lambda *_: None)
+            self._made += 1
+            if segment is not None:
+                self._heaps = {self._made: (segment, part)}
+                return segment.part(self.rank * part, part)
+        raise BackendUnavailable(f"{trouble}; enlarge /dev/shm (docker: --shm-size), or use transport='gloo'")
 
     def _agree(self, what: str, trouble: str) -> list[str]:
         return [each.decode() for each in self.control.exchange_text(trouble.encode(), what)]
@@ -187,16 +178,16 @@ class ShmTransport:
 
     def _place(self, data: torch.Tensor, label: str) -> tuple[int, int, int]:
         size = data.numel() * data.element_size()
-        if self._made in self._heaps:
-            segment, part = self._heaps[self._made]
+        for number, (segment, part) in self._heaps.items():  # one, or none yet
             offset = data.data_ptr() - segment.address
             if self.rank * part <= offset and offset + size <= (self.rank + 1) * part:
-                return self._made, offset, size
+                return number, offset, size
         raise ConfigurationError(f"receive of {label}: 'shm' receives only into memory from its own allocate()")
 
     def _push(self, out: Outgoing) -> bool:
         """Put what has a place at the peer; whether that is all."""
         while out.waiting and out.line.posted.try_wait():
+            self._bell.try_wait()  # it has rung for this
             heap, offset, size = out.line.read(out.put)
             data, label = out.waiting.popleft()
             self._put(data, heap, offset, size, label)
@@ -232,8 +223,7 @@ class ShmTransport:
                 self._sleep(seconds)
             return False
 
-        if not attempt(0.0):
-            self.control.wait(attempt, src, f"waited for {label}")
+        self.control.wait(attempt, src, f"waited for {label}")
 
     def wait_sent(self, out: Outgoing, number: int, dst: int, label: str) -> None:
         def attempt(seconds: float) -> bool:
@@ -243,8 +233,7 @@ class ShmTransport:
                 self.progress()
             return out.put >= number
 
-        if not attempt(0.0):
-            self.control.wait(attempt, dst, f"waited to send {label}")
+        self.control.wait(attempt, dst, f"waited to send {label}")
 
     def _sleep(self, seconds: float) -> None:
         """Until anything happens for this rank. Whoever rings has done before what it rings for."""
@@ -270,6 +259,11 @@ class _Received:
     def wait(self) -> None:
         transport, incoming, number, src, label = self._wait
         transport.wait_received(incoming, number, src, label)
+
+
+def _pages(nbytes: int) -> int:
+    """So many bytes, and up to whole pages."""
+    return max(LEAST_HEAP_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
 
 
 def room_bytes(world_size: int) -> int:

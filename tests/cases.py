@@ -56,6 +56,8 @@ class Case:
     pieces: int | None
     given_mask: Mask | None = None  # instead of the one called mask_name
     given_length: int | None = None
+    given_kv_length: int | None = None
+    seed: int | None = None  # of the inputs; None: by the sizes
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -82,6 +84,8 @@ class Case:
 
     @property
     def kv_length(self) -> int:
+        if self.given_kv_length is not None:
+            return self.given_kv_length
         factor = {"full, longer kv": 2, "full, shorter kv": 0.5}.get(self.mask_name, 1)
         return self.q_length if factor == 1 else self._length(int(self.q_length * factor))
 
@@ -128,7 +132,7 @@ class Case:
 
     def inputs(self) -> list[torch.Tensor]:
         """q, k, v, dout over the whole sequence: the same wherever it is called."""
-        random = torch.Generator().manual_seed(self.ranks * 1000 + self.q_length)
+        random = torch.Generator().manual_seed(self.ranks * 1000 + self.q_length if self.seed is None else self.seed)
         sizes = ((self.q_length, self.q_heads), (self.kv_length, self.kv_heads))
         return [
             torch.randn(self.batch, *sizes[which], self.head_dim, generator=random).to(self.dtype)
@@ -140,12 +144,12 @@ class Case:
         q, k, v, dout = self.inputs()
         return attention64(q, k, v, dout, allowed(self.mask, self.q_length, self.kv_length), scale)
 
-    def one_process(self) -> Attention:
+    def one_process(self, scale: float | None = None) -> Attention:
         """torch's kernel over the whole sequence, in the case's dtype."""
         dense = self.mask != Full() and self.mask != Causal()
         visible = allowed(self.mask, self.q_length, self.kv_length) if dense else None
         q, k, v, dout = self.inputs()
-        return whole_sdpa(q, k, v, dout, visible, self.mask == Causal())
+        return whole_sdpa(q, k, v, dout, visible, self.mask == Causal(), scale)
 
     def whole(self, parts: list[Local]) -> Attention:
         """The ranks' parts put together in sequence order."""

@@ -32,11 +32,11 @@ from ranks import PRELOADED
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, shard
 from tokenring.backends import control, members
+from tokenring.backends.control import MAY_WAIT
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.segments import FOLDER, PREFIX
 
 WORLD_SIZE = 4
-MAY_WAIT = "may only wait for the one that is lost"  # the store died too: the silent neighbour is named
 LIMIT_SECONDS = 3.0  # timeout_seconds of the ranks
 WITHIN_SECONDS = LIMIT_SECONDS + 2.0  # how soon every survivor must know
 PATIENCE_SECONDS = 30.0  # of this driver, for anything else

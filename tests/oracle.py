@@ -70,7 +70,13 @@ def attention64(
 
 
 def whole_sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, visible: torch.Tensor | None, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    visible: torch.Tensor | None,
+    causal: bool,
+    scale: float | None = None,
 ) -> Attention:
     """torch's own kernel over the whole sequence, in the inputs' dtype, with its autograd; lse is empty.
 
@@ -78,7 +84,7 @@ def whole_sdpa(
     """
     q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     seen = torch.ones(q.shape[2], dtype=torch.bool) if visible is None else visible.any(dim=-1)
     dq, dk, dv = (x.transpose(1, 2) for x in torch.autograd.grad(out, (q, k, v), dout.transpose(1, 2) * seen[:, None]))

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
-from faults import (
-    KINDS,
-    LIMIT_SECONDS,
-    MAY_WAIT,
-    PASSES,
-    SCHEDULES,
-    TRANSPORTS,
-    WORLD_SIZE,
-    Case,
-    Found,
-    Outcome,
-    run_cases,
-)
+from faults import APART, KINDS, LIMIT_SECONDS, PASSES, SCHEDULES, WORLD_SIZE, Case, Found, Outcome, run_cases
+
+from tokenring.backends.control import MAY_WAIT
+
+WAYS = tuple(product(("gloo", "shm"), PASSES))
 
 
 def sample() -> list[Case]:
-    """Every kind in three schedules, on both transports and in both passes, with different victims."""
+    """Every kind on both transports and in both passes, in different schedules; and between machines."""
     cases = []
-    for number in range(3 * len(KINDS)):
-        kind, turn = number % len(KINDS), number // len(KINDS)
-        schedule = SCHEDULES[(kind + 2 * turn) % len(SCHEDULES)]
-        transport, passes = TRANSPORTS[(turn + kind) % 2], PASSES[number % 2]
-        cases.append(Case(KINDS[kind], schedule, transport, passes, number % WORLD_SIZE, number, reform=turn == 0))
-    return cases
+    for number, (kind, way) in enumerate(product(KINDS, range(len(WAYS)))):
+        turn = KINDS.index(kind)
+        schedule, victim = SCHEDULES[(turn + way) % len(SCHEDULES)], (turn + way) % WORLD_SIZE
+        cases.append(Case(kind, schedule, *WAYS[way], victim, number, reform=way == turn % len(WAYS)))
+    apart = [Case(kind, "tokenring", APART, "backward", 1 + number, number) for number, kind in enumerate(KINDS[:3])]
+    return cases + apart
 
 
 @pytest.mark.slow
@@ -44,11 +38,11 @@ def test_survivors_know_who_is_lost() -> None:
 
 def test_the_sample() -> None:
     cases = sample()
-    for what in ("transport", "passes", "schedule"):
-        every = {(case.kind, getattr(case, what)) for case in cases}
-        assert len(every) == len(KINDS) * (3 if what == "schedule" else 2)
-    assert {case.victim for case in cases} == set(range(WORLD_SIZE))
-    assert any(case.victim == 0 and case.kind == kind for case in cases for kind in ("killed", "stopped"))
+    for kind in KINDS:
+        mine = [case for case in cases if case.kind == kind and case.transport != APART]
+        assert {(case.transport, case.passes) for case in mine} == set(WAYS)
+        assert {case.victim for case in mine} == set(range(WORLD_SIZE)) and any(case.reform for case in mine)
+    assert {case.schedule for case in cases} == set(SCHEDULES)
 
 
 def test_what_counts_as_trouble() -> None:

@@ -11,6 +11,7 @@ from ranks import Here, RankPools
 from torch.distributed.device_mesh import init_device_mesh
 
 from tokenring import ContextParallel, attention, shard, unshard
+from tokenring.backends.auto import AutoTransport
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.shm import ShmTransport
 
@@ -107,7 +108,7 @@ def test_overlapping_groups(ranks: RankPools) -> None:
 def closed_and_opened(here: Here) -> list[Local]:
     """A transport is closed and another is made for the same group."""
     made = []
-    for name, kind in (("gloo", GlooTransport), ("shm", ShmTransport), ("auto", ShmTransport)):
+    for name, kind in (("gloo", GlooTransport), ("shm", ShmTransport), ("auto", AutoTransport)):
         cp = ContextParallel(schedule="tokenring", transport=name)
         made.append(compute(cp, case_of(here.world_size)))
         assert isinstance(cp.transport, kind)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bases import CHUNKS_A_RANK, MASKS, NAMED, TOKENS, bases, make, mask_of, ulysses
 from pairwise import sample
-from symbolic import Machine, check_both_passes, lower_all
+from programs import check_both_passes, lower_all
 
 from tokenring.layout import make_layout
 from tokenring.mask import Causal
@@ -245,11 +245,3 @@ def test_programs_are_deterministic() -> None:
     mine = fingerprint()
     assert mine == fingerprint()
     assert other.communicate(timeout=100)[0].strip() == mine
-
-
-def test_machine_counts_calls() -> None:
-    """The oracle of this module sees them all."""
-    made = make(2, "ring+", "contiguous", "causal")
-    machine = Machine(made, lower_all(made, size_of(made)))
-    machine.run()
-    assert machine.calls == 3

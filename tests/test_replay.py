@@ -3,237 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import cache
-from itertools import combinations, pairwise
-from typing import NamedTuple
+from itertools import combinations
 
 import pytest
 import torch
 from bases import NAMED, bases, make
-from symbolic import Machine, lower_all
+from program_mutants import KINDS, Mutant, drop, move_up, peer, posts, wait_of
+from programs import lower_all
 
 from tokenring.errors import ScheduleError
 from tokenring.schedule.ir import PASSES, Pass, Schedule
-from tokenring.schedule.program import Attend, Instruction, Merge, Pack, Program, Recv, Release, Send, Span, Wait
-from tokenring.schedule.replay import replay, replay_schedule
+from tokenring.schedule.program import Fill, Merge, Program, Recv, Send
+from tokenring.schedule.replay import Kept, replay, replay_schedule
 from tokenring.workload import Workload
 
 BASES = bases()
-
-
-class Mutant(NamedTuple):
-    """A rank's program with one thing wrong; what replay must say, of which message, and of which ranks."""
-
-    program: Program
-    says: str
-    label: str = ""
-    ranks: tuple[int, ...] = ()  # empty: the rank itself
-
-
-ANY = (0, 1, 2, 3)  # of the ranks that a deadlock holds up, one is named
-Kind = Callable[[Program], Iterator[Mutant]]
-
-
-def edit(program: Program, start: int, stop: int, *by: Instruction) -> Program:
-    """Other instructions in place of [start, stop)."""
-    step = program.steps[min(start, len(program.steps) - 1)]
-    return replace(
-        program,
-        instructions=(*program.instructions[:start], *by, *program.instructions[stop:]),
-        steps=(*program.steps[:start], *[step] * len(by), *program.steps[stop:]),
-    )
-
-
-def drop(program: Program, *places: int) -> Program:
-    for at in sorted(places, reverse=True):
-        program = edit(program, at, at + 1)
-    return program
-
-
-def swap(program: Program, first: int, second: int) -> Program:
-    a, b = program.instructions[first], program.instructions[second]
-    return edit(edit(program, first, first + 1, b), second, second + 1, a)
-
-
-def move_up(program: Program, source: int, target: int) -> Program:
-    return edit(drop(program, source), target, target, program.instructions[source])
-
-
-def posts(program: Program) -> list[tuple[int, Recv | Send]]:
-    return [(at, post) for at, post in enumerate(program.instructions) if isinstance(post, Recv | Send)]
-
-
-def peer(post: Recv | Send) -> int:
-    return post.src if isinstance(post, Recv) else post.dst
-
-
-def find(program: Program, kind: type[Wait] | type[Release], number: int, start: int = 0) -> list[int]:
-    """Where it waits for a message, or releases a slot. (As tuples, Wait(2) and Release(2) are equal.)"""
-    each = enumerate(program.instructions)
-    return [at for at, found in each if at >= start and isinstance(found, kind) and found[0] == number]
-
-
-def wait_of(program: Program, post: Recv | Send) -> int:
-    (at,) = find(program, Wait, post.message)
-    return at
-
-
-def last_release(program: Program, slot: int, before: int) -> int | None:
-    return max((at for at in find(program, Release, slot) if at < before), default=None)
-
-
-def spans_read(instruction: Instruction) -> list[Span]:
-    match instruction:
-        case Attend(q=q, kv=kv):
-            return [q, kv]
-        case Merge(source=source):
-            return [source]
-        case Send(span=span):
-            return [span]
-    return []
-
-
-def overlap(a: Span, b: Span) -> bool:
-    return a.slot == b.slot and a.start < b.stop and b.start < a.stop
-
-
-# ---------- what can go wrong at one rank
-
-
-def dropped_wait_for_a_receive(program: Program) -> Iterator[Mutant]:
-    for _, post in posts(program):
-        if isinstance(post, Recv):
-            says = f"reads slot {post.span.slot} before waiting for receive {post.message} "
-            yield Mutant(drop(program, wait_of(program, post)), says, post.label)
-
-
-def dropped_wait_for_a_send(program: Program) -> Iterator[Mutant]:
-    """Its slot would be written again while the message leaves."""
-    for _, post in posts(program):
-        if isinstance(post, Send):
-            says = f"releases slot {post.span.slot} before waiting for send {post.message} "
-            yield Mutant(drop(program, wait_of(program, post)), says, post.label)
-
-
-def missing_final_wait(program: Program) -> Iterator[Mutant]:
-    for _, post in posts(program):
-        at = wait_of(program, post)
-        rest = program.instructions[at + 1 :]
-        if isinstance(post, Send) and all(isinstance(each, Wait | Release) for each in rest):
-            (release,) = find(program, Release, post.span.slot, at)
-            says = f"ends without waiting for send {post.message} "
-            yield Mutant(drop(program, at, release), says, post.label)
-
-
-def attend_before_its_wait(program: Program) -> Iterator[Mutant]:
-    for _, post in posts(program):
-        at = wait_of(program, post)
-        after = program.instructions[at + 1] if at + 1 < len(program.instructions) else None
-        if (
-            isinstance(post, Recv)
-            and isinstance(after, Attend)
-            and any(overlap(post.span, s) for s in spans_read(after))
-        ):
-            yield Mutant(swap(program, at, at + 1), "reads slot .* before waiting for receive", post.label)
-
-
-def receive_before_the_slot_is_free(program: Program) -> Iterator[Mutant]:
-    for at, post in posts(program):
-        release = last_release(program, post.span.slot, at)
-        if isinstance(post, Recv) and release is not None:
-            before = program.instructions[release - 1]
-            if isinstance(before, Wait):  # for a send that leaves from there
-                says = f"writes slot {post.span.slot} before waiting for send {before.message} |overwrites rows"
-                yield Mutant(move_up(program, at, release - 1), says)
-            yield Mutant(
-                move_up(program, at, release), f"overwrites rows .* of slot {post.span.slot} before its release"
-            )
-
-
-def dropped_release_of_a_slot_received_into_again(program: Program) -> Iterator[Mutant]:
-    for at, post in posts(program):
-        release = last_release(program, post.span.slot, at)
-        if isinstance(post, Recv) and release is not None:
-            yield Mutant(drop(program, release), f"overwrites rows .* of slot {post.span.slot} before its release")
-
-
-def early_release(program: Program) -> Iterator[Mutant]:
-    """Before the last read of what a message brought, or before a send has left."""
-    for at, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Release):
-            slot = instruction.slot
-            reads = [i for i in range(at) if any(span.slot == slot for span in spans_read(program.instructions[i]))]
-            if reads:
-                says = f"reads rows .* of slot {slot}, which hold nothing|releases slot {slot} before waiting for send"
-                yield Mutant(move_up(program, at, reads[-1]), says)
-            if reads and isinstance(program.instructions[reads[-1]], Send):
-                yield Mutant(move_up(program, at, reads[-1] + 1), f"releases slot {slot} before waiting for send")
-
-
-def dropped_receive(program: Program) -> Iterator[Mutant]:
-    """Its peer cannot get rid of the message, or gets rid of it into the next receive."""
-    for at, post in posts(program):
-        if isinstance(post, Recv):
-            says = f"waits for message {post.message}, which it never posted|meets|hold nothing"
-            yield Mutant(drop(program, at), says, ranks=(program.rank, post.src))
-
-
-def is_last_of_its_pair(program: Program, post: Recv | Send) -> bool:
-    same = [each for _, each in posts(program) if type(each) is type(post) and each.channel == post.channel]
-    return [each for each in same if peer(each) == peer(post)][-1] is post
-
-
-def dropped_send_and_its_wait(program: Program) -> Iterator[Mutant]:
-    """The last one of its pair, or all that follow would meet the wrong receives."""
-    for at, post in posts(program):
-        if isinstance(post, Send) and is_last_of_its_pair(program, post):
-            mutant = drop(program, at, wait_of(program, post))
-            yield Mutant(mutant, r"waits for ever for (receive|send) .*: a deadlock|meets", ranks=ANY)
-
-
-def dropped_receive_and_its_wait(program: Program) -> Iterator[Mutant]:
-    """The peer waits for its send; or what should have come is missed before."""
-    for at, post in posts(program):
-        if isinstance(post, Recv) and is_last_of_its_pair(program, post):
-            mutant = drop(program, at, wait_of(program, post))
-            yield Mutant(mutant, r"waits for ever for (receive|send) .*: a deadlock|meets|hold nothing", ranks=ANY)
-
-
-def swapped_posts_of_one_kind(program: Program) -> Iterator[Mutant]:
-    """Two sends to, or two receives from one peer, in the other order."""
-    found = posts(program)
-    for (first, a), (second, b) in pairwise(found):
-        between = program.instructions[first + 1 : second]
-        if type(a) is type(b) and (peer(a), a.channel) == (peer(b), b.channel) and not between:
-            yield Mutant(swap(program, first, second), "meets", ranks=(program.rank, peer(a)))
-
-
-def wrong_rows(program: Program) -> Iterator[Mutant]:
-    for at, post in posts(program):
-        if post.span.rows > 1:
-            less = post._replace(span=post.span._replace(stop=post.span.stop - 1))
-            # Or it is read at once: then the row that is missing shows first.
-            says = f"{post.message} .* meets|meets (send|receive) {post.message} |hold nothing"
-            yield Mutant(edit(program, at, at + 1, less), says, ranks=(program.rank, peer(post)))
-
-
-def wrong_block(program: Program) -> Iterator[Mutant]:
-    for at, post in posts(program):
-        other = post._replace(label=f"{post.label},q99")
-        yield Mutant(edit(program, at, at + 1, other), "meets", "q99", (program.rank, peer(post)))
-
-
-KINDS: dict[str, Kind] = {
-    kind.__name__: kind
-    for kind in (
-        dropped_wait_for_a_receive, dropped_wait_for_a_send, missing_final_wait, attend_before_its_wait,
-        receive_before_the_slot_is_free, dropped_release_of_a_slot_received_into_again, early_release,
-        dropped_receive, dropped_send_and_its_wait, dropped_receive_and_its_wait, swapped_posts_of_one_kind,
-        wrong_rows, wrong_block,
-    )
-}  # fmt: skip
+CIRCLE = r"step \d, rank \d: waits for ever in a circle, rank \d in step \d for (send|receive) .*: a deadlock"
 
 
 def workload_of(schedule: Schedule) -> Workload:
@@ -244,6 +31,19 @@ def workload_of(schedule: Schedule) -> Workload:
 @cache
 def programs_of(base: str, direction: Pass, early: bool) -> list[Program]:
     return lower_all(BASES[base], workload_of(BASES[base]), direction, early_receives=early)
+
+
+@cache
+def kept_of(base: str, direction: Pass, early: bool) -> Kept | None:
+    """What a pass is given."""
+    if direction == "forward":
+        return None
+    return replay(BASES[base], programs_of(base, "forward", early), one_queue_a_pair=not early)
+
+
+def run(base: str, programs: list[Program], one_queue: bool) -> None:
+    kept = kept_of(base, programs[0].direction, not one_queue)
+    replay(BASES[base], programs, one_queue_a_pair=one_queue, kept=kept)
 
 
 def mutants(kind: str, base: str) -> Iterator[tuple[list[Program], bool, int, Mutant]]:
@@ -257,11 +57,12 @@ def mutants(kind: str, base: str) -> Iterator[tuple[list[Program], bool, int, Mu
                 yield [*programs[:rank], mutant.program, *programs[rank + 1 :]], early, rank, mutant
 
 
-def check_refused(programs: list[Program], early: bool, rank: int, mutant: Mutant) -> None:
+def check_refused(base: str, programs: list[Program], early: bool, rank: int, mutant: Mutant) -> None:
+    direction = programs[0].direction
     with pytest.raises(ScheduleError) as caught:
-        replay("mutant", programs, one_queue_a_pair=not early)
+        run(base, programs, not early)
     text = str(caught.value)
-    parts = re.fullmatch(rf"mutant, {programs[0].direction}: step (\d+), rank (\d+): (.*)", text)
+    parts = re.fullmatch(rf"{BASES[base].name}, {direction}: step (\d+), rank (\d+): (.*)", text)
     assert parts, text
     assert any(int(parts[1]) in program.steps for program in programs), text
     assert int(parts[2]) in (mutant.ranks or (rank,)), text
@@ -273,7 +74,7 @@ def check_refused(programs: list[Program], early: bool, rank: int, mutant: Mutan
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutant_is_refused(kind: str, base: str) -> None:
     for programs, early, rank, mutant in mutants(kind, base):
-        check_refused(programs, early, rank, mutant)
+        check_refused(base, programs, early, rank, mutant)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -288,29 +89,33 @@ class TestPairOrder:
     @pytest.mark.parametrize("direction", PASSES)
     def test_strict_programs_run_on_both(self, base: str, direction: Pass) -> None:
         for one_queue in (True, False):
-            replay("strict", programs_of(base, direction, early=False), one_queue_a_pair=one_queue)
+            run(base, programs_of(base, direction, early=False), one_queue)
 
     @pytest.mark.parametrize("base", BASES)
     @pytest.mark.parametrize("direction", PASSES)
     def test_early_receives_need_a_queue_for_each_direction(self, base: str, direction: Pass) -> None:
         """Wherever two ranks send to each other in one step. (A ring's never do, from three ranks on.)"""
         programs = programs_of(base, direction, early=True)
-        replay("early", programs, one_queue_a_pair=False)
+        run(base, programs, False)
         moves = {(move.step, move.src, move.dst, move.channel) for move in BASES[base].moves_in(direction)}
         cross = any((step, dst, src, channel) in moves for step, src, dst, channel in moves)
         assert cross == (BASES[base].name not in ("ring", "follow"))
         if cross:
-            with pytest.raises(ScheduleError, match=r"step \d+, rank \d: waits for ever for .*: a deadlock"):
-                replay("early", programs, one_queue_a_pair=True)
+            with pytest.raises(ScheduleError, match=CIRCLE):
+                run(base, programs, True)
         else:
-            replay("early", programs, one_queue_a_pair=True)
+            run(base, programs, True)
 
     def test_two_ranks_that_both_receive_first(self) -> None:
-        programs = lower_all(make(2, "ring+", "zigzag", "full"), Workload(1, 32, 32, 1, 1, 2))
-        replay("ring", programs, one_queue_a_pair=False)
-        says = "step 1, rank 0: waits for ever for receive 0 (step 0, kv1,kv2, rank 1, requests): a deadlock"
+        made = make(2, "ring+", "zigzag", "full")
+        programs = lower_all(made, Workload(1, 32, 32, 1, 1, 2))
+        replay(made, programs, one_queue_a_pair=False)
+        says = (
+            "step 1, rank 0: waits for ever in a circle, rank 0 in step 1 for receive 0 (step 0, kv1,kv2, rank 1, "
+            "requests), rank 1 in step 1 for receive 0 (step 0, kv0,kv3, rank 0, requests): a deadlock"
+        )
         with pytest.raises(ScheduleError, match=re.escape(f"ring, forward: {says}")):
-            replay("ring", programs, one_queue_a_pair=True)
+            replay(made, programs, one_queue_a_pair=True)
 
     @pytest.mark.parametrize("base", [base for base in BASES if base.startswith(("direct", "Ulysses"))])
     def test_receive_before_the_send_to_the_same_peer(self, base: str) -> None:
@@ -326,9 +131,9 @@ class TestPairOrder:
         assert swapped
         for mutant in swapped[:6]:
             with_mutant = [mutant if program.rank == mutant.rank else program for program in programs]
-            replay("swapped", with_mutant, one_queue_a_pair=False)
-            with pytest.raises(ScheduleError, match=r"step \d+, rank \d: waits for ever for .*: a deadlock"):
-                replay("swapped", with_mutant, one_queue_a_pair=True)
+            run(base, with_mutant, False)
+            with pytest.raises(ScheduleError, match=CIRCLE):
+                run(base, with_mutant, True)
 
 
 def steps_and_pair(post: Recv | Send) -> tuple[str, int, str]:
@@ -340,37 +145,90 @@ def test_programs_of_32_ranks(named: str) -> None:
     replay_schedule(make(32, named, "zigzag", "causal"))
 
 
-# ---------- what replay does not see: it follows slots, not what is in them; `symbolic` does
+# ---------- what no base schedule has
 
 
-def wrong_contents(program: Program) -> Iterator[Program]:
-    """What is computed or merged is left out, or takes the place of what is there, or is added to nothing."""
-    for at, each in enumerate(program.instructions):
-        if isinstance(each, Pack | Attend | Merge):
-            yield drop(program, at)
-        if isinstance(each, Merge):
-            yield edit(program, at, at + 1, each._replace(first=not each.first))
-        if isinstance(each, Attend):
-            results = tuple(result._replace(first=not result.first) for result in each.results)
-            yield edit(program, at, at + 1, each._replace(results=results))
+def test_dropped_fill() -> None:
+    """Rows that see nothing have a result as well."""
+    made = make(4, "ring+", "zigzag", "documents")
+    programs = lower_all(made, workload_of(made))
+    filled = [(rank, at) for rank, program in enumerate(programs) for at, each in enumerate(program.instructions)
+              if isinstance(each, Fill)]  # fmt: skip
+    assert filled
+    for rank, at in filled:
+        mutant = [drop(program, at) if program.rank == rank else program for program in programs]
+        with pytest.raises(
+            ScheduleError, match=rf"^ring, forward: step \d, rank {rank}: ends without a result for o\d$"
+        ):
+            replay(made, mutant, one_queue_a_pair=False)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_oracle_refuses_wrong_contents(base: str) -> None:
-    programs = programs_of(base, "forward", early=True)
-    Machine(BASES[base], programs).run()
-    for program in programs[:2]:
-        for mutant in [*wrong_contents(program)][:8]:
-            with pytest.raises((AssertionError, KeyError)):
-                Machine(BASES[base], [mutant if each is program else each for each in programs]).run()
+class TestDeadlock:
+    """The cause is named, however far away ranks wait for it."""
+
+    def test_dropped_sends(self) -> None:
+        """Rank 2 passes nothing on; rank 3 waits, rank 0 for rank 3, and rank 1 for rank 0."""
+        made = make(4, "ring+", "contiguous", "full")
+        programs = lower_all(made, workload_of(made))
+        sends = [(at, post) for at, post in posts(programs[2]) if isinstance(post, Send)]
+        places = [place for at, post in sends for place in (at, wait_of(programs[2], post))]
+        programs[2] = drop(programs[2], *places)
+        says = (
+            "never sends step 0, kv2 to rank 3, which in step 1 waits for ever for "
+            "receive 0 (step 0, kv2, rank 2, requests): a deadlock"
+        )
+        check_deadlock(made, programs, 2, says)
+
+    def test_dropped_receive(self) -> None:
+        """Rank 1 sends to rank 2, which has ended."""
+        made = make(4, "tokenring+", "contiguous", "full")
+        programs = lower_all(made, workload_of(made))
+        dropped = [post for _, post in posts(programs[2]) if isinstance(post, Recv) and "o2@1" in post.label][-1]
+        merged = next(at for at, each in enumerate(programs[2].instructions)
+                      if isinstance(each, Merge) and each.source == dropped.span)  # fmt: skip
+        at = programs[2].instructions.index(dropped)
+        programs[2] = drop(programs[2], at, wait_of(programs[2], dropped), merged)
+        says = (
+            "never receives step 3, o2@1 from rank 1, which in step 3 waits for ever for "
+            "send 11 (step 3, o2@1, rank 2, partials): a deadlock"
+        )
+        check_deadlock(made, programs, 2, says)
+
+    def test_circle(self) -> None:
+        """Each rank waits for what the one before it sends only when it has received, too."""
+        made = make(4, "ring+", "contiguous", "full")
+        programs = [receive_first(program) for program in lower_all(made, workload_of(made))]
+        links = ", ".join(f"rank {r} in step 0 for receive 0 (step 0, kv{s}, rank {s}, requests)" for r, s in AROUND)
+        check_deadlock(made, programs, 0, f"waits for ever in a circle, {links}: a deadlock")
+
+    def test_circle_that_others_wait_for(self) -> None:
+        """Ranks 1 and 2 both receive from each other first; rank 0 is not in the circle, but waits for rank 1."""
+        made = make(4, "direct-kv", "contiguous", "full")
+        programs = lower_all(made, workload_of(made), early_receives=False)
+        recv = next(post for _, post in posts(programs[1]) if isinstance(post, Recv) and post.src == 2)
+        first = next(at for at, post in posts(programs[1]) if isinstance(post, Send))
+        programs[1] = move_up(programs[1], programs[1].instructions.index(recv), first)
+        programs[1] = move_up(programs[1], wait_of(programs[1], recv), first + 1)
+        says = (
+            "waits for ever in a circle, rank 1 in step 0 for receive 4 (step 0, kv2, rank 2, requests), "
+            "rank 2 in step 1 for receive 1 (step 0, kv1, rank 1, requests): a deadlock"
+        )
+        check_deadlock(made, programs, 1, says, one_queue=True)
 
 
-@pytest.mark.xfail(strict=True, reason="replay is content with any written row among those that are read")
-def test_dropped_pack() -> None:
-    for base in BASES:
-        programs = programs_of(base, "forward", early=True)
-        for rank, program in enumerate(programs):
-            for at, each in enumerate(program.instructions):
-                if isinstance(each, Pack):
-                    mutant = Mutant(drop(program, at), f"reads rows .* of slot {each.into.slot}, which hold nothing")
-                    check_refused([*programs[:rank], mutant.program, *programs[rank + 1 :]], True, rank, mutant)
+AROUND = ((0, 3), (3, 2), (2, 1), (1, 0))  # who waits for whom
+
+
+def check_deadlock(made: Schedule, programs: list[Program], rank: int, says: str, one_queue: bool = False) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        replay(made, programs, one_queue_a_pair=one_queue)
+    where, text = str(caught.value).split(f"rank {rank}: ", 1)
+    assert re.fullmatch(rf"{made.name}, forward: step \d, ", where), caught.value
+    assert text == says
+
+
+def receive_first(program: Program) -> Program:
+    """Waits for its first receive before its first send."""
+    send = next(at for at, post in posts(program) if isinstance(post, Send))
+    recv = next(post for _, post in posts(program) if isinstance(post, Recv))
+    return move_up(program, wait_of(program, recv), send)

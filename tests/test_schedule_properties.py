@@ -13,7 +13,7 @@ import torch
 from bases import bases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from symbolic import check_both_passes
+from programs import check_both_passes
 
 from tokenring.errors import ScheduleError
 from tokenring.layout import Layout, contiguous, striped

@@ -12,13 +12,14 @@ from bases import CHUNKS_A_RANK, MASKS, NAMED, bases, make
 from mutants import KINDS, Mutant
 from pairwise import sample
 
-from tokenring.errors import ScheduleError
+from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.layout import Layout, Positions, make_layout
 from tokenring.mask import Documents, Full
 from tokenring.named import schedule
-from tokenring.schedule.build import build
+from tokenring.schedule.build import Scheme, build, dense
 from tokenring.schedule.ir import Block, Tile
-from tokenring.schedule.schemes import make_schedule, ring
+from tokenring.schedule.passes import order
+from tokenring.schedule.schemes import bidirectional, direct_kv, direct_q, make_schedule, ring, tokenring
 from tokenring.schedule.verify import verify
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -38,10 +39,13 @@ class TestAccepts:
         made = make(ranks, named, layout, mask, pieces)
         assert made.verify() is made
 
-    @pytest.mark.parametrize("named", NAMED)
-    def test_what_is_not_pruned(self, named: str) -> None:
-        """Under the full mask; under others a dense schedule computes what is hidden."""
-        verify(make(3, named, "zigzag", "full").replace(pruned=False))
+    @pytest.mark.parametrize("scheme", [ring(), ring(-1), tokenring(), bidirectional(), direct_kv(), direct_q()])
+    def test_what_is_not_pruned(self, scheme: Scheme) -> None:
+        """Under the full mask it is all needed; under others a dense schedule computes what is hidden."""
+        whole = make_layout("zigzag", 3, 48)
+        verify(order(dense(scheme, whole, whole, Full())))
+        with pytest.raises(ScheduleError, match=r"which sees nothing in its tile|which the mask hides from its tile"):
+            verify(order(dense(scheme, whole, whole, Documents([0, 8, 48]))))
 
     def test_nothing_but_padding(self) -> None:
         whole = make_layout("zigzag", 4, 64)
@@ -139,8 +143,7 @@ class TestRefuses:
     @pytest.mark.parametrize("wrong", ["pieces", "layout", "ranks"])
     def test_units_that_are_not_all_positions(self, wrong: str) -> None:
         """Pieces that do not divide chunks, chunks that overlap, ranks that own nothing: tokens are lost."""
-        whole = make_layout("contiguous", 2, 8)
-        twice = Layout("twice", 2, 8, (Positions(0, 4), Positions(0, 4)), (0, 1))
+        whole, twice = make_layout("contiguous", 2, 8), overlapping()
         made, says = {
             "pieces": (build(ring(pieces=3), whole, whole, Full()), "3 pieces do not divide kv chunks of 4 positions"),
             "layout": (build(ring(), twice, twice, Full()), "layout 'twice': position 4 of 8 is in no chunk"),
@@ -148,3 +151,18 @@ class TestRefuses:
         }[wrong]
         with pytest.raises(ScheduleError, match=f"^ring: {says}$"):
             verify(made)
+
+    def test_layout_that_is_none_is_refused_when_it_is_made(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"^layout 'twice': position 4 of 8 is in no chunk$"):
+            Layout("twice", 2, 8, OVERLAPPING, (0, 1))
+
+
+OVERLAPPING = (Positions(0, 4), Positions(0, 4))
+
+
+def overlapping() -> Layout:
+    """A layout that got round its own check: verify() does not rest on it."""
+    layout = make_layout("contiguous", 2, 8)
+    object.__setattr__(layout, "name", "twice")
+    object.__setattr__(layout, "chunks", OVERLAPPING)
+    return layout

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
+from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.runtime.agreement import Description, agree
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Pass, Schedule
+from tokenring.weak import weakly
 from tokenring.workload import Workload
 
 if TYPE_CHECKING:
@@ -89,9 +90,9 @@ class ContextParallel:
         self._made_here: Transport | None = None
         self._closed = False
         self._pools: dict[torch.device, Pool] = {}
-        self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_plan)
-        self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(self._make_executor)
-        self._description = lru_cache(maxsize=CACHED_PROGRAMS)(self._describe)
+        self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
+        self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_executor))
+        self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
         self._trace: Trace | None = None
         self._check()
 
@@ -112,9 +113,10 @@ class ContextParallel:
             return
         if not isinstance(self._transport, Transport):
             _check_name("transport", self._transport, TRANSPORTS, ", or the `transport` of another ContextParallel")
-        elif self._transport.world_size != self.world_size:
+        elif (self._transport.rank, self._transport.world_size) != (self.rank, self.world_size):
             raise ConfigurationError(
-                f"the transport joins {self._transport.world_size} ranks, the group has {self.world_size}"
+                f"in the transport this is rank {self._transport.rank} of {self._transport.world_size}, in the group "
+                f"rank {self.rank} of {self.world_size}: give a transport of the same group"
             )
 
     def _check_schedule(self) -> None:
@@ -143,7 +145,7 @@ class ContextParallel:
         self._pools.clear()
         if self._made_here is not None:
             self._made_here.close()
-        self._made_here = None
+        self._made_here, self._transport = None, self._asked_transport
 
     def __enter__(self) -> ContextParallel:
         return self
@@ -181,10 +183,24 @@ class ContextParallel:
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
         self._check_open()
-        if self.transport is not None:
-            self._agree(self.transport, self._description(request, direction), direction)
+        transport = self.transport
+        if transport is None:
+            return self._bound(request, direction)
+        self._agree(transport, self._description(request, direction), direction)
+        try:
+            return self._bound(request, direction)
+        except TokenRingError:  # on all ranks alike
+            raise
+        except BaseException as error:  # such as Ctrl-C: the others begin the pass
+            transport.fail(error)
+            raise
+
+    def _bound(self, request: Request, direction: Pass) -> Executor:
+        """The executor of a pass, on the memory that the pool has now."""
+        pool = self.pool(request.device)
+        before = pool.data
         made = self._executor(request, direction)
-        if made.views.base is not self.pool(request.device).data:  # another program made the pool grow
+        if before is not pool.data or made.views.base is not pool.data:  # it has grown: programs hold the old memory
             self._executor.cache_clear()
             made = self._executor(request, direction)
         return made
@@ -263,32 +279,11 @@ class ContextParallel:
         early = transport is None or transport.capabilities.early_receives
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, early)
         pool = self.pool(request.device)
-        try:
-            with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
-                return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
-        except BackendUnavailable as error:  # on all ranks alike
-            self._fall_back(error)
-        return self._make_executor(request, direction)
-
-    def _fall_back(self, error: BackendUnavailable) -> None:
-        """Gloo instead of a transport that has no room, if nobody asked for that one by name."""
-        if self._asked_transport != "auto" or self.group is None:
-            raise error
-        from tokenring.backends.registry import make_transport
-
-        LOG.warning("%s; taking gloo", error)
-        if self._made_here is not None:
-            self._made_here.close()
-        self._transport = self._made_here = make_transport("gloo", self.group, self.timeout_seconds)
-        self._pools.clear()
+        with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
+            return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
 
     def _describe(self, request: Request, direction: Pass) -> Description:
         """What all ranks must agree on. A schedule of the user's own counts with all that is in it."""
-        schedule = self.schedule
-        if not isinstance(schedule, str):
-            made = self.plan(request).schedule
-            schedule = f"{made.name!r} ({hashlib.sha256(made.to_json().encode()).hexdigest()[:16]})"
-        layout = self.layout if isinstance(self.layout, str) else self.layout_for(request.workload.q_length)
         return Description.of(
             {
                 "pass": direction,
@@ -297,11 +292,27 @@ class ContextParallel:
                 "scale": repr(request.scale),
                 "gradients enabled": request.training,
                 "device": request.device.type,
-                "layout": layout,
-                "schedule": schedule,
+                "layout": self.layout if isinstance(self.layout, str) else _named_digest(self.layout),
+                "schedule": self._schedule_text(request),
                 "pieces": self.pieces,
             }
         )
+
+    def _schedule_text(self, request: Request) -> str:
+        if isinstance(self.schedule, str):
+            return self.schedule
+        if isinstance(self.schedule, Schedule):
+            return _named_digest(self.schedule)
+        try:  # a Scheme's functions print differently in each process; what they make does not
+            return _named_digest(self.plan(request).schedule)
+        except TokenRingError as error:
+            return f"{self.schedule.name!r}, which cannot be used: {error}"
+
+
+def _named_digest(some: Layout | Schedule) -> str:
+    """A name, and what tells apart those that share it."""
+    text = some.to_json() if isinstance(some, Schedule) else repr(some)
+    return f"{some.name!r} ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def _process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:

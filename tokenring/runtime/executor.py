@@ -66,12 +66,11 @@ class Executor:
         kernel: AttentionKernel,
         scale: float,
     ) -> None:
-        self.program, self.transport, self.kernel, self.scale = program, transport, kernel, scale
-        self.forward = program.direction == "forward"
+        self.program, self.transport = program, transport
         self.views = Views(schedule, workload, program, pool)
-        self.head_range = self.views.records.head_range
-        self.adopted: set[int] = set()  # output slots that take over a kernel's result
-        self.steps: list[Step] = [self._bind(instruction) for instruction in program.instructions]
+        binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
+        self.steps: list[Step] = [binder.bind(instruction) for instruction in program.instructions]
+        self.adopted = binder.adopted
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
         """Run the program; `result` then gives what it made.
@@ -134,7 +133,18 @@ class Executor:
             slot: torch.empty(self.views.nbytes[slot], dtype=torch.uint8, device=device) for slot in self.kept_slots
         }
 
-    def _bind(self, instruction: Instruction) -> Step:
+
+class _Binder:
+    """Makes instructions into functions. Apart from the executor: they hold it, and must not hold who holds them."""
+
+    def __init__(
+        self, views: Views, transport: Transport | None, kernel: AttentionKernel, scale: float, forward: bool
+    ) -> None:
+        self.views, self.transport, self.kernel, self.scale, self.forward = views, transport, kernel, scale, forward
+        self.program, self.head_range = views.program, views.records.head_range
+        self.adopted: set[int] = set()  # output slots that take over a kernel's result
+
+    def bind(self, instruction: Instruction) -> Step:
         match instruction:
             case Attend():
                 return self._attend(instruction)

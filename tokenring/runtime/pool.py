@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from tokenring.backends.base import Transport
+from tokenring.backends.base import OneSided, Transport
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.measure import aligned, landing_slots, scratch_bytes, slot_bytes
 from tokenring.schedule.payload import Field, Record, Records
 from tokenring.schedule.program import Program, Span
+from tokenring.weak import weakly
 from tokenring.workload import Workload
 
 Allocate = Callable[[int], "torch.Tensor | None"]
@@ -34,9 +35,9 @@ class Pool:
         """A pool of its own; where peers write into it, the transport's one, since growing it is a collective call."""
         if transport is None or not transport.capabilities.one_sided:
             return Pool(device)
-        shared = cast(Any, transport)
+        shared = cast(OneSided, transport)
         if shared.pool is None:
-            shared.pool = Pool(device, shared.allocate)
+            shared.pool = Pool(device, weakly(shared.allocate))  # it holds the pool
         return cast(Pool, shared.pool)
 
     @property

@@ -2,24 +2,42 @@
 
 A message is done when it stands first in its queue at both ends. Where a transport serialises
 both directions of a pair, there is one queue for each pair and channel, else one for each
-direction. Slots are watched: nothing is read before it has arrived, nothing written while it is
-on its way, nothing overwritten before its slot was released.
+direction. Slots are watched, and what lies in them (`contents`): nothing is read before it has
+arrived, nothing written while it is on its way, nothing overwritten before its slot was released;
+and each visible pair of tokens is computed in one kernel call (`pairs`), whose result is merged
+once into the row of its token's owner.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from tokenring.errors import ScheduleError
-from tokenring.schedule.ir import PASSES, Schedule
+from tokenring.schedule.contents import (
+    NOBODY,
+    Missing,
+    Mixed,
+    Rows,
+    Run,
+    Tokens,
+    Twice,
+    add,
+    moved,
+    overlaps,
+    read,
+    results,
+    tokens_of,
+)
+from tokenring.schedule.ir import PASSES, REQUEST_OF, Kind, Schedule, Tile
+from tokenring.schedule.pairs import Pairs, Tally
 from tokenring.schedule.program import (
     OWN,
     Attend,
     Fill,
-    Instruction,
     Merge,
     Pack,
     Program,
@@ -29,7 +47,10 @@ from tokenring.schedule.program import (
     Span,
     Wait,
 )  # fmt: skip
+from tokenring.schedule.rendezvous import Rank, Rendezvous, Wrong, name_of
 from tokenring.workload import Workload
+
+Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
 
 
 def replay_schedule(schedule: Schedule) -> None:
@@ -38,163 +59,291 @@ def replay_schedule(schedule: Schedule) -> None:
 
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
-    for direction in PASSES:
-        for early in (True, False):
+    pairs = Pairs(schedule)
+    for early in (True, False):
+        kept: Kept | None = None
+        for direction in PASSES:
             ranks = range(schedule.world_size)
             programs = [lower(schedule, rank, direction, workload, early_receives=early) for rank in ranks]
-            replay(schedule.name, programs, one_queue_a_pair=not early)
+            kept = replay(schedule, programs, one_queue_a_pair=not early, kept=kept, pairs=pairs)
 
 
-def replay(name: str, programs: Sequence[Program], one_queue_a_pair: bool) -> None:
-    """Raises ScheduleError when the programs deadlock, mismatch, or misuse a slot; it names step, rank and block."""
-    _Replay(name, programs, one_queue_a_pair).run()
+def replay(
+    schedule: Schedule,
+    programs: Sequence[Program],
+    one_queue_a_pair: bool,
+    kept: Kept | None = None,
+    pairs: Pairs | None = None,
+) -> Kept:
+    """Run all ranks' programs of one pass; what they keep. Backward is given what forward kept.
 
-
-class _Rank:
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.at = 0
-        self.posted: dict[int, Recv | Send] = {}
-        self.done: set[int] = set()
-        self.in_flight: dict[int, list[tuple[int, Span, bool]]] = defaultdict(list)  # slot → (message, rows, receiving)
-        self.written: dict[int, list[Span]] = defaultdict(list)  # slot → rows that hold something
+    The programs' head groups have kv heads of their own. Raises ScheduleError, which names step,
+    rank and block, when programs deadlock, mismatch or misuse a slot, or when a result does not
+    come home once.
+    """
+    machine = _Replay(pairs or Pairs(schedule), programs, one_queue_a_pair, kept)
+    try:
+        return machine.run()
+    except Wrong as wrong:
+        where = f"{schedule.name}, {machine.direction}: step {wrong.step}, rank {wrong.rank}"
+        raise ScheduleError(f"{where}: {wrong.text}") from None
 
 
 class _Replay:
-    def __init__(self, name: str, programs: Sequence[Program], one_queue: bool) -> None:
-        self.name, self.one_queue = name, one_queue
-        self.ranks = [_Rank(program) for program in programs]
-        self.queues: dict[tuple[int, object], deque[int]] = defaultdict(deque)
+    def __init__(self, pairs: Pairs, programs: Sequence[Program], one_queue: bool, kept: Kept | None) -> None:
+        self.pairs, self.schedule = pairs, pairs.schedule
+        self.direction = programs[0].direction
+        self.kinds: tuple[Kind, ...] = ("q_partial",) if self.direction == "forward" else ("q_partial", "kv_partial")
+        self.tally = Tally(pairs, self.kinds)
+        self.ranks = [Rank(program) for program in programs]
+        for rank, slots in zip(self.ranks, kept or [], strict=bool(kept)):
+            for slot, held in zip(_kept_slots(rank.program), slots, strict=True):
+                rank.held[slot].update({heads: dict(rows) for heads, rows in held.items()})
+        self.rendezvous = Rendezvous(self.ranks, one_queue)
+        self.ready = deque(self.ranks)
+        self.does: dict[type, Callable[[Rank, Any], None]] = {
+            Pack: self._pack, Recv: self._recv, Send: self._send, Wait: self._waited, Attend: self._attend,
+            Merge: self._merge, Fill: self._fill, Release: self._release,
+        }  # fmt: skip
 
-    def run(self) -> None:
-        ready = deque(range(len(self.ranks)))
-        while ready:
-            rank = ready.popleft()
-            ready.extend(self._advance(rank))
-        for rank, state in enumerate(self.ranks):
-            if state.at < len(state.program.instructions):
-                stuck = state.program.instructions[state.at]
-                assert isinstance(stuck, Wait)  # nothing else blocks
-                raise self._fail(rank, f"waits for ever for {self._name(rank, stuck.message)}: a deadlock")
-            if len(state.done) < len(state.posted):
-                left = min(set(state.posted) - state.done)
-                raise self._fail(rank, f"ends although {self._name(rank, left)} was never met by its peer")
-            if any(state.in_flight.values()):
-                left = next(entries[0][0] for entries in state.in_flight.values() if entries)
-                raise self._fail(rank, f"ends without waiting for {self._name(rank, left)}")
+    def run(self) -> Kept:
+        while self.ready:
+            self._advance(self.ready.popleft())
+        if cause := self.rendezvous.cause():
+            raise cause
+        self._check_messages()
+        self._check_pairs()
+        self._check_home()
+        return [[rank.held[slot] for slot in _kept_slots(rank.program)] for rank in self.ranks]
 
-    def _fail(self, rank: int, text: str) -> ScheduleError:
-        state = self.ranks[rank]
-        at = min(state.at, len(state.program.steps) - 1)
-        step = state.program.steps[at] if state.program.steps else 0
-        return ScheduleError(f"{self.name}, {state.program.direction}: step {step}, rank {rank}: {text}")
+    def _advance(self, rank: Rank) -> None:
+        """Run a rank until it must wait."""
+        instructions, does, done = rank.program.instructions, self.does, rank.done
+        rank.waits = None
+        for at in range(rank.at, len(instructions)):
+            rank.at, instruction = at, instructions[at]
+            if type(instruction) is Wait and instruction.message not in done:
+                if instruction.message not in rank.posted:
+                    raise rank.wrong(f"waits for message {instruction.message}, which it never posted")
+                rank.waits = instruction.message
+                return
+            does[type(instruction)](rank, instruction)
+        rank.at = len(instructions)
 
-    def _name(self, rank: int, message: int) -> str:
-        post = self.ranks[rank].posted[message]
-        peer = post.src if isinstance(post, Recv) else post.dst
-        return (
-            f"{'receive' if isinstance(post, Recv) else 'send'} {message} ({post.label}, rank {peer}, {post.channel})"
-        )
+    # ---------- messages
 
-    def _advance(self, rank: int) -> list[int]:
-        """Run a rank until it must wait; the ranks that can go on because of it."""
-        state, woken = self.ranks[rank], []
-        while state.at < len(state.program.instructions):
-            instruction = state.program.instructions[state.at]
-            if isinstance(instruction, Wait) and instruction.message not in state.done:
-                if instruction.message not in state.posted:
-                    raise self._fail(rank, f"waits for message {instruction.message}, which it never posted")
-                break
-            woken += self._execute(rank, instruction)
-            state.at += 1
-        return woken
+    def _recv(self, rank: Rank, post: Recv) -> None:
+        self._check_free(rank, post.span)
+        self._post(rank, post)
 
-    def _execute(self, rank: int, instruction: Instruction) -> list[int]:
-        match instruction:
-            case Recv() | Send():
-                return self._post(rank, instruction)
-            case Wait(message):
-                self._waited(rank, message)
-            case Pack(into=into):
-                self._write(rank, into)
-            case Attend(q=q, kv=kv, results=results, kept_q=kept_q):
-                for span in (q, kv, *(() if kept_q is None else (kept_q,))):
-                    self._read(rank, span)
-                for result in results:
-                    self._write(rank, result.into, accumulates=True)
-            case Merge(source=source, into=into):
-                self._read(rank, source)
-                self._write(rank, into, accumulates=True)
-            case Fill(into=into):
-                self._write(rank, into, accumulates=True)
-            case Release(slot):
-                self._release(rank, slot)
-        return []
+    def _send(self, rank: Rank, post: Send) -> None:
+        rank.carried[post.message] = self._read(rank, post.span)
+        self._post(rank, post)
 
-    def _post(self, rank: int, post: Recv | Send) -> list[int]:
-        state, receiving = self.ranks[rank], isinstance(post, Recv)
-        peer = post.src if isinstance(post, Recv) else post.dst
-        if receiving:
-            self._write(rank, post.span)
-        else:
-            self._read(rank, post.span)
-        state.posted[post.message] = post
-        state.in_flight[post.span.slot].append((post.message, post.span, receiving))
-        pair = (min(rank, peer), max(rank, peer))
-        direction = (peer, rank) if receiving else (rank, peer)
-        key = (pair if self.one_queue else direction, post.channel)
-        self.queues[rank, key].append(post.message)
-        return self._meet(rank, peer, key)
-
-    def _meet(self, a: int, b: int, key: object) -> list[int]:
-        """Complete what stands first at both ends."""
-        met: list[int] = []
-        here, there = self.queues[a, key], self.queues[b, key]
-        while here and there:
-            mine, theirs = self.ranks[a].posted[here[0]], self.ranks[b].posted[there[0]]
-            if type(mine) is type(theirs):
-                return met  # both send, or both receive: this is how orders that cross block each other
-            if (mine.label, mine.span.rows) != (theirs.label, theirs.span.rows):
-                raise self._fail(a, f"{self._name(a, mine.message)} meets {self._name(b, theirs.message)} of rank {b}")
-            self.ranks[a].done.add(here.popleft())
-            self.ranks[b].done.add(there.popleft())
-            met = [a, b]
-        return met
-
-    def _waited(self, rank: int, message: int) -> None:
-        for entries in self.ranks[rank].in_flight.values():
-            entries[:] = [entry for entry in entries if entry[0] != message]
-
-    def _read(self, rank: int, span: Span) -> None:
-        if span.slot == OWN:
+    def _post(self, rank: Rank, post: Recv | Send) -> None:
+        rank.flying[post.span.slot][post.message] = post
+        met = self.rendezvous.post(rank, post)
+        if met is None:
             return
-        state = self.ranks[rank]
-        for message, rows, receiving in state.in_flight[span.slot]:
-            if receiving and _overlap(rows, span):
-                raise self._fail(rank, f"reads slot {span.slot} before waiting for {self._name(rank, message)}")
-        if not state.program.slots[span.slot].kept and not any(
-            _overlap(rows, span) for rows in state.written[span.slot]
-        ):
-            raise self._fail(rank, f"reads rows {span.start} to {span.stop} of slot {span.slot}, which hold nothing")
+        sender, send, receiver, recv = met
+        if sender.program.slots[send.span.slot].kind != receiver.program.slots[recv.span.slot].kind:
+            raise receiver.wrong(f"{name_of(recv)} goes into a slot of another kind")
+        receiver.carried[recv.message] = moved(sender.carried.pop(send.message), recv.span.start - send.span.start)
+        for end, message in ((sender, send.message), (receiver, recv.message)):
+            if end.waits == message:
+                self.ready.append(end)
 
-    def _write(self, rank: int, span: Span, accumulates: bool = False) -> None:
-        state = self.ranks[rank]
-        for message, rows, _ in state.in_flight[span.slot]:
-            if _overlap(rows, span):
-                raise self._fail(rank, f"writes slot {span.slot} before waiting for {self._name(rank, message)}")
-        if not accumulates and any(_overlap(rows, span) for rows in state.written[span.slot]):
-            text = f"overwrites rows {span.start} to {span.stop} of slot {span.slot} before its release"
-            raise self._fail(rank, text)
-        state.written[span.slot].append(span)
+    def _waited(self, rank: Rank, wait: Wait) -> None:
+        post = rank.posted[wait.message]
+        slot = post.span.slot
+        if rank.flying[slot].pop(wait.message, None) is not None and type(post) is Recv:
+            rows = rank.held[slot][post.span.heads]
+            for run in rank.carried.pop(wait.message):
+                rows[run.start] = run
 
-    def _release(self, rank: int, slot: int) -> None:
-        state = self.ranks[rank]
-        if state.in_flight[slot]:
-            raise self._fail(
-                rank, f"releases slot {slot} before waiting for {self._name(rank, state.in_flight[slot][0][0])}"
-            )
-        state.written[slot].clear()
+    # ---------- slots
+
+    def _read(self, rank: Rank, span: Span) -> list[Run]:
+        slot, start, stop, heads = span
+        for post in rank.flying[slot].values():
+            if type(post) is Recv and post.span.start < stop and start < post.span.stop:
+                raise rank.wrong(f"reads slot {slot} before waiting for {name_of(post)}")
+        try:
+            return read(rank.held[slot][heads], start, stop)
+        except Missing as missing:
+            nothing = f"which hold nothing from row {missing.row} on"
+            raise rank.wrong(f"reads rows {start} to {stop} of slot {slot}, {nothing}{self._of(rank)}") from None
+
+    def _check_landed(self, rank: Rank, span: Span) -> None:
+        for post in rank.flying[span.slot].values():
+            if post.span.start < span.stop and span.start < post.span.stop:
+                raise rank.wrong(f"writes slot {span.slot} before waiting for {name_of(post)}")
+
+    def _check_free(self, rank: Rank, span: Span) -> None:
+        """Nothing is on its way to or from these rows, and nothing in them."""
+        slot, start, stop, heads = span
+        self._check_landed(rank, span)
+        for group, rows in rank.held[slot].items():
+            if (group == heads or not rank.program.slots[slot].all_heads) and overlaps(rows, start, stop):
+                text = f"overwrites rows {start} to {stop} of slot {slot} before its release{self._of(rank)}"
+                raise rank.wrong(text)
+
+    def _accumulate(self, rank: Rank, kind: Kind, span: Span, runs: list[Run], first: bool) -> None:
+        """Results go into rows that hold nothing, if `first`, else they are merged into those that do."""
+        slot, heads = span.slot, span.heads
+        if rank.program.slots[slot].kind != kind:
+            raise rank.wrong(f"puts {self._names(kind, runs, heads)} into slot {slot}, which is of another kind")
+        if slot in rank.home:
+            for run in runs:
+                if run.owner != NOBODY and (run.owner != rank.rank or run.row != run.start):
+                    there = self.pairs.block(REQUEST_OF[kind], rank.rank, run.start, heads)
+                    raise rank.wrong(f"puts {self._names(kind, [run], heads)} home into the rows of {there}")
+        if first:
+            self._check_free(rank, span)
+            rank.held[slot][heads].update({run.start: run for run in runs})
+            return
+        self._check_landed(rank, span)
+        rows = rank.held[slot][heads]
+        for run in runs:
+            try:
+                add(rows, run)
+            except (Missing, Mixed, Twice) as clash:
+                text = f"merges {self._names(kind, [run], heads)} {self._clash(kind, span, clash)}"
+                raise rank.wrong(text) from None
+
+    def _clash(self, kind: Kind, span: Span, clash: Missing | Mixed | Twice) -> str:
+        match clash:
+            case Missing(row=row):
+                return (
+                    f"into rows {span.start} to {span.stop} of slot {span.slot}, which hold nothing from row {row} on"
+                )
+            case Mixed(held=held):
+                return f"into {self._names(kind, [held], span.heads)}"
+            case Twice(again=again):
+                call = self.tally.first(again)
+                return f"a second time: rank {call.rank} made that in step {call.step}"
+
+    def _names(self, kind: Kind, runs: list[Run], heads: int) -> str:
+        """Results, by their blocks; each as made by the rank of its first kernel call."""
+        names = []
+        for run in runs:
+            made_at = self.tally.first(run.made).rank if run.made else None
+            filled = run.owner == NOBODY
+            names.append("nothing" if filled else str(self.pairs.block(kind, run.owner, run.row, heads, made_at)))
+        return ",".join(names)
+
+    def _of(self, rank: Rank) -> str:
+        """The blocks that an instruction is about."""
+        does = rank.program.instructions[rank.at]
+        if isinstance(does, Recv | Send):
+            return f", for {name_of(does)}"
+        if isinstance(does, Attend):
+            here = (does.step, rank.rank, does.q.heads)
+            tiles = [tile for tile in self.schedule.tiles if (tile.step, tile.rank, tile.heads) == here]
+            return f", for {' or '.join(_tile_name(tile) for tile in tiles)}"
+        if isinstance(does, Merge):
+            for slot, start, stop, heads in (does.source, does.into):
+                rows = rank.held[slot][heads].values()
+                if runs := [run for run in rows if run.start < stop and start < run.stop]:
+                    return f", for {self._names(does.kind, runs, heads)}"
+            if does.into.slot in rank.home:
+                return f", for {self.pairs.block(does.kind, rank.rank, does.into.start, does.into.heads)}"
+            moves = [move for move in self.schedule.moves_in(self.direction) if move.block.kind == does.kind]
+            sent = [str(move.block) for move in moves if (move.step, move.src) == (rank.step, rank.rank)]
+            return f", for {','.join(sent)}"
+        return ""
+
+    # ---------- other instructions
+
+    def _pack(self, rank: Rank, pack: Pack) -> None:
+        self._check_free(rank, pack.into)
+        if rank.program.slots[pack.into.slot].kind != pack.kind or pack.source.rows != pack.into.rows:
+            raise rank.wrong(f"packs rows of {pack.kind} into {pack.into}, which is of another kind or size")
+        start, stop = pack.into.start, pack.into.stop
+        rank.held[pack.into.slot][pack.into.heads][start] = Run(start, stop, rank.rank, pack.source.start)
+
+    def _attend(self, rank: Rank, call: Attend) -> None:
+        q, kv = self._tokens(rank, call.q, "q"), self._tokens(rank, call.kv, "kv")
+        if call.kept_q is not None and self._tokens(rank, call.kept_q, "q") != q:
+            raise rank.wrong(f"computes with other q than it kept{self._of(rank)}")
+        patch, shape = call.patch, (0, call.q.rows, 0, call.kv.rows)
+        spans = [call.q, call.kv, *(result.into for result in call.results)]
+        if patch[:4] != shape or len({span.heads for span in spans}) != 1:
+            raise rank.wrong(f"computes {patch} of {call.q.rows} × {call.kv.rows} rows, or mixes heads{self._of(rank)}")
+        try:
+            made = self.tally.call(rank.rank, call.step, call.q.heads, q, kv, patch)
+        except Twice:
+            raise rank.wrong(f"computes some tokens twice in one call{self._of(rank)}") from None
+        for result in call.results:
+            into, tokens = result.into, q if result.kind == "q_partial" else kv
+            runs = results(tokens, result.start, into.start, into.stop, made)
+            self._accumulate(rank, result.kind, into, runs, result.first)
+
+    def _tokens(self, rank: Rank, span: Span, kind: Kind) -> Tokens:
+        if span.slot == OWN:
+            return ((span.stop - span.start, rank.rank, span.start),)
+        if rank.program.slots[span.slot].kind != kind:
+            raise rank.wrong(f"takes slot {span.slot} for {kind}{self._of(rank)}")
+        return tokens_of(self._read(rank, span))
+
+    def _merge(self, rank: Rank, merge: Merge) -> None:
+        source, into = merge.source, merge.into
+        runs = moved(self._read(rank, source), into.start - source.start)
+        if source.rows != into.rows or source.heads != into.heads:
+            raise rank.wrong(f"merges {source} into {into}, which is of another size or other heads{self._of(rank)}")
+        self._accumulate(rank, merge.kind, into, runs, merge.first)
+
+    def _fill(self, rank: Rank, fill: Fill) -> None:
+        start, stop = fill.into.start, fill.into.stop
+        self._accumulate(rank, fill.kind, fill.into, [Run(start, stop, NOBODY, 0)], True)
+
+    def _release(self, rank: Rank, release: Release) -> None:
+        if flying := rank.flying[release.slot]:
+            post = next(iter(flying.values()))
+            raise rank.wrong(f"releases slot {release.slot} before waiting for {name_of(post)}")
+        rank.held[release.slot].clear()
+
+    # ---------- the end
+
+    def _check_messages(self) -> None:
+        for rank in self.ranks:
+            if left := rank.posted.keys() - rank.done:
+                raise rank.wrong(f"ends although {name_of(rank.posted[min(left)])} was never met by its peer")
+            for flying in rank.flying:
+                for post in flying.values():
+                    raise rank.wrong(f"ends without waiting for {name_of(post)}")
+
+    def _check_pairs(self) -> None:
+        """Each visible pair of tokens is in one kernel call, and nothing hidden in any."""
+        if (found := self.tally.check()) is not None:
+            raise Wrong(*found)
+
+    def _check_home(self) -> None:
+        """The result for each own row is there, from all kernel calls that make one."""
+        for rank in self.ranks:
+            for slot, kind in rank.home.items():
+                for heads in range(self.schedule.head_groups):
+                    self._check_result(rank, kind, heads, rank.held[slot][heads])
+
+    def _check_result(self, rank: Rank, kind: Kind, heads: int, rows: Rows) -> None:
+        due = self.tally.due[kind, rank.rank, heads]
+        try:
+            runs = read(rows, 0, self.schedule.layout_of(kind).local_length)
+        except Missing as missing:
+            lost = self.pairs.block(kind, rank.rank, missing.row, heads)
+            raise rank.wrong(f"ends without a result for {lost}") from None
+        for run in runs:
+            for wanted in read(due, run.start, run.stop):
+                if missed := wanted.made & ~run.made:
+                    call = self.tally.first(missed)
+                    lost = self.pairs.block(kind, rank.rank, wanted.row, heads, call.rank)
+                    text = f"ends without {lost}, which rank {call.rank} made in step {call.step}"
+                    raise rank.wrong(f"{text} and nobody merged into its result")
 
 
-def _overlap(a: Span, b: Span) -> bool:
-    return a.start < b.stop and b.start < a.stop
+def _kept_slots(program: Program) -> list[int]:
+    return [index for index, slot in enumerate(program.slots) if slot.kept]
+
+
+def _tile_name(tile: Tile) -> str:
+    return f"{','.join(map(str, tile.q))} × {','.join(map(str, tile.kv))}"

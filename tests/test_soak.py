@@ -1,0 +1,67 @@
+"""A minute of random calls; ci/soak.py runs more of them. And what is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from draws import AS_SCHEMES, BY_NAME, PASSES, STRIDES, Draw
+from faults import shared_names
+from held import Held, held
+from ranks import RankPools
+from soak import BF16_RATIO, CALLS, SPARE_MB, WARM_UP, Soaked, soak
+
+WORLD_SIZE = 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_minute(ranks: RankPools) -> None:
+    before = shared_names()
+    made = soak(ranks, 60.0, 1, WORLD_SIZE)
+    assert not (grown := made.growth()), grown
+    assert made.calls["calls"] == CALLS * len(made.held)
+    assert shared_names() <= before
+
+
+def test_what_is_drawn() -> None:
+    """Everything, in a few rounds; and on every rank the same."""
+    draw, same = Draw("0", WORLD_SIZE), Draw("0", WORLD_SIZE)
+    contexts = [draw.context() for _ in range(300)]
+    assert contexts == [same.context() for _ in range(300)]
+    assert {each.schedule for each in contexts} == {*BY_NAME, *AS_SCHEMES}
+    assert {len(each.members) for each in contexts} == {2, 3, 4}
+    calls = [draw.call(each) for each in contexts]
+    assert list(map(str, calls)) == list(map(str, (same.call(each) for each in contexts)))
+    assert {each.passes for each in calls} == set(PASSES)
+    assert {each.strides for each in calls} == set(STRIDES)
+    assert {each.case.dtype for each in calls} == {torch.float32, torch.bfloat16}
+    assert {each.case.kv_length > each.case.q_length for each in calls} == {True, False}
+    for each in calls:
+        each.case.make_schedule() if each.case.schedule in ("ring", "tokenring") else None
+        each.case.mask.check_length(each.case.q_length)
+
+
+class TestTheChecks:
+    def rounds(self, last: Held) -> Soaked:
+        first = held()
+        return Soaked(held=[[first, first]] * (WARM_UP + 3) + [[first, last]])
+
+    def test_growth(self) -> None:
+        now = held()
+        assert not self.rounds(now).growth()
+        assert not self.rounds(replace(now, rss_mb=now.rss_mb + SPARE_MB / 2)).growth()
+        more = replace(now, rss_mb=now.rss_mb + 1.5 * SPARE_MB, files=now.files + 1, threads=now.threads + 1)
+        found = self.rounds(more).growth()
+        assert [each.split()[:3] for each in found] == [["rank", "1:", name] for name in ("rss_mb", "files", "threads")]
+
+    def test_ratio(self) -> None:
+        drawn = Draw("0", WORLD_SIZE)
+        call = drawn.call(drawn.context())
+        made = Soaked()
+        made.judge(call, {"out": 1.1, "lse": 9.0, "dq": 0.0}, {"out": 1.0, "dq": 0.0})
+        assert made.worst["bf16 ratio of out"][0] == 1.1
+        for wrong in (BF16_RATIO + 0.01, float("nan"), float("inf")):
+            with pytest.raises(AssertionError, match="out: bf16 ratio"):
+                made.judge(call, {"out": wrong}, {"out": 1.0})

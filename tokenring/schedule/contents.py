@@ -1,0 +1,145 @@
+"""What lies in the slots of programs that are replayed: tokens, and results with the kernel calls that made them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NOBODY = -1  # owner of rows that were filled: a result for whichever token, of no kernel call
+
+
+class Missing(Exception):
+    """From this row on, rows hold nothing."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.row = row
+
+
+class Mixed(Exception):
+    """Results for different tokens meet in one row."""
+
+    def __init__(self, held: Run) -> None:
+        super().__init__(held)
+        self.held = held
+
+
+class Twice(Exception):
+    """The results of these kernel calls (bits) meet themselves in one row."""
+
+    def __init__(self, again: int) -> None:
+        super().__init__(again)
+        self.again = again
+
+
+class Run(NamedTuple):
+    """Rows [start, stop) hold neighbouring tokens of one rank, from its own row `row` on, or results for them.
+
+    made: the kernel calls whose results are merged in these rows, as bits.
+    """
+
+    start: int
+    stop: int
+    owner: int
+    row: int
+    made: int = 0
+
+
+Rows = dict[int, Run]  # disjoint, by their first row
+Tokens = tuple[tuple[int, int, int], ...]  # what rows hold one after another: how many tokens, whose, from which row
+
+
+def clip(run: Run, start: int, stop: int) -> Run:
+    """What of the run lies in rows [start, stop)."""
+    low, high = max(start, run.start), min(stop, run.stop)
+    return Run(low, high, run.owner, run.row + low - run.start, run.made)
+
+
+def overlaps(rows: Rows, start: int, stop: int) -> bool:
+    """Whether any of rows [start, stop) hold something."""
+    if start in rows:
+        return True
+    return any(start < run[1] and run[0] < stop for run in rows.values())
+
+
+def read(rows: Rows, start: int, stop: int) -> list[Run]:
+    """What lies in rows [start, stop). Raises Missing."""
+    run = rows.get(start)
+    if run is not None and run.stop == stop:
+        return [run]
+    if run is None:
+        run = next((each for each in rows.values() if each.start < start < each.stop), None)
+    found: list[Run] = []
+    at = start
+    while run is not None:
+        found.append(clip(run, start, stop))
+        at = run.stop
+        if at >= stop:
+            return found
+        run = rows.get(at)
+    raise Missing(at)
+
+
+def add(rows: Rows, run: Run) -> None:
+    """Merge a run into rows that hold results already. Raises Missing, Mixed, Twice."""
+    held = rows.get(run.start)
+    if held is not None and held.stop == run.stop:
+        rows[held.start] = _joined(held, run)
+        return
+    _cut(rows, run.start)
+    _cut(rows, run.stop)
+    for part in read(rows, run.start, run.stop):
+        rows[part.start] = _joined(part, clip(run, part.start, part.stop))
+
+
+def _joined(held: Run, run: Run) -> Run:
+    if held.owner == NOBODY:
+        held = run._replace(made=0)
+    elif run.owner not in (NOBODY, held.owner) or (run.owner != NOBODY and run.row != held.row):
+        raise Mixed(held)
+    if held.made & run.made:
+        raise Twice(held.made & run.made)
+    return Run(held.start, held.stop, held.owner, held.row, held.made | run.made)
+
+
+def _cut(rows: Rows, at: int) -> None:
+    """Make `at` the start of a run, if rows on both sides of it belong to one."""
+    if at in rows:
+        return
+    for run in rows.values():
+        if run.start < at < run.stop:
+            rows[run.start] = clip(run, run.start, at)
+            rows[at] = clip(run, at, run.stop)
+            return
+
+
+def moved(runs: list[Run], by: int) -> list[Run]:
+    """The same in rows that lie so much further down."""
+    return runs if by == 0 else [Run(run[0] + by, run[1] + by, *run[2:]) for run in runs]
+
+
+def tokens_of(runs: list[Run]) -> Tokens:
+    """Which tokens the runs hold, however they are cut."""
+    if len(runs) == 1:
+        run = runs[0]
+        return ((run.stop - run.start, run.owner, run.row),)
+    found: list[tuple[int, int, int]] = []
+    for run in runs:
+        count = run.stop - run.start
+        if found:
+            before, owner, row = found[-1]
+            if owner == run.owner and row + before == run.row:
+                found[-1] = (before + count, owner, row)
+                continue
+        found.append((count, run.owner, run.row))
+    return tuple(found)
+
+
+def results(tokens: Tokens, first: int, start: int, stop: int, made: int) -> list[Run]:
+    """Results for the tokens from the `first` on, in rows [start, stop)."""
+    runs, at = [], start - first
+    for count, owner, row in tokens:
+        low, high = max(at, start), min(at + count, stop)
+        if low < high:
+            runs.append(Run(low, high, owner, row + low - at, made))
+        at += count
+    return runs

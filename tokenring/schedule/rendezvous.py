@@ -1,0 +1,161 @@
+"""Where ranks meet in a replay: their messages in queues, each a blocking rendezvous; and why they wait for ever."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tokenring.schedule.contents import Rows, Run
+from tokenring.schedule.program import Instruction, Program, Recv, Send
+
+Post = Recv | Send
+Key = tuple[tuple[int, int], str]  # of a queue: the pair, in order of rank or of direction, and the channel
+
+
+class Wrong(Exception):
+    """What is wrong, and at which rank."""
+
+    def __init__(self, rank: int, step: int, text: str) -> None:
+        super().__init__(text)
+        self.rank, self.step, self.text = rank, step, text
+
+
+class Rank:
+    """How far a rank has come in its program, its messages, and what its slots hold."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.rank = program, program.rank
+        self.at = 0
+        self.waits: int | None = None  # the message that it waits for
+        self.posted: dict[int, Post] = {}
+        self.done: set[int] = set()
+        self.flying: list[dict[int, Post]] = [{} for _ in program.slots]  # slot → messages on their way
+        self.held: list[dict[int, Rows]] = [defaultdict(dict) for _ in program.slots]  # slot → head group → rows
+        self.carried: dict[int, list[Run]] = {}  # message → what it sends, or what has come by it
+        self.home = {slot: kind for kind, slot in program.home}
+
+    @property
+    def step(self) -> int:
+        """The step in which it is, or the last if it has ended."""
+        steps = self.program.steps
+        return steps[min(self.at, len(steps) - 1)] if steps else 0
+
+    def wrong(self, text: str) -> Wrong:
+        return Wrong(self.rank, self.step, text)
+
+    @property
+    def ended(self) -> bool:
+        return self.at == len(self.program.instructions)
+
+
+def peer(post: Post) -> int:
+    """The other end."""
+    return post.src if isinstance(post, Recv) else post.dst
+
+
+def name_of(post: Post) -> str:
+    """A message in errors."""
+    way = "receive" if isinstance(post, Recv) else "send"
+    return f"{way} {post.message} ({post.label}, rank {peer(post)}, {post.channel})"
+
+
+class Meeting(NamedTuple):
+    """Two messages that have met."""
+
+    sender: Rank
+    send: Send
+    receiver: Rank
+    recv: Recv
+
+
+class Rendezvous:
+    """The queues of all ranks: each has one for each other rank and channel, or one for each direction of it."""
+
+    def __init__(self, ranks: Sequence[Rank], one_queue_a_pair: bool) -> None:
+        self.ranks, self.one_queue = ranks, one_queue_a_pair
+        self.queues: dict[tuple[int, Key], deque[Post]] = defaultdict(deque)
+
+    def post(self, rank: Rank, post: Post) -> Meeting | None:
+        """Post a message; the meeting, if its other end stands first in its queue already."""
+        if post.message in rank.posted:
+            raise rank.wrong(f"posts {name_of(post)} after {name_of(rank.posted[post.message])} of the same number")
+        other = peer(post)
+        if other == rank.rank or not 0 <= other < len(self.ranks):
+            raise rank.wrong(f"posts {name_of(post)}, but has no such peer")
+        rank.posted[post.message] = post
+        key = self._key(rank.rank, post)
+        here, there = self.queues[rank.rank, key], self.queues[other, key]
+        here.append(post)
+        if len(here) > 1 or not there:
+            return None  # what stands before it has not met its other end either
+        return self._meet(rank, self.ranks[other], here, there)
+
+    def _key(self, rank: int, post: Post) -> Key:
+        ends = (post.src, rank) if isinstance(post, Recv) else (rank, post.dst)
+        return (min(ends), max(ends)) if self.one_queue else ends, post.channel
+
+    def _meet(self, a: Rank, b: Rank, here: deque[Post], there: deque[Post]) -> Meeting | None:
+        mine, theirs = here[0], there[0]
+        if type(mine) is type(theirs):
+            return None  # both send, or both receive: this is how orders that cross block each other
+        if (mine.label, mine.span.rows, mine.span.heads) != (theirs.label, theirs.span.rows, theirs.span.heads):
+            raise a.wrong(f"{name_of(mine)} meets {name_of(theirs)} of rank {b.rank}")
+        here.popleft(), there.popleft()
+        a.done.add(mine.message)
+        b.done.add(theirs.message)
+        if isinstance(mine, Send) and isinstance(theirs, Recv):
+            return Meeting(a, mine, b, theirs)
+        assert isinstance(mine, Recv) and isinstance(theirs, Send)
+        return Meeting(b, theirs, a, mine)
+
+    # ---------- why ranks wait for ever
+
+    def cause(self) -> Wrong | None:
+        """What holds up the ranks that wait, when none of them can go on; None if none waits.
+
+        Each of them waits for one other: following that, one comes to a rank that never posts what
+        is waited for, or in a circle.
+        """
+        rank = next((each for each in self.ranks if not each.ended), None)
+        way: list[tuple[Rank, Post]] = []  # who waits, with which message
+        while rank is not None:
+            if rank.rank in (ranks := [each.rank for each, _ in way]):
+                return self._circle(way[ranks.index(rank.rank) :])
+            assert rank.waits is not None  # nothing else blocks
+            waited = rank.posted[rank.waits]
+            key = self._key(rank.rank, waited)
+            head = self.queues[rank.rank, key][0]
+            other = self.ranks[peer(head)]
+            way.append((rank, head))
+            if (never := self._never(other, head, rank)) is not None:
+                return never
+            theirs = self.queues[other.rank, key]
+            if theirs:
+                if (never := self._never(rank, theirs[0], other)) is not None:
+                    return never
+                return self._circle([(rank, head), (other, theirs[0])])
+            rank = other
+        return None
+
+    def _never(self, rank: Rank, wanted: Post, by: Rank) -> Wrong | None:
+        """Whether the rank never posts the other end of what `by` has posted."""
+        kind = Send if isinstance(wanted, Recv) else Recv
+        found = (wanted.label, by.rank, wanted.channel)
+        left = [each for queue in self._queues_of(rank) for each in queue]
+        ahead: list[Instruction] = [*left, *rank.program.instructions[rank.at :]]
+        if any(isinstance(each, kind) and (each.label, peer(each), each.channel) == found for each in ahead):
+            return None
+        does = f"sends {wanted.label} to" if kind is Send else f"receives {wanted.label} from"
+        return rank.wrong(
+            f"never {does} rank {by.rank}, which in step {by.step} waits for ever for {name_of(wanted)}: a deadlock"
+        )
+
+    def _queues_of(self, rank: Rank) -> list[deque[Post]]:
+        return [queue for (at, _), queue in self.queues.items() if at == rank.rank]
+
+    def _circle(self, way: list[tuple[Rank, Post]]) -> Wrong:
+        first = min(range(len(way)), key=lambda at: way[at][0].rank)
+        way = [*way[first:], *way[:first]]
+        links = [f"rank {rank.rank} in step {rank.step} for {name_of(post)}" for rank, post in way]
+        return way[0][0].wrong(f"waits for ever in a circle, {', '.join(links)}: a deadlock")
