@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tokenring.topology.bandwidth import published
 from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Facts, Link, Measurement, Note, unordered
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tokenring.backends.base import Transport
 
 COVERAGES: tuple[Coverage, ...] = ("links", "pcie", "devices")  # what shows most first
 BandwidthSource = Literal["measured", "published", "label"]
@@ -20,6 +25,15 @@ class Topology:
     name: str
     world_size: int
     bandwidth_gbs: Mapping[tuple[int, int], float | None] = field(default_factory=dict)
+
+    @staticmethod
+    def measure(
+        group: ProcessGroup | None = None, transport: str | Transport = "auto", seconds: float = 60.0
+    ) -> Topology:
+        """What transfers between the ranks of a group show, equal on all of them, which all call it."""
+        from tokenring.topology.measure.run import measured_topology
+
+        return measured_topology(group, transport, seconds)
 
 
 def full_mesh(world_size: int, bandwidth_gbs: float | None = None) -> Topology:
