@@ -14,7 +14,7 @@ from tokenring.topology.measure.survey import Tables
 
 FREE = 0.85  # of the rate alone: not slowed down
 ALL_LINKS, ONE_PORT = 0.75, 1.3  # one to all: of the sum of all links; of one link
-TWO_LINKS = (1.6, 2.4)  # one to all on a ring, of one link
+TWO_LINKS = (1.35, 2.3)  # one to all on a ring, of one link; the side with more ranks ends last
 
 
 def infer(tables: Tables, lab: Lab) -> Model:
@@ -31,12 +31,12 @@ def _infer(tables: Tables, lab: Lab) -> Model:
     uniform = min(tables.alone.values()) >= FREE * tables.best()
     everyone = range(ranks)
     slowed = [(a, b) for a in everyone for b in everyone if a < b and tables.slowed(a, b, FREE)]
-    if uniform and not slowed:
-        return _mesh_or_switch(tables)
     shares = [tables.out[rank] / statistics.median(tables.alone.values()) for rank in everyone]
     if uniform and ranks > 3 and all(TWO_LINKS[0] <= share <= TWO_LINKS[1] for share in shares):
         if (ring := find_ring(tables, lab)) is not None:
             return ring_model(tables, ring)
+    if uniform and not slowed:
+        return _mesh_or_switch(tables)
     if (islands := find_islands(tables, lab, FREE)) is not None:
         return model_of_islands(tables, lab, islands)
     return _unknown(tables, slowed)
