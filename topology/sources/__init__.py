@@ -31,6 +31,10 @@ REGISTRY = (
     Source("nvidia-smi topo -m", "nvidia_topo", ("nvidia-smi", "topo", "-m")),
     Source("npu-smi info -t topo", "npu_topo", ("npu-smi", "info", "-t", "topo")),
     Source("NCCL topology XML", "nccl_xml"),
+    Source("p2pBandwidthLatencyTest", "p2p_bandwidth"),
+    Source("nvbandwidth", "nvbandwidth"),
+    Source("superbench gpu_copy", "superbench"),
+    Source("nccl-tests", "nccl_tests"),
 )
 
 
