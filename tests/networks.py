@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tokenring.topology.measure.lab import Flow, Outcome, Race, both_ways
 from tokenring.topology.measure.colours import rounds
+from tokenring.topology.measure.lab import Flow, Outcome, Race, both_ways
 
 Part = str  # a direction of a link, or a half-duplex link
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
 
 import pytest
 from networks import Network, NetworkLab, bus, islands, mesh, ring, switch
+from ranks import Here, RankPools
 
+from tokenring.cli import main
+from tokenring.topology.facts import Facts
 from tokenring.topology.graph import Graph, merge
 from tokenring.topology.measure.colours import rounds, shuffled
 from tokenring.topology.measure.infer import infer
 from tokenring.topology.measure.model import facts
+from tokenring.topology.measure.run import measure, topology_of
 from tokenring.topology.measure.survey import Tables, survey
 from tokenring.topology.schema import from_json, to_json
-from tokenring.topology.verdict import Verdict, classify
+from tokenring.topology.verdict import CLASSES, Verdict, classify
 
 LINK = 0.0125
 
@@ -111,3 +120,58 @@ def test_facts_are_kept_in_the_document() -> None:
     made = facts(infer(tables, lab), tables)
     assert from_json(to_json([made])) == [made]
     assert made.measurements[0].spread == 0
+
+
+def measured(here: Here, transport: str, seconds: float) -> Facts:
+    return measure(here.transport(transport), seconds)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_all_ranks_have_equal_facts(ranks: RankPools, transport: str) -> None:
+    first, *others = ranks(3)(measured, transport, 10.0)
+    assert all(each == first for each in others)
+    assert len(first.measurements) >= 6
+    assert all((each.gbs or 0) > 0 and each.spread is not None for each in first.measurements[:6])
+    assert classify(merge([first])).name in CLASSES
+    made = topology_of(first)
+    assert made.world_size == 3
+    assert len(made.bandwidth_gbs) == 6
+
+
+def test_too_short_a_time_is_an_answer(ranks: RankPools) -> None:
+    first, *others = ranks(2)(measured, "gloo", 1e-6)
+    assert [first] == others
+    verdict = classify(merge([first]))
+    assert verdict.name == "unknown"
+    assert "were too short" in " ".join(verdict.evidence)
+
+
+def test_one_rank_is_single() -> None:
+    assert classify(merge([measure(None)])).name == "single"
+
+
+def test_command_on_ranks_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenring", "topology", "--measure", "--ranks", "2", "--seconds", "5"]
+    done = subprocess.run([*command, "--save", "t.json"], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    document = json.loads((tmp_path / "t.json").read_text())
+    assert document["verdict"]["class"] == "full-mesh"
+    assert [link["source"] for link in document["links"]] == ["measured"]
+    out = StringIO()
+    assert main(["topology", "--from", str(tmp_path / "t.json")], out, StringIO(), StringIO()) == 0
+    assert out.getvalue().startswith("2 × accelerator, full mesh")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--ranks", "2", "--seconds", "0"], "--seconds 0: use more than 0"),
+        (["--ranks", "2", "--transport", "carrier-pigeon"], "--transport carrier-pigeon: unknown"),
+        ([], "say how many processes to start"),
+        (["--from", "x"], "unrecognized arguments"),
+    ],
+)
+def test_command_refuses(argv: list[str], says: str) -> None:
+    err = StringIO()
+    assert main(["topology", "--measure", *argv], StringIO(), err, StringIO()) == 2
+    assert says in err.getvalue()
