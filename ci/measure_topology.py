@@ -52,7 +52,11 @@ class Setting(NamedTuple):
 
 def settings(ranks: int) -> list[Setting]:
     leaves = ranks // 2
-    made = [Setting("full-mesh", ranks, "full-mesh"), Setting("switch", ranks, "switch"), Setting("ring", ranks, "ring")]
+    made = [
+        Setting("full-mesh", ranks, "full-mesh"),
+        Setting("switch", ranks, "switch"),
+        Setting("ring", ranks, "ring"),
+    ]
     for half in (False, True):
         made.append(Setting("pcie-tree", ranks, "islands", "switch", leaves if leaves > 2 else 1, half))
     for inside in ("full-mesh", "switch"):

@@ -12,7 +12,8 @@ Coverage = Literal["links", "pcie", "devices"]
 LinkState = Literal["up", "down"]
 MAX_DEVICES = 1024  # of one source
 
-# Links of accelerators' own ("link": measured, of what kind is not known), and ways through PCIe from the shortest to the longest.
+# Links of accelerators' own ("link": measured, of what kind is not known), and ways through PCIe from the
+# shortest to the longest.
 PEER_KINDS = ("nvlink", "xgmi", "hccs", "sio", "ub", "mxlink", "mtlink", "mlulink", "link")
 PCIE_PATHS = ("pix", "pxb", "phb", "node", "sys")
 PCIE_KINDS = ("pcie", *PCIE_PATHS)  # "pcie": somewhere through PCIe, the source does not say how far

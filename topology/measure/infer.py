@@ -32,9 +32,9 @@ def _infer(tables: Tables, lab: Lab) -> Model:
     everyone = range(ranks)
     slowed = [(a, b) for a in everyone for b in everyone if a < b and tables.slowed(a, b, FREE)]
     shares = [tables.out[rank] / statistics.median(tables.alone.values()) for rank in everyone]
-    if uniform and ranks > 3 and all(TWO_LINKS[0] <= share <= TWO_LINKS[1] for share in shares):
-        if (ring := find_ring(tables, lab)) is not None:
-            return ring_model(tables, ring)
+    may_be_ring = uniform and ranks > 3 and all(TWO_LINKS[0] <= share <= TWO_LINKS[1] for share in shares)
+    if may_be_ring and (ring := find_ring(tables, lab)) is not None:
+        return ring_model(tables, ring)
     if uniform and not slowed:
         return _mesh_or_switch(tables)
     if (islands := find_islands(tables, lab, FREE)) is not None:

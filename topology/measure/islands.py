@@ -65,7 +65,8 @@ def model_of_islands(tables: Tables, lab: Lab, groups: list[Island]) -> Model:
     insides = [_inside(tables, lab, group) for group in groups]
     gates = [_add_inside(model, tables, inside, number) for number, inside in enumerate(insides)]
     uplinks = _uplinks(model, tables, lab, groups, gates)
-    model.wires += [wire for group, gate in zip(groups, gates, strict=True) for wire in _ports(model, tables, group, gate, uplinks)]
+    for group, gate in zip(groups, gates, strict=True):
+        model.wires += _ports(model, tables, group, gate, uplinks)
     model.wires += uplinks
     if len(groups) > 2:
         model.nodes[ROOT] = "switch"

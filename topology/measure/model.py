@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tokenring.topology.facts import Device, DeviceKind, Facts, Link, Measurement, Note, Origin, pairs
 from tokenring.topology.measure.lab import Flow, Lab, Race
@@ -48,7 +49,7 @@ class Model:
         load: dict[tuple[str, str], float] = {}
         for flow, size in nbytes.items():
             way = self.ways[flow]
-            for hop in zip(way, way[1:], strict=False):
+            for hop in pairwise(way):
                 wire = wires.get(hop) or wires[hop[::-1]]
                 if wire.gbs is not None:
                     key = (wire.a, wire.b) if wire.half_duplex else hop
@@ -79,10 +80,9 @@ def facts(model: Model, tables: Tables) -> Facts:
     devices = [Device(name(rank), "accelerator", index=rank) for rank in everyone]
     devices += [Device(node, kind, name=node) for node, kind in model.nodes.items()]
     links = [Link(wire.a, wire.b, wire.kind) for wire in model.wires]
-    linked = {frozenset((wire.a, wire.b)) for wire in model.wires}
-    behind = _behind_one_switch(model)
+    close = {frozenset((wire.a, wire.b)) for wire in model.wires} | _behind_one_switch(model)
     for a, b in pairs(map(name, everyone)):
-        if not {frozenset((a, b))} & (linked | behind):
+        if frozenset((a, b)) not in close:
             links.append(Link(a, b, "path"))
     measured = [_pair(flow, tables) for flow in sorted(tables.alone)]
     measured += [

@@ -73,9 +73,9 @@ def orders(sides: Sides) -> Iterator[tuple[int, ...]]:
     def extend(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         at = path[-1]
         if len(path) == len(sides):
-            if start in around[at] and _apart(sides, at, path[-2], start) and _apart(sides, start, at, path[1]):
-                if path[1] < at:  # each order comes in both directions
-                    yield path
+            closes = start in around[at] and _apart(sides, at, path[-2], start) and _apart(sides, start, at, path[1])
+            if closes and path[1] < at:  # each order comes in both directions
+                yield path
             return
         for after in sorted(around[at] - set(path)):
             if len(path) == 1 or _apart(sides, at, path[-2], after):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, Note, normal_bus_id
-from tokenring.topology.sources.speeds import Speed, Table, links_of, tables
+from tokenring.topology.sources.speeds import Speed, links_of, tables
 
 DEVICE = re.compile(r"^Device ([0-9]{1,3}): (.{1,80}?) \(([0-9a-fA-F:.]{5,20})\)", re.MULTILINE | re.ASCII)
 RUNNING = re.compile(r"^Running (\w{1,80})\.", re.MULTILINE | re.ASCII)
