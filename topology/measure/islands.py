@@ -82,24 +82,28 @@ def model_of_islands(tables: Tables, lab: Lab, groups: list[Island]) -> Model:
 
 
 def _inside(tables: Tables, lab: Lab, group: Island) -> _Inside:
-    """One to all, inside and in all, against what links of their own would allow."""
+    """One to all inside, against what links of their own would allow; and inside and out at once."""
     if len(group) == 1:
         return _Inside(group, False, False)
-    fast = statistics.median(tables.alone[a, b] for a in group for b in group if a != b)
-    out_alone = statistics.median(
-        max(tables.alone[rank, other] for other in range(tables.ranks) if other not in group) for rank in group
-    )
-    switched = False
-    within = fast
-    if len(group) > 2:
-        races = [Race(tuple((rank, other) for other in group if other != rank), total=True) for rank in group]
-        within = statistics.median(each.total for each in lab.race(races, "one to all of an island"))
-        switched = within < (1 + (len(group) - 1)) / 2 * fast
-    whole = statistics.median(tables.out[rank] for rank in group)
-    port = whole < within + out_alone / 2
+    port = _one_port(tables, lab, group)
     if len(group) == 2:  # one pair: a link of its own and a switch differ only in the port that leads out
-        switched = port
-    return _Inside(group, switched, port)
+        return _Inside(group, port, port)
+    fast = statistics.median(tables.alone[a, b] for a in group for b in group if a != b)
+    races = [Race(tuple((rank, other) for other in group if other != rank), total=True) for rank in group]
+    within = statistics.median(each.total for each in lab.race(races, "one to all of an island"))
+    return _Inside(group, within < len(group) / 2 * fast, port)
+
+
+def _one_port(tables: Tables, lab: Lab, group: Island) -> bool:
+    """Whether what goes out slows down what goes to a member: half is left to it, or what the other cannot take."""
+    outside = next(rank for rank in range(tables.ranks) if rank not in group)
+    flows = [((rank, group[at - 1]), (rank, outside)) for at, rank in enumerate(group)]
+    outcomes = lab.race([Race(pair) for pair in flows], "inside and out")
+    kept, shared = [], []
+    for (inner, outer), outcome in zip(flows, outcomes, strict=True):
+        kept.append(outcome.gbs[inner] / tables.alone[inner])
+        shared.append(1 - min(0.5, tables.alone[outer] / tables.alone[inner]))
+    return statistics.median(kept) < (1 + statistics.median(shared)) / 2
 
 
 def _add_inside(model: Model, tables: Tables, inside: _Inside, number: int) -> str:
