@@ -72,6 +72,7 @@ class Answer(NamedTuple):
     seconds: float  # of all, with the start of the processes
     errors: dict[str, float]  # by kind of link, the greatest
     complaints: list[str]
+    evidence: list[str]
 
     @property
     def right(self) -> bool:
@@ -119,7 +120,7 @@ def compare(setting: Setting, document: dict[str, Any], link: float, uplink: flo
     half = any(line.startswith("uplink ") and line.endswith("half duplex") for line in verdict["evidence"])
     if half != setting.half:
         complaints.append(f"duplex of the uplink: {'half' if half else 'full'}")
-    return Answer(setting, f"{verdict['class']} ({verdict['confidence']})", seconds, errors, complaints)
+    return Answer(setting, f"{verdict['class']} ({verdict['confidence']})", seconds, errors, complaints, verdict["evidence"])
 
 
 def main(arguments: list[str]) -> int:
@@ -141,6 +142,8 @@ def main(arguments: list[str]) -> int:
             cells = [f"{answer.errors[kind]:+.1%}" if kind in answer.errors else "" for kind in ("link", "uplink")]
             print(f"{setting!s:42} {answer.found:20} {cells[0]:>7} {cells[1]:>8} {answer.seconds:6.1f}", end="")
             print(f"  WRONG: {'; '.join(answer.complaints)}" if answer.complaints else "", flush=True)
+            for line in answer.evidence if answer.complaints else ():
+                print(f"    {line}", flush=True)
             wrong += not answer.right
     return 1 if wrong else 0
 

@@ -13,6 +13,7 @@ from tokenring.topology.measure.survey import Tables
 FORMAT = "measured"
 HALF_DUPLEX = 1.25  # both ways at once, as a multiple of one way
 TOLERANCE = 1.25  # of the check round
+CHECKS = 2  # a disturbed one is run again
 NOTED_SPREAD = 0.15
 
 
@@ -67,11 +68,14 @@ def check(model: Model, lab: Lab) -> None:
         return
     steps = sorted({1, model.ranks // 2})
     flows = tuple((rank, (rank + step) % model.ranks) for step in steps for rank in range(model.ranks))
-    (outcome,) = lab.race([Race(flows, total=True)], "the check")
-    wanted = model.seconds(outcome.nbytes or {})
-    ratio = outcome.seconds / wanted if wanted > 0 else 0.0
+    for _ in range(CHECKS):
+        (outcome,) = lab.race([Race(flows, total=True)], "the check")
+        wanted = model.seconds(outcome.nbytes or {})
+        ratio = outcome.seconds / wanted if wanted > 0 else 0.0
+        if good := 1 / TOLERANCE <= ratio <= TOLERANCE:
+            break
     text = f"{len(flows)} flows at once took {ratio:.2f} of the time that this predicts"
-    (model.evidence if 1 / TOLERANCE <= ratio <= TOLERANCE else model.doubts).append(text)
+    (model.evidence if good else model.doubts).append(text)
 
 
 def facts(model: Model, tables: Tables) -> Facts:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokenring.topology.measure.lab import Flow, Lab, Race
-from tokenring.topology.measure.survey import Tables
+from tokenring.topology.measure.survey import Tables, totals
 
 SHARED = 0.75  # of the rate alone: two flows with one link have half each
 CARRIED = 0.85  # by all links at once, of what they carry alone
@@ -43,8 +43,8 @@ def find_ring(tables: Tables, lab: Lab) -> Ring | None:
             break
         neighbours = [(rank, order[(at + 1) % len(order)]) for at, rank in enumerate(order)]
         flows: tuple[Flow, ...] = tuple(flow for a, b in neighbours for flow in ((a, b), (b, a)))
-        (outcome,) = lab.race([Race(flows, total=True)], "an order of the ring")
-        if outcome.total >= CARRIED * sum(min(tables.alone[flow], tables.both[flow]) for flow in flows):
+        (total,) = totals(lab, [Race(flows, total=True)], "an order of the ring")
+        if total >= CARRIED * sum(min(tables.alone[flow], tables.both[flow]) for flow in flows):
             return Ring(order, sides)
     return None
 
