@@ -154,7 +154,8 @@ class NetworkLab:
         if not race.total:
             return Outcome(self._rates(race.flows))
         nbytes = {flow: self._known[flow] * 1e9 * 0.04 for flow in race.flows}
-        return Outcome(self._rates(race.flows), self.network.seconds(nbytes) * self._spoilt(), nbytes)
+        seconds = self.network.seconds(nbytes) * self._spoilt()
+        return Outcome(self._rates(race.flows), 0.001 + seconds, 0.001, nbytes)
 
     def _rates(self, flows: Iterable[Flow]) -> dict[Flow, float]:
         return {flow: rate * self._spoilt() for flow, rate in self.network.rates(flows).items()}

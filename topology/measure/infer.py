@@ -28,33 +28,44 @@ def _infer(tables: Tables, lab: Lab) -> Model:
     ranks = tables.ranks
     if ranks == 2:
         return mesh_model(tables, "two ranks and what is between them")
-    uniform = min(tables.alone.values()) >= FREE * tables.best()
     everyone = range(ranks)
     slowed = [(a, b) for a in everyone for b in everyone if a < b and tables.slowed(a, b, FREE)]
     shares = [tables.out[rank] / statistics.median(tables.alone.values()) for rank in everyone]
-    may_be_ring = uniform and ranks > 3 and all(TWO_LINKS[0] <= share <= TWO_LINKS[1] for share in shares)
+    alike = min(tables.alone.values()) >= FREE * tables.best()
+    may_be_ring = alike and ranks > 3 and all(TWO_LINKS[0] <= share <= TWO_LINKS[1] for share in shares)
     if may_be_ring and (ring := find_ring(tables, lab)) is not None:
         return ring_model(tables, ring)
-    if uniform and not slowed:
-        return _mesh_or_switch(tables)
+    if (whole := _mesh_or_switch(tables, slowed)) is not None:
+        return whole
     if (islands := find_islands(tables, lab, FREE)) is not None:
         return model_of_islands(tables, lab, islands)
     return _unknown(tables, slowed)
 
 
-def _mesh_or_switch(tables: Tables) -> Model:
-    """No pair slows another down: what one rank sends to all at once tells links of their own from one port."""
+def _mesh_or_switch(tables: Tables, slowed: Sequence[tuple[int, int]]) -> Model | None:
+    """What one rank sends to all at once tells links of their own from one port; None: neither.
+
+    All links at once are a mesh, even if something else slowed some pairs down. One port may also lead to islands.
+    """
     everyone = range(tables.ranks)
     links = [tables.out[r] / sum(tables.alone[r, other] for other in everyone if other != r) for r in everyone]
     port = [tables.out[r] / max(tables.alone[r, other] for other in everyone if other != r) for r in everyone]
-    least, most = min(port), max(port)
     sends = f"a rank sends to all {tables.ranks - 1} others at once"
-    if min(links) >= ALL_LINKS:
-        return mesh_model(tables, f"{sends} {statistics.median(port):.1f} times what it sends to one")
-    if most <= ONE_PORT:
-        return switch_model(tables, f"{sends} no more than to one, and pairs do not slow each other down")
-    text = f"{sends} {least:.1f} to {most:.1f} times what it sends to one: a port wider than one pair can fill"
-    return switch_model(tables, text, dict(tables.out))
+    if statistics.median(links) >= ALL_LINKS:
+        model = mesh_model(tables, f"{sends} {statistics.median(port):.1f} times what it sends to one")
+    elif not slowed and statistics.median(port) <= ONE_PORT:
+        model = switch_model(tables, f"{sends} no more than to one, and pairs do not slow each other down")
+    elif not slowed and min(port) > ONE_PORT:
+        text = f"{sends} {min(port):.1f} to {max(port):.1f} times what it sends to one"
+        model = switch_model(tables, f"{text}: a port wider than one pair can fill", tables.out)
+    else:
+        return None
+    into = statistics.median(tables.into.values()) / statistics.median(tables.out.values())
+    if not 1 / ONE_PORT <= into <= ONE_PORT:
+        model.doubts.append(f"a rank receives from all at once {into:.2f} times what it sends to all")
+    if slowed:
+        model.doubts.append(f"{len(slowed)} pairs were slowed down when others were at work")
+    return model
 
 
 def _unknown(tables: Tables, slowed: Sequence[tuple[int, int]]) -> Model:

@@ -90,7 +90,7 @@ def _inside(tables: Tables, lab: Lab, group: Island) -> _Inside:
         return _Inside(group, port, port)
     fast = statistics.median(tables.alone[a, b] for a in group for b in group if a != b)
     races = [Race(tuple((rank, other) for other in group if other != rank), total=True) for rank in group]
-    within = statistics.median(totals(lab, races, "one to all of an island"))
+    within = statistics.median(each.total for each in totals(lab, races, "one to all of an island"))
     return _Inside(group, within < len(group) / 2 * fast, port)
 
 
@@ -147,7 +147,7 @@ def _uplinks(model: Model, tables: Tables, lab: Lab, groups: list[Island], gates
         out = _crossing(groups, number)
         into = tuple((b, a) for a, b in out)
         races = [Race(flows, total=True) for flows in (out, into, out + into)]
-        sent, received, both = totals(lab, races, "uplinks")
+        sent, received, both = (each.total for each in totals(lab, races, "uplinks"))
         gbs = min(sent, received)
         alone = min(sum(tables.alone[flow] for flow in flows) for flows in (out, into))
         end = gates[1] if len(groups) == 2 else ROOT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -20,7 +20,8 @@ Tell = Callable[[int, int, str], None]
 
 LINK_SECONDS = 0.06  # that count of a transfer that has its link alone; a third more goes before
 LEAST_LINK_SECONDS = 0.005
-SHARE = 0.67  # of that, where many flows have one end: they take long enough together
+START_UP = 1.15  # a whole transfer takes no more than this share of time for it
+SHORT = 0.3  # of that, in the shorter transfer of a race for the total
 ESTIMATE_BYTES = (1 << 15, 1 << 18, 1 << 21, 1 << 24, 1 << 26)
 MOST_BYTES = ESTIMATE_BYTES[-1]  # of one transfer
 ENOUGH_SECONDS = 0.008  # for a first estimate
@@ -43,16 +44,27 @@ class Race:
 class Outcome:
     """GB/s of each flow once under way: of use where it alone goes to its rank, else the ends are not told apart.
 
-    Of a race for the total: the seconds that `nbytes` more take, so that start-up cancels.
+    Of a race for the total: the seconds of a long and of a short one, and by how many bytes they differ, so
+    that start-up cancels.
     """
 
     gbs: Mapping[Flow, float]
-    seconds: float = 0.0
-    nbytes: Mapping[Flow, float] | None = None
+    long_seconds: float = 0.0
+    short_seconds: float = 0.0
+    nbytes: Mapping[Flow, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return max(self.long_seconds - self.short_seconds, 1e-9)
 
     @property
     def total(self) -> float:
-        return sum(self.nbytes.values()) / self.seconds / 1e9 if self.nbytes and self.seconds > 0 else 0.0
+        return sum(self.nbytes.values()) / self.seconds / 1e9
+
+    def least(self, other: Outcome) -> Outcome:
+        """Of two runs: what disturbs takes time, and never gives any."""
+        long, short = min(self.long_seconds, other.long_seconds), min(self.short_seconds, other.short_seconds)
+        return replace(self, long_seconds=long, short_seconds=short)
 
 
 class Lab(Protocol):
@@ -99,21 +111,19 @@ class TransportLab:
         self._check_time(what)
         plans = []
         for each in races:
-            share = SHARE if each.total else 1.0
-            plans.append({flow: self._sizes(flow, share) for flow in each.flows})
+            plans.append({flow: self._sizes(flow, 1.0) for flow in each.flows})
             if each.total:
-                plans.append({flow: self._sizes(flow, share / 3) for flow in each.flows})
+                plans.append({flow: self._sizes(flow, SHORT) for flow in each.flows})
         run = iter(self._run(plans))
         sizes = iter(plans)
         outcomes = []
         for each in races:
             times, plan = next(run), next(sizes)
-            gbs = {flow: plan[flow][1] / max(end - start, 1e-9) / 1e9 for flow, (start, end) in times.items()}
+            gbs = {flow: _rate(*plan[flow], *times[flow]) for flow in each.flows}
             if each.total:
                 short, short_plan = next(run), next(sizes)
                 more = {flow: float(sum(plan[flow]) - sum(short_plan[flow])) for flow in each.flows}
-                seconds = last(times) - last(short)
-                outcomes.append(Outcome(gbs, seconds, more))
+                outcomes.append(Outcome(gbs, last(times), last(short), more))
             else:
                 outcomes.append(Outcome(gbs))
         return outcomes
@@ -210,6 +220,12 @@ class TransportLab:
         self._tell(min(round(self.elapsed), round(self.limit_seconds)), max(1, round(self.limit_seconds)), what)
         if self.elapsed >= self.limit_seconds:
             raise OutOfTime(what)
+
+
+def _rate(before: int, counted: int, start: float, end: float) -> float:
+    """GB/s of what counts. A rank that was not awake when the first part came has a start that is too late."""
+    under_way = counted / max(end - start, 1e-9)
+    return min(under_way, START_UP * (before + counted) / max(end, 1e-9)) / 1e9
 
 
 def last(times: Mapping[Flow, tuple[float, float]]) -> float:

@@ -43,8 +43,8 @@ def find_ring(tables: Tables, lab: Lab) -> Ring | None:
             break
         neighbours = [(rank, order[(at + 1) % len(order)]) for at, rank in enumerate(order)]
         flows: tuple[Flow, ...] = tuple(flow for a, b in neighbours for flow in ((a, b), (b, a)))
-        (total,) = totals(lab, [Race(flows, total=True)], "an order of the ring")
-        if total >= CARRIED * sum(min(tables.alone[flow], tables.both[flow]) for flow in flows):
+        (outcome,) = totals(lab, [Race(flows, total=True)], "an order of the ring")
+        if outcome.total >= CARRIED * sum(min(tables.alone[flow], tables.both[flow]) for flow in flows):
             return Ring(order, sides)
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -70,9 +71,9 @@ def survey(lab: EstimatingLab, tables: Tables) -> None:
     add_series(lab, tables, 0)
     everyone = range(lab.ranks)
     outs = [Race(tuple((r, other) for other in everyone if other != r), total=True) for r in everyone]
-    tables.out = {r: each.total for r, each in enumerate(lab.race(outs, "one to all"))}
+    tables.out = {r: each.total for r, each in enumerate(_alike(lab, outs, "one to all"))}
     intos = [Race(tuple((other, r) for other in everyone if other != r), total=True) for r in everyone]
-    tables.into = {r: each.total for r, each in enumerate(lab.race(intos, "all to one"))}
+    tables.into = {r: each.total for r, each in enumerate(_alike(lab, intos, "all to one"))}
 
 
 def add_series(lab: Lab, tables: Tables, series: int) -> None:
@@ -84,14 +85,28 @@ def add_series(lab: Lab, tables: Tables, series: int) -> None:
             tables.coloured[flow] = min(gbs, tables.coloured.get(flow, gbs))
 
 
-def totals(lab: Lab, races: Sequence[Race], what: str) -> list[float]:
-    """What each carries in all: of two or more values those that agree."""
-    seen = [[outcome.total] for outcome in lab.race(races, what)]
-    for _ in range(REPEATS + 1):
-        again = [at for at, values in enumerate(seen) if len(values) == 1 or _differ(values)]
+def totals(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
+    """Races for the total, run twice, and again where the two differ."""
+    best = lab.race(races, what)
+    differ = list(range(len(races)))
+    for _ in range(REPEATS):
+        again = lab.race([races[at] for at in differ], what) if differ else []
+        for at, outcome in zip(list(differ), again, strict=True):
+            if not _differ((best[at].total, outcome.total)):
+                differ.remove(at)
+            best[at] = best[at].least(outcome)
+    return best
+
+
+def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
+    """Races for the total of which most should come to the same: those that do not are run again."""
+    best = lab.race(races, what)
+    for _ in range(REPEATS):
+        usual = statistics.median(each.total for each in best)
+        again = [at for at, each in enumerate(best) if _differ((each.total, usual))]
         for at, outcome in zip(again, lab.race([races[at] for at in again], what) if again else (), strict=True):
-            seen[at].append(outcome.total)
-    return [_agreed(values) for values in seen]
+            best[at] = best[at].least(outcome)
+    return best
 
 
 def _least_disturbed(lab: Lab, wanted: Mapping[Flow, float], races: Sequence[Race], what: str) -> list[dict[Flow, float]]:
