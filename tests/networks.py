@@ -126,7 +126,7 @@ def bus(ranks: int, gbs: float) -> Network:
 class NetworkLab:
     """A lab on such a network; `noise` spoils what it finds by up to that share."""
 
-    elapsed, limit_seconds = 0.0, 60.0
+    elapsed, limit_seconds, hurried = 0.0, 60.0, False
 
     def __init__(self, network: Network, noise: float = 0.0) -> None:
         self.network, self.ranks, self._noise = network, network.ranks, noise

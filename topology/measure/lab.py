@@ -20,7 +20,7 @@ Tell = Callable[[int, int, str], None]
 
 LINK_SECONDS = 0.06  # that count of a transfer that has its link alone; a third more goes before
 LEAST_LINK_SECONDS = 0.005
-START_UP = 1.15  # a whole transfer takes no more than this share of time for it
+START_UP = 1.1  # a whole transfer takes no more than this share of time for it
 SHORT = 0.3  # of that, in the shorter transfer of a race for the total
 ESTIMATE_BYTES = (1 << 15, 1 << 18, 1 << 21, 1 << 24, 1 << 26)
 MOST_BYTES = ESTIMATE_BYTES[-1]  # of one transfer
@@ -34,10 +34,14 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Race:
-    """Flows that run at once. `total`: also what all carry together, which takes a second, shorter transfer."""
+    """Flows that run at once. `total`: also what all carry together, which takes a second, shorter transfer.
+
+    share: of the usual size; where many flows have one end, they take long enough together.
+    """
 
     flows: tuple[Flow, ...]
     total: bool = False
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,10 @@ class Lab(Protocol):
 
     ranks: int
 
+    @property
+    def hurried(self) -> bool:
+        """Whether more than half of the time has passed: nothing is done again."""
+
     def race(self, races: Sequence[Race], what: str) -> list[Outcome]:
         """The outcomes, equal on all ranks, which all call it. Raises OutOfTime."""
 
@@ -88,6 +96,10 @@ class TransportLab:
         self._pool = Pool.of(transport, torch.device("cpu"))
         self._sent = torch.zeros(0, dtype=torch.uint8)
         self.link_seconds = LINK_SECONDS
+
+    @property
+    def hurried(self) -> bool:
+        return self.elapsed > self.limit_seconds / 2
 
     def learn(self, gbs: Mapping[Flow, float]) -> None:
         """What flows are known to reach alone."""
@@ -111,9 +123,9 @@ class TransportLab:
         self._check_time(what)
         plans = []
         for each in races:
-            plans.append({flow: self._sizes(flow, 1.0) for flow in each.flows})
+            plans.append({flow: self._sizes(flow, each.share) for flow in each.flows})
             if each.total:
-                plans.append({flow: self._sizes(flow, SHORT) for flow in each.flows})
+                plans.append({flow: self._sizes(flow, each.share * SHORT) for flow in each.flows})
         run = iter(self._run(plans))
         sizes = iter(plans)
         outcomes = []

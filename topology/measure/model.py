@@ -38,7 +38,7 @@ class Model:
 
     ranks: int
     wires: list[Wire] = field(default_factory=list)
-    ways: dict[Flow, tuple[str, ...]] = field(default_factory=dict)
+    ways: Mapping[Flow, tuple[str, ...]] = field(default_factory=dict)
     nodes: dict[str, DeviceKind] = field(default_factory=dict)  # beside the ranks
     evidence: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)

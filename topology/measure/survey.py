@@ -9,10 +9,12 @@ from itertools import pairwise
 from typing import Protocol
 
 from tokenring.topology.measure.colours import rounds, shuffled
-from tokenring.topology.measure.lab import LEAST_LINK_SECONDS, Flow, Lab, Race, both_ways
+from tokenring.topology.measure.lab import LEAST_LINK_SECONDS, Flow, Lab, Outcome, Race, both_ways
 
 UNDISTURBED = 0.88  # of the rate alone
 REPEATS = 2
+HALF = 0.6  # two that share have half each: no chance
+MANY_SHARE = 0.6
 AGREE = 0.08  # two values of one pair that differ by more are measured once more
 ALONE_SHARE = 0.45  # of the time, for pairs alone
 OVERHEAD_SECONDS = 0.012  # of a race, beside its transfers
@@ -70,9 +72,10 @@ def survey(lab: EstimatingLab, tables: Tables) -> None:
     tables.both = {flow: gbs for each in found for flow, gbs in each.items()}
     add_series(lab, tables, 0)
     everyone = range(lab.ranks)
-    outs = [Race(tuple((r, other) for other in everyone if other != r), total=True) for r in everyone]
+    share = 1.0 if lab.ranks < 5 else MANY_SHARE
+    outs = [Race(tuple((r, other) for other in everyone if other != r), True, share) for r in everyone]
     tables.out = {r: each.total for r, each in enumerate(_alike(lab, outs, "one to all"))}
-    intos = [Race(tuple((other, r) for other in everyone if other != r), total=True) for r in everyone]
+    intos = [Race(tuple((other, r) for other in everyone if other != r), True, share) for r in everyone]
     tables.into = {r: each.total for r, each in enumerate(_alike(lab, intos, "all to one"))}
 
 
@@ -80,7 +83,7 @@ def add_series(lab: Lab, tables: Tables, series: int) -> None:
     """Rounds of pairs, in one more order: the least of each flow counts."""
     races = [Race(both_ways(each)) for each in shuffled(lab.ranks, series)]
     undisturbed = {flow: min(gbs, tables.both[flow]) for flow, gbs in tables.alone.items()}
-    for found in _least_disturbed(lab, undisturbed, races, "rounds of pairs"):
+    for found in _least_disturbed(lab, undisturbed, races, "rounds of pairs", sure=1):
         for flow, gbs in found.items():
             tables.coloured[flow] = min(gbs, tables.coloured.get(flow, gbs))
 
@@ -90,8 +93,9 @@ def totals(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
     best = lab.race(races, what)
     differ = list(range(len(races)))
     for _ in range(REPEATS):
-        again = lab.race([races[at] for at in differ], what) if differ else []
-        for at, outcome in zip(list(differ), again, strict=True):
+        if not differ or lab.hurried:
+            break
+        for at, outcome in zip(list(differ), lab.race([races[at] for at in differ], what), strict=True):
             if not _differ((best[at].total, outcome.total)):
                 differ.remove(at)
             best[at] = best[at].least(outcome)
@@ -104,17 +108,31 @@ def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
     for _ in range(REPEATS):
         usual = statistics.median(each.total for each in best)
         again = [at for at, each in enumerate(best) if _differ((each.total, usual))]
-        for at, outcome in zip(again, lab.race([races[at] for at in again], what) if again else (), strict=True):
+        if not again or lab.hurried:
+            break
+        for at, outcome in zip(again, lab.race([races[at] for at in again], what), strict=True):
             best[at] = best[at].least(outcome)
     return best
 
 
-def _least_disturbed(lab: Lab, wanted: Mapping[Flow, float], races: Sequence[Race], what: str) -> list[dict[Flow, float]]:
-    """The best of several values where a flow is slower than wanted: what slows it down must do so each time."""
+def _least_disturbed(
+    lab: Lab, wanted: Mapping[Flow, float], races: Sequence[Race], what: str, sure: int = 0
+) -> list[dict[Flow, float]]:
+    """The best of several values where a flow is slower than wanted: what slows it down must do so each time.
+
+    sure: how often to ask again where it has half or less.
+    """
     seen = [dict(outcome.gbs) for outcome in lab.race(races, what)]
-    for _ in range(REPEATS):
-        again = [at for at, found in enumerate(seen) if any(found[flow] < UNDISTURBED * wanted[flow] for flow in found)]
-        for at, outcome in zip(again, lab.race([races[at] for at in again], what) if again else (), strict=True):
+    for turn in range(REPEATS):
+        least = 0.0 if turn < sure else HALF
+        again = [
+            at
+            for at, found in enumerate(seen)
+            if any(least * wanted[flow] <= gbs < UNDISTURBED * wanted[flow] for flow, gbs in found.items())
+        ]
+        if not again or lab.hurried:
+            break
+        for at, outcome in zip(again, lab.race([races[at] for at in again], what), strict=True):
             seen[at] = {flow: max(gbs, outcome.gbs[flow]) for flow, gbs in seen[at].items()}
     return seen
 

@@ -30,7 +30,8 @@ def recognises(text: str) -> bool:
 
 
 def parse(text: str) -> Facts:
-    found = {kind: {} for kind in KINDS} | {kind: _cells(table) for table in tables(text) if (kind := _kind(table))}
+    found: dict[str, Cells] = {kind: {} for kind in KINDS}
+    found |= {kind: _cells(table) for table in tables(text) if (kind := _kind(table))}
     devices = _devices(text, found)
     if not devices:
         raise TopologyError("no device and no matrix in it", 1, 1)
