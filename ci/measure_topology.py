@@ -120,7 +120,8 @@ def compare(setting: Setting, document: dict[str, Any], link: float, uplink: flo
     half = any(line.startswith("uplink ") and line.endswith("half duplex") for line in verdict["evidence"])
     if half != setting.half:
         complaints.append(f"duplex of the uplink: {'half' if half else 'full'}")
-    return Answer(setting, f"{verdict['class']} ({verdict['confidence']})", seconds, errors, complaints, verdict["evidence"])
+    found = f"{verdict['class']} ({verdict['confidence']})"
+    return Answer(setting, found, seconds, errors, complaints, verdict["evidence"])
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tokenring.topology.measure.colours import rounds
-from tokenring.topology.measure.lab import Flow, Outcome, Race, both_ways
+from tokenring.topology.measure.lab import SHORT, Flow, Outcome, Race, both_ways
 
 Part = str  # a direction of a link, or a half-duplex link
 
@@ -155,7 +155,8 @@ class NetworkLab:
             return Outcome(self._rates(race.flows))
         nbytes = {flow: self._known[flow] * 1e9 * 0.04 for flow in race.flows}
         seconds = self.network.seconds(nbytes) * self._spoilt()
-        return Outcome(self._rates(race.flows), 0.001 + seconds, 0.001, nbytes)
+        short = seconds * SHORT / (1 - SHORT)
+        return Outcome(self._rates(race.flows), 0.001 + short + seconds, 0.001 + short, nbytes)
 
     def _rates(self, flows: Iterable[Flow]) -> dict[Flow, float]:
         return {flow: rate * self._spoilt() for flow, rate in self.network.rates(flows).items()}

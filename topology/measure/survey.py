@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Protocol
 
 from tokenring.topology.measure.colours import rounds, shuffled
@@ -157,7 +156,7 @@ def _alone(lab: EstimatingLab, tables: Tables, estimates: Mapping[Flow, float]) 
     for _ in range(REPEATS):
         _measure(lab, [flow for flow in flows if _differ(values[flow])], values)
     for flow, seen in values.items():
-        tables.alone[flow] = _agreed(seen) if seen else estimates[flow]
+        tables.alone[flow] = statistics.mean(_agreeing(seen)) if seen else estimates[flow]
         tables.spread[flow] = (max(seen) - min(seen)) / tables.alone[flow] if seen else 0.0
     tables.guessed = sum(not seen for seen in values.values())
 
@@ -169,15 +168,12 @@ def _measure(lab: Lab, flows: Sequence[Flow], values: dict[Flow, list[float]]) -
 
 
 def _differ(seen: Sequence[float]) -> bool:
-    """Whether no two values agree."""
-    ordered = sorted(seen)
-    return len(seen) > 1 and min(high / low for low, high in pairwise(ordered)) > 1 + AGREE
+    """Whether no other value agrees with the greatest: what disturbs takes time, and hardly ever gives any."""
+    return len(seen) > 1 and len(_agreeing(seen)) == 1
 
 
-def _agreed(seen: Sequence[float]) -> float:
-    """The mean of the two that agree best: what disturbs does so in different ways."""
-    low, high = min(pairwise(sorted(seen)), key=lambda pair: pair[1] / pair[0], default=(seen[0], seen[0]))
-    return (low + high) / 2
+def _agreeing(seen: Sequence[float]) -> list[float]:
+    return [value for value in seen if value * (1 + AGREE) >= max(seen)]
 
 
 def _batches(flows: Sequence[Flow], ranks: int) -> list[Sequence[Flow]]:
