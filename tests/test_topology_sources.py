@@ -141,6 +141,16 @@ CASES = [
     Case("rocm-pcie-hops.txt", "pcie-numa", 4, {"sys": 4, "node": 2}),
     Case("rocm-quads.txt", "islands", 8, {"xgmi": 12, "sys": 16}),
     Case("rocm-single.txt", "single", 1, {}),
+    Case("p2p-switch.txt", "switch", 4, {"link→": 6}),
+    Case("p2p-cube.txt", "cube-mesh", 8, {"link": 16, "pcie": 12}),
+    Case("p2p-numa.txt", "pcie-numa", 4, {"pcie": 2, "sys": 4}),
+    Case("p2p-no-peer-cut.txt", "pcie", 2, {"pcie": 1}),
+    Case("p2p-bridge.txt", "pcie-bridge", 2, {"phb": 1}),
+    Case("nvbandwidth-switch.txt", "switch", 8, {"link→": 28}),
+    Case("nvbandwidth-one.txt", "single", 1, {}),
+    Case("gpu-copy.log", "switch", 2, {"link→": 1}),
+    Case("nccl-tests-switch.txt", "switch", 8, {"nvlink→": 28}),
+    Case("nccl-tests-pcie.txt", "pcie", 4, {"pcie": 6}),
 ]
 
 

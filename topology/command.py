@@ -22,6 +22,10 @@ from tokenring.topology.verdict import classify
 
 
 def main(argv: list[str]) -> int:
+    if "--measure" in argv:
+        from tokenring.topology.measure.command import main as measure_main  # it runs on ranks, as bench does
+
+        return measure_main(argv)
     try:
         options = _parser().parse_args(argv)
     except SystemExit as done:  # --help
@@ -50,6 +54,7 @@ def _parser() -> Parser:
     add("--from", dest="source", nargs="+", action="extend", metavar="FILE",
         help="dumps of tools, or a saved topology, instead of this machine; several are one machine seen by "
         "several tools, or several machines seen by one")  # fmt: skip
+    add("--measure", action="store_true", help="transfers between ranks instead: --measure --help says more")
     add("--json", action="store_true", help="as JSON (docs/topology.md)")
     add("--save", metavar="FILE", help="write the JSON to a file, for --from and for bug reports")
     add("--svg", metavar="FILE", help="write a picture")

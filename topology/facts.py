@@ -12,12 +12,14 @@ Coverage = Literal["links", "pcie", "devices"]
 LinkState = Literal["up", "down"]
 MAX_DEVICES = 1024  # of one source
 
-# Links of accelerators' own, and ways through PCIe from the shortest to the longest.
-PEER_KINDS = ("nvlink", "xgmi", "hccs", "sio", "ub", "mxlink", "mtlink", "mlulink")
+# Links of accelerators' own ("link": measured, of what kind is not known), and ways through PCIe from the
+# shortest to the longest.
+PEER_KINDS = ("nvlink", "xgmi", "hccs", "sio", "ub", "mxlink", "mtlink", "mlulink", "link")
 PCIE_PATHS = ("pix", "pxb", "phb", "node", "sys")
 PCIE_KINDS = ("pcie", *PCIE_PATHS)  # "pcie": somewhere through PCIe, the source does not say how far
-OTHER_KINDS = ("c2c", "network")  # accelerator to CPU; between hosts
 ASSUMED = "assumed"  # the label of a link that no source shows
+# Accelerator to CPU; between hosts, and what leads there; between switches; measured, through parts that others share.
+OTHER_KINDS = ("c2c", "network", "uplink", "path")
 LINK_KINDS = (*PEER_KINDS, *PCIE_KINDS, *OTHER_KINDS)
 
 
@@ -73,15 +75,20 @@ class Measurement:
     both_gbs: float | None = None
     latency_us: float | None = None
     what: str | None = None  # "peer access off", "copy engine, write"
+    spread: float | None = None  # of repeated values, as a share: what else was at work
 
 
 @dataclass(frozen=True)
 class Note:
-    """What to know of a source: what is missing, what was put right, why there is nothing."""
+    """What to know of a source: what is missing, what was put right, why there is nothing.
+
+    role: evidence and doubt are a measurement's own, and go into the verdict; a doubt makes it less sure.
+    """
 
     text: str
     line: int | None = None
     column: int | None = None
+    role: Literal["remark", "evidence", "doubt"] = "remark"
 
     def __str__(self) -> str:
         return self.text if self.line is None else f"line {self.line}: {self.text}"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the rest is imported where it is needed: `import tokenring`
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tokenring.backends.base import Transport
     from tokenring.topology.facts import Device
     from tokenring.topology.graph import Graph
     from tokenring.topology.seat import Seat
@@ -58,6 +59,15 @@ class Topology:
         from tokenring.topology.job import probe
 
         return probe(group, device, cache=cache, timeout_seconds=timeout_seconds)
+
+    @staticmethod
+    def measure(
+        group: ProcessGroup | None = None, transport: str | Transport = "auto", seconds: float = 60.0
+    ) -> Topology:
+        """What transfers between the ranks of a group show, equal on all of them, which all call it."""
+        from tokenring.topology.measure.run import measured_topology
+
+        return measured_topology(group, transport, seconds)
 
     @staticmethod
     def of(graph: Graph, devices: Sequence[str | None] | None = None, hosts: Sequence[str] | None = None) -> Topology:

@@ -85,6 +85,8 @@ def _widths(graph: Graph, verdict: Verdict) -> str:
         return ""
     device = graph.accelerators[0]
     if verdict.name == "switch":
+        if measured := _widest({edge.bandwidth_gbs for edge in peers if edge.source == "measured"}):
+            return f": {measured} GB/s one way"
         entry = published(peers[0].kind, device)
         return f": {_number(entry.link_gbs * entry.links)} GB/s one way" if entry else ""
     widths = {edge.bandwidth_gbs for edge in peers}
@@ -127,21 +129,24 @@ def _matrix(graph: Graph) -> list[str]:
     return ["links, GB/s one way", *_table(rows)]
 
 
-def _behind_switches(graph: Graph) -> dict[str, list[Edge]]:
+def _behind_switches(graph: Graph) -> dict[str, dict[str, Edge]]:
+    """Of each device that has any, its links to switches, by switch."""
     switches = {device.id for device in graph.of_kind("switch")}
-    found: dict[str, list[Edge]] = {}
+    found: dict[str, dict[str, Edge]] = {}
     for edge in graph.edges:
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
             if other in switches:
-                found.setdefault(end, []).append(edge)
+                found.setdefault(end, {})[other] = edge
     return found
 
 
-def _cell(a: str, b: str, edge: Edge | None, behind: dict[str, list[Edge]]) -> str:
+def _cell(a: str, b: str, edge: Edge | None, behind: dict[str, dict[str, Edge]]) -> str:
     if a == b:
         return "·"
-    if (edge is None or not edge.is_peer) and behind.get(a) and behind.get(b):
-        ways = min((behind[a], behind[b]), key=lambda edges: _total(edges) or 0)
+    common = behind.get(a, {}).keys() & behind.get(b, {}).keys()
+    if (edge is None or not edge.is_peer) and common:
+        ends = [[link for switch, link in behind[end].items() if switch in common] for end in (a, b)]
+        ways = min(ends, key=lambda edges: _total(edges) or 0)
         return _named(f"{ways[0].kind}→switch", _total(ways))
     return "?" if edge is None else _named(_word(edge), edge.bandwidth_gbs)
 
@@ -161,6 +166,8 @@ def _named(word: str, gbs: float | None) -> str:
 
 
 def _number(value: float) -> str:
+    if value < 1:
+        return f"{value:.3g}"  # slow links are measured too
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 

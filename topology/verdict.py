@@ -70,10 +70,24 @@ class _Links:
 
 def classify(graph: Graph) -> Verdict:
     """The verdict on a graph, which always has one: "unknown" with its reason at worst."""
+    return _with_measured(_classify(graph), graph)
+
+
+def _classify(graph: Graph) -> Verdict:
     if len(graph.hosts) > 1:
         inside = tuple((host, _of_host(graph.on_host(host))) for host in graph.hosts)
         return Verdict("multi-node", "high", (f"{len(graph.hosts)} hosts",), inside=inside)
     return _of_host(graph)
+
+
+def _with_measured(verdict: Verdict, graph: Graph) -> Verdict:
+    """What a measurement says for and against its own shape."""
+    evidence = [note.text for note in graph.notes if note.role == "evidence"]
+    doubts = [note.text for note in graph.notes if note.role == "doubt"]
+    if verdict.name == "unknown" or not (evidence or doubts):  # unknown: all notes are its evidence
+        return verdict
+    confidence: Confidence = "medium" if doubts and verdict.confidence == "high" else verdict.confidence
+    return replace(verdict, confidence=confidence, evidence=(*verdict.evidence, *evidence, *doubts))
 
 
 def _of_host(graph: Graph) -> Verdict:
@@ -130,6 +144,8 @@ def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:
 
 def _by_pcie(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
     """No links of their own: the longest way between two accelerators."""
+    if {edge.kind for edge in links.edges.values()} == {"path"}:
+        return _unknown("no shape fits what was measured", graph)
     if graph.coverage == "devices":
         return _unknown("the source leaves the links between accelerators out", graph)
     ways = Counter(edge.kind for edge in links.edges.values())
@@ -161,6 +177,8 @@ def _by_links(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
         return _unknown(f"{_shapes(islands, alone)}, and {len(unknown)} pairs that the source does not speak of", graph)
     between = Counter(edge.kind.upper() for edge in links.edges.values() if not edge.is_peer)
     joined = f"joined by {', '.join([*list(links.wider)[:4], *between])}" if between or links.wider else ""
+    if any(edge.kind == "uplink" for edge in graph.edges):
+        joined = "joined by uplinks that the members of an island share"
     joined = joined or "nothing is known of what joins them"
     evidence = [f"{_shapes(islands, alone)}; {joined}"]
     if unknown:

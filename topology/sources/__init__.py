@@ -54,6 +54,10 @@ REGISTRY = (
     Source("hwloc XML", "hwloc_xml"),
     Source("lspci -tv", "lspci"),
     Source("matrix JSON", "matrix_json"),
+    Source("p2pBandwidthLatencyTest", "p2p_bandwidth"),
+    Source("nvbandwidth", "nvbandwidth"),
+    Source("superbench gpu_copy", "superbench"),
+    Source("nccl-tests", "nccl_tests"),
 )
 
 

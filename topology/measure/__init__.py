@@ -1,0 +1,13 @@
+"""Measuring what links the ranks: transfers between them, told nothing, and what follows from how they slow down.
+
+    lab        transfers, timed where they arrive                       colours  all pairs in few rounds
+    survey     what is measured of any machine: pairs, rounds, one to all
+    infer      the decision: mesh, switch, ring or islands              rings, islands: what these take
+    model      wires and ways: what a shape predicts, and its facts
+
+Every rank makes the same decisions from the same numbers, so the ranks need no leader.
+"""
+
+from tokenring.topology.measure.run import measure, topology_of
+
+__all__ = ["measure", "topology_of"]

@@ -1,0 +1,72 @@
+"""Measuring on the ranks at hand: all of them call it, and get equal facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tokenring.errors import ConfigurationError
+from tokenring.topology.facts import Device, Facts, Origin
+from tokenring.topology.graph import merge
+from tokenring.topology.measure.infer import infer
+from tokenring.topology.measure.lab import OutOfTime, Tell, TransportLab
+from tokenring.topology.measure.model import FORMAT, Model, facts, name
+from tokenring.topology.measure.survey import Tables, survey
+from tokenring.topology.ranks import Topology
+from tokenring.topology.verdict import classify
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tokenring.backends.base import Transport
+
+SECONDS = 60.0
+WAIT_SECONDS = 60.0  # for another rank
+
+
+def measure(
+    transport: Transport | None, seconds: float = SECONDS, tell: Tell = lambda done, steps, what: None
+) -> Facts:
+    """Facts of the ranks of a transport (None: one rank), within about `seconds`. Raises PeerLost."""
+    if seconds <= 0:
+        raise ConfigurationError(f"measuring in {seconds:g} seconds: use more than 0")
+    if transport is None or transport.world_size == 1:
+        return Facts("links", (Device(name(0), "accelerator", index=0),), origin=Origin(FORMAT))
+    lab = TransportLab(transport, seconds, tell)
+    tables = Tables(lab.ranks)
+    try:
+        survey(lab, tables)
+        model = infer(tables, lab)
+    except OutOfTime as error:
+        text = f"{seconds:g} seconds were too short: they ended with {error}"
+        model = Model(lab.ranks, doubts=[text])
+    return facts(model, tables)
+
+
+def measured_topology(group: ProcessGroup | None, transport: str | Transport, seconds: float) -> Topology:
+    """The same for the planner. A transport that is given by name is closed afterwards."""
+    if not isinstance(transport, str):
+        return topology_of(measure(transport, seconds))
+    import torch.distributed as dist
+
+    from tokenring.backends.registry import make_transport
+
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ConfigurationError("there is no process group: call torch.distributed.init_process_group first")
+    if dist.get_world_size(group) == 1:
+        return topology_of(measure(None, seconds))
+    made = make_transport(transport, group, WAIT_SECONDS)
+    try:
+        return topology_of(measure(made, seconds))
+    finally:
+        made.close()
+
+
+def topology_of(measured: Facts) -> Topology:
+    """GB/s of each pair alone; the name is the verdict's class."""
+    ranks = {device.id: device.index for device in measured.accelerators if device.index is not None}
+    speeds: Mapping[tuple[int, int], float | None] = {
+        (ranks[each.a], ranks[each.b]): each.gbs for each in measured.measurements if {each.a, each.b} <= ranks.keys()
+    }
+    return Topology(classify(merge([measured])).name, len(ranks), speeds)

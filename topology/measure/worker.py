@@ -1,0 +1,71 @@
+"""One rank of a measurement: python -m tokenring.topology.measure.worker CASE, as torchrun starts it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+from tokenring.ranks import Tell, process_group, serve
+from tokenring.topology.facts import Facts
+from tokenring.topology.graph import Graph, merge
+from tokenring.topology.schema import from_json, to_json
+from tokenring.topology.verdict import Verdict, classify
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of the ranks."""
+
+    seconds: float
+    transport: str
+
+
+@dataclass
+class Measured:
+    """What rank 0 comes back with."""
+
+    facts: list[Facts]
+
+    def to_json(self) -> str:
+        return to_json(self.facts)
+
+    @staticmethod
+    def from_json(text: str) -> Measured:
+        return Measured(from_json(text))
+
+    def seen(self) -> tuple[Graph, Verdict]:
+        graph = merge(self.facts)
+        return graph, classify(graph)
+
+
+def main(argv: list[str]) -> int:
+    """Run this rank; returns the exit code."""
+    return serve(partial(run, Case(**json.loads(argv[0]))))
+
+
+def run(case: Case, tell: Tell) -> Measured | None:
+    """The measurement, on the processes that torchrun has started; rank 0 has it."""
+    import torch
+    import torch.distributed as dist
+
+    from tokenring.backends.registry import make_transport
+    from tokenring.topology.measure.run import WAIT_SECONDS, measure
+
+    torch.set_num_threads(1)
+    with process_group(WAIT_SECONDS):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        group = dist.group.WORLD
+        transport = make_transport(case.transport, group, WAIT_SECONDS) if group is not None and ranks > 1 else None
+        try:
+            found = measure(transport, case.seconds, tell if rank == 0 else lambda done, steps, what: None)
+        finally:
+            if transport is not None:
+                transport.close()
+        del transport, group
+    return Measured([found]) if rank == 0 else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
