@@ -68,7 +68,7 @@ def survey(lab: EstimatingLab, tables: Tables) -> None:
     _alone(lab, tables, estimates)
     lab.learn(tables.alone)
     pairs = [pair for each in rounds(lab.ranks) for pair in each]
-    found = _least_disturbed(lab, tables.alone, [Race(both_ways([pair])) for pair in pairs], "pairs both ways")
+    found = least_disturbed(lab, tables.alone, [Race(both_ways([pair])) for pair in pairs], "pairs both ways")
     tables.both = {flow: gbs for each in found for flow, gbs in each.items()}
     add_series(lab, tables, 0)
     everyone = range(lab.ranks)
@@ -83,7 +83,7 @@ def add_series(lab: Lab, tables: Tables, series: int) -> None:
     """Rounds of pairs, in one more order: the least of each flow counts."""
     races = [Race(both_ways(each)) for each in shuffled(lab.ranks, series)]
     undisturbed = {flow: min(gbs, tables.both[flow]) for flow, gbs in tables.alone.items()}
-    for found in _least_disturbed(lab, undisturbed, races, "rounds of pairs", sure=1):
+    for found in least_disturbed(lab, undisturbed, races, "rounds of pairs", sure=1):
         for flow, gbs in found.items():
             tables.coloured[flow] = min(gbs, tables.coloured.get(flow, gbs))
 
@@ -115,10 +115,11 @@ def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
     return best
 
 
-def _least_disturbed(
+def least_disturbed(
     lab: Lab, wanted: Mapping[Flow, float], races: Sequence[Race], what: str, sure: int = 0
 ) -> list[dict[Flow, float]]:
-    """The best of several values where a flow is slower than wanted: what slows it down must do so each time.
+    """Of several runs that whose slowest flow is fastest, where one is slower than wanted: what slows it down must do
+    so each time. Not the best value of each flow: one that stalls leaves its share to others.
 
     sure: how often to ask again where it has half or less.
     """
@@ -133,7 +134,8 @@ def _least_disturbed(
         if not again or lab.hurried:
             break
         for at, outcome in zip(again, lab.race([races[at] for at in again], what), strict=True):
-            seen[at] = {flow: max(gbs, outcome.gbs[flow]) for flow, gbs in seen[at].items()}
+            runs = (seen[at], dict(outcome.gbs))
+            seen[at] = max(runs, key=lambda found: min(gbs / wanted[flow] for flow, gbs in found.items()))
     return seen
 
 
