@@ -49,6 +49,9 @@ class Tables:
     out: dict[int, float] = field(default_factory=dict)
     into: dict[int, float] = field(default_factory=dict)
     latency_us: dict[Flow, float] = field(default_factory=dict)
+    seen: dict[Flow, list[float]] = field(
+        default_factory=dict
+    )  # all values of flows that may have had their link alone
     guessed: int = 0  # flows for whose value alone there was no time
 
     def best(self) -> float:
@@ -70,7 +73,10 @@ def survey(lab: EstimatingLab, tables: Tables) -> None:
     pairs = [pair for each in rounds(lab.ranks) for pair in each]
     found = least_disturbed(lab, tables.alone, [Race(both_ways([pair])) for pair in pairs], "pairs both ways")
     tables.both = {flow: gbs for each in found for flow, gbs in each.items()}
+    _learn_more(tables, tables.both)
     add_series(lab, tables, 0)
+    _learn_more(tables, tables.coloured)
+    lab.learn(tables.alone)
     everyone = range(lab.ranks)
     share = 1.0 if lab.ranks < 5 else MANY_SHARE
     outs = [Race(tuple((r, other) for other in everyone if other != r), True, share) for r in everyone]
@@ -158,10 +164,18 @@ def _alone(lab: EstimatingLab, tables: Tables, estimates: Mapping[Flow, float]) 
         lab.learn({flow: seen[-1] for flow, seen in values.items() if seen})
     for _ in range(REPEATS):
         _measure(lab, [flow for flow in flows if _differ(values[flow])], values)
+    tables.seen = values
     for flow, seen in values.items():
         tables.alone[flow] = statistics.mean(_agreeing(seen)) if seen else estimates[flow]
         tables.spread[flow] = (max(seen) - min(seen)) / tables.alone[flow] if seen else 0.0
     tables.guessed = sum(not seen for seen in values.values())
+
+
+def _learn_more(tables: Tables, gbs: Mapping[Flow, float]) -> None:
+    """What a flow reached beside others it can reach alone: both values alone may have been disturbed."""
+    for flow, value in gbs.items():
+        tables.seen[flow].append(value)
+        tables.alone[flow] = max(tables.alone[flow], statistics.mean(_agreeing(tables.seen[flow])))
 
 
 def _measure(lab: Lab, flows: Sequence[Flow], values: dict[Flow, list[float]]) -> None:
