@@ -15,7 +15,7 @@ from tokenring.topology.measure.survey import Tables
 FREE = 0.85  # of the rate alone: not slowed down
 ALIKE = 0.7  # alone: the slowest of the fastest
 ALL_LINKS, ONE_PORT = 0.75, 1.3  # one to all: of the sum of all links; of one link
-TWO_LINKS = (1.35, 2.3)  # one to all on a ring, of one link; the side with more ranks ends last
+TWO_LINKS = (1.25, 2.4)  # one to all on a ring, of one link; the side with more ranks ends last
 
 
 def infer(tables: Tables, lab: Lab) -> Model:
@@ -33,7 +33,7 @@ def _infer(tables: Tables, lab: Lab) -> Model:
     slowed = [(a, b) for a in everyone for b in everyone if a < b and tables.slowed(a, b, FREE)]
     shares = [tables.out[rank] / statistics.median(tables.alone.values()) for rank in everyone]
     alike = min(tables.alone.values()) >= ALIKE * tables.best()
-    may_be_ring = alike and ranks > 3 and all(TWO_LINKS[0] <= share <= TWO_LINKS[1] for share in shares)
+    may_be_ring = alike and ranks > 3 and TWO_LINKS[0] <= statistics.median(shares) <= TWO_LINKS[1]
     if may_be_ring and (ring := find_ring(tables, lab)) is not None:
         return ring_model(tables, ring)
     if (whole := _mesh_or_switch(tables, slowed)) is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tokenring.topology.measure.lab import Flow, Lab, Race
 from tokenring.topology.measure.model import Model, Wire, name
 from tokenring.topology.measure.shapes import half_duplex, mesh_wires, switch_wires
-from tokenring.topology.measure.survey import Tables, add_series, totals
+from tokenring.topology.measure.survey import Tables, add_series, least_disturbed, totals
 
 MOST_SERIES = 5  # of rounds of pairs, in as many orders
 NOT_NARROW = 0.85  # of what the flows carry alone: then the uplink is not what limits them
@@ -110,10 +110,10 @@ def _one_port(tables: Tables, lab: Lab, group: Island) -> bool:
     """Whether what goes out slows down what goes to a member: half is left to it, or what the other cannot take."""
     outside = next(rank for rank in range(tables.ranks) if rank not in group)
     flows = [((rank, group[at - 1]), (rank, outside)) for at, rank in enumerate(group)]
-    outcomes = lab.race([Race(pair) for pair in flows], "inside and out")
+    found = least_disturbed(lab, tables.alone, [Race(pair) for pair in flows], "inside and out", sure=1)
     kept, shared = [], []
-    for (inner, outer), outcome in zip(flows, outcomes, strict=True):
-        kept.append(outcome.gbs[inner] / tables.alone[inner])
+    for (inner, outer), rates in zip(flows, found, strict=True):
+        kept.append(rates[inner] / tables.alone[inner])
         shared.append(1 - min(0.5, tables.alone[outer] / tables.alone[inner]))
     return statistics.median(kept) < (1 + statistics.median(shared)) / 2
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokenring.topology.measure.lab import Flow, Lab, Race
-from tokenring.topology.measure.survey import Tables, totals
+from tokenring.topology.measure.survey import Tables, least_disturbed, totals
 
 SHARED = 0.75  # of the rate alone: two flows with one link have half each
 CARRIED = 0.85  # by all links at once, of what they carry alone
@@ -55,10 +55,10 @@ def _sides(tables: Tables, lab: Lab) -> Sides:
     for rank in range(tables.ranks):
         first, *others = [other for other in range(tables.ranks) if other != rank]
         races = [Race(((rank, first), (rank, other))) for other in others]
-        outcomes = lab.race(races, "which flows share a link")
+        found = least_disturbed(lab, tables.alone, races, "which flows share a link", sure=1)
         same = {first}
-        for other, outcome in zip(others, outcomes, strict=True):
-            if any(outcome.gbs[flow] < SHARED * tables.alone[flow] for flow in outcome.gbs):
+        for other, rates in zip(others, found, strict=True):
+            if any(gbs < SHARED * tables.alone[flow] for flow, gbs in rates.items()):
                 same.add(other)
         rest = frozenset(others) - same
         sides[rank] = (frozenset(same), rest) if rest else (frozenset(same),)

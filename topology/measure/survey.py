@@ -49,6 +49,9 @@ class Tables:
     out: dict[int, float] = field(default_factory=dict)
     into: dict[int, float] = field(default_factory=dict)
     latency_us: dict[Flow, float] = field(default_factory=dict)
+    seen: dict[Flow, list[float]] = field(
+        default_factory=dict
+    )  # all values of flows that may have had their link alone
     guessed: int = 0  # flows for whose value alone there was no time
 
     def best(self) -> float:
@@ -68,9 +71,12 @@ def survey(lab: EstimatingLab, tables: Tables) -> None:
     _alone(lab, tables, estimates)
     lab.learn(tables.alone)
     pairs = [pair for each in rounds(lab.ranks) for pair in each]
-    found = _least_disturbed(lab, tables.alone, [Race(both_ways([pair])) for pair in pairs], "pairs both ways")
+    found = least_disturbed(lab, tables.alone, [Race(both_ways([pair])) for pair in pairs], "pairs both ways")
     tables.both = {flow: gbs for each in found for flow, gbs in each.items()}
+    _learn_more(tables, tables.both)
     add_series(lab, tables, 0)
+    _learn_more(tables, tables.coloured)
+    lab.learn(tables.alone)
     everyone = range(lab.ranks)
     share = 1.0 if lab.ranks < 5 else MANY_SHARE
     outs = [Race(tuple((r, other) for other in everyone if other != r), True, share) for r in everyone]
@@ -83,7 +89,7 @@ def add_series(lab: Lab, tables: Tables, series: int) -> None:
     """Rounds of pairs, in one more order: the least of each flow counts."""
     races = [Race(both_ways(each)) for each in shuffled(lab.ranks, series)]
     undisturbed = {flow: min(gbs, tables.both[flow]) for flow, gbs in tables.alone.items()}
-    for found in _least_disturbed(lab, undisturbed, races, "rounds of pairs", sure=1):
+    for found in least_disturbed(lab, undisturbed, races, "rounds of pairs", sure=1):
         for flow, gbs in found.items():
             tables.coloured[flow] = min(gbs, tables.coloured.get(flow, gbs))
 
@@ -115,10 +121,11 @@ def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
     return best
 
 
-def _least_disturbed(
+def least_disturbed(
     lab: Lab, wanted: Mapping[Flow, float], races: Sequence[Race], what: str, sure: int = 0
 ) -> list[dict[Flow, float]]:
-    """The best of several values where a flow is slower than wanted: what slows it down must do so each time.
+    """Of several runs that whose slowest flow is fastest, where one is slower than wanted: what slows it down must do
+    so each time. Not the best value of each flow: one that stalls leaves its share to others.
 
     sure: how often to ask again where it has half or less.
     """
@@ -133,7 +140,8 @@ def _least_disturbed(
         if not again or lab.hurried:
             break
         for at, outcome in zip(again, lab.race([races[at] for at in again], what), strict=True):
-            seen[at] = {flow: max(gbs, outcome.gbs[flow]) for flow, gbs in seen[at].items()}
+            runs = (seen[at], dict(outcome.gbs))
+            seen[at] = max(runs, key=lambda found: min(gbs / wanted[flow] for flow, gbs in found.items()))
     return seen
 
 
@@ -156,10 +164,18 @@ def _alone(lab: EstimatingLab, tables: Tables, estimates: Mapping[Flow, float]) 
         lab.learn({flow: seen[-1] for flow, seen in values.items() if seen})
     for _ in range(REPEATS):
         _measure(lab, [flow for flow in flows if _differ(values[flow])], values)
+    tables.seen = values
     for flow, seen in values.items():
         tables.alone[flow] = statistics.mean(_agreeing(seen)) if seen else estimates[flow]
         tables.spread[flow] = (max(seen) - min(seen)) / tables.alone[flow] if seen else 0.0
     tables.guessed = sum(not seen for seen in values.values())
+
+
+def _learn_more(tables: Tables, gbs: Mapping[Flow, float]) -> None:
+    """What a flow reached beside others it can reach alone: both values alone may have been disturbed."""
+    for flow, value in gbs.items():
+        tables.seen[flow].append(value)
+        tables.alone[flow] = max(tables.alone[flow], statistics.mean(_agreeing(tables.seen[flow])))
 
 
 def _measure(lab: Lab, flows: Sequence[Flow], values: dict[Flow, list[float]]) -> None:
