@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from tokenring.errors import TopologyError
 from tokenring.topology.graph import merge
+from tokenring.topology.picture import to_svg
 from tokenring.topology.report import report
 from tokenring.topology.schema import from_json, is_document, to_json
 from tokenring.topology.sources import read, recognise
@@ -71,6 +73,7 @@ def answer(text: str) -> str:
     graph = merge(facts)
     verdict = classify(graph)
     assert report(graph, verdict)
+    ElementTree.fromstring(to_svg(graph, verdict))
     assert from_json(to_json(facts)) == facts
     return verdict.name
 

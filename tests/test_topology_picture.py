@@ -203,6 +203,11 @@ class TestNesting:
             ("NUMA 0", [("host bridge pci0000:00", [("PCIe switch up", ["g0", "n0"])])])
         ]
 
+    def test_nics_of_an_accelerator_s_own(self) -> None:
+        devices = (Device("d0", "accelerator"), Device("n0", "nic", parent="d0"))
+        found = boxes(merge([Facts("devices", devices)]))
+        assert [shape(box) for box in found] == [("d0 and its own", ["d0", "n0"])]
+
 
 @pytest.mark.parametrize(
     ("text", "shown"),

@@ -75,6 +75,8 @@ def _without_passages(box: Box) -> Box:
     while box.kind == "pcie-switch" and len(box.inside) == 1:
         box = box.inside[0]
     box.inside = [_without_passages(each) for each in box.inside]
+    if box.is_leaf and box.inside:  # an accelerator with NICs of its own
+        return Box(f"{box.label} and its own", "package", inside=[Box(box.label, box.kind, box.device), *box.inside])
     return box
 
 

@@ -37,6 +37,7 @@ FILLS = {  # of shapes: ((fill, stroke) in light, in dark)
     "numa": (("#eef3fa", "#c3d2e6"), ("#1d2733", "#3a4d66")),
     "host-bridge": (("#e4ecf7", "#aebfd8"), ("#233143", "#486080")),
     "pcie-switch": (("#d8e4f4", "#94abcc"), ("#2b3c53", "#597599")),
+    "package": (("#e4ecf7", "#aebfd8"), ("#233143", "#486080")),
     "accelerator": (("#2f6db5", "#24568f"), ("#3f7fcb", "#7fb2ee")),
     "nic": (("#fff7e6", "#d9a13b"), ("#3a2f18", "#d9a13b")),
     "switch": (("#f0edf7", "#8f6cc0"), ("#2c2638", "#a583d6")),
@@ -152,8 +153,8 @@ class _Picture:
         left = wheel.width + 3 * PAD if beside else 0.0
         flow = _flow(nested, room - left, host) if show_boxes else _Laid(0, 0, [])
         title = f"{plain(host, 60)}: {plain(sentence(graph, verdict), 200)}" if len(self.hosts) > 1 else ""
-        head = (30 if title else 0) + PAD
-        height = (max(wheel.height, flow.height) if beside else wheel.height + flow.height + PAD) + head + PAD
+        head, gap = (30 if title else 0) + PAD, PAD if wheel.nodes and flow.parts else 0
+        height = (max(wheel.height, flow.height) if beside else wheel.height + flow.height + gap) + head + PAD
         yield _box(MARGIN, self.y, WIDTH - 2 * MARGIN, height, "panel", 8)
         if title:
             yield _text(MARGIN + PAD, self.y + 24, _fit(title, room), 14, weight="bold")
@@ -161,7 +162,7 @@ class _Picture:
         shift = (room - left - flow.width) / 2 if beside else 0.0
         wheel_left = MARGIN + PAD + (shift if beside and show_boxes else (room - wheel.width) / 2)
         above = (flow.height - wheel.height) / 2
-        below = max(0.0, -above) if beside else wheel.height + PAD * bool(wheel.nodes)
+        below = max(0.0, -above) if beside else wheel.height + gap
         yield from self._wheel(wheel, wheel_left, top + (max(0.0, above) if beside else 0), host, BOX)
         yield from self._laid(flow, MARGIN + PAD + left + (shift or (room - flow.width) / 2), top + below, host)
         self.y += height + PAD
