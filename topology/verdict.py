@@ -116,6 +116,8 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     meshed = {edge.kind for edge in direct.values()}
     switches = dict.fromkeys(device.id for device in graph.of_kind("switch"))
     for edge in graph.edges:
+        if edge.kind == "uplink":  # many share it: what it joins are islands
+            continue
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
             if end in switches and (other in inside or other in switches):
                 if edge.kind in meshed:

@@ -175,8 +175,8 @@ class TransportLab:
 
     def _sizes(self, flow: Flow, share: float) -> tuple[int, int]:
         """Bytes that go before, and bytes that count."""
-        counted = self._known.get(flow, 0.0) * 1e9 * self.link_seconds * share
-        counted = min(max(counted, 4096.0), float(MOST_BYTES))
+        usual = min(self._known.get(flow, 0.0) * 1e9 * self.link_seconds, float(MOST_BYTES))
+        counted = max(usual * share, 4096.0)
         return max(1, round(counted / 3)), round(counted)
 
     def _run(self, plans: Sequence[Mapping[Flow, tuple[int, int]]]) -> list[dict[Flow, tuple[float, float]]]:
