@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tokenring import cli
 from tokenring._version import __version__
 from tokenring.cli import main
 from tokenring.mask import Causal, Documents
@@ -197,3 +198,13 @@ def test_reader_that_has_gone(argv: list[str]) -> None:
     result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=env, timeout=60)
     os.close(writing)
     assert (result.returncode, result.stderr) == (1, b"")
+
+
+def test_interrupt_before_a_command_looks_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    err = StringIO()
+    assert cli.main(["demo"], err=err) == 130
+    assert err.getvalue() == "interrupted: nothing was left behind\n"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenring.schedule.ir import Schedule
     from tokenring.workload import Workload
 
+INTERRUPTED = 130
 USAGE_ERROR = 2
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BUILD_OPTIONS = ("ranks", "layout", "mask", "direction", "pieces", "length")  # what a file says itself
@@ -42,6 +43,9 @@ def main(
     except UnicodeEncodeError as error:
         print(f"tokenring: {error.encoding} has no {error.object[error.start]!a}: use PYTHONIOENCODING=utf-8", file=err)
         return USAGE_ERROR
+    except KeyboardInterrupt:  # before a command has begun to look after it itself
+        print("interrupted: nothing was left behind", file=err)
+        return INTERRUPTED
     except BrokenPipeError:
         # Who reads us has seen enough, as `head` has; nothing may be written there when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,8 +17,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch.distributed as dist
-
 from tokenring.console import Console
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.follow import (
@@ -278,6 +276,8 @@ def process_group(wait_seconds: float) -> Iterator[None]:
 
     Its last work would be freed by a thread of torch while the interpreter ends (torch 2.13).
     """
+    import torch.distributed as dist  # the commands themselves need no torch
+
     dist.init_process_group("gloo", timeout=timedelta(seconds=wait_seconds))
     yield
     gc.collect()
