@@ -1,4 +1,4 @@
-"""Measured on shaped links, told nothing: simple shapes of four ranks; ci/measure_topology.py has all, and eight ranks."""
+"""Measured on shaped links, told nothing: simple shapes of four ranks. ci/measure_topology.py has all, and eight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def script() -> ModuleType:
 
 
 SCRIPT = script()
-SHAPES = ("full-mesh", "switch")
+SHAPES = ("full-mesh, 4 ranks", "switch, 4 ranks")
 
 
 ATTEMPTS = 3  # other processes on this machine slow transfers down, and never speed them up
