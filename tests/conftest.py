@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 from ranks import RankPools
+
+from tokenring.launch import ENDING_SIGNALS
 
 torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take many times longer
 
@@ -19,3 +22,12 @@ def ranks() -> Iterator[RankPools]:
         yield pools
     finally:
         pools.close()
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Puts back the handlers that the command replaces in its own process."""
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

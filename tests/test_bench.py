@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +32,6 @@ from tokenring.bench.race import make_inputs, order, race
 from tokenring.bench.reference import errors, reference, reference_dtype
 from tokenring.bench.results import FAILED, MEASURED, MISSING, OURS, PEER, SKIPPED, WRONG, Case, Entry, Report
 from tokenring.errors import ConfigurationError
-from tokenring.launch import ENDING_SIGNALS
 from tokenring.mask import parse_mask
 from tokenring.schedule.schemes import SCHEMES
 
@@ -49,15 +47,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from tokenring.cli import main
 sys.exit(main())
 """
-
-
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """Puts back the handlers that the command replaces in its own process."""
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 # ---------- turns

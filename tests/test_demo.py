@@ -30,7 +30,7 @@ from tokenring.demo.results import (
 from tokenring.demo.train import split_attention
 from tokenring.errors import ConfigurationError
 from tokenring.follow import CommandFailed, Interrupted, write_at_last
-from tokenring.launch import ENDING_SIGNALS, Interrupts
+from tokenring.launch import Interrupts
 
 MARKER = "TOKENRING_DEMO_TEST"
 # A shell starts what runs in the background with Ctrl-C ignored, and so its tests.
@@ -120,15 +120,6 @@ def start(tmp_path: Path) -> Iterator[Starter]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         running.process.wait(END_SECONDS)
-
-
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """Puts back the handlers that the demo replaces in its own process."""
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.slow

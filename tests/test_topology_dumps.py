@@ -30,7 +30,7 @@ DISPUTED = (
 def shared() -> Path | None:
     """`../shared` of a checkout, or of the main one where this is a worktree of it."""
     places = [REPO.parent]
-    if (git := REPO / ".git").is_file():  # "gitdir: /work/main/.git/worktrees/x"
+    if (git := REPO / ".git").is_file():  # "gitdir: CHECKOUT/.git/worktrees/NAME"
         places.append(Path(git.read_text().partition(":")[2].strip()).parents[3])
     return next((place / "shared" for place in places if (place / "shared/topology/INDEX.tsv").exists()), None)
 

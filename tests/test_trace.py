@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from ranks import Here, RankPools
 from tokenring import Workload
 from tokenring.bench.results import Case, Machine
 from tokenring.errors import ConfigurationError
-from tokenring.launch import ENDING_SIGNALS
 from tokenring.layout import make_layout
 from tokenring.mask import parse_mask
 from tokenring.planner.select import named_schedule
@@ -35,15 +32,6 @@ CASE = Case(
     layout="zigzag", transport="auto", pieces=None, schedules=["ring"], peers=[], rounds=3,
 )  # fmt: skip
 RANKS = 3
-
-
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """Puts back the handlers that the command replaces in its own process."""
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def traced(here: Here, case: Case) -> Traced | None:

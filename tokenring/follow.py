@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenring.console import Console
 from tokenring.errors import ConfigurationError
 from tokenring.launch import PR_SET_PDEATHSIG, Interrupts, Processes
 
+INTERRUPTED = 130
 POLL_SECONDS = 0.1
 LAST_WORDS_SECONDS = 3.0  # after the first failure, others may say more
 LOG_LINES = 20
@@ -122,6 +124,21 @@ def failure_text(failures: Sequence[Failed], exit_code: int | None, log: str) ->
         return first[0].message
     tail = "\n".join(log.splitlines()[-LOG_LINES:])
     return f"rank {first[0].rank}: {first[0].kind}: {first[0].message}\n{tail}"
+
+
+def exit_code(command: str, console: Console, interrupts: Interrupts | None, do: Callable[[], int]) -> int:
+    """What `do` returns, else 1 or 130: whatever ends a command of ranks is said in a sentence."""
+    try:
+        return do()
+    except Interrupted:
+        console.complain("interrupted: nothing was left behind")
+        return INTERRUPTED
+    except CommandFailed as failure:
+        console.complain(f"tokenring {command}: {failure}")
+        return 1
+    finally:
+        if interrupts is not None:
+            interrupts.close()
 
 
 def check_output(option: str, path: Path) -> None:

@@ -22,9 +22,9 @@ from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.follow import (
     CommandFailed,
     Failed,
-    Interrupted,
     check_output,
     end_with_parent,
+    exit_code,
     follow,
     report_line,
     short,
@@ -33,12 +33,15 @@ from tokenring.follow import (
 )
 from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
 
-INTERRUPTED = 130
 SILENCE_SECONDS = 900.0  # longer than any rank waits for another
 LAST_WORDS_SECONDS = 2.0  # from a rank's failure until it ends
 PREFIX = "@tokenring "  # anything else that a rank prints is not ours
 
 Tell = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
+
+
+def quiet(done: int, steps: int, what: str) -> None:
+    """What other ranks tell: rank 0 speaks for all."""
 
 
 class Report(Protocol):
@@ -181,21 +184,15 @@ class _Job(Generic[R]):
 
     def run(self, ranks: int, console: Console, interrupts: Interrupts | None) -> int:
         """Do it; returns the exit code. Without `interrupts`, this process is one of the ranks."""
-        try:
+
+        def do() -> int:
             if interrupts is None:
                 return self._on_these(console)
             report = self._on_own(ranks, console, interrupts)
             write_at_last(self._texts(report), interrupts)
             return self.command.show(report, self.options, console)
-        except Interrupted:
-            console.complain("interrupted: nothing was left behind")
-            return INTERRUPTED
-        except CommandFailed as failure:
-            console.complain(f"tokenring {self.command.name}: {failure}")
-            return 1
-        finally:
-            if interrupts is not None:
-                interrupts.close()
+
+        return exit_code(self.command.name, console, interrupts, do)
 
     def _on_these(self, console: Console) -> int:
         run = import_module(self.command.module).run

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.errors import UnsupportedError
 from tokenring.region import Patch
 from tokenring.runtime.merge import merge_
 
@@ -104,7 +105,10 @@ def _tiles(rows: int, cols: int, causal: bool) -> list[tuple[slice, Patch]]:
         return [(slice(0, cols), Patch(0, rows, 0, cols))]
     before = cols - rows
     if before < 0:
-        raise NotImplementedError(f"causal attention of {rows} query tokens to {cols} kv tokens")
+        raise UnsupportedError(
+            f"the stand-in flash_attn has no causal attention of {rows} query tokens to {cols} kv tokens: give as many "
+            f"kv tokens, or install flash_attn"
+        )
     triangle = (slice(before, cols), Patch(0, rows, 0, rows, high=0))
     return [triangle] if before == 0 else [triangle, (slice(0, before), Patch(0, rows, 0, before))]
 
@@ -116,10 +120,10 @@ def _refuse(options: Mapping[str, Any]) -> None:
     """The stand-in has none of these; flash-attn spells "none" in several ways."""
     for name in ("dropout_p", "softcap", "alibi_slopes", "block_table", "leftpad_k", "seqused_k"):
         if options.get(name):
-            raise NotImplementedError(f"the stand-in flash_attn has no {name}")
+            raise UnsupportedError(f"the stand-in flash_attn has no {name}: leave it out, or install flash_attn")
     for name in ("window_size_left", "window_size_right"):
         if options.get(name, -1) >= 0:
-            raise NotImplementedError("the stand-in flash_attn has no windows")
+            raise UnsupportedError("the stand-in flash_attn has no windows: leave them out, or install flash_attn")
 
 
 def _flash_attn_forward(

@@ -19,7 +19,7 @@ from tokenring.bench.peers import peer_candidates
 from tokenring.bench.race import race
 from tokenring.bench.results import Case, Machine, Report
 from tokenring.console import cores, processor
-from tokenring.ranks import Tell, process_group, serve
+from tokenring.ranks import Tell, process_group, quiet, serve
 
 
 def main(argv: list[str]) -> int:
@@ -34,13 +34,9 @@ def run(case: Case, tell: Tell) -> Report | None:
         setting = Setting(case, dist.get_rank(), dist.get_world_size())
         machine = machine_of(setting.ranks)
         candidates = [*our_candidates(case), one_process(), *peer_candidates(case.peers)]
-        entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else _quiet)
+        entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else quiet)
         del candidates
     return Report(case, machine, entries, reference, notes) if setting.rank == 0 else None
-
-
-def _quiet(done: int, steps: int, what: str) -> None:
-    """Rank 0 speaks for all."""
 
 
 def machine_of(ranks: int) -> Machine:

@@ -23,12 +23,11 @@ from tokenring.demo.report import (
 )
 from tokenring.demo.results import Checked, Measured, Result, Started, Stepped, from_line, training_complaint
 from tokenring.errors import ConfigurationError
-from tokenring.follow import CommandFailed, Failed, Interrupted, check, check_output, follow, write_at_last
+from tokenring.follow import CommandFailed, Failed, check, check_output, exit_code, follow, write_at_last
 from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
 from tokenring.layout import make_layout
 from tokenring.tracing.picture import to_svg
 
-INTERRUPTED = 130
 FEWEST_STEPS = 6  # three first and three last ones
 TRAINING_SECONDS = 100.0  # on a slow machine training ends early
 SILENCE_SECONDS = 150.0  # longer than any rank waits for another
@@ -49,17 +48,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ shows a ?
         sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(sys.stdout, sys.stderr, os.environ)
-    try:
+
+    def do() -> int:
         Demo(options, console, interrupts).run()
-    except Interrupted:
-        console.complain("interrupted: nothing was left behind")
-        return INTERRUPTED
-    except CommandFailed as failure:
-        console.complain(f"tokenring demo: {failure}")
-        return 1
-    finally:
-        interrupts.close()
-    return 0
+        return 0
+
+    return exit_code("demo", console, interrupts, do)
 
 
 class Demo:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -22,12 +21,13 @@ import torch.distributed as dist
 import tokenring as tr
 from tokenring.attention import make_request
 from tokenring.backends.base import AttentionKernel
+from tokenring.backends.members import this_member
 from tokenring.bench.race import make_inputs, no_garbage_collection
 from tokenring.bench.results import Case
 from tokenring.bench.worker import machine_of
 from tokenring.context import ContextParallel, Request
 from tokenring.mask import Mask, parse_mask
-from tokenring.ranks import Tell, process_group, serve
+from tokenring.ranks import Tell, process_group, quiet, serve
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.trace import Event
 from tokenring.schedule.calls import calls
@@ -40,7 +40,6 @@ from tokenring.tracing.record import Stretch, Traced
 
 WAIT_SECONDS = 600.0  # for other ranks
 WARM_UP_ROUNDS = 2
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass
@@ -87,7 +86,7 @@ def run(case: Case, tell: Tell) -> Traced | None:
     torch.set_num_threads(1)
     with process_group(WAIT_SECONDS):
         machine = machine_of(dist.get_world_size())
-        traced = _traced(case, tell if dist.get_rank() == 0 else _quiet)
+        traced = _traced(case, tell if dist.get_rank() == 0 else quiet)
     return Traced(case, machine, **traced) if traced is not None else None
 
 
@@ -96,10 +95,6 @@ def _traced(case: Case, tell: Tell) -> dict[str, Any] | None:
     cp = Clocked(**options, transport=case.transport, timeout_seconds=WAIT_SECONDS)
     with cp:
         return trace(case, cp, tell)
-
-
-def _quiet(done: int, steps: int, what: str) -> None:
-    """Rank 0 speaks for all."""
 
 
 class Clocked(ContextParallel):
@@ -199,7 +194,7 @@ def _rank(chosen: _Round, cp: Clocked, request: Request) -> _Rank:
     executors = [cp.executor(request, direction) for direction in directions]
     schedule = cp.plan(request).schedule
     tiles = _tiles(schedule, cp, request)
-    clock = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+    clock = this_member().boot_id or socket.gethostname()
     sizes = [_span_bytes(executor) for executor in executors]
     return _Rank(clock, chosen, [tiles for _ in directions], sizes, [_merges(executor) for executor in executors])
 

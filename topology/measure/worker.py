@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from tokenring.ranks import Tell, process_group, serve
+from tokenring.ranks import Tell, process_group, quiet, serve
 from tokenring.topology.facts import Facts
 from tokenring.topology.graph import Graph, merge
 from tokenring.topology.schema import from_json, to_json
@@ -59,7 +59,7 @@ def run(case: Case, tell: Tell) -> Measured | None:
         group = dist.group.WORLD
         transport = make_transport(case.transport, group, WAIT_SECONDS) if group is not None and ranks > 1 else None
         try:
-            found = measure(transport, case.seconds, tell if rank == 0 else lambda done, steps, what: None)
+            found = measure(transport, case.seconds, tell if rank == 0 else quiet)
         finally:
             if transport is not None:
                 transport.close()
