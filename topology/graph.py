@@ -179,8 +179,10 @@ def _take_link(link: Link, names: Mapping[str, str], edges: dict[tuple[str, str,
 
 def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], measurements: Iterable[Measurement]) -> Edge:
     """Measured beats published beats label."""
-    measured = [each.gbs for each in measurements if unordered(each.a, each.b) == unordered(edge.a, edge.b)]
-    known = [gbs for gbs in measured if gbs is not None]
+    of_pair = [each for each in measurements if unordered(each.a, each.b) == unordered(edge.a, edge.b)]
+    known = [each.gbs for each in of_pair if each.gbs is not None]
+    if not known:  # each way carried half of what both together did
+        known = [each.both_gbs / 2 for each in of_pair if each.both_gbs is not None]
     if known:
         return replace(edge, bandwidth_gbs=min(known), source="measured")
     entry = next((p for end in (edge.a, edge.b) if (p := published(edge.kind, by_id[end]))), None)
