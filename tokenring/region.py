@@ -55,7 +55,16 @@ class Patch(NamedTuple):
         """How many (row, column) pairs are visible."""
         if self.is_full:
             return self.rows * self.cols
-        return sum(len(self.columns_of(row)) for row in range(self.rows))
+        above = 0 if self.low is None else self._pairs_up_to(self.low - 1)
+        return (self.rows * self.cols if self.high is None else self._pairs_up_to(self.high)) - above
+
+    def _pairs_up_to(self, most: int) -> int:
+        """Pairs with col_step·j - row_step·i <= most."""
+        begins = _clamped(-(most // self.row_step), self.rows)  # the first row that has any
+        full_from = (self.cols - 1) * self.col_step - most
+        fills = max(begins, _clamped(-(-full_from // self.row_step), self.rows))  # the first that has all
+        partly = floor_sum(fills - begins, self.row_step, most + self.row_step * begins, self.col_step)
+        return partly + (fills - begins) + (self.rows - fills) * self.cols
 
     def shifted(self, rows: int, cols: int) -> Patch:
         """The same patch seen from a corner that lies so much further up and left."""
@@ -70,6 +79,23 @@ class Patch(NamedTuple):
         low = None if self.low is None else self.low + by
         high = None if self.high is None else self.high + by
         return tidy(self._replace(row0=first, row1=last, low=low, high=high))
+
+
+def _clamped(value: int, most: int) -> int:
+    return min(max(0, value), most)
+
+
+def floor_sum(count: int, a: int, b: int, m: int) -> int:
+    """Σ floor((a·i + b) / m) for i below count, with a and b from 0 on: as Euclid's algorithm, in logarithmic time."""
+    total = 0
+    while count:
+        total += count * (count - 1) // 2 * (a // m) + count * (b // m)
+        a, b = a % m, b % m
+        top = a * count + b
+        if top < m:
+            return total
+        count, b, a, m = top // m, top % m, m, a
+    return total
 
 
 Region = tuple[Patch, ...]

@@ -1,0 +1,153 @@
+"""How fast any schedule could be: a lower bound on computing and on the bytes that must enter a group of ranks.
+
+The derivation is in docs/bounds.md. It holds for every schedule that starts from a balanced sequence-sharded
+layout and leaves its results there, whatever it keeps, prunes or overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tokenring.planner.interconnect import Interconnect, Way
+from tokenring.planner.rates import Rates
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.measure import FLOPS_PER_PAIR
+from tokenring.workload import Workload
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of some passes together. `cut`: the group of ranks whose wires are the narrowest."""
+
+    compute_seconds: float
+    transfer_seconds: float
+    cut: str
+
+    @property
+    def seconds(self) -> float:
+        """With everything hidden behind everything."""
+        return max(self.compute_seconds, self.transfer_seconds)
+
+
+def lower_bound(
+    workload: Workload, visible_pairs: int, interconnect: Interconnect, rates: Rates, passes: Sequence[Pass]
+) -> Bound:
+    """visible_pairs: (query, key) pairs that the mask leaves, of one head and one batch entry."""
+    share = visible_pairs / (workload.q_length * workload.kv_length)
+    compute = sum(_compute_seconds(workload, visible_pairs, interconnect.world_size, rates, each) for each in passes)
+    best, name = 0.0, "none"
+    for label, ranks in _groups(interconnect):
+        nbytes = sum(group_bytes(workload, share, len(ranks), interconnect.world_size, each) for each in passes)
+        seconds = nbytes / (_width_into(interconnect, ranks) * 1e9)
+        if seconds > best:
+            best, name = seconds, label
+    return Bound(compute, best, name)
+
+
+def _compute_seconds(workload: Workload, pairs: int, ranks: int, rates: Rates, direction: Pass) -> float:
+    """At the best rate that the table has."""
+    flops = FLOPS_PER_PAIR[direction] * workload.batch * workload.q_heads * workload.head_dim * pairs
+    samples = rates.forward if direction == "forward" else rates.backward
+    return flops / ranks / (max(rate for _, rate in samples) * 1e12)
+
+
+def group_bytes(workload: Workload, share: float, group: int, ranks: int, direction: Pass) -> float:
+    """Bytes that must come into a group of `group` ranks, of all groups of that size on average.
+
+    share: of all (query, key) pairs, how many are visible.
+    """
+    part = group / ranks
+    row = workload.batch * workload.head_dim * workload.itemsize  # one tensor's bytes of a token and head
+    q_moves, kv_moves = (2, 2) if direction == "forward" else (2, 2)  # Q, O or dO, dQ; K, V or dK, dV where kept
+    q_bytes = q_moves * row * workload.q_length  # of one query head, all of its rows
+    kv_bytes = kv_moves * row * workload.kv_length
+    per_group = workload.q_heads // workload.kv_heads
+    work = share * workload.q_heads * part  # in heads: what the group computes when all compute alike
+    cost = _head_group_cost(per_group, q_bytes, kv_bytes, part)
+    return _spread(work, workload.kv_heads, per_group, part, cost)
+
+
+def _spread(work: float, groups: int, per_group: int, part: float, cost: Callable[[float], float]) -> float:
+    """The least cost of `work` over the KV heads: some whole, one in part, of the others what lies in the group.
+
+    Cost is concave above what is free, so that unequal shares are cheapest.
+    """
+    free = per_group * part * part
+    best = math.inf
+    for whole in range(groups + 1):
+        rest = work - whole * per_group - max(0, groups - whole - 1) * free
+        if rest <= per_group or whole == groups:
+            best = min(best, whole * cost(per_group) + (cost(max(rest, 0.0)) if whole < groups else 0.0))
+    return best
+
+
+def _head_group_cost(per_group: int, q_bytes: float, kv_bytes: float, part: float) -> Callable[[float], float]:
+    """Bytes into the group for so much work (in heads) on one KV head and the query heads that share it."""
+
+    def cost(work: float) -> float:
+        return min(
+            (
+                _rectangle(work / heads, heads * q_bytes, kv_bytes, part)
+                for heads in range(1, per_group + 1)
+                if work <= heads
+            ),
+            default=math.inf,
+        )
+
+    return cost
+
+
+def _rectangle(area: float, q_bytes: float, kv_bytes: float, part: float) -> float:
+    """The cheapest a × b = area with a, b at most 1: what exceeds the group's own part must come in."""
+    least = max(area, 0.0)
+    tries = [1.0, part, least, least / part if part else 1.0, math.sqrt(kv_bytes * least / q_bytes)]
+    best = math.inf
+    for a in tries:
+        a = min(1.0, max(a, least, 1e-300))
+        b = least / a
+        best = min(best, q_bytes * max(0.0, a - part) + kv_bytes * max(0.0, b - part))
+    return best
+
+
+# ---------- groups of ranks, and what can come into them
+
+
+def _groups(net: Interconnect) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """One rank; one host; and runs of neighbours of every power of two."""
+    world = net.world_size
+    yield "one rank", (0,)
+    hosts = net.hosts
+    first = tuple(rank for rank in range(min(world, 64)) if hosts[rank] == hosts[0])
+    if len(first) < world:
+        yield "one host", first
+    size = 2
+    while size < min(world, 64):
+        if world % size == 0:
+            yield f"{size} neighbours", tuple(range(size))
+        size *= 2
+
+
+def _width_into(net: Interconnect, ranks: tuple[int, ...]) -> float:
+    """GB/s of a set of wires that every way into the group passes: the narrowest of a few such sets."""
+    inside = set(ranks)
+    outside = [rank for rank in range(net.world_size) if rank not in inside]
+    if len(outside) > 64:  # of equal hosts, some stand for all but for their own wires
+        return _sum(net, {net.way(src, dst)[-1] for src in outside[:64] for dst in ranks})
+    ways = [net.way(src, dst) for src in outside for dst in ranks]
+    return min(_sum(net, {pick(way) for way in ways if way}) for pick in _picks(net))
+
+
+def _picks(net: Interconnect) -> tuple[Callable[[Way], str], ...]:
+    return (
+        lambda way: way[-1],
+        lambda way: way[0],
+        lambda way: min(way, key=net.gbs),
+        lambda way: max(pairwise((*way, way[-1])), key=lambda hop: -net.gbs(hop[0]))[0],
+    )
+
+
+def _sum(net: Interconnect, wires: set[str]) -> float:
+    return sum(net.gbs(wire) for wire in wires) or math.inf

@@ -1,0 +1,106 @@
+"""A program as the simulator sees it: how long a rank computes, what it posts, what it waits for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenring.planner.rates import Rates
+from tokenring.schedule.ir import Schedule
+from tokenring.schedule.payload import Records
+from tokenring.schedule.program import Attend, Fill, Merge, Pack, Program, Recv, Result, Send, Span, Wait
+from tokenring.workload import Workload
+
+TOUCHED = {True: 2, False: 3}  # by `first`: a copy reads and writes, a merge reads both and writes
+
+
+class Compute(NamedTuple):
+    """The rank is busy: with a kernel, or with copies and merges."""
+
+    seconds: float
+    kernel: bool
+    step: int
+    label: str
+
+
+class Post(NamedTuple):
+    """A send or a receive is posted; the rank goes on."""
+
+    message: int
+    peer: int
+    channel: str
+    nbytes: int
+    sends: bool
+    step: int
+    label: str
+
+
+class Await(NamedTuple):
+    """The rank goes on when the message has arrived, or left."""
+
+    message: int
+
+
+Operation = Compute | Post | Await
+
+
+def operations(schedule: Schedule, workload: Workload, program: Program, rates: Rates) -> list[Operation]:
+    """What a program costs, in its order. Neighbouring copies and merges are one operation."""
+    maker = _Maker(schedule, workload, program, rates)
+    made: list[Operation] = []
+    for instruction, step in zip(program.instructions, program.steps, strict=True):
+        for each in maker.of(instruction, step):
+            last = made[-1] if made else None
+            if isinstance(each, Compute) and isinstance(last, Compute) and not (each.kernel or last.kernel):
+                made[-1] = last._replace(seconds=last.seconds + each.seconds)
+            else:
+                made.append(each)
+    return made
+
+
+class _Maker:
+    def __init__(self, schedule: Schedule, workload: Workload, program: Program, rates: Rates) -> None:
+        self.program, self.rates, self.workload = program, rates, workload
+        self.records = Records(schedule, workload, program.direction)
+        self.heads = workload.q_heads // schedule.head_groups
+
+    def of(self, instruction: object, step: int) -> list[Operation]:
+        match instruction:
+            case Attend():
+                return self._attend(instruction)
+            case Recv(message, span, src, channel, label):
+                return [Post(message, src, channel, self._nbytes(span), False, step, label)]
+            case Send(message, span, dst, channel, label):
+                return [Post(message, dst, channel, self._nbytes(span), True, step, label)]
+            case Wait(message):
+                return [Await(message)]
+            case Pack(_, _, into):
+                return [self._copy(2 * self._nbytes(into), step, "pack")]
+            case Merge(_, _, into, first):
+                return [self._copy(TOUCHED[first] * self._nbytes(into), step, "merge")]
+            case Fill(_, into):
+                return [self._copy(self._nbytes(into), step, "fill")]
+        return []  # a release costs nothing
+
+    def _attend(self, attend: Attend) -> list[Operation]:
+        patch, direction = attend.patch, self.program.direction
+        size = self.workload
+        seconds = self.rates.kernel_seconds(patch, self.heads, size.head_dim, size.batch, direction)
+        label = f"{patch.rows} × {patch.cols}"
+        made: list[Operation] = [Compute(seconds, True, attend.step, label)]
+        copied = sum(self._result_bytes(attend, result) for result in attend.results)
+        return [*made, self._copy(copied, attend.step, "merge")] if copied else made
+
+    def _result_bytes(self, attend: Attend, result: Result) -> int:
+        """Nothing where the caller gets the kernel's own result."""
+        slot = self.program.slots[result.into.slot]
+        whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
+        if slot.output and result.first and result.into.rows == whole == slot.rows:
+            return 0
+        return TOUCHED[result.first] * self._nbytes(result.into)
+
+    def _copy(self, nbytes: int, step: int, label: str) -> Compute:
+        return Compute(self.rates.copy_seconds(nbytes), False, step, label)
+
+    def _nbytes(self, span: Span) -> int:
+        slot = self.program.slots[span.slot]
+        return self.records(slot.kind, slot.full_precision).nbytes * span.rows

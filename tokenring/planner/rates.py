@@ -1,0 +1,112 @@
+"""How long a rank computes: kernel calls, copies and merges, and what a message costs beside its bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tokenring.errors import ConfigurationError
+from tokenring.region import Patch
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.measure import FLOPS_PER_PAIR
+
+Sample = tuple[int, float]  # tokens on the shorter side of a square tile, TFLOP/s
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device, one kernel and one dtype.
+
+    forward, backward: TFLOP/s over visible pairs, by the shorter side of a tile, ascending; between two samples
+        it is interpolated in the logarithms, beyond them it stays.
+    call_seconds: of a kernel call, whatever its size. copy_gbs: bytes that a copy moves in a second, reads and
+        writes together. op_seconds: of a copy or merge, whatever its size.
+    source: where the figures are from; a guess says so.
+    """
+
+    source: str
+    forward: tuple[Sample, ...]
+    backward: tuple[Sample, ...]
+    call_seconds: float = 0.0
+    copy_gbs: float = math.inf
+    op_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            samples = getattr(self, name)
+            sides = [side for side, _ in samples]
+            if not samples or sides != sorted(set(sides)) or any(not rate > 0 for _, rate in samples):
+                raise ConfigurationError(
+                    f"rates {self.source!r}: {name} is {samples!r}; give (tokens, TFLOP/s) with rising tokens"
+                )
+
+    def tflops(self, direction: Pass, side: int) -> float:
+        """The rate of a tile whose shorter side has so many tokens."""
+        samples = self.forward if direction == "forward" else self.backward
+        return interpolate(samples, side)
+
+    def kernel_seconds(self, patch: Patch, heads: int, head_dim: int, batch: int, direction: Pass) -> float:
+        """One kernel call of `heads` query heads."""
+        flops = FLOPS_PER_PAIR[direction] * batch * heads * head_dim * patch.pairs()
+        rate = self.tflops(direction, min(patch.rows, patch.cols))
+        return self.call_seconds + flops / (rate * 1e12)
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """A copy or merge that reads and writes so many bytes in all."""
+        return self.op_seconds + nbytes / (self.copy_gbs * 1e9)
+
+
+def constant(tflops: float, source: str = "given", copy_gbs: float = math.inf) -> Rates:
+    """The same rate for every tile, forward and backward."""
+    return Rates(source, ((1, tflops),), ((1, tflops),), copy_gbs=copy_gbs)
+
+
+def interpolate(samples: Sequence[Sample], side: int) -> float:
+    """The rate at a side, straight between neighbours in the logarithms of both."""
+    if side <= samples[0][0]:
+        return samples[0][1]
+    for (low, slow), (high, fast) in zip(samples, samples[1:], strict=False):
+        if side <= high:
+            share = math.log(side / low) / math.log(high / low)
+            return slow * (fast / slow) ** share
+    return samples[-1][1]
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What a transport adds to the time that bytes need.
+
+    latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
+    flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
+    channel. first_bytes: what an idle wire lets pass at once (a token bucket).
+    """
+
+    latency_seconds: float = 0.0
+    post_seconds: float = 0.0
+    flow_gbs: float = math.inf
+    pair_serial: bool = False
+    source: str = "ideal"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All that the simulator asks beside the interconnect."""
+
+    rates: Rates
+    messages: Messages = field(default_factory=Messages)
+
+    @cached_property
+    def source(self) -> str:
+        return f"{self.rates.source}; messages: {self.messages.source}"
+
+
+def rates_from_json(found: Mapping[str, object]) -> Rates:
+    """Rates that were saved. Raises ConfigurationError."""
+    try:
+        samples = {name: tuple((int(a), float(b)) for a, b in found[name]) for name in ("forward", "backward")}  # type: ignore[attr-defined]
+        rest = {name: float(found[name]) for name in ("call_seconds", "copy_gbs", "op_seconds")}  # type: ignore[arg-type]
+        return Rates(str(found["source"]), samples["forward"], samples["backward"], **rest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"these are no saved rates ({error}); measure them again") from None

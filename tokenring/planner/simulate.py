@@ -1,0 +1,236 @@
+"""How long the programs of all ranks take on an interconnect: events in time, transfers as fluids.
+
+A rank works off its operations in order. A transfer begins when both ends have posted it, those before it
+between the same two ranks on the same channel are through, and the latency has passed; it then gets its fair
+share of the wires on its way. Nothing else is known of schedules here: what was lowered is what is simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenring.errors import ScheduleError
+from tokenring.planner.fluid import fair_rates
+from tokenring.planner.interconnect import Interconnect
+from tokenring.planner.operations import Await, Compute, Operation, Post
+from tokenring.planner.rates import Messages
+
+EPSILON_BYTES = 0.5
+Queue = tuple[int, int, str]  # source, destination, channel
+
+
+class Span(NamedTuple):
+    """What a rank did, or what was on its way to it, from when to when."""
+
+    rank: int
+    what: str  # "kernel", "copy", "wait", or "transfer"
+    label: str
+    step: int
+    begin_seconds: float
+    end_seconds: float
+    src: int = -1  # of a transfer
+
+
+@dataclass
+class Outcome:
+    """What a simulated pass came to."""
+
+    seconds: float
+    busy_seconds: list[float]  # of each rank: kernels, copies and posts
+    wire_bytes: dict[str, float]
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What the busiest rank waits: communication that nothing hides."""
+        return self.seconds - max(self.busy_seconds)
+
+
+@dataclass
+class _Transfer:
+    src: int
+    dst: int
+    nbytes: float
+    way: tuple[str, ...]
+    label: str
+    step: int
+    channel: str
+    posted: int = 0  # ends
+    begin: float = -1.0
+    left: float = 0.0
+    rate: float = 0.0
+    done: bool = False
+    waiting: list[int] = field(default_factory=list)  # ranks
+
+
+class Simulation:
+    """One pass of one schedule. `run` once."""
+
+    def __init__(
+        self,
+        interconnect: Interconnect,
+        programs: Sequence[Sequence[Operation]],
+        messages: Messages,
+        record: bool = False,
+    ) -> None:
+        self.net, self.messages, self.record = interconnect, messages, record
+        self.programs = programs
+        self.at = [0] * len(programs)
+        self.busy = [0.0] * len(programs)
+        self.now = 0.0
+        self.events: list[tuple[float, int, int, _Transfer | None]] = []  # time, tie, rank, or a transfer to begin
+        self.ties = 0
+        self.moving: dict[int, _Transfer] = {}
+        self.changed = False
+        self.queues: dict[Queue, deque[_Transfer]] = defaultdict(deque)
+        self.unmatched: dict[tuple[Queue, bool], deque[_Transfer]] = defaultdict(deque)
+        self.of_message: list[dict[int, _Transfer]] = [{} for _ in programs]
+        self.wire_bytes: dict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []
+        self.since = [0.0] * len(programs)  # when the current wait or work began
+
+    def run(self) -> Outcome:
+        """Raises ScheduleError if the programs wait for each other for ever."""
+        for rank in range(len(self.programs)):
+            self._at_time(0.0, rank)
+        while self.events or self.moving:
+            self._next_moment()
+            while self.events and self.events[0][0] <= self.now:
+                _, _, rank, transfer = heapq.heappop(self.events)
+                if transfer is None:
+                    self._go_on(rank)
+                else:
+                    self._begin(transfer)
+            if self.changed:
+                self._share()
+        if stuck := [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]:
+            raise ScheduleError(f"the programs do not end: ranks {stuck} wait for each other")
+        return Outcome(self.now, self.busy, dict(self.wire_bytes), self.spans)
+
+    # ---------- time
+
+    def _at_time(self, when: float, rank: int, transfer: _Transfer | None = None) -> None:
+        self.ties += 1
+        heapq.heappush(self.events, (when, self.ties, rank, transfer))
+
+    def _next_moment(self) -> None:
+        """Go to what comes first: an event, or the end of a transfer."""
+        ends = min((each.left / each.rate for each in self.moving.values()), default=float("inf"))
+        then = min(self.now + ends, self.events[0][0] if self.events else float("inf"))
+        passed = then - self.now
+        self.now = then
+        for key, each in list(self.moving.items()):
+            each.left -= each.rate * passed
+            if each.left <= max(EPSILON_BYTES, 1e-9 * each.nbytes):
+                del self.moving[key]
+                self._arrived(each)
+
+    def _share(self) -> None:
+        rates = fair_rates(
+            {key: each.way for key, each in self.moving.items()}, self._width, self.messages.flow_gbs * 1e9
+        )
+        for key, each in self.moving.items():
+            each.rate = rates[key]
+        self.changed = False
+
+    def _width(self, wire: str) -> float:
+        return self.net.gbs(wire) * 1e9
+
+    # ---------- transfers
+
+    def _begin(self, transfer: _Transfer) -> None:
+        transfer.begin, transfer.left = self.now, transfer.nbytes
+        for wire in transfer.way:
+            self.wire_bytes[wire] += transfer.nbytes
+        if not transfer.way and self.messages.flow_gbs == float("inf"):
+            self._arrived(transfer)
+            return
+        self.moving[id(transfer)] = transfer
+        self.changed = True
+
+    def _arrived(self, transfer: _Transfer) -> None:
+        transfer.done, self.changed = True, True
+        if self.record:
+            self.spans.append(
+                Span(transfer.dst, "transfer", transfer.label, transfer.step, transfer.begin, self.now, transfer.src)
+            )
+        for rank in transfer.waiting:
+            self._at_time(self.now, rank)
+        queue = self.queues[self._queue_of(transfer)]
+        queue.popleft()
+        self._start_next(queue)
+
+    def _start_next(self, queue: deque[_Transfer]) -> None:
+        """The first of a queue begins once both ends have posted it."""
+        if queue and queue[0].posted == 2 and queue[0].begin < 0:
+            queue[0].begin = self.now
+            self._at_time(self.now + self.messages.latency_seconds, queue[0].dst, queue[0])
+
+    def _queue_of(self, transfer: _Transfer) -> Queue:
+        a, b = transfer.src, transfer.dst
+        if self.messages.pair_serial and a > b:
+            a, b = b, a
+        return a, b, transfer.channel
+
+    # ---------- ranks
+
+    def _go_on(self, rank: int) -> None:
+        """Work off operations until one takes time."""
+        program = self.programs[rank]
+        while self.at[rank] < len(program):
+            each = program[self.at[rank]]
+            match each:
+                case Compute():
+                    self.at[rank] += 1
+                    if each.seconds > 0:
+                        self._work(rank, each)
+                        return
+                case Post():
+                    self.at[rank] += 1
+                    self._post(rank, each)
+                    if self.messages.post_seconds > 0:
+                        self.busy[rank] += self.messages.post_seconds
+                        self._at_time(self.now + self.messages.post_seconds, rank)
+                        return
+                case Await(message):
+                    transfer = self.of_message[rank][message]
+                    if not transfer.done:
+                        if rank not in transfer.waiting:
+                            transfer.waiting.append(rank)
+                            self.since[rank] = self.now
+                        return
+                    if self.record and rank in transfer.waiting:
+                        self.spans.append(Span(rank, "wait", transfer.label, transfer.step, self.since[rank], self.now))
+                    self.at[rank] += 1
+
+    def _work(self, rank: int, each: Compute) -> None:
+        self.busy[rank] += each.seconds
+        end = self.now + each.seconds
+        if self.record:
+            self.spans.append(Span(rank, "kernel" if each.kernel else "copy", each.label, each.step, self.now, end))
+        self._at_time(end, rank)
+
+    def _post(self, rank: int, post: Post) -> None:
+        src, dst = (rank, post.peer) if post.sends else (post.peer, rank)
+        other_end = self.unmatched[(src, dst, post.channel), not post.sends]
+        if other_end:
+            transfer = other_end.popleft()
+        else:
+            way = self.net.way(src, dst)
+            transfer = _Transfer(src, dst, float(post.nbytes), way, post.label, post.step, post.channel)
+            self.unmatched[(src, dst, post.channel), post.sends].append(transfer)
+            self.queues[self._queue_of(transfer)].append(transfer)
+        transfer.posted += 1
+        self.of_message[rank][post.message] = transfer
+        self._start_next(self.queues[self._queue_of(transfer)])
+
+
+def simulate(
+    interconnect: Interconnect, programs: Sequence[Sequence[Operation]], messages: Messages, record: bool = False
+) -> Outcome:
+    """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline."""
+    return Simulation(interconnect, programs, messages, record).run()
