@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from tokenring.planner.interconnect import Interconnect, Way
 from tokenring.planner.rates import Rates
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
 from tokenring.workload import Workload
+
+MOST_RANKS = 64  # of a group that is looked at
+MOST_OUTSIDE = 64  # senders that are looked at: of equal hosts a few stand for all
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def lower_bound(
     compute = sum(_compute_seconds(workload, visible_pairs, interconnect.world_size, rates, each) for each in passes)
     best, name = 0.0, "none"
     for label, ranks in _groups(interconnect):
-        nbytes = sum(group_bytes(workload, share, len(ranks), interconnect.world_size, each) for each in passes)
+        nbytes = len(passes) * group_bytes(workload, share, len(ranks), interconnect.world_size)
         seconds = nbytes / (_width_into(interconnect, ranks) * 1e9)
         if seconds > best:
             best, name = seconds, label
@@ -54,16 +56,16 @@ def _compute_seconds(workload: Workload, pairs: int, ranks: int, rates: Rates, d
     return flops / ranks / (max(rate for _, rate in samples) * 1e12)
 
 
-def group_bytes(workload: Workload, share: float, group: int, ranks: int, direction: Pass) -> float:
+def group_bytes(workload: Workload, share: float, group: int, ranks: int) -> float:
     """Bytes that must come into a group of `group` ranks, of all groups of that size on average.
 
     share: of all (query, key) pairs, how many are visible.
     """
     part = group / ranks
     row = workload.batch * workload.head_dim * workload.itemsize  # one tensor's bytes of a token and head
-    q_moves, kv_moves = (2, 2) if direction == "forward" else (2, 2)  # Q, O or dO, dQ; K, V or dK, dV where kept
-    q_bytes = q_moves * row * workload.q_length  # of one query head, all of its rows
-    kv_bytes = kv_moves * row * workload.kv_length
+    # Either pass moves two tensors of each: Q and O, K and V; or, where Q, K and V were kept, dO and dQ, dK and dV.
+    q_bytes = 2 * row * workload.q_length  # of one query head, all of its rows
+    kv_bytes = 2 * row * workload.kv_length
     per_group = workload.q_heads // workload.kv_heads
     work = share * workload.q_heads * part  # in heads: what the group computes when all compute alike
     cost = _head_group_cost(per_group, q_bytes, kv_bytes, part)
@@ -120,11 +122,11 @@ def _groups(net: Interconnect) -> Iterable[tuple[str, tuple[int, ...]]]:
     world = net.world_size
     yield "one rank", (0,)
     hosts = net.hosts
-    first = tuple(rank for rank in range(min(world, 64)) if hosts[rank] == hosts[0])
+    first = tuple(rank for rank in range(min(world, MOST_RANKS)) if hosts[rank] == hosts[0])
     if len(first) < world:
         yield "one host", first
     size = 2
-    while size < min(world, 64):
+    while size < min(world, MOST_RANKS):
         if world % size == 0:
             yield f"{size} neighbours", tuple(range(size))
         size *= 2
@@ -133,21 +135,9 @@ def _groups(net: Interconnect) -> Iterable[tuple[str, tuple[int, ...]]]:
 def _width_into(net: Interconnect, ranks: tuple[int, ...]) -> float:
     """GB/s of a set of wires that every way into the group passes: the narrowest of a few such sets."""
     inside = set(ranks)
-    outside = [rank for rank in range(net.world_size) if rank not in inside]
-    if len(outside) > 64:  # of equal hosts, some stand for all but for their own wires
-        return _sum(net, {net.way(src, dst)[-1] for src in outside[:64] for dst in ranks})
-    ways = [net.way(src, dst) for src in outside for dst in ranks]
-    return min(_sum(net, {pick(way) for way in ways if way}) for pick in _picks(net))
-
-
-def _picks(net: Interconnect) -> tuple[Callable[[Way], str], ...]:
-    return (
-        lambda way: way[-1],
-        lambda way: way[0],
-        lambda way: min(way, key=net.gbs),
-        lambda way: max(pairwise((*way, way[-1])), key=lambda hop: -net.gbs(hop[0]))[0],
-    )
-
-
-def _sum(net: Interconnect, wires: set[str]) -> float:
-    return sum(net.gbs(wire) for wire in wires) or math.inf
+    outside = [rank for rank in range(net.world_size) if rank not in inside][:MOST_OUTSIDE]
+    ways = [way for src in outside for dst in ranks if (way := net.way(src, dst))]
+    picks: list[Callable[[Way], str]] = [lambda way: way[-1]]  # the group's own wires: whoever sends, these it passes
+    if len(inside) + len(outside) == net.world_size:
+        picks += [lambda way: way[0], lambda way: min(way, key=net.gbs)]
+    return min(sum(map(net.gbs, set(map(pick, ways)))) for pick in picks) or math.inf

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 from tokenring.errors import ConfigurationError
 from tokenring.region import Patch
@@ -67,7 +68,7 @@ def interpolate(samples: Sequence[Sample], side: int) -> float:
     """The rate at a side, straight between neighbours in the logarithms of both."""
     if side <= samples[0][0]:
         return samples[0][1]
-    for (low, slow), (high, fast) in zip(samples, samples[1:], strict=False):
+    for (low, slow), (high, fast) in pairwise(samples):
         if side <= high:
             share = math.log(side / low) / math.log(high / low)
             return slow * (fast / slow) ** share

@@ -1,119 +1,162 @@
-"""Which schedule for which workload. For now: the fewest bytes on the busiest link of a full mesh."""
+"""Which schedule for which workload: every one that fits is simulated on the interconnect, the fastest is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tokenring.errors import ConfigurationError
-from tokenring.layout import Layout
-from tokenring.mask import Mask
-from tokenring.schedule.ir import Pass, Schedule
-from tokenring.schedule.schemes import SCHEMES, make_schedule
-from tokenring.topology.ranks import Topology
-from tokenring.workload import Workload
+from tokenring.planner.bound import Bound
+from tokenring.planner.plan import Candidate, Plan
+from tokenring.planner.predict import Prediction, Setting, least_seconds, predict
+from tokenring.schedule.ir import Schedule
 
-PIECES_THAT_PAY = (2,)  # measured: more cost more messages than they hide
-LEAST_PIECE_BYTES = 1 << 16  # below, a message costs more than its bytes
-CUT_BY_DEFAULT = frozenset({"direct-kv", "direct-q"})
+SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One schedule that was considered, with the bytes of all passes asked for."""
+class Choice:
+    """A schedule that may be chosen, by the name that makes it again; made when it is first needed."""
 
     name: str
-    worst_link_bytes: int
-    total_bytes: int
+    make: Callable[[], Schedule]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The chosen schedule, why, and what else there was, best first."""
+class Judged:
+    """A schedule with what it costs; without a prediction, its busiest wire alone needs too long."""
 
+    name: str
     schedule: Schedule
-    workload: Workload
-    reason: str
-    candidates: tuple[Candidate, ...]
+    least_seconds: float
+    prediction: Prediction | None
 
-    @property
-    def name(self) -> str:
-        return self.schedule.name
-
-
-def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: Layout) -> int | None:
-    """In how many pieces a named schedule moves its chunks when nobody says: direct ones, where it pays."""
-    if name not in CUT_BY_DEFAULT:
-        return None
-    layout = kv_layout if name == "direct-kv" else q_layout
-    heads = 2 * workload.kv_heads if name == "direct-kv" else workload.q_heads
-    chunk_bytes = layout.chunk_length * workload.batch * heads * workload.head_dim * workload.itemsize
-    for pieces in PIECES_THAT_PAY:
-        if layout.chunk_length % pieces == 0 and chunk_bytes // pieces >= LEAST_PIECE_BYTES:
-            return pieces
-    return 1
-
-
-def named_schedule(
-    name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None = None
-) -> Schedule:
-    """A named schedule for a workload, in its default pieces unless told otherwise."""
-    if pieces is None:
-        pieces = default_pieces(name, workload, q_layout, kv_layout)
-    return make_schedule(name, q_layout, kv_layout, mask, pieces=pieces)
+    def fits(self, memory_limit_bytes: int | None) -> bool:
+        """Whether it was simulated and keeps to the limit."""
+        if self.prediction is None:
+            return False
+        return memory_limit_bytes is None or self.prediction.peak_bytes <= memory_limit_bytes
 
 
 def select(
-    workload: Workload,
-    topology: Topology,
-    *,
-    q_layout: Layout,
-    kv_layout: Layout,
-    mask: Mask,
-    passes: Sequence[Pass] = ("forward", "backward"),
-    families: Sequence[str] = tuple(SCHEMES),
+    choices: Iterable[Choice],
+    setting: Setting,
+    bound: Bound | None = None,
+    memory_limit_bytes: int | None = None,
+    everything: bool = False,
 ) -> Plan:
-    """The schedule with the fewest bytes on the busiest link over these passes; then the fewest in all.
+    """The fastest of these schedules. The same for the same input, everywhere.
 
-    Every link of a full mesh counts alike; a topology with known bandwidths weighs them.
+    memory_limit_bytes: of each rank, for buffers and what forward keeps for backward. everything: simulate also what
+    cannot win, for a table. Raises ConfigurationError where nothing fits.
     """
-    unknown = set(families) - set(SCHEMES)
-    if unknown or not families:
-        asked = ",".join(sorted(unknown)) or "nothing"
-        raise ConfigurationError(f"auto may choose among {', '.join(SCHEMES)}; it was restricted to {asked}")
-    schedules, misfits = {}, []
-    for name in families:
+    judged, misfits = judge(choices, setting, memory_limit_bytes, everything)
+    if not judged or not judged[0].fits(memory_limit_bytes):
+        raise ConfigurationError(_nothing_fits(judged, misfits, memory_limit_bytes))
+    best = judged[0]
+    candidates = tuple(_candidate(each, best, bound, memory_limit_bytes) for each in judged)
+    reason = _reason(judged, setting, bound, memory_limit_bytes)
+    return Plan(best.schedule, setting.workload, reason, candidates + tuple(misfits))
+
+
+def judge(
+    choices: Iterable[Choice], setting: Setting, memory_limit_bytes: int | None, everything: bool
+) -> tuple[list[Judged], list[Candidate]]:
+    """All schedules that can be made, best first, and those that cannot, with the reason."""
+    made: list[tuple[str, Schedule, float]] = []
+    misfits: list[Candidate] = []
+    for choice in choices:
         try:
-            schedules[name] = named_schedule(name, workload, q_layout, kv_layout, mask)
-        except ConfigurationError as error:  # its pieces do not divide the chunks
-            misfits.append(error)
-    if not schedules:
-        raise misfits[0]
-    costs = {name: _cost(made, workload, passes) for name, made in schedules.items()}
-    ranked = sorted(schedules, key=lambda name: (*costs[name], list(SCHEMES).index(name)))
-    candidates = tuple(Candidate(name, *costs[name]) for name in ranked)
-    best = ranked[0]
-    return Plan(schedules[best], workload, _reason(candidates, topology, passes), candidates)
+            schedule = choice.make()
+        except ConfigurationError as error:
+            misfits.append(Candidate(choice.name, None, None, None, None, None, None, f"does not fit: {error}"))
+            continue
+        made.append((choice.name, schedule, least_seconds(schedule, setting)))
+    judged: list[Judged] = []
+    fastest = float("inf")
+    for name, schedule, least in sorted(made, key=lambda each: each[2]):
+        worth = everything or least <= fastest * SAME
+        each = Judged(name, schedule, least, predict(schedule, setting) if worth else None)
+        judged.append(each)
+        if each.prediction is not None and each.fits(memory_limit_bytes):
+            fastest = min(fastest, each.prediction.seconds)
+    given = {name: number for number, (name, _, _) in enumerate(made)}
+
+    def order(each: Judged) -> tuple[bool, float, int]:
+        """What fits first, then by time; those as good as the best in the order in which they were given."""
+        seconds = each.least_seconds if each.prediction is None else each.prediction.seconds
+        return not each.fits(memory_limit_bytes), fastest if seconds <= fastest * SAME else seconds, given[each.name]
+
+    return sorted(judged, key=order), misfits
 
 
-def _cost(schedule: Schedule, workload: Workload, passes: Sequence[Pass]) -> tuple[int, int]:
-    links: dict[tuple[int, int], int] = {}
-    for direction in passes:
-        for link, carried in schedule.link_bytes(workload, direction).items():
-            links[link] = links.get(link, 0) + carried
-    return max(links.values(), default=0), sum(links.values())
+# ---------- what is said of it
 
 
-def _reason(candidates: Sequence[Candidate], topology: Topology, passes: Sequence[Pass]) -> str:
-    best = candidates[0]
-    if best.total_bytes == 0:
-        return "nothing has to move"
-    text = f"fewest bytes on the busiest link of a {topology.name} ({' + '.join(passes)}): {_mb(best.worst_link_bytes)}"
-    if len(candidates) > 1:
-        second = candidates[1]
-        text += f"; next {second.name} with {_mb(second.worst_link_bytes)}"
-    return text
+def _candidate(each: Judged, best: Judged, bound: Bound | None, limit: int | None) -> Candidate:
+    found, reason = each.prediction, _why(each, best, limit)
+    seconds = None if bound is None else bound.seconds
+    if found is None:
+        return Candidate(each.name, None, None, None, None, None, seconds, reason)
+    return Candidate(
+        each.name, found.seconds, found.compute_seconds, found.exposed_seconds, found.worst_wire_bytes,
+        found.peak_bytes, seconds, reason,
+    )  # fmt: skip
 
 
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.2f} MB"
+def _why(each: Judged, best: Judged, limit: int | None) -> str:
+    """Why it wins or loses, in a few words."""
+    found = each.prediction
+    if found is None:
+        return f"its busiest wire alone needs {time_text(each.least_seconds)}"
+    if not each.fits(limit):
+        return f"needs {mb_text(found.peak_bytes)} a rank, more than the limit of {mb_text(limit or 0)}"
+    if each is best:
+        return "the fastest"
+    assert best.prediction is not None
+    slower = found.seconds / best.prediction.seconds - 1
+    if found.worst_wire_seconds > 0.8 * found.seconds:
+        what = f"its busiest wire needs {time_text(found.worst_wire_seconds)}"
+    elif found.compute_seconds > 1.05 * best.prediction.compute_seconds:
+        what = f"its kernels take {time_text(found.compute_seconds)}"
+    else:
+        what = f"{time_text(found.exposed_seconds)} are not hidden"
+    return f"{slower:+.0%}: {what}" if slower >= 0.005 else f"as fast: {what}"
+
+
+def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, limit: int | None) -> str:
+    """One line: what, on what, how long, how far from the bound, what the next would cost."""
+    best, net = judged[0], setting.interconnect
+    assert best.prediction is not None
+    took = best.prediction.seconds
+    text = f"{best.name}: {time_text(took)} predicted for {' + '.join(setting.passes)} on {net.name}"
+    if bound is not None and bound.seconds > 0:
+        text += f", {took / bound.seconds:.2f} × the lower bound"
+    rest = [each for each in judged[1:] if each.prediction is not None and each.fits(limit)]
+    if rest and rest[0].prediction is not None:
+        text += f"; next {rest[0].name} with {time_text(rest[0].prediction.seconds)}"
+    return "; ".join([text, *net.notes])
+
+
+def _nothing_fits(judged: Sequence[Judged], misfits: Sequence[Candidate], limit: int | None) -> str:
+    if judged and limit is not None:
+        least = min(each.prediction.peak_bytes for each in judged if each.prediction is not None)
+        return (
+            f"no schedule fits in {mb_text(limit)} a rank; the smallest needs {mb_text(least)}: "
+            f"raise the limit, use more ranks or a shorter sequence"
+        )
+    if misfits:
+        return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"
+    return "there is no schedule to choose from"
+
+
+def time_text(seconds: float) -> str:
+    """A time as people write it."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def mb_text(nbytes: int) -> str:
+    """Bytes in MB or GB of 10^6 or 10^9."""
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tokenring.errors import ScheduleError
 from tokenring.planner.fluid import fair_rates
-from tokenring.planner.interconnect import Interconnect
+from tokenring.planner.interconnect import Way
 from tokenring.planner.operations import Await, Compute, Operation, Post
 from tokenring.planner.rates import Messages
 
 EPSILON_BYTES = 0.5
 Queue = tuple[int, int, str]  # source, destination, channel
+Canonical = Callable[[int, int], tuple[int, int]]  # of equal transfers, the one that stands for all
+
+
+class Wires(Protocol):
+    """What is asked of an interconnect."""
+
+    def way(self, src: int, dst: int) -> Way:
+        """The wires from one rank to another."""
+
+    def gbs(self, wire: str) -> float:
+        """The width of a wire."""
 
 
 class Span(NamedTuple):
@@ -72,12 +83,13 @@ class Simulation:
 
     def __init__(
         self,
-        interconnect: Interconnect,
+        interconnect: Wires,
         programs: Sequence[Sequence[Operation]],
         messages: Messages,
         record: bool = False,
+        canonical: Canonical = lambda src, dst: (src, dst),
     ) -> None:
-        self.net, self.messages, self.record = interconnect, messages, record
+        self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
         self.programs = programs
         self.at = [0] * len(programs)
         self.busy = [0.0] * len(programs)
@@ -215,7 +227,7 @@ class Simulation:
         self._at_time(end, rank)
 
     def _post(self, rank: int, post: Post) -> None:
-        src, dst = (rank, post.peer) if post.sends else (post.peer, rank)
+        src, dst = self.canonical(*((rank, post.peer) if post.sends else (post.peer, rank)))
         other_end = self.unmatched[(src, dst, post.channel), not post.sends]
         if other_end:
             transfer = other_end.popleft()
@@ -230,7 +242,16 @@ class Simulation:
 
 
 def simulate(
-    interconnect: Interconnect, programs: Sequence[Sequence[Operation]], messages: Messages, record: bool = False
+    interconnect: Wires,
+    programs: Sequence[Sequence[Operation]],
+    messages: Messages,
+    record: bool = False,
+    canonical: Canonical | None = None,
 ) -> Outcome:
-    """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline."""
-    return Simulation(interconnect, programs, messages, record).run()
+    """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
+
+    canonical: where the programs are those of one of many equal hosts, which transfer stands for one (fold.py).
+    """
+    if canonical is None:
+        return Simulation(interconnect, programs, messages, record).run()
+    return Simulation(interconnect, programs, messages, record, canonical).run()

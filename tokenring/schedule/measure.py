@@ -52,6 +52,12 @@ def program_bytes(schedule: Schedule, workload: Workload, program: Program, one_
     return sum(aligned(sizes[slot]) for slot in slots) + aligned(scratch_bytes(schedule, workload, program))
 
 
+def kept_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+    """What forward keeps for backward beside the rank's own tensors."""
+    sizes = slot_bytes(schedule, workload, program)
+    return sum(size for size, slot in zip(sizes, program.slots, strict=True) if slot.kept)
+
+
 def aligned(nbytes: int) -> int:
     """Slots begin at multiples of a cache line."""
     return -(-nbytes // 64) * 64
