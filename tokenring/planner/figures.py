@@ -1,0 +1,47 @@
+"""A number from outside, with where it is from and how sure it is. What is not known is None, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tokenring.errors import ConfigurationError
+
+Grade = Literal["vendor", "table", "measured", "repeated", "assumed", "unknown"]
+GRADES: dict[Grade, str] = {
+    "vendor": "the vendor's page or source code",
+    "table": "somebody else's table or text that names its source",
+    "measured": "somebody's measurement",
+    "repeated": "known from repetition alone: no source of it could be read",
+    "assumed": "our assumption",
+    "unknown": "no figure was found",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`value` in the unit that the field's name says. `source` in words; of an unknown one, why it is unknown."""
+
+    value: float | None
+    source: str
+    grade: Grade
+
+    def __post_init__(self) -> None:
+        if self.grade not in get_args(Grade) or not self.source:
+            raise ConfigurationError(f"figure {self.value}: give a source, and a grade of {', '.join(GRADES)}")
+        if (self.value is None) != (self.grade == "unknown") or (self.value is not None and not self.value > 0):
+            raise ConfigurationError(f"figure {self.value} ({self.grade}): above 0, or None where it is unknown")
+
+    def known(self) -> float:
+        """The value, where one is there by construction."""
+        if self.value is None:
+            raise ConfigurationError(f"this figure is not known: {self.source}")
+        return self.value
+
+    def times(self, count: int) -> Figure:
+        """The same of several."""
+        return self if self.value is None else Figure(self.value * count, self.source, self.grade)
+
+
+def unknown(reason: str) -> Figure:
+    return Figure(None, reason, "unknown")
