@@ -65,6 +65,7 @@ CASES = [
     Case("nvidia-cut-mesh.txt", "unknown", 4, {"nvlink×4": 5}),
     Case("nvidia-quoted.txt", "pcie-numa", 3, {"pix": 1, "sys": 2}),
     Case("nvidia-logged.txt", "full-mesh", 2, {"nvlink×4": 1}),
+    Case("nvidia-string.txt", "pcie-host", 3, {"node": 2, "phb": 1}),
     Case("nvidia-table-cell.txt", "islands", 3, {"nvlink×4": 1, "sys": 2}),
     Case("nvidia-then-p2p.txt", "pcie-bridge", 2, {"phb": 1}),
     Case("npu-910a.txt", "islands", 8, {"hccs": 12, "sys": 16}),
