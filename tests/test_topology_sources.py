@@ -61,6 +61,13 @@ CASES = [
     Case("nvidia-wrapped.txt", "pcie-bridge", 4, {"pix": 2, "pxb": 4}),
     Case("nvidia-degraded.txt", "switch", 8, {"nvlink×18": 21, "node": 7}),
     Case("nvidia-single.txt", "single", 1, {}),
+    Case("nvidia-cut-switch.txt", "switch", 6, {"nvlink×12": 12}),
+    Case("nvidia-cut-mesh.txt", "unknown", 4, {"nvlink×4": 5}),
+    Case("nvidia-quoted.txt", "pcie-numa", 3, {"pix": 1, "sys": 2}),
+    Case("nvidia-logged.txt", "full-mesh", 2, {"nvlink×4": 1}),
+    Case("nvidia-string.txt", "pcie-host", 3, {"node": 2, "phb": 1}),
+    Case("nvidia-table-cell.txt", "islands", 3, {"nvlink×4": 1, "sys": 2}),
+    Case("nvidia-then-p2p.txt", "pcie-bridge", 2, {"phb": 1}),
     Case("npu-910a.txt", "islands", 8, {"hccs": 12, "sys": 16}),
     Case("npu-910b.txt", "full-mesh", 8, {"hccs": 28}),
     Case("npu-a3.txt", "switch", 16, {"sio": 8, "hccs→": 112}),
@@ -70,6 +77,7 @@ CASES = [
     Case("npu-refused.txt", "unknown", 0, {}),
     Case("nccl-switch.xml", "switch", 4, {"sys": 4}),
     Case("nccl-hidden-switch.xml", "switch", 4, {}),
+    Case("nccl-in-a-page.txt", "full-mesh", 2, {"nvlink×12": 1}),
     Case("nccl-no-links.xml", "unknown", 4, {"sys": 4}),
     Case("nccl-itself.xml", "unknown", 2, {"sys": 1}),
     Case("rccl-mesh.xml", "full-mesh", 8, {"xgmi×1": 28}),
@@ -93,6 +101,7 @@ CASES = [
     Case("hccl-2.0.json", "multi-node", 3, {}),
     Case("hccl-2.0-one-server.json", "unknown", 2, {}),
     Case("hccl-group-list.json", "multi-node", 2, {}),
+    Case("hccl-server-groups.json", "multi-node", 3, {}),
     Case("ascend950-mesh.json", "full-mesh", 4, {"ub×1": 6}),
     Case("ascend950-quads.json", "islands", 8, {"ub×1": 12}),
     Case("ascend950-bridges.json", "islands", 4, {"ub×4": 2, "pcie": 4}),
@@ -134,7 +143,9 @@ CASES = [
     Case("nvlink-R-two-boards.txt", "switch", 4, {}),
     Case("nvlink-c.txt", "unknown", 2, {}),
     Case("nvlink-s-inactive.txt", "unknown", 4, {}),
+    Case("nvlink-s-elided.txt", "unknown", 2, {}),
     Case("nvlink-s-switch.txt", "switch", 4, {}),
+    Case("rocm-cut.txt", "unknown", 3, {"xgmi": 2}),
     Case("rocm-json.json", "islands", 3, {"xgmi": 1, "sys": 2}),
     Case("rocm-mesh.txt", "full-mesh", 4, {"xgmi": 6}),
     Case("rocm-partitions.txt", "unknown", 6, {"xgmi": 9}),
@@ -142,11 +153,14 @@ CASES = [
     Case("rocm-quads.txt", "islands", 8, {"xgmi": 12, "sys": 16}),
     Case("rocm-single.txt", "single", 1, {}),
     Case("p2p-switch.txt", "switch", 4, {"link→": 6}),
+    Case("p2p-cut-rows.txt", "switch", 3, {"link→": 2}),
+    Case("p2p-cut-unsure.txt", "unknown", 3, {"link": 2}),
     Case("p2p-cube.txt", "cube-mesh", 8, {"link": 16, "pcie": 12}),
     Case("p2p-numa.txt", "pcie-numa", 4, {"pcie": 2, "sys": 4}),
     Case("p2p-no-peer-cut.txt", "pcie", 2, {"pcie": 1}),
     Case("p2p-bridge.txt", "pcie-bridge", 2, {"phb": 1}),
     Case("nvbandwidth-switch.txt", "switch", 8, {"link→": 28}),
+    Case("nvbandwidth-no-bus.txt", "single", 1, {}),
     Case("nvbandwidth-one.txt", "single", 1, {}),
     Case("gpu-copy.log", "switch", 2, {"link→": 1}),
     Case("nccl-tests-switch.txt", "switch", 8, {"nvlink→": 28}),
@@ -191,6 +205,54 @@ def test_nics_have_names_and_ways() -> None:
         ("NIC1", "mlx5_1"),
     ]
     assert {(link.a, link.b): link.kind for link in facts.links}["GPU0", "NIC0"] == "pix"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nvidia-then-p2p.txt", "line 8: another table follows: only the first is read"),
+        ("nvidia-cut-switch.txt", "line 5: the row of GPU3 has 4 of 7 cells"),
+        ("rocm-cut.txt", "no row for GPU1, GPU2"),
+        ("nvlink-s-elided.txt", "line 6: parts are left out (...): links may be missing"),
+        ("nvidia-quoted.txt", None),
+        ("nvidia-mesh.txt", None),
+    ],
+)
+def test_what_is_missing_is_said(name: str, said: str | None) -> None:
+    notes = [str(note) for note in facts_of(name).notes]
+    assert (said in notes) if said else not notes
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nvidia-cut-mesh.txt", "1 of 6 pairs are not known"),
+        ("nvidia-cut-switch.txt", "every pair that is not cut off is linked; 12 × 5 peers = 60 links, a device has 12"),
+        ("p2p-cut-unsure.txt", "1 of 3 pairs are not known"),
+    ],
+)
+def test_of_a_dump_that_was_cut_no_more_is_said_than_is_known(name: str, why: str) -> None:
+    verdict = classify(graph_of(name))
+    assert verdict.evidence[0] == why
+    assert verdict.confidence != "high"
+
+
+def test_a_log_is_read_with_its_nics() -> None:
+    facts = facts_of("nvidia-logged.txt")
+    assert [(each.id, each.name) for each in facts.devices if each.kind == "nic"] == [("NIC0", "mlx5_3")]
+    assert places("nvidia-logged.txt") == [("GPU0", "0-7", 0, "0"), ("GPU1", "8-15", 1, "1")]
+
+
+def test_ranks_of_several_instances_are_several_devices() -> None:
+    hosts = [(each.id, each.index, each.host) for each in facts_of("hccl-server-groups.json").accelerators]
+    assert hosts == [("device0", 0, "10.0.0.2"), ("device1", 1, "10.0.0.2"), ("device2", 0, "10.0.0.3")]
+
+
+def test_broken_xml_in_a_page_is_shown_where_it_stands() -> None:
+    page = (DATA / "nccl-in-a-page.txt").read_text(encoding="utf-8")
+    with pytest.raises(TopologyError, match="broken XML") as caught:
+        read(page[: page.index("</system>")])
+    assert caught.value.line == 17
 
 
 def test_glued_cells_are_two() -> None:

@@ -152,7 +152,7 @@ def _by_pcie(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
         return _unknown("the source leaves the links between accelerators out", graph)
     ways = Counter(edge.kind for edge in links.edges.values())
     unknown = links.unknown(names)
-    seen = ", ".join(f"{number} pairs {kind.upper()}" for kind, number in ways.most_common())
+    seen = ", ".join(f"{_pairs(number)} {kind.upper()}" for kind, number in ways.most_common())
     evidence = [seen or "no pair has a known way"]
     if graph.coverage == "pcie":
         evidence.append("the source shows PCIe only: faster links may exist")
@@ -184,8 +184,12 @@ def _by_links(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
     joined = joined or "nothing is known of what joins them"
     evidence = [f"{_shapes(islands, alone)}; {joined}"]
     if unknown:
-        evidence.append(f"{len(unknown)} pairs have no known way")
+        evidence.append(f"without a known way: {_pairs(len(unknown))}")
     return Verdict("islands", "high" if not unknown else "medium", tuple(evidence), islands)
+
+
+def _pairs(count: int) -> str:
+    return f"{count} pair{'' if count == 1 else 's'}"
 
 
 def _shapes(islands: tuple[Island, ...], alone: list[str]) -> str:
@@ -200,7 +204,7 @@ def _whole(graph: Graph, island: Island, links: _Links) -> Verdict:
         return _unknown(f"{len(unknown)} of {len(pairs(island.members))} pairs are not known", graph)
     evidence = [_why(graph, island, links)]
     if unknown:
-        evidence.append(f"{len(unknown)} pairs are not in the source")
+        evidence.append(f"not in the source: {_pairs(len(unknown))}")
     if links.wider:
         evidence.append(f"a switch is there besides, the level above: {', '.join(list(links.wider)[:4])}")
     assumed = island.shape == "switch" and any(edge.label == ASSUMED for edge in graph.edges)
@@ -218,9 +222,24 @@ def _shape(group: tuple[str, ...], links: _Links, graph: Graph) -> str:
     if clique:
         needed, there = _budget(group, links, graph)
         return "switch" if there is not None and needed > there else "full-mesh"
+    if _more_than_there_are(group, links, graph):
+        return "switch"
     if is_cube_mesh(group, links.around):
         return "cube-mesh"
     return "ring" if is_ring(group, links.around) else "partial-mesh"
+
+
+def _more_than_there_are(group: tuple[str, ...], links: _Links, graph: Graph) -> bool:
+    """Of a dump that was cut: whether no pair is known to be apart, and a device has more links than there can be."""
+    inside = set(group)
+    known = {pair: edge for pair, edge in links.direct.items() if inside.issuperset(pair)}
+    if len(known) + len(links.unknown(group)) < len(pairs(group)):
+        return False
+    _, there = _budget(group, links, graph)
+    taken: Counter[str] = Counter()
+    for pair, edge in known.items():
+        taken.update(dict.fromkeys(pair, edge.count or 0))  # parts of one device share links that nobody counts
+    return there is not None and max(taken.values()) > there
 
 
 def _budget(group: tuple[str, ...], links: _Links, graph: Graph) -> tuple[int, int | None]:
@@ -243,7 +262,8 @@ def _why(graph: Graph, island: Island, links: _Links) -> str:
         needed, there = _budget(island.members, links, graph)
         most = needed // (len(island.members) - 1)
         has = f"a device has {'an unknown number' if there is None else there}"
-        return f"every pair is linked; {most} × {len(island.members) - 1} peers = {needed} links, {has}"
+        said = "every pair that is not cut off" if links.unknown(island.members) else "every pair"
+        return f"{said} is linked; {most} × {len(island.members) - 1} peers = {needed} links, {has}"
     degrees = sorted({len(links.around[name]) for name in island.members})
     return f"each device is linked to {' or '.join(map(str, degrees))} of {len(island.members) - 1} others"
 

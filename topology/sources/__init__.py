@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Facts, Origin
+from tokenring.topology.sources.pasted import as_printed
 
 MAX_CHARACTERS = 16 << 20
 
@@ -82,6 +83,7 @@ def read(text: str, file: str | None = None, host: str | None = None) -> Facts:
     """What a dump says, whichever of the known formats it has."""
     if len(text) > MAX_CHARACTERS:
         raise TopologyError(f"a dump of {len(text)} characters is too long; at most {MAX_CHARACTERS}", file=file)
+    text = as_printed(text)
     source = recognise(text)
     if source is None:
         known = ", ".join(each.name for each in REGISTRY)

@@ -13,7 +13,8 @@ from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note
 from tokenring.topology.sources.jsontext import Document, load, number, word
 
 ADDRESS = re.compile(r"[0-9a-fA-F]*[.:][0-9a-fA-F.:]+", re.ASCII)
-LISTS = ("server_list", "rank_list", "group_list")
+LISTS = ("server_list", "rank_list", "group_list", "server_group_list")
+WORDS = ("device_id", "device_ip", "rank_id", "rank_count", "server_count", "group_count")
 ARCHS = {"1.2": "A3", "2.0": "950"}  # the versions that one generation has to itself
 PRODUCTS = {"A2": "910B", "A3": "A3"}  # "800I-A2-32G"
 
@@ -22,7 +23,7 @@ def recognises(text: str) -> bool:
     start = text[:200_000]
     if "{" not in start[:1000] or not any(f'"{name}"' in start for name in LISTS):
         return False
-    return any(f'"{name}"' in start for name in ("device_id", "rank_id", "rank_count", "server_count", "group_count"))
+    return any(f'"{name}"' in start for name in WORDS)
 
 
 def parse(text: str) -> Facts:
@@ -49,8 +50,15 @@ def _servers(document: Document, known: str) -> list[tuple[dict[str, Any], list[
         listed = document.objects(document.root, known)
         return [(server, document.objects(server, "device")) for server in listed]
     groups = document.objects(document.root, known)
+    if known == "server_group_list":  # of all instances that serve a model: each counts its ranks from 0
+        listed = [server for group in groups for server in document.objects(group, "server_list")]
+        return [(server, _without_ranks(document.objects(server, "device"))) for server in listed]
     instances = [instance for group in groups for instance in document.objects(group, "instance_list")]
     return [(instance, document.objects(instance, "devices")) for instance in instances]
+
+
+def _without_ranks(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in each.items() if key != "rank_id"} for each in devices]
 
 
 def _of_servers(

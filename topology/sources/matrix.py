@@ -8,10 +8,11 @@ and a note says what was lost. A row counts only as far as its X, which marks it
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Link, Note
+from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Link, Note, pairs, unordered
 from tokenring.topology.labels import NOTHING, SELF, cells, meaning
 
 ACCELERATOR = re.compile(r"(GPU|NPU|Phy-ID)([0-9]{1,5})", re.ASCII)
@@ -44,13 +45,30 @@ class Matrix:
         """Rows and columns, each once, in order."""
         return list(dict.fromkeys([*self.columns, *(row.name for row in self.rows)]))
 
+    @property
+    def accelerators(self) -> list[str]:
+        return [name for name in self.names if ACCELERATOR.fullmatch(name)]
+
 
 def read_matrix(text: str) -> Matrix:
     """The first matrix in a text, with all that can be read of it."""
+    lines = [ESCAPE.sub("", line) for line in text.splitlines()]
+    matrix = _read(lines)
+    if not matrix.rows and has_cells(logged := _read([_from_first_name(line) for line in lines])):
+        return logged
+    return matrix
+
+
+def _from_first_name(line: str) -> str:
+    """A line without what a log puts before it: time, level, rank."""
+    name = NAME.search(line)
+    return line if name is None else line[name.start() :]
+
+
+def _read(lines: list[str]) -> Matrix:
     matrix = Matrix([], [], {}, [])
     titles: list[str] = []
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = ESCAPE.sub("", raw)
+    for number, line in enumerate(lines, 1):
         if alias := ALIAS.fullmatch(line):
             matrix.aliases[alias[1]] = alias[2]
         elif "Legend" in line or set(line.strip()) <= set("|-: "):
@@ -64,7 +82,8 @@ def read_matrix(text: str) -> Matrix:
             titles += TITLE.findall(line)
         elif row := _row(line, number, matrix.columns, titles):
             if any(row.name == other.name for other in matrix.rows):
-                break  # a second matrix
+                matrix.notes.append(Note("another table follows: only the first is read", number))
+                break
             matrix.rows.append(row)
         elif matrix.rows and (more := _continuation(line, matrix)):
             matrix.rows[-1].labels += more
@@ -181,6 +200,18 @@ def _trust(row: Row, matrix: Matrix) -> None:
 
 def has_cells(matrix: Matrix) -> bool:
     return any(row.labels for row in matrix.rows)
+
+
+def coverage_of(matrix: Matrix, names: Iterable[str], links: Iterable[Link]) -> Coverage:
+    """Of a matrix that was cut an absent link is not absent. Where it has ways through PCIe only, these are enough.
+
+    names: those of the accelerators.
+    """
+    if not any(link.kind in PEER_KINDS for link in links):
+        return "links"
+    rows = [(row.name, zip(matrix.columns, row.labels, strict=False)) for row in matrix.rows]
+    cells = {unordered(name, column) for name, row in rows for column, _ in row}
+    return "links" if cells.issuperset(unordered(*pair) for pair in pairs(names)) else "devices"
 
 
 def words_in(text: str) -> set[str]:

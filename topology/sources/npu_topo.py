@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Device, Facts, Link, Note, single_number
-from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, links_of, read_matrix, words_in
+from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, coverage_of, links_of, read_matrix, words_in
 
 REFUSALS = re.compile(r"does not support querying [a-z-]+|dcmi model? ?\w* ?initiali[sz]ed? failed|ret is -80[0-9]{2}")
 QUAD = 4  # 910A has HCCS in groups of four; wider direct HCCS is 910B
@@ -28,7 +28,8 @@ def parse(text: str) -> Facts:
     devices = [_device(name, matrix) for name in matrix.names]
     links, notes = links_of(matrix, devices)
     devices = _generation(devices, links)
-    return Facts("links", tuple(devices), tuple(links), notes=(*matrix.notes, *notes))
+    coverage = coverage_of(matrix, matrix.accelerators, links)
+    return Facts(coverage, tuple(devices), tuple(links), notes=(*matrix.notes, *notes))
 
 
 def refused(text: str, otherwise: str) -> Facts:

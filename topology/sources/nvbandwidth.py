@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, Note, normal_bus_id
-from tokenring.topology.sources.speeds import Speed, links_of, tables
+from tokenring.topology.sources.speeds import Speed, coverage_of, links_of, tables
 
-DEVICE = re.compile(r"^Device ([0-9]{1,3}): (.{1,80}?) \(([0-9a-fA-F:.]{5,20})\)", re.MULTILINE | re.ASCII)
+DEVICE = re.compile(  # older versions name no bus
+    r"^Device ([0-9]{1,3}): (.{1,80}?)(?: \(([0-9a-fA-F:.]{5,20})\))?[ \t\r]*$", re.MULTILINE | re.ASCII
+)
 RUNNING = re.compile(r"^Running (\w{1,80})\.", re.MULTILINE | re.ASCII)
 
 
@@ -38,8 +40,8 @@ def parse(text: str) -> Facts:
     }
     links, notes = links_of(devices, speeds)
     if not one_way:
-        notes.append(Note("no test between devices was run: device_to_device_memcpy_write_ce is one"))
-    return Facts("links", devices, tuple(links), measurements, tuple(notes))
+        notes.append(Note("no test between GPUs is in it: device_to_device_memcpy_write_ce is one"))
+    return Facts(coverage_of(devices, speeds), devices, tuple(links), measurements, tuple(notes))
 
 
 def _copies(text: str) -> Iterator[tuple[str, int, int, float]]:
@@ -59,5 +61,5 @@ def _copies(text: str) -> Iterator[tuple[str, int, int, float]]:
 def _device(index: int, listed: re.Match[str] | None) -> Device:
     if listed is None:
         return Device(f"GPU{index}", "accelerator", index=index, vendor="nvidia")
-    bus = normal_bus_id(listed[3])
+    bus = normal_bus_id(listed[3]) if listed[3] else None
     return Device(f"GPU{index}", "accelerator", index, bus, model=listed[2], vendor="nvidia")

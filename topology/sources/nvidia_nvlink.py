@@ -43,6 +43,8 @@ def parse(text: str) -> Facts:
             gpus.append(_Gpu(Device(name, "accelerator", int(match[1]), model=match[2].strip(), vendor="nvidia")))
         elif (match := LINK.fullmatch(line)) and gpus:
             _link(gpus[-1], int(match[1]), match[2])
+        elif line.strip() and not line.strip(" \t.…"):
+            notes.append(Note("parts are left out (...): links may be missing", number))
         elif line.strip() and gpus and len(notes) < 20:
             notes.append(Note(f"nvidia-smi says: {' '.join(line.split())[:200]}", number))
     if not gpus:

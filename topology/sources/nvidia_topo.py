@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Device, Facts, Note, single_number
-from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, Row, has_cells, links_of, read_matrix, words_in
+from tokenring.topology.sources.matrix import (
+    ACCELERATOR,
+    Matrix,
+    Row,
+    coverage_of,
+    has_cells,
+    links_of,
+    read_matrix,
+    words_in,
+)
 
 LABELS = {"PIX", "PXB", "PHB", "NODE", "SYS", "SOC"}
 OTHERS = ("MX", "MT", "MLK", "XGMI", "HCCS", "SIO", "UB")
@@ -33,7 +42,8 @@ def parse(text: str) -> Facts:
     if not has_cells(matrix):
         notes.append(Note("the matrix itself is left out: only affinities remain"))
         return Facts("devices", tuple(devices), notes=tuple(notes))
-    return Facts("links", tuple(devices), tuple(links), notes=tuple(notes))
+    coverage = coverage_of(matrix, matrix.accelerators, links)
+    return Facts(coverage, tuple(devices), tuple(links), notes=tuple(notes))
 
 
 def _device(name: str, row: Row | None, matrix: Matrix) -> Device:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, Note, normal_bus_id
-from tokenring.topology.sources.speeds import Speed, Table, links_of, tables
+from tokenring.topology.sources.speeds import Speed, Table, coverage_of, links_of, tables
 
 DEVICE = re.compile(
     r"^Device: ([0-9]{1,3}), (.{1,80}?), pciBusID: ([0-9a-f]{1,4}), pciDeviceID: ([0-9a-f]{1,4}), "
@@ -16,17 +16,20 @@ DEVICE = re.compile(
 )
 KINDS = {
     "access": r"P2P Connectivity Matrix",
-    "host": r"Unidirectional P2P=Disabled Bandwidth Matrix",
-    "peer": r"Unidirectional P2P=Enabled Bandwidth.*Matrix",
-    "host both": r"Bidirectional P2P=Disabled Bandwidth Matrix",
-    "both": r"Bidirectional P2P=Enabled Bandwidth.*Matrix",
-    "latency": r"P2P=Enabled Latency.*Matrix",
+    "host": r"Unidirectional P2P=Disabled Bandwidth",
+    "peer": r"Unidirectional P2P=Enabled Bandwidth",
+    "host both": r"Bidirectional P2P=Disabled Bandwidth",
+    "both": r"Bidirectional P2P=Enabled Bandwidth",
+    "latency": r"P2P=Enabled Latency",
 }
 Cells = Mapping[tuple[int, int], float]
 
 
 def recognises(text: str) -> bool:
-    return re.search(r"P2P=(?:En|Dis)abled .*Matrix|\[P2P \(Peer-to-Peer\) GPU Bandwidth", text) is not None
+    return (
+        re.search(r"P2P=(?:En|Dis)abled (?:Bandwidth|Latency|.*Matrix)|\[P2P \(Peer-to-Peer\) GPU Bandwidth", text)
+        is not None
+    )
 
 
 def parse(text: str) -> Facts:
@@ -49,7 +52,7 @@ def parse(text: str) -> Facts:
     links, notes = links_of(devices, speeds)
     if not speeds and len(devices) > 1:
         notes.append(Note("no pair has a bandwidth with peer access on"))
-    return Facts("links", devices, tuple(links), tuple(measurements), tuple(notes))
+    return Facts(coverage_of(devices, speeds), devices, tuple(links), tuple(measurements), tuple(notes))
 
 
 def _kind(table: Table) -> str | None:
@@ -66,7 +69,7 @@ def _cells(table: Table) -> Cells:
 def _devices(text: str, found: Mapping[str, Cells]) -> tuple[Device, ...]:
     """Those that are listed; else as many as the matrices have."""
     listed = {int(each[1]): each for each in DEVICE.finditer(text)}
-    known = {row for cells in found.values() for row, _ in cells} or set(listed)
+    known = {end for cells in found.values() for place in cells for end in place} or set(listed)
     devices = []
     for index in range(min(max(known, default=-1) + 1, MAX_DEVICES)):
         device = Device(f"GPU{index}", "accelerator", index=index, vendor="nvidia")

@@ -9,7 +9,7 @@ from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Coverage, Device, Facts, Link, Note, normal_bus_id, pairs
 from tokenring.topology.labels import meaning
 from tokenring.topology.schema import load_json
-from tokenring.topology.sources.matrix import ESCAPE, Matrix, links_of, words_in
+from tokenring.topology.sources.matrix import ESCAPE, Matrix, coverage_of, links_of, words_in
 from tokenring.topology.sources.tables import read_tables, without_shifted
 
 BUS_ID = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
@@ -58,7 +58,7 @@ def parse(text: str) -> Facts:
         notes.append(Note("no table of link types in it"))
         return Facts("devices", tuple(devices), notes=tuple(notes))
     links, differing = _links(without_shifted(types, SELF), tables, dict(zip(names, devices, strict=True)))
-    coverage: Coverage = "links"
+    coverage = coverage_of(types, names, links)
     unread = sum(row.labels.count("XXXX") for row in types.rows)
     if unread:  # partitions of one package, or a driver that is too old
         coverage = "devices"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tokenring.topology.bandwidth import PCIE_GBS, PUBLISHED, published
-from tokenring.topology.facts import Device, Link, Note, pairs
+from tokenring.topology.facts import Coverage, Device, Link, Note, pairs
 from tokenring.topology.shapes import Neighbours, is_clique, neighbours, parts
 
 TIMES_HOST = 2.0  # a link is so much faster than the same pair through the host
@@ -52,14 +52,20 @@ def links_of(devices: Sequence[Device], speeds: Mapping[Pair, Speed]) -> tuple[l
     return links + [Link(*pair, kind) for pair, kind in ways.items()], notes + why_ways
 
 
+def coverage_of(devices: Sequence[Device], speeds: Mapping[Pair, Speed]) -> Coverage:
+    """Of some pairs only: whether the others have links is open."""
+    some = any(speed.is_link for speed in speeds.values())
+    return "devices" if some and len(speeds) < len(pairs(device.id for device in devices)) else "links"
+
+
 def _why_switch(
     part: Sequence[str], around: Neighbours, devices: Sequence[Device], speeds: Mapping[Pair, Speed]
 ) -> Note | None:
     """Links of their own to all others would be more than a device has; None: they would not."""
-    if not is_clique(part, around):
+    measured = [speed for pair, speed in speeds.items() if set(pair) <= set(part)]
+    if not all(speed.is_link for speed in measured):
         return None
-    inside = [speed.gbs for pair, speed in speeds.items() if set(pair) <= set(part)]
-    each, others = min(inside), len(part) - 1
+    each, others = min(speed.gbs for speed in measured), max(len(around[name]) for name in part)
     device = next(device for device in devices if device.id == part[0])
     entry = published("nvlink", device)
     most = entry.link_gbs * entry.links if entry else TOTALS[-1]

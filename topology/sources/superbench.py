@@ -6,7 +6,7 @@ import re
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement
-from tokenring.topology.sources.speeds import Speed, links_of
+from tokenring.topology.sources.speeds import Speed, coverage_of, links_of
 
 COPY = re.compile(
     r"^gpu([0-9]{1,3})_(to|and)_gpu([0-9]{1,3})(?:_(?:write|read))?_by_(?:sm|dma) ([0-9.]{1,16})\s*$",
@@ -39,4 +39,4 @@ def parse(text: str) -> Facts:
             if a < b:
                 speeds[names[a], names[b]] = Speed(gbs)
     links, notes = links_of(devices, speeds)
-    return Facts("links", devices, tuple(links), tuple(measurements), tuple(notes))
+    return Facts(coverage_of(devices, speeds), devices, tuple(links), tuple(measurements), tuple(notes))

@@ -60,6 +60,9 @@ def without_shifted(matrix: Matrix, own: tuple[str, ...]) -> Matrix:
         if len(row.labels) > at and row.labels[at] not in own:
             matrix.notes.append(Note(f"the row of {row.name} does not fit the header: not used", row.line))
             row.labels = []
+    rows = {row.name for row in matrix.rows}
+    if missing := [name for name in matrix.columns if name not in rows]:
+        matrix.notes.append(Note(f"no row for {', '.join(missing)}"))
     return matrix
 
 

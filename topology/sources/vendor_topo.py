@@ -6,7 +6,7 @@ import re
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Device, Facts, single_number
-from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, links_of, read_matrix, words_in
+from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, coverage_of, links_of, read_matrix, words_in
 
 LABELS = {"MX": "metax", "MT": "mthreads", "MLK": "cambricon"}
 TITLE = re.compile(r"MetaX System Management|mx-smi\b")
@@ -28,7 +28,8 @@ def parse(text: str) -> Facts:
         vendor = "metax"
     devices = [_device(name, vendor, matrix) for name in matrix.names]
     links, notes = links_of(matrix, devices)
-    return Facts("links", tuple(devices), tuple(links), notes=(*matrix.notes, *notes))
+    coverage = coverage_of(matrix, matrix.accelerators, links)
+    return Facts(coverage, tuple(devices), tuple(links), notes=(*matrix.notes, *notes))
 
 
 def _device(name: str, vendor: str | None, matrix: Matrix) -> Device:

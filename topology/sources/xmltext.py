@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.parsers import expat
@@ -10,6 +11,8 @@ from tokenring.errors import TopologyError
 
 MAX_DEPTH = 256
 MAX_ELEMENTS = 200_000
+START = re.compile(r"^[ \t\ufeff]*<[A-Za-z?!]", re.MULTILINE)
+ROOT = re.compile(r"<([A-Za-z_][\w.-]{0,80})")
 
 
 @dataclass
@@ -78,10 +81,22 @@ class _Builder:
         raise self._fail("entities are refused")
 
 
+def _without_prose(text: str) -> str:
+    """What a page says before and after its XML becomes blank lines: places stay what they are."""
+    start = START.search(text)
+    if start is None:
+        return text
+    above = "\n" * text.count("\n", 0, start.start()) if text[: start.start()].strip() else ""
+    root = ROOT.search(text, start.start())
+    closing = text.rfind(f"</{root[1]}>") if root else -1
+    end = len(text) if closing < 0 or root is None else closing + len(root[1]) + 3
+    return above + text[start.start() : end] if above else text[:end]
+
+
 def parse_xml(text: str) -> Element:
     builder = _Builder()
     try:
-        builder.parser.Parse(text.encode("utf-8", "replace"), True)
+        builder.parser.Parse(_without_prose(text).encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         raise TopologyError(f"broken XML: {expat.ErrorString(error.code)}", error.lineno, error.offset + 1) from None
     if builder.root is None:
