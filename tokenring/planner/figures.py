@@ -32,6 +32,9 @@ class Figure:
         if (self.value is None) != (self.grade == "unknown") or (self.value is not None and not self.value > 0):
             raise ConfigurationError(f"figure {self.value} ({self.grade}): above 0, or None where it is unknown")
 
+        if self.value is not None:  # 50 and 50.0 are equal, but not as JSON or in a digest
+            object.__setattr__(self, "value", float(self.value))
+
     def known(self) -> float:
         """The value, where one is there by construction."""
         if self.value is None:

@@ -25,7 +25,7 @@ PREFIX = "preset:"
 
 _TABLE = "the network chapter of the book ML Engineering, tables of NVLink, PCIe, xGMI and InfiniBand"
 NVLINK_2 = Figure(
-    25, "Alibaba Cloud's page on GPU topology: V100, 25 one way, 50 both ways; NVLink generation 2", "vendor"
+    25, "Alibaba Cloud's page on GPU topology: V100, 25 one way, 50 both ways; NVLink generation 2", "table"
 )
 NVLINK_3 = Figure(25, f"{_TABLE}: A100, 12 links, 300 one way", "table")
 NVLINK_4 = Figure(25, f"{_TABLE}: H100, 18 links, 450 one way; tools print 26.562, the rate of signals", "table")
@@ -61,7 +61,7 @@ HDR = Figure(
     25, f"{_IB}: eight HDR ports, two below each of four PCIe switches (NCCL topology of Azure ND A100 v4)", "table"
 )
 NDR = Figure(50, f"{_IB}: eight NDR ports, one beside each GPU (NCCL topologies of Azure and Nebius)", "table")
-NDR_MI300X = Figure(50, f"{_IB}: eight NDR ports (Azure's page on ND MI300X v5)", "vendor")
+NDR_MI300X = Figure(50, f"{_IB}: eight NDR ports (Azure's page on ND MI300X v5)", "table")
 ROCE_200_L40S = Figure(25, "two ports of 200 Gbit/s, one a socket: servers with this board differ", "assumed")
 ROCE_100_A10 = Figure(12.5, "one port of 100 Gbit/s: the TokenRing paper names one machine and no network", "assumed")
 ROCE_100 = Figure(12.5, "summary of a paper's appendix: RoCE of 100 Gbit/s on each 910A", "repeated")
