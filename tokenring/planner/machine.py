@@ -1,0 +1,82 @@
+"""What ranks compute with: the rates of a device, measured before or published, and the cost of messages."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenring.errors import ConfigurationError
+from tokenring.planner.devices import DEVICES, DeviceFigures, device_figures
+from tokenring.planner.presets import PREFIX, PRESETS, find
+from tokenring.planner.rates import Machine, Messages, Rates, Sample
+from tokenring.schedule.ir import Pass
+from tokenring.topology.ranks import Topology
+
+# How a flash kernel's rate grows with the length of its tile: shares of the rate at 16k tokens on A100, forward,
+# head dim 128 (FlashAttention-2, arXiv:2307.08691, figure 4: 16k tokens in batches of sequences of this length).
+RAMP = ((128, 0.4), (512, 0.75), (1024, 0.87), (2048, 0.94), (4096, 0.97), (16384, 1.0))
+LAUNCH_SECONDS = 8e-6  # of a kernel from Python, assumed for every accelerator
+COPY_SHARE = 0.8  # of the memory's published rate, assumed
+CPU_FORWARD = ((32, 0.045), (64, 0.058), (128, 0.068), (1024, 0.075))  # one core of the machine of docs/measurements.md
+CPU_BACKWARD = ((32, 0.03), (64, 0.04), (128, 0.05), (1024, 0.055))
+CPU = Rates(
+    "one core of an AMD EPYC, torch's CPU kernel in fp32 (taken for any CPU)", CPU_FORWARD, CPU_BACKWARD,
+    call_seconds=25e-6, copy_gbs=8.0, op_seconds=10e-6,
+)  # fmt: skip
+CPU_MESSAGES = Messages(latency_seconds=30e-6, post_seconds=15e-6, source="Gloo on one machine")
+MODELS_OF = {  # what probes call a device's model → its figures; the first that the name contains
+    "V100": "v100-sxm2", "A100": "a100-sxm", "A800": "a100-sxm", "H100": "h100-sxm", "H800": "h100-sxm",
+    "H200": "h100-sxm", "L40S": "l40s", "A10": "a10", "910B2": "910b2", "910B": "910b3", "910C": "910c-die",
+    "910_93": "910c-die", "910A": "910a", "MI300X": "mi300x",
+}  # fmt: skip
+
+
+def device_rates(device: DeviceFigures, dtype: torch.dtype) -> Rates:
+    """Rates from published figures: peak × the share that a published measurement reaches × RAMP."""
+
+    def samples(direction: Pass) -> tuple[Sample, ...]:
+        whole = device.attention_tflops(dtype, direction)
+        return tuple((side, whole * share) for side, share in RAMP)
+
+    memory_gbs = device.memory_gbs.known()
+    return Rates(
+        f"published figures of {device.title}: peak × {device.forward.known():g} forward, "
+        f"× {device.backward.known():g} backward, less for tiles below 16k tokens",
+        samples("forward"),
+        samples("backward"),
+        LAUNCH_SECONDS,
+        COPY_SHARE * memory_gbs,
+        LAUNCH_SECONDS,
+    )
+
+
+def messages_of(operation_us: float, ascend: bool) -> Messages:
+    """operation_us: of a message beside its bytes. Ascend's HCCL runs both directions of a pair in one queue."""
+    return Messages(operation_us * 1e-6, 2e-6, pair_serial=ascend, source=f"{operation_us:g} µs a message, published")
+
+
+def machine_of_preset(name: str, dtype: torch.dtype) -> Machine:
+    """What a preset's ranks compute with."""
+    found, _ = find(name.removeprefix(PREFIX))
+    device = device_figures(found.device)
+    return Machine(device_rates(device, dtype), messages_of(found.operation_us.known(), _is_ascend(device.name)))
+
+
+def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
+    """By the model of the topology's accelerators; a CPU's where there are none. Raises ConfigurationError."""
+    models = [] if topology.graph is None else [each.model or each.arch for each in topology.graph.accelerators]
+    named = [model for model in models if model]
+    if not models or not named:
+        return Machine(CPU, CPU_MESSAGES)
+    name = next((figures for word, figures in MODELS_OF.items() if word in named[0].upper()), None)
+    if name is None:
+        raise ConfigurationError(
+            f"no compute figures of {named[0]!r}: say what to reckon with, as in --device {next(iter(DEVICES))}, "
+            f"or --tflops N"
+        )
+    same = next((each for each in PRESETS.values() if each.device == name), None)
+    operation_us = 10.0 if same is None else same.operation_us.known()
+    return Machine(device_rates(device_figures(name), dtype), messages_of(operation_us, _is_ascend(name)))
+
+
+def _is_ascend(device: str) -> bool:
+    return device.startswith("910")
