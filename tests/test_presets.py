@@ -13,8 +13,10 @@ from test_topology_sources import graph_of
 
 from tokenring.cli import main
 from tokenring.errors import ConfigurationError
+from tokenring.planner.figures import Figure
 from tokenring.planner.presets import MAX_HOSTS, PRESETS, Preset, find, preset
-from tokenring.planner.server import NETWORK, nics_of
+from tokenring.planner.server import NETWORK, Level, Nics, Server, nics_of
+from tokenring.planner.server import topology as server_topology
 from tokenring.topology.bandwidth import published
 from tokenring.topology.facts import PCIE_PATHS, unordered
 from tokenring.topology.graph import Graph, merge
@@ -36,17 +38,17 @@ WANTED = {
     "atlas-a3": ("switch", 16, 224.0, 196.0, 16, 25.0),
     "mi300x-8": ("full-mesh", 8, 64.0, 64.0, 8, 50.0),
 }
-# Accelerators that send through one NIC; first and last NIC of the first and last accelerator.
+# Accelerators that send through one NIC; first and last NIC of the first and last accelerator; the way there.
 NICS = {
-    "dgx-1-v100": (2, "NIC0", "NIC3"),
-    "dgx-a100": (1, "NIC0", "NIC7"),
-    "hgx-h100": (1, "NIC0", "NIC7"),
-    "l40s-pcie-8": (4, "NIC0", "NIC1"),
-    "a10-pix-4": (4, "NIC0", "NIC0"),
-    "atlas-800-910a": (1, "NIC0", "NIC7"),
-    "atlas-800t-a2": (1, "NIC0", "NIC7"),
-    "atlas-a3": (1, "NIC0", "NIC15"),
-    "mi300x-8": (1, "NIC0", "NIC7"),
+    "dgx-1-v100": (2, "NIC0", "NIC3", "pix"),
+    "dgx-a100": (1, "NIC0", "NIC7", "pix"),
+    "hgx-h100": (1, "NIC0", "NIC7", "pix"),
+    "l40s-pcie-8": (4, "NIC0", "NIC1", "pix"),
+    "a10-pix-4": (4, "NIC0", "NIC0", "phb"),
+    "atlas-800-910a": (1, "NIC0", "NIC7", "network"),
+    "atlas-800t-a2": (1, "NIC0", "NIC7", "network"),
+    "atlas-a3": (1, "NIC0", "NIC15", "network"),
+    "mi300x-8": (1, "NIC0", "NIC7", "pix"),
 }
 
 
@@ -199,17 +201,28 @@ def test_pcie_uplinks_are_shared() -> None:
     assert labels == pairs | {("GPU0", "GPU1"): "pix", ("GPU2", "GPU3"): "pix"}
 
 
+def test_a_narrow_uplink_narrows_only_what_passes_it() -> None:
+    slot, narrow, sockets = (Figure(gbs, "made up", "assumed") for gbs in (31, 10, 20))
+    levels = (Level("numa", 2, sockets), Level("pcie-switch", 1, narrow))
+    server = Server(4, "GPU", "a GPU", "nvidia", Nics(1, slot, level=1), levels=levels, slot=slot)
+    found = server_topology(server)
+    assert found.bandwidth_gbs[0, 1] == found.bandwidth_gbs[2, 3] == 31
+    assert {found.bandwidth_gbs[a, b] for a in (0, 1) for b in (2, 3)} == {10}
+
+
 # ---------- over NICs
 
 
 @EACH
 def test_whose_nic_is_which(known: Preset) -> None:
-    sharing, first, last = NICS[known.name]
-    nics = nics_of(graph_in(known.topology()))
+    sharing, first, last, way = NICS[known.name]
+    graph = graph_in(known.topology())
+    nics = nics_of(graph)
     ends = list(nics)
     assert len(ends) == known.server.count
     assert (nics[ends[0]], nics[ends[-1]]) == ((first,), (last,))
     assert {sum(each == mine for each in nics.values()) for mine in nics.values()} == {sharing}
+    assert {graph.between()[unordered(end, mine[0])].kind for end, mine in nics.items()} == {way}
 
 
 @EACH

@@ -343,7 +343,7 @@ def nics_of(graph: Graph) -> dict[str, tuple[str, ...]]:
 
     Accelerators with the same nearest NICs divide them in order, and share where there are fewer NICs.
     """
-    nearest = {end: tuple(sorted(ways[min(ways)], key=_number)) for end, ways in _ways_to_nics(graph).items()}
+    nearest = {end: tuple(ways[min(ways)]) for end, ways in _ways_to_nics(graph).items()}
     sharers: dict[tuple[str, ...], list[str]] = {}
     for device in graph.accelerators:
         if device.id in nearest:
@@ -366,8 +366,3 @@ def _ways_to_nics(graph: Graph) -> Mapping[str, dict[int, list[str]]]:
             if kinds[end] == "accelerator" and kinds[other] == "nic" and edge.kind in order:
                 found.setdefault(end, {}).setdefault(order[edge.kind], []).append(other)
     return found
-
-
-def _number(name: str) -> tuple[int, str]:
-    """NIC10 after NIC9."""
-    return len(name), name
