@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenring.bench.table import case_text, machine_text
+from tokenring.tracing.picture import Timeline, timeline_of
 from tokenring.tracing.record import Bar, Message, Traced
 from tokenring.tracing.table import spans
 
@@ -17,25 +18,30 @@ Entry = dict[str, Any]
 
 
 def to_chrome(traced: Traced) -> str:
-    """The document. Times are in microseconds, as the format has it."""
-    entries = [
-        *_names(traced),
-        *_steps(traced),
-        *map(_bar, traced.bars),
-        *(entry for number, each in enumerate(traced.messages) for entry in _message(number, each)),
-    ]
+    """The document of a traced call."""
     about = {
         "schedule": traced.schedule,
         "call": f"{case_text(traced.case)}, layout {traced.case.layout}",
         "machine": machine_text(traced.machine),
         "clock": "shared by all ranks" if traced.one_clock else "of each machine, set by the barrier before the call",
     }
+    return chrome(timeline_of(traced), about)
+
+
+def chrome(timeline: Timeline, about: Mapping[str, str]) -> str:
+    """The document of a timeline, and what it says of itself. Times are in microseconds, as the format has it."""
+    entries = [
+        *_names(timeline),
+        *_steps(timeline),
+        *map(_bar, timeline.bars),
+        *(entry for number, each in enumerate(timeline.messages) for entry in _message(number, each)),
+    ]
     lines = ",\n".join(json.dumps(entry) for entry in entries)
     return f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _names(traced: Traced) -> Iterator[Entry]:
-    for rank in range(traced.ranks):
+def _names(timeline: Timeline) -> Iterator[Entry]:
+    for rank in range(timeline.ranks):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         for name, number in NUMBERS.items():
@@ -43,11 +49,11 @@ def _names(traced: Traced) -> Iterator[Entry]:
             yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
 
 
-def _steps(traced: Traced) -> Iterator[Entry]:
+def _steps(timeline: Timeline) -> Iterator[Entry]:
     """Passes, and inside them their steps."""
-    for stretch in traced.stretches:
+    for stretch in timeline.stretches:
         yield _span(stretch.direction, "pass", stretch.rank, "steps", stretch.began, stretch.ended)
-    for span in spans(traced):
+    for span in spans(timeline.stretches, timeline.bars):
         name = f"{span.direction} step {span.step}"
         yield _span(name, "step", span.rank, "steps", span.began, span.ended)
 

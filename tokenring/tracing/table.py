@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
 from tokenring.bench.table import case_text, count, machine_text, ms
 from tokenring.console import Ink
 from tokenring.schedule.ir import PASSES, Pass
-from tokenring.tracing.record import Bar, Traced
+from tokenring.tracing.record import Bar, Stretch, Traced
 
 FORMAT = "tokenring-trace/1"
 COLUMNS = {"compute": "compute", "post": "moves", "pack": "moves", "wait": "waits", "merge": "merges"}
@@ -56,11 +56,11 @@ class Span:
     bars: Sequence[Bar]
 
 
-def spans(traced: Traced) -> list[Span]:
+def spans(stretches: Iterable[Stretch], all_bars: Sequence[Bar]) -> list[Span]:
     """The steps, each from the end of the one before."""
     found = []
-    for stretch in traced.stretches:
-        bars = [each for each in traced.bars if (each.rank, each.direction) == (stretch.rank, stretch.direction)]
+    for stretch in stretches:
+        bars = [each for each in all_bars if (each.rank, each.direction) == (stretch.rank, stretch.direction)]
         at = bars[0].began if bars else stretch.ended
         for step, group in groupby(bars, key=lambda bar: bar.step):
             inside = list(group)
@@ -71,7 +71,7 @@ def spans(traced: Traced) -> list[Span]:
 
 def spent(traced: Traced) -> list[Spent]:
     """All that every rank spent; what is said of one rank and pass adds up to its stretch."""
-    steps = [Spent(each.rank, each.direction, each.step, _parts(each)) for each in spans(traced)]
+    steps = [Spent(each.rank, each.direction, each.step, _parts(each)) for each in spans(traced.stretches, traced.bars)]
     for stretch in traced.stretches:
         inside = sum(each.total for each in steps if (each.rank, each.direction) == (stretch.rank, stretch.direction))
         outside = dict.fromkeys(PARTS, 0.0) | {"other": stretch.ended - stretch.began - inside}

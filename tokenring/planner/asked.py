@@ -1,0 +1,116 @@
+"""What `tokenring plan` is asked, as a call to plan for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from tokenring.backends.registry import kernel_for_planning
+from tokenring.errors import ConfigurationError
+from tokenring.layout import make_layout
+from tokenring.mask import parse_mask
+from tokenring.planner.auto import Call
+from tokenring.planner.devices import device_figures
+from tokenring.planner.group import context_parallel_group, heads_of_group
+from tokenring.planner.interconnect import Interconnect
+from tokenring.planner.machine import device_rates, machine_of_preset, machine_of_topology
+from tokenring.planner.predict import Setting
+from tokenring.planner.presets import PREFIX, find, preset
+from tokenring.planner.rates import Machine, constant
+from tokenring.planner.wiring import REACHED, interconnect_of
+from tokenring.schedule.ir import Pass
+from tokenring.topology.ranks import Topology
+from tokenring.workload import Workload
+
+SIZES = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PASSES: dict[str, tuple[Pass, ...]] = {"forward": ("forward",), "training": ("forward", "backward")}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call to plan for, and what it is part of."""
+
+    call: Call
+    topology: str
+    tensor_parallel: int
+
+
+def read_size(option: str, text: str) -> int:
+    """A count such as 4096, 128k or 1M. Raises ConfigurationError."""
+    match = re.fullmatch(r"([0-9]{1,12})([kMG]?)", text.strip(), re.ASCII)
+    if match is None or int(match[1]) < 1:
+        raise ConfigurationError(f"{option} {text}: write a number from 1 on, which may end in {', '.join(SIZES)}")
+    return int(match[1]) * SIZES.get(match[2], 1)
+
+
+def ask(options: argparse.Namespace) -> Asked:
+    """The options as a call. Raises ConfigurationError for what cannot be planned."""
+    dtype = DTYPES[options.dtype]
+    net, machine = where(options.topology, dtype, options)
+    net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
+    length = read_size("--seq", options.seq)
+    kv_heads = options.heads if options.kv_heads is None else options.kv_heads
+    whole = Workload(options.batch, length, length, options.heads, kv_heads, options.dim, dtype)
+    mask = parse_mask(options.mask)
+    mask.check_length(length)
+    layout = make_layout(
+        options.layout or ("zigzag" if "causal" in options.mask else "contiguous"), net.world_size, length
+    )
+    setting = Setting(
+        heads_of_group(whole, options.tp), net, machine, PASSES[options.passes], kernel_for_planning().supports_patch
+    )
+    limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
+    families = tuple(options.schedules.split(",")) if options.schedules else ()
+    return Asked(Call(setting, layout, layout, mask, families, limit, options.all), options.topology, options.tp)
+
+
+def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[Interconnect, Machine]:
+    """The interconnect of a topology by its name, and what its ranks compute with."""
+    if name.startswith(PREFIX):
+        reached = {**REACHED, **{kind: share.known() for kind, share in find(name)[0].reached.items()}}
+        net = replace(interconnect_of(preset(name), reached), name=name.removeprefix(PREFIX))
+        return net, _reckoned(options, dtype, None) or machine_of_preset(name, dtype)
+    topology = _read(name)
+    net = interconnect_of(topology)
+    return net, _reckoned(options, dtype, topology) or machine_of_topology(topology, dtype)
+
+
+def _reckoned(options: argparse.Namespace, dtype: torch.dtype, topology: Topology | None) -> Machine | None:
+    """The rates that were asked for."""
+    if options.tflops is not None:
+        if not options.tflops > 0:
+            raise ConfigurationError(f"--tflops {options.tflops}: give a rate above 0")
+        return Machine(constant(options.tflops, f"{options.tflops:g} TFLOP/s, as asked"))
+    if options.device is not None:
+        return Machine(device_rates(device_figures(options.device), dtype))
+    return None
+
+
+def _read(path: str) -> Topology:
+    """A saved topology, or a dump of a tool."""
+    from tokenring.topology.cache import measured_file
+    from tokenring.topology.command import read_file
+    from tokenring.topology.graph import merge
+
+    if path == "measured":
+        path = measured_file()
+    topology = Topology.of(merge(read_file(path)))
+    if topology.world_size == 0:
+        raise ConfigurationError(f"{path!r} has no accelerators to plan for: give another file, or preset:NAME")
+    return topology
+
+
+def first_ranks(net: Interconnect, ranks: int | None) -> Interconnect:
+    """The first so many ranks. Raises ConfigurationError if there are not so many."""
+    if ranks is None or ranks == net.world_size:
+        return net
+    if not 1 <= ranks <= net.world_size:
+        raise ConfigurationError(
+            f"--ranks {ranks}: {net.name} has {net.world_size}; for more, name several hosts, as preset:NAME*4"
+        )
+    places = net.places[:ranks]
+    return Interconnect(f"{net.name}, {ranks} ranks", net.fabrics[: places[-1][0] + 1], places, net.notes)

@@ -1,0 +1,117 @@
+"""Planning a call: which schedules to try on this interconnect, in two rounds, and what is said of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from tokenring.errors import ConfigurationError
+from tokenring.layout import Layout
+from tokenring.mask import Mask
+from tokenring.planner.bound import Bound, lower_bound
+from tokenring.planner.group import good_order, node_sizes
+from tokenring.planner.plan import Plan
+from tokenring.planner.predict import Setting
+from tokenring.planner.select import Choice, select
+from tokenring.region import Patch
+from tokenring.schedule.families.registry import FAMILIES, check_names, parse, variants
+from tokenring.schedule.ir import Schedule
+from tokenring.schedule.schemes import make_schedule
+
+REFINED = 4  # schedules of the first round that are tried in finer pieces
+PIECES = (2, 4)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is planned for: an attention call, and where it runs."""
+
+    setting: Setting
+    q_layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    families: tuple[str, ...] = ()  # restrict the choice to these; names of members, too
+    memory_limit_bytes: int | None = None
+    everything: bool = False  # simulate also what cannot win
+    order: tuple[int, ...] = field(default=())
+
+
+def plan_call(call: Call) -> Plan:
+    """The fastest schedule for a call. Raises ConfigurationError where nothing fits.
+
+    First every member of every family in whole blocks, then the best of them in pieces and with part of the local
+    tile kept for last. The same input gives the same plan, everywhere.
+    """
+    setting = call.setting
+    bound = call_bound(call)
+    first = select(_choices(call, first_names(call)), setting, bound, call.memory_limit_bytes, call.everything)
+    names = [each.name for each in first.candidates if each.predicted_seconds is not None]
+    finer = [Choice(name, partial(make, call, name)) for name in _finer(names[:REFINED])]
+    tried = {each.name for each in first.candidates}
+    again = _choices(call, names) + [each for each in finer if each.name not in tried]
+    best = select(again, setting, bound, call.memory_limit_bytes, call.everything)
+    seen = {each.name for each in best.candidates}
+    rest = tuple(each for each in first.candidates if each.name not in seen)
+    return Plan(best.schedule, best.workload, best.reason, best.candidates + rest)
+
+
+def call_bound(call: Call) -> Bound:
+    """What no schedule can beat."""
+    setting = call.setting
+    pairs = visible_pairs(call.mask, setting.workload.q_length, setting.workload.kv_length)
+    return lower_bound(setting.workload, pairs, setting.interconnect, setting.machine.rates, setting.passes)
+
+
+def visible_pairs(mask: Mask, q_length: int, kv_length: int) -> int:
+    """(query, key) pairs that a mask leaves, of one head."""
+    from tokenring.layout import Positions
+
+    region: Iterable[Patch] = mask.region(Positions(0, q_length), Positions(0, kv_length))
+    return sum(patch.pairs() for patch in region)
+
+
+def first_names(call: Call) -> list[str]:
+    """Every member worth trying, of the families that are allowed."""
+    net, workload = call.setting.interconnect, call.setting.workload
+    check_names(call.families)
+    names = [name for local in node_sizes(net) for name in variants(net.world_size, workload, local)]
+    if call.families:
+        members = [name for name in call.families if name not in FAMILIES]
+        names = [name for name in names if name.partition("/")[0] in call.families] + members
+        names += [name for name in call.families if name in FAMILIES and not any(_of(each, name) for each in names)]
+    return list(dict.fromkeys(names))
+
+
+def _of(name: str, family: str) -> bool:
+    return name.partition("/")[0] == family
+
+
+def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
+    return [Choice(name, partial(make, call, name)) for name in names]
+
+
+def _finer(names: Sequence[str]) -> list[str]:
+    """The same schedules in pieces, and with part of the local tile last."""
+    return [f"{name}{option}" for name in names for option in ("/late", *(f"/pieces{n}" for n in PIECES))]
+
+
+def make(call: Call, name: str) -> Schedule:
+    """A schedule by its name, with the ranks in a good order for this interconnect."""
+    return make_schedule(name, call.q_layout, call.kv_layout, call.mask, order=order_of(call))
+
+
+def order_of(call: Call) -> tuple[int, ...] | None:
+    """None where the ranks are in a good order as they are."""
+    order = call.order or good_order(call.setting.interconnect)
+    return None if list(order) == sorted(order) else order
+
+
+def restricted(text: str) -> tuple[str, ...]:
+    """The families that "auto" or "auto:ring,usp" allows. Raises ConfigurationError."""
+    name, colon, rest = text.partition(":")
+    if name != "auto":
+        raise ConfigurationError(f"schedule {text!r} is not one to plan for; say auto, or auto:ring,tokenring")
+    families = tuple(rest.split(",")) if colon else ()
+    check_names(families)
+    return families

@@ -1,0 +1,129 @@
+"""Which ranks compute together: a context-parallel group inside a larger world, and how its ranks are best numbered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tokenring.errors import ConfigurationError
+from tokenring.planner.interconnect import Fabric, Interconnect
+from tokenring.workload import Workload
+
+
+def context_parallel_group(net: Interconnect, tensor_parallel: int) -> Interconnect:
+    """The first context-parallel group where neighbours share heads by tensor parallelism.
+
+    Its ranks are 0, tp, 2·tp, ...; the tp groups run at once, so that each gets its part of a wire that several pass.
+    Raises ConfigurationError unless tp divides the world, and the ranks of each host.
+    """
+    tp, world = tensor_parallel, net.world_size
+    if tp < 1 or world % tp:
+        raise ConfigurationError(f"tensor parallelism of {tp} does not divide {world} ranks: choose a divisor")
+    if tp == 1:
+        return net
+    if net.local is None or (net.local % tp and len(net.fabrics) > 1):
+        raise ConfigurationError(f"tensor parallelism of {tp} does not fit hosts of {net.local or 'unequal'} ranks")
+    known: dict[int, Fabric] = {}
+    fabrics = []
+    for fabric in net.fabrics:
+        if id(fabric) not in known:
+            known[id(fabric)] = _every(fabric, tp)
+        fabrics.append(known[id(fabric)])
+    places = tuple((host, device // tp) for host, device in net.places if device % tp == 0)
+    return Interconnect(f"{net.name}, every {tp}th rank", tuple(fabrics), places, net.notes)
+
+
+def _every(fabric: Fabric, tp: int) -> Fabric:
+    """Every tp-th device, and of each wire what is left where all groups use it at once."""
+    users: Counter[str] = Counter()
+    for group in range(tp):
+        devices = range(group, fabric.size, tp)
+        ways = [fabric.ways[a, b] for a in devices for b in devices if a != b and (a, b) in fabric.ways]
+        ways += [side[device] for side in (fabric.out, fabric.into) if side for device in devices]
+        users.update({wire for way in ways for wire in way})
+    kept = range(0, fabric.size, tp)
+    ways_kept = {(a // tp, b // tp): fabric.ways[a, b] for a in kept for b in kept if a != b and (a, b) in fabric.ways}
+    out = tuple(fabric.out[device] for device in kept) if fabric.out else ()
+    into = tuple(fabric.into[device] for device in kept) if fabric.into else ()
+    return Fabric(
+        len(kept), ways_kept, {wire: gbs / max(1, users[wire]) for wire, gbs in fabric.gbs.items()}, out, into
+    )
+
+
+def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:
+    """One rank's share of the heads under tensor parallelism; KV heads are repeated where there are too few."""
+    tp = tensor_parallel
+    if workload.q_heads % tp:
+        raise ConfigurationError(f"{workload.q_heads} query heads do not split over tensor parallelism of {tp}")
+    return replace(workload, q_heads=workload.q_heads // tp, kv_heads=max(1, workload.kv_heads // tp))
+
+
+def node_sizes(net: Interconnect) -> tuple[int, ...]:
+    """Ranks a node, for schedules of two levels: hosts, and islands in a host, where they are equal and in order."""
+    sizes = []
+    if net.local is not None and net.local < net.world_size:
+        sizes.append(net.local)
+    island = _island_size(net.fabrics[0])
+    if island and net.local is not None and net.world_size % island == 0 and 1 < island < net.local:
+        sizes.append(island)
+    return tuple(dict.fromkeys(sizes)) or (net.world_size,)
+
+
+def _island_size(fabric: Fabric) -> int | None:
+    """Devices that reach each other over the shortest and widest ways, if those are equal runs of neighbours."""
+    if fabric.size < 4 or not fabric.ways:
+        return None
+    quality = {
+        pair: (len(way), -min((fabric.gbs[wire] for wire in way), default=0.0)) for pair, way in fabric.ways.items()
+    }
+    best = min(quality.values())
+    island = [0] * fabric.size
+    parts = 0
+    for device in range(fabric.size):
+        friends = [other for other in range(device) if quality.get((device, other)) == best]
+        if friends:
+            island[device] = island[friends[0]]
+        else:
+            island[device], parts = parts, parts + 1
+    size = fabric.size // parts
+    return size if island == [device // size for device in range(fabric.size)] and parts > 1 else None
+
+
+def good_order(net: Interconnect) -> tuple[int, ...]:
+    """The ranks host by host, and inside a host round a ring of wide and short ways; identity where that is one."""
+    order: list[int] = []
+    for host in range(len(net.fabrics)):
+        order += _ring_of(net, [rank for rank, (at, _) in enumerate(net.places) if at == host])
+    return tuple(order)
+
+
+def _ring_of(net: Interconnect, ranks: Sequence[int]) -> list[int]:
+    """The order as it is, unless its narrowest step is narrower than the widest pair: then greedily the best way on."""
+    if len(ranks) < 4 or len(ranks) > 32:
+        return list(ranks)
+
+    def cost(a: int, b: int) -> tuple[float, int]:
+        return -net.pair_gbs(a, b), len(net.way(a, b))
+
+    def worst(ring: Sequence[int]) -> tuple[float, int]:
+        return max(cost(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
+
+    best = list(ranks)
+    if worst(best) == min(cost(ranks[0], other) for other in ranks[1:]):
+        return best
+    improved = True
+    while improved:  # exchange the ends of a part, as long as the worst step, then the sum, gets better
+        improved = False
+        for i in range(1, len(best) - 1):
+            for j in range(i + 1, len(best)):
+                turned = best[:i] + best[i : j + 1][::-1] + best[j + 1 :]
+                if _score(turned, cost) < _score(best, cost):
+                    best, improved = turned, True
+    return best
+
+
+def _score(ring: Sequence[int], cost: object) -> tuple[tuple[float, int], ...]:
+    """All steps, worst first."""
+    steps = zip(ring, [*ring[1:], ring[0]], strict=True)
+    return tuple(sorted((cost(a, b) for a, b in steps), reverse=True))  # type: ignore[operator]
