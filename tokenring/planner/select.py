@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout
 from tokenring.mask import Mask
+from tokenring.schedule.families.registry import check_heads, expand
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.schemes import SCHEMES, make_schedule
 from tokenring.topology.ranks import Topology
@@ -60,7 +61,9 @@ def named_schedule(
     """A named schedule for a workload, in its default pieces unless told otherwise."""
     if pieces is None:
         pieces = default_pieces(name, workload, q_layout, kv_layout)
-    return make_schedule(name, q_layout, kv_layout, mask, pieces=pieces)
+    made = make_schedule(name, q_layout, kv_layout, mask, pieces=pieces)
+    check_heads(name, made.head_groups, workload)
+    return made
 
 
 def select(
@@ -77,12 +80,9 @@ def select(
 
     Every link of a full mesh counts alike; a topology with known bandwidths weighs them.
     """
-    unknown = set(families) - set(SCHEMES)
-    if unknown or not families:
-        asked = ",".join(sorted(unknown)) or "nothing"
-        raise ConfigurationError(f"auto may choose among {', '.join(SCHEMES)}; it was restricted to {asked}")
+    names = expand(families, q_layout.world_size, workload)
     schedules, misfits = {}, []
-    for name in families:
+    for name in names:
         try:
             schedules[name] = named_schedule(name, workload, q_layout, kv_layout, mask)
         except ConfigurationError as error:  # its pieces do not divide the chunks
@@ -90,7 +90,7 @@ def select(
     if not schedules:
         raise misfits[0]
     costs = {name: _cost(made, workload, passes) for name, made in schedules.items()}
-    ranked = sorted(schedules, key=lambda name: (*costs[name], list(SCHEMES).index(name)))
+    ranked = sorted(schedules, key=lambda name: (*costs[name], names.index(name)))
     candidates = tuple(Candidate(name, *costs[name]) for name in ranked)
     best = ranked[0]
     return Plan(schedules[best], workload, _reason(candidates, topology, passes), candidates)
