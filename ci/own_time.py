@@ -18,7 +18,7 @@ import torch
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.layout import make_layout
 from tokenring.mask import Causal
-from tokenring.planner.select import named_schedule
+from tokenring.planner.pieces import named_schedule
 from tokenring.region import Patch
 from tokenring.runtime.executor import Call, Executor
 from tokenring.runtime.pool import Pool

@@ -29,7 +29,7 @@ from tokenring import (
     shard,
 )
 from tokenring.layout import make_layout
-from tokenring.planner.select import named_schedule
+from tokenring.planner.pieces import named_schedule
 from tokenring.schedule.ir import PASSES
 from tokenring.schedule.schemes import make_schedule
 

@@ -44,7 +44,7 @@ PRELOADED = [
     "tokenring.backends.shm",
     "tokenring.runtime.agreement",
     "tokenring.backends.kernels.cpu_flash",
-    "tokenring.planner.select",
+    "tokenring.planner.auto",
     "tokenring.runtime.executor",
     "tokenring.schedule.lower",
     "tokenring.schedule.verify",

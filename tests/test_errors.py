@@ -17,10 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, PeerLost, UnsupportedError
+from tokenring.schedule.schemes import SCHEMES
 
 # One rank needs no group, and refuses as many do.
 ALONE = ContextParallel(layout="zigzag")
-SCHEDULES = "ring, tokenring, bidirectional, direct-kv, direct-q"
+SCHEDULES = (
+    "ring, tokenring, bidirectional, direct-kv, direct-q, all-gather-kv, ulysses[/K], usp/U, tiles/AxB, "
+    "sub-sharded/UxAxB, mixed[/GxH], double-ring/L, case-iii/L, case-iii-direct/L, reduced/L, relay/L, relay-q/L, "
+    "mesh-kv/AxBx..., mesh-q/AxBx..., multi-ring, multi-ring-q"
+)
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -344,7 +349,7 @@ def without_rank(here: Here, silent: int, schedule: str, direction: str) -> tupl
 
 @pytest.mark.parametrize(
     ("schedule", "direction"),
-    [*((name, "forward") for name in SCHEDULES.split(", ")), ("ring", "backward"), ("tokenring", "backward")],
+    [*((name, "forward") for name in SCHEMES), ("ring", "backward"), ("tokenring", "backward")],
 )
 def test_silent_peer(schedule: str, direction: str, ranks: RankPools) -> None:
     """Every other rank raises PeerLost in time, and names a rank, a block and what to do."""

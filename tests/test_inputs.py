@@ -20,7 +20,11 @@ from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.kernels.reference import Reference
 
 LAYOUTS = "choose one of contiguous, zigzag, striped, or cut one finer, as in 'zigzag/2'"
-SCHEDULES = "ring, tokenring, bidirectional, direct-kv, direct-q"
+SCHEDULES = (
+    "ring, tokenring, bidirectional, direct-kv, direct-q, all-gather-kv, ulysses[/K], usp/U, tiles/AxB, "
+    "sub-sharded/UxAxB, mixed[/GxH], double-ring/L, case-iii/L, case-iii-direct/L, reduced/L, relay/L, relay-q/L, "
+    "mesh-kv/AxBx..., mesh-q/AxBx..., multi-ring, multi-ring-q"
+)
 ALONE = ContextParallel()
 X = torch.zeros(1, 8, 2, 16)
 

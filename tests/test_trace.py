@@ -19,7 +19,7 @@ from tokenring.bench.results import Case, Machine
 from tokenring.errors import ConfigurationError
 from tokenring.layout import make_layout
 from tokenring.mask import parse_mask
-from tokenring.planner.select import named_schedule
+from tokenring.planner.pieces import named_schedule
 from tokenring.schedule.ir import PASSES
 from tokenring.schedule.schemes import SCHEMES
 from tokenring.tracing.command import main

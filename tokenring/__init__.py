@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokenring.layout import Layout, Positions
     from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
     from tokenring.named import schedule
-    from tokenring.planner.select import Plan
+    from tokenring.planner.plan import Plan
     from tokenring.schedule.build import Scheme
     from tokenring.schedule.ir import Block, Move, Schedule, Tile
     from tokenring.sharding import positions, shard, unshard
@@ -77,7 +77,7 @@ _MODULES = {
     "layout": "Layout Positions",
     "mask": "Causal Documents Full Mask SlidingWindow",
     "named": "schedule",
-    "planner.select": "Plan",
+    "planner.plan": "Plan",
     "schedule.build": "Scheme",
     "schedule.ir": "Block Move Schedule Tile",
     "sharding": "positions shard unshard",

@@ -11,7 +11,7 @@ import torch
 from tokenring.context import ContextParallel, Request
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Full, Mask
-from tokenring.planner.select import Plan
+from tokenring.planner.plan import Plan
 from tokenring.runtime.autograd import AttentionFunction
 from tokenring.workload import Workload
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tokenring.backends.base import AttentionKernel, Transport
-    from tokenring.planner.select import Plan
+    from tokenring.planner.plan import Plan
     from tokenring.runtime.executor import Executor
     from tokenring.runtime.pool import Pool
 
@@ -59,8 +59,8 @@ class ContextParallel:
     group: a ProcessGroup, a one-dimensional DeviceMesh (as mesh["cp"]), or None for the world (one
         rank, if torch.distributed is not initialised).
     layout: "contiguous", "zigzag", "striped", a finer cut of one ("zigzag/2"), or a Layout.
-    schedule: "auto", "auto:ring,tokenring" (choose among these), a name, or a Scheme or Schedule of
-        your own.
+    schedule: "auto", "auto:ring,tokenring" (choose among these), a name ("ring", "usp/2": docs/schedules.md),
+        or a Scheme or Schedule of your own.
     transport: "auto", a name, or the `transport` of another ContextParallel of the same group.
     kernel: "auto" or a name.
     pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
@@ -123,6 +123,8 @@ class ContextParallel:
         by_name = isinstance(self.schedule, str)
         if not isinstance(self.schedule, (Scheme, Schedule)):
             check_schedule_name(self.schedule)
+            if not self.schedule.startswith("auto"):
+                self._check_parameters(self.schedule)
         elif isinstance(self.schedule, Schedule) and self.schedule.world_size != self.world_size:
             raise ConfigurationError(
                 f"the schedule is for {self.schedule.world_size} ranks, the group has {self.world_size}"
@@ -133,6 +135,12 @@ class ContextParallel:
             raise ConfigurationError(f"pieces={self.pieces!r}: give an integer from 1 on, or None for the default")
         if not by_name or str(self.schedule).startswith("auto"):
             raise ConfigurationError(f"pieces={self.pieces} goes with a schedule by name; others say it themselves")
+
+    def _check_parameters(self, name: str) -> None:
+        from tokenring.schedule.families.registry import misfit
+
+        if (reason := misfit(name, self.world_size)) is not None:
+            raise ConfigurationError(reason)
 
     def close(self) -> None:
         """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
@@ -338,20 +346,23 @@ def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | Non
 
 
 def check_schedule_name(name: object) -> None:
-    from tokenring.schedule.schemes import SCHEMES
+    from tokenring.schedule.families.registry import FAMILIES, forms, is_known, parse
 
     if not isinstance(name, str):
         raise ConfigurationError(
-            f"schedule is of type {type(name).__name__}; choose auto, one of {', '.join(SCHEMES)}, "
-            f"or give a Scheme or a Schedule"
+            f"schedule is of type {type(name).__name__}; choose auto, one of {forms()}, or give a Scheme or a Schedule"
         )
     base, restricted, families = name.partition(":")
-    unknown = [each for each in (families.split(",") if restricted else [base]) if each not in SCHEMES]
+    asked = families.split(",") if restricted else [base]
+    unknown = [each for each in asked if not is_known(each)]
     if (base != "auto" and (restricted or unknown)) or (restricted and unknown):
         raise ConfigurationError(
             f"unknown schedule {unknown[0] if unknown else name!r} in {name!r}; choose auto, one of "
-            f"{', '.join(SCHEMES)}, or restrict the choice, as in 'auto:ring,tokenring'"
+            f"{forms()}, or restrict the choice, as in 'auto:ring,tokenring'"
         )
+    for each in asked if name != "auto" else ():
+        if not (restricted and each in FAMILIES):  # auto chooses the parameters of a family
+            parse(each)
 
 
 def _check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:

@@ -15,7 +15,7 @@ from tokenring.planner.plan import Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import Choice, select
 from tokenring.region import Patch
-from tokenring.schedule.families.registry import FAMILIES, check_names, parse, variants
+from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.schemes import make_schedule
 
@@ -47,10 +47,8 @@ def plan_call(call: Call) -> Plan:
     bound = call_bound(call)
     first = select(_choices(call, first_names(call)), setting, bound, call.memory_limit_bytes, call.everything)
     names = [each.name for each in first.candidates if each.predicted_seconds is not None]
-    finer = [Choice(name, partial(make, call, name)) for name in _finer(names[:REFINED])]
-    tried = {each.name for each in first.candidates}
-    again = _choices(call, names) + [each for each in finer if each.name not in tried]
-    best = select(again, setting, bound, call.memory_limit_bytes, call.everything)
+    finer = [name for name in _finer(names[:REFINED]) if name not in names]
+    best = select(_choices(call, [*names, *finer]), setting, bound, call.memory_limit_bytes, call.everything)
     seen = {each.name for each in best.candidates}
     rest = tuple(each for each in first.candidates if each.name not in seen)
     return Plan(best.schedule, best.workload, best.reason, best.candidates + rest)
@@ -72,19 +70,11 @@ def visible_pairs(mask: Mask, q_length: int, kv_length: int) -> int:
 
 
 def first_names(call: Call) -> list[str]:
-    """Every member worth trying, of the families that are allowed."""
+    """Every member worth trying, of the families that are allowed. Raises ConfigurationError if there is none."""
     net, workload = call.setting.interconnect, call.setting.workload
-    check_names(call.families)
-    names = [name for local in node_sizes(net) for name in variants(net.world_size, workload, local)]
-    if call.families:
-        members = [name for name in call.families if name not in FAMILIES]
-        names = [name for name in names if name.partition("/")[0] in call.families] + members
-        names += [name for name in call.families if name in FAMILIES and not any(_of(each, name) for each in names)]
+    families = call.families or tuple(FAMILIES)
+    names = [name for local in node_sizes(net) for name in expand(families, net.world_size, workload, local)]
     return list(dict.fromkeys(names))
-
-
-def _of(name: str, family: str) -> bool:
-    return name.partition("/")[0] == family
 
 
 def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
@@ -108,10 +98,12 @@ def order_of(call: Call) -> tuple[int, ...] | None:
 
 
 def restricted(text: str) -> tuple[str, ...]:
-    """The families that "auto" or "auto:ring,usp" allows. Raises ConfigurationError."""
+    """The families and schedules that "auto" or "auto:ring,usp/2" allows. Raises ConfigurationError."""
     name, colon, rest = text.partition(":")
     if name != "auto":
         raise ConfigurationError(f"schedule {text!r} is not one to plan for; say auto, or auto:ring,tokenring")
     families = tuple(rest.split(",")) if colon else ()
-    check_names(families)
+    for each in families:
+        if not is_known(each):
+            parse(each)  # says what is wrong
     return families

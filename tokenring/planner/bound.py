@@ -20,6 +20,9 @@ MOST_RANKS = 64  # of a group that is looked at
 MOST_OUTSIDE = 64  # senders that are looked at: of equal hosts a few stand for all
 
 
+Cost = Callable[[float], float]
+
+
 @dataclass(frozen=True)
 class Bound:
     """The bound of some passes together. `cut`: the group of ranks whose wires are the narrowest."""
@@ -68,25 +71,38 @@ def group_bytes(workload: Workload, share: float, group: int, ranks: int) -> flo
     kv_bytes = 2 * row * workload.kv_length
     per_group = workload.q_heads // workload.kv_heads
     work = share * workload.q_heads * part  # in heads: what the group computes when all compute alike
-    cost = _head_group_cost(per_group, q_bytes, kv_bytes, part)
-    return _spread(work, workload.kv_heads, per_group, part, cost)
+    return _spread(work, workload.kv_heads, per_group, part, _head_group_cost(per_group, q_bytes, kv_bytes, part))
 
 
-def _spread(work: float, groups: int, per_group: int, part: float, cost: Callable[[float], float]) -> float:
-    """The least cost of `work` over the KV heads: some whole, one in part, of the others what lies in the group.
+def _spread(work: float, groups: int, per_group: int, part: float, cost: Cost) -> float:
+    """The least cost of `work` over the KV heads.
 
-    Cost is concave above what is free, so that unequal shares are cheapest.
+    What the group itself holds of a KV head is free. Above that the cost is concave between multiples of `part` and
+    whole heads, so that in the cheapest division all KV heads but one are at such a point. `least[k, n]` is the least
+    cost of k · part heads of work on n KV heads.
     """
     free = per_group * part * part
+    points = {heads * part for heads in range(1, per_group + 1)} | set(range(1, per_group + 1))
+    steps = sorted({round(point / part) for point in points if free < point <= work})
+    least: dict[tuple[int, int], float] = {(0, 0): 0.0}
+    for taken in range(1, groups + 1):
+        for (done, number), before in [each for each in least.items() if each[0][1] == taken - 1]:
+            for step in steps:
+                key = (done + step, number + 1)
+                if key[0] * part <= work + 1e-9:
+                    least[key] = min(least.get(key, math.inf), before + cost(step * part))
     best = math.inf
-    for whole in range(groups + 1):
-        rest = work - whole * per_group - max(0, groups - whole - 1) * free
-        if rest <= per_group or whole == groups:
-            best = min(best, whole * cost(per_group) + (cost(max(rest, 0.0)) if whole < groups else 0.0))
+    for (done, number), spent in least.items():
+        others = groups - number - 1
+        rest = work - done * part - max(0, others) * free
+        if others >= 0 and rest <= per_group + 1e-9:
+            best = min(best, spent + cost(max(rest, 0.0)))
+        elif others < 0 and rest <= 1e-9:
+            best = min(best, spent)
     return best
 
 
-def _head_group_cost(per_group: int, q_bytes: float, kv_bytes: float, part: float) -> Callable[[float], float]:
+def _head_group_cost(per_group: int, q_bytes: float, kv_bytes: float, part: float) -> Cost:
     """Bytes into the group for so much work (in heads) on one KV head and the query heads that share it."""
 
     def cost(work: float) -> float:
@@ -94,7 +110,7 @@ def _head_group_cost(per_group: int, q_bytes: float, kv_bytes: float, part: floa
             (
                 _rectangle(work / heads, heads * q_bytes, kv_bytes, part)
                 for heads in range(1, per_group + 1)
-                if work <= heads
+                if work <= heads + 1e-9
             ),
             default=math.inf,
         )

@@ -6,17 +6,14 @@ Exit codes: 0 a plan; 2 a wrong option, a file that cannot be read, or nothing t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
 from tokenring.planner.auto import call_bound, make, plan_call
-from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import predict
 from tokenring.planner.report import explained, table
 from tokenring.planner.sweep import sweep, sweep_svg, sweep_table
@@ -86,12 +83,12 @@ def _write(path: str, text: str) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="tokenring plan",
-        description="Which attention schedule is fastest for a workload on a topology, and why: all that fit are simulated.",
+        description="Which attention schedule is fastest for a workload on a topology, and why.",
         epilog=f"Sizes may end in {', '.join(SIZES)} (powers of 1024). docs/planner.md says how it is reckoned.",
     )
     add = parser.add_argument
     add("--topology", metavar="TOPOLOGY", required=True,
-        help="preset:NAME, preset:NAME*4 (four over their NICs), a saved topology or a tool's dump, or `measured`")  # fmt: skip
+        help="preset:NAME, preset:NAME*4 (four over their NICs), a saved topology, a dump, or `measured`")  # fmt: skip
     add("--seq", default="128k", metavar="N", help="tokens of the whole sequence (128k)")
     add("--heads", type=int, default=32, metavar="N", help="query heads (32)")
     add("--kv-heads", type=int, metavar="N", help="kv heads (as many as query heads)")

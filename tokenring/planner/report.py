@@ -39,7 +39,8 @@ def heading(asked: Asked) -> str:
     setting = asked.call.setting
     text = f"{workload_text(setting.workload)}, {asked.call.mask}, layout {asked.call.q_layout.name}"
     tensor = f" (tensor parallelism {asked.tensor_parallel})" if asked.tensor_parallel > 1 else ""
-    return f"{text}\non {setting.interconnect.name}: {setting.interconnect.world_size} ranks{tensor}; {setting.machine.source}"
+    net = setting.interconnect
+    return f"{text}\non {net.name}: {net.world_size} ranks{tensor}; {setting.machine.source}"
 
 
 def workload_text(workload: Workload) -> str:
@@ -85,7 +86,8 @@ def explained(name: str, schedule: Schedule, found: Prediction, asked: Asked, bo
     for direction, outcome in zip(setting.passes, found.outcomes, strict=True):
         busiest = max(range(schedule.world_size), key=lambda rank: outcome.busy_seconds[rank])
         lines.append(
-            f"{direction}: {time_text(outcome.seconds)}, of which rank {busiest} is busy {time_text(outcome.busy_seconds[busiest])}"
+            f"{direction}: {time_text(outcome.seconds)}, of which rank {busiest} is busy "
+            f"{time_text(outcome.busy_seconds[busiest])}"
         )
         loads = sorted(
             outcome.wire_bytes.items(), key=lambda item: (-item[1] / setting.interconnect.gbs(item[0]), item[0])

@@ -89,7 +89,8 @@ def sweep_svg(points: Sequence[Point], options: argparse.Namespace) -> str:
     title = f"Fastest schedule by length on {options.topology}"
     lines = [*opening(WIDTH, HEIGHT, title), *style(COLOURS, STROKES, [".curve { stroke-width: 2 }"])]
     lines += [box(0, 0, WIDTH, HEIGHT, "paper"), text_at(MARGIN, 30, title, 17, weight="bold")]
-    about = f"{options.heads}:{options.kv_heads or options.heads} heads × {options.dim}, {options.dtype}, {options.mask}, {options.passes}"
+    heads = f"{options.heads}:{options.kv_heads or options.heads} heads × {options.dim}"
+    about = f"{heads}, {options.dtype}, {options.mask}, {options.passes}"
     lines.append(text_at(MARGIN, 48, about, 12, "grey"))
     for index, point in enumerate(points):
         lines.append(text_at(x(index), HEIGHT - MARGIN, length_text(point.tokens), 11, "grey", "middle"))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
-from tokenring.schedule.passes import fuse, order, prune
+from tokenring.schedule.passes import fuse, keep_for_last, order, prune
 from tokenring.schedule.routes import Gather, Hop, Origin, Return, return_direct, stay
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """One tile to be placed: the q units of one owner against the kv units of one owner."""
 
     q_owner: int
@@ -26,14 +26,18 @@ class Pair:
 
 
 Placement = Callable[[Pair], int]
+PlacementFor = Callable[[Layout, Layout, Mask], Placement]
 
 
 @dataclass(frozen=True)
 class Scheme:
     """A family of schedules: where each tile is computed, and by which routes blocks and partials travel.
 
-    `together`: a rank computes when everything has arrived, so that its tiles can fuse into one
-    kernel call; else each tile as soon as its blocks are due.
+    place_for: instead of `place` where the mask decides: the placement for a q layout, a kv layout and a mask.
+    when: the step of a tile, given the pair and the step in which its blocks are due; tiles of one step and
+        rank may fuse into one kernel call. None: as soon as they are due.
+    together: a rank computes when everything has arrived.
+    late: part of each rank's local tile is kept for last (`passes.keep_for_last`).
     """
 
     name: str
@@ -49,11 +53,15 @@ class Scheme:
     together: bool = False
     slack: int | None = None
     codecs: tuple[tuple[str, str], ...] = ()
+    place_for: PlacementFor | None = None
+    when: Callable[[Pair, int], int] | None = None
+    late: bool = False
 
 
 def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
     """The scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
-    return order(prune(fuse(dense(scheme, q_layout, kv_layout, mask))))
+    made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
+    return order(keep_for_last(made) if scheme.late else made)
 
 
 def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
@@ -65,7 +73,7 @@ def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     )  # fmt: skip
     q_routes = _routes(schedule, "q", scheme.gather_q)
     kv_routes = _routes(schedule, "kv", scheme.gather_kv)
-    tiles = _tiles(schedule, scheme.place, _arrivals(q_routes), _arrivals(kv_routes))
+    tiles = _tiles(schedule, scheme, _arrivals(q_routes), _arrivals(kv_routes))
     if scheme.together:
         tiles = _after_all(tiles)
     moves = [*_requests(q_routes), *_requests(kv_routes)]
@@ -105,11 +113,14 @@ def _arrivals(routes: Routes) -> dict[Block, dict[int, int]]:
 
 def _tiles(
     schedule: Schedule,
-    place: Placement,
+    scheme: Scheme,
     q_arrivals: dict[Block, dict[int, int]],
     kv_arrivals: dict[Block, dict[int, int]],
 ) -> list[Tile]:
     ranks = range(schedule.world_size)
+    place = scheme.place
+    if scheme.place_for is not None:
+        place = scheme.place_for(schedule.q_layout, schedule.kv_layout, schedule.mask)
     q_blocks = _blocks_by_owner(schedule, "q")
     kv_blocks = _blocks_by_owner(schedule, "kv")
     tiles = []
@@ -117,12 +128,13 @@ def _tiles(
         for kv_owner in ranks:
             for kv_piece in range(schedule.kv_pieces):
                 kv = kv_blocks[kv_owner, heads, kv_piece]
-                rank = place(Pair(q_owner, kv_owner, heads, q_piece, kv_piece, schedule.world_size))
+                pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, schedule.world_size)
+                rank = place(pair)
                 step = max(
                     max(0 if q_owner == rank else q_arrivals[block].get(rank, 0) for block in q),
                     max(0 if kv_owner == rank else kv_arrivals[block].get(rank, 0) for block in kv),
                 )
-                tiles.append(Tile(step, rank, q, kv))
+                tiles.append(Tile(scheme.when(pair, step) if scheme.when else step, rank, q, kv))
     return tiles
 
 

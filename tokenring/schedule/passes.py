@@ -1,4 +1,4 @@
-"""Passes from schedule to schedule: fuse, prune, order. None knows any mask or scheme by name."""
+"""Passes from schedule to schedule: fuse, prune, keep_for_last, order. None knows any mask or scheme by name."""
 
 from __future__ import annotations
 
@@ -83,6 +83,49 @@ def _fed_partials(schedule: Schedule, tiles: list[Tile]) -> set[Move]:
             held.add((move.block._replace(made_at=move.dst) if move.add else move.block, move.dst))
             kept.add(move)
     return kept
+
+
+def keep_for_last(schedule: Schedule) -> Schedule:
+    """Cut each rank's local tile in two and compute the second half last.
+
+    While a rank computes the first half its first blocks arrive; while it computes the second, the last partials
+    come home. Only where the rank sends or gets a partial after its local tile, and the tile has two units of q
+    or of kv; the first half is the one of the units that see less, since blocks arrive faster than partials.
+    """
+    last: dict[int, int] = {}
+    for move in schedule.moves:
+        if move.channel == PARTIALS:
+            for rank in (move.src, move.dst):
+                last[rank] = max(last.get(rank, 0), move.step)
+    for tile in schedule.tiles:
+        if tile.rank in last:
+            last[tile.rank] = max(last[tile.rank], tile.step)
+    sees, tiles = _visibility(schedule), []
+    for tile in schedule.tiles:
+        local = all(schedule.owner(block) == tile.rank for block in (*tile.q, *tile.kv))
+        halves = _halves(tile, sees) if local and tile.step < last.get(tile.rank, 0) else ()
+        tiles += [halves[0], halves[1]._replace(step=last[tile.rank] + 1)] if halves else [tile]
+    return schedule.replace(tiles=tuple(tiles))
+
+
+def _halves(tile: Tile, sees: _visibility) -> tuple[Tile, Tile] | tuple[()]:
+    """The tile in two, by its q blocks if it has several, else by its kv blocks; each without what it does not see."""
+    q, kv = tile.q, tile.kv
+    if len(q) > 1:
+        middle = len(q) // 2
+        first, second = _seen(tile, q[:middle], kv, sees), _seen(tile, q[middle:], kv, sees)
+    elif len(kv) > 1:
+        middle = len(kv) // 2
+        first, second = _seen(tile, q, kv[:middle], sees), _seen(tile, q, kv[middle:], sees)
+    else:
+        return ()
+    return (first, second) if first.q and second.q else ()
+
+
+def _seen(tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...], sees: _visibility) -> Tile:
+    """The tile with these blocks alone, without those that see or show nothing."""
+    kept = tuple(a for a in q if any(sees(a, b) for b in kv))
+    return tile._replace(q=kept, kv=tuple(b for b in kv if any(sees(a, b) for a in kept)))
 
 
 def order(schedule: Schedule) -> Schedule:

@@ -7,7 +7,11 @@ partials for a unit, with the step of the last tile of each: the in-tree by whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from math import prod
+from operator import mul
 from typing import NamedTuple
 
 
@@ -89,6 +93,31 @@ def all_to_all(origin: Origin) -> tuple[Hop, ...]:
     return tuple(Hop(0, origin.owner, (origin.owner + distance) % world) for distance in range(1, world))
 
 
+def mesh(sizes: Sequence[int]) -> Gather:
+    """Along the first dimension of a mesh, from there along the second, and so on; the last one counts ranks fastest.
+
+    So a block crosses a slow first dimension once for each place along it, and is passed on inside. It is due
+    in the order of its distance, digit by digit, and passed on when it is due.
+    """
+    strides = [prod(sizes[index + 1 :]) for index in range(len(sizes))]
+
+    def at(origin: Origin, distance: Sequence[int]) -> int:
+        digits = zip(distance, strides, sizes, strict=True)
+        return sum((origin.owner // stride + far) % size * stride for far, stride, size in digits)
+
+    def route(origin: Origin) -> tuple[Hop, ...]:
+        hops = []
+        for number, distance in enumerate(product(*map(range, sizes))):
+            if number:
+                last = max(index for index, far in enumerate(distance) if far)
+                before = (*distance[:last], *[0] * (len(sizes) - last))
+                step = sum(map(mul, before, strides))
+                hops.append(Hop(step, at(origin, before), at(origin, distance), number))
+        return tuple(hops)
+
+    return route
+
+
 def return_direct(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
     """Each partial goes straight to the owner, as soon as it is made."""
     return tuple(Hop(step, rank, origin.owner) for rank, step in sorted(makers.items()) if rank != origin.owner)
@@ -105,6 +134,50 @@ def follow(gather: Gather) -> Return:
             # A rank that makes nothing still passes on what comes by.
             step = max(step + 1 if position else 1, makers.get(rank, 0))
             hops.append(Hop(step, rank, after, add=after != origin.owner))
+        return tuple(hops)
+
+    return route
+
+
+def reduce_back(gather: Gather) -> Return:
+    """The partials go back along the tree by which the block came; where branches meet they are added up."""
+
+    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
+        parents = {hop.dst: hop.src for hop in gather(origin)}
+        branches = defaultdict(list)
+        for child, parent in parents.items():
+            branches[parent].append(child)
+        hops: list[Hop] = []
+
+        def leave(rank: int) -> int | None:
+            """The step in which a rank's partial leaves, and all that it waits for before it; None: there is none."""
+            come = [step for child in branches[rank] if (step := leave(child)) is not None]
+            if rank == origin.owner or not (come or rank in makers):
+                return None
+            step = max([makers.get(rank, 0), *(step + 1 for step in come)])
+            hops.append(Hop(step, rank, parents[rank], add=parents[rank] != origin.owner))
+            return step
+
+        leave(origin.owner)
+        return tuple(hops)
+
+    return route
+
+
+def reduce_inside(local: int) -> Return:
+    """Of each node of `local` ranks one partial goes home: a chain through the node adds them up, in the order made."""
+
+    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
+        nodes: dict[int, list[int]] = defaultdict(list)
+        for rank in sorted(makers, key=lambda rank: (makers[rank], rank)):
+            if rank != origin.owner:
+                nodes[rank // local].append(rank)
+        hops = []
+        for chain in nodes.values():
+            step = 0
+            for position, (rank, after) in enumerate(zip(chain, [*chain[1:], origin.owner], strict=True)):
+                step = max(step + 1 if position else 0, makers[rank])
+                hops.append(Hop(step, rank, after, add=after != origin.owner))
         return tuple(hops)
 
     return route

@@ -1,0 +1,78 @@
+"""Which parameters of a family are worth trying: for a world size, a head count and the ranks of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenring.schedule.families.cycles import hamiltonian
+from tokenring.schedule.families.family import Numbers
+from tokenring.workload import Workload
+
+WAVES = (1, 2, 4)
+LARGEST_SEARCH = 32  # ranks; above, even worlds take too long to look for rings
+LEAST_GAIN = 4  # query heads a kv head from which moving Q never pays
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def split_heads(workload: Workload | None, groups: int) -> bool:
+    """Whether heads divide into so many groups; unknown heads do."""
+    if workload is None:
+        return True
+    q, kv = workload.q_heads, workload.kv_heads
+    return q % groups == 0 and (groups % kv if groups > kv else kv % groups) == 0
+
+
+def ulysses(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """In waves only where none gets a kv head twice."""
+    for waves in WAVES:
+        groups = world_size * waves
+        if split_heads(workload, groups) and (waves == 1 or (workload is not None and workload.kv_heads >= groups)):
+            yield () if waves == 1 else (waves,)
+
+
+def usp(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """Neither Ulysses nor a ring alone."""
+    yield from ((heads,) for heads in divisors(world_size)[1:-1] if split_heads(workload, heads))
+
+
+def tiles(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """Both Q and KV move."""
+    yield from ((queries, world_size // queries) for queries in divisors(world_size)[1:-1])
+
+
+def sub_sharded(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """All but Ulysses."""
+    for heads in divisors(world_size)[:-1]:
+        if split_heads(workload, heads):
+            pieces = world_size // heads
+            yield from ((heads, queries, pieces // queries) for queries in divisors(pieces))
+
+
+def mixed(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """By the workload's query heads a kv head; in one and in two head groups."""
+    ratio = 1 if workload is None else workload.q_heads // workload.kv_heads
+    if world_size > 1 and ratio < LEAST_GAIN:
+        yield () if ratio == 1 else (ratio,)
+        if split_heads(workload, 2):
+            yield ratio, 2
+
+
+def nodes(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """What two levels are for: several nodes of several ranks."""
+    if 1 < local < world_size:
+        yield (local,)
+
+
+def mesh(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """Two dimensions inside a node, and one across nodes if there are several."""
+    for size in divisors(local)[1:-1]:
+        yield (*([world_size // local] if local < world_size else []), size, local // size)
+
+
+def multi_ring(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """From three ranks on, fewer have one ring."""
+    if world_size > 2 and (world_size % 2 or world_size <= LARGEST_SEARCH) and hamiltonian(world_size) is not None:
+        yield ()

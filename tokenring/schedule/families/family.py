@@ -1,0 +1,98 @@
+"""A family of schemes: its name, what its parameters mean, and which of them are worth trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tokenring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tokenring.schedule.build import Scheme
+    from tokenring.workload import Workload
+
+Numbers = tuple[int, ...]
+Choices = Callable[[int, "Workload | None", int], Iterable[Numbers]]  # world size, workload, ranks a node
+
+
+class Misfit(Exception):
+    """Why parameters do not fit a world size; becomes a ConfigurationError that says what was asked."""
+
+
+def refuse(when: bool, why: str) -> None:
+    """Raise Misfit when so."""
+    if when:
+        raise Misfit(why)
+
+
+def once(world_size: int, workload: Workload | None, local: int) -> Iterable[Numbers]:
+    """A family without parameters, or with their defaults alone."""
+    return [()]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One way to schedule attention, for any world size and parameters.
+
+    scheme(world_size, *parameters) makes it, or raises Misfit. parameters: what they are called; `optional` of
+    them, the last ones, may be left out; `repeats`: more of the last kind may follow.
+    choices: the parameters worth trying. turns: its mirror image may move fewer bytes under a mask.
+    cut: the scheme in finer pieces; their number is a multiple of least_pieces.
+    small: the scheme for tiles so small that kernels are better off with fewer; None: the same.
+    """
+
+    name: str
+    moves: str
+    shape: str
+    source: str
+    scheme: Callable[..., Scheme]
+    parameters: tuple[str, ...] = ()
+    optional: int = 0
+    repeats: bool = False
+    choices: Choices = once
+    turns: bool = False
+    least_pieces: int = 1
+    cut: Callable[[Scheme, int], Scheme] | None = None
+    small: Callable[[Scheme], Scheme] | None = None
+
+    @property
+    def form(self) -> str:
+        """How its name is written: usp/U, ulysses[/K]."""
+        more = "x..." if self.repeats else ""
+        if not self.parameters:
+            return self.name
+        text = f"/{'x'.join(self.parameters)}{more}"
+        return f"{self.name}[{text}]" if self.optional == len(self.parameters) else self.name + text
+
+    def written(self, parameters: Numbers) -> str:
+        """The name of one member."""
+        return self.name + ("/" + "x".join(map(str, parameters)) if parameters else "")
+
+    def takes(self, count: int) -> bool:
+        """Whether it can have so many parameters."""
+        most = len(self.parameters)
+        return most - self.optional <= count and (count <= most or self.repeats)
+
+    def make(self, parameters: Numbers, world_size: int) -> Scheme:
+        """The scheme for so many ranks. Raises ConfigurationError if the parameters do not fit."""
+        name = self.written(parameters)
+        try:
+            return replace(self.scheme(world_size, *parameters), name=name)
+        except Misfit as misfit:
+            raise ConfigurationError(
+                f"schedule {name!r} on {world_size} ranks: {misfit}{self._instead(world_size)}"
+            ) from None
+
+    def variants(self, world_size: int, workload: Workload | None = None, local: int | None = None) -> list[str]:
+        """The names of its members worth trying, with `local` ranks a node (None: one node)."""
+        local = local if local and world_size % local == 0 else world_size
+        return [self.written(each) for each in self.choices(world_size, workload, local)]
+
+    def _instead(self, world_size: int) -> str:
+        """Names that would fit, where there are parameters to choose."""
+        if not self.parameters:
+            return ""
+        locals_ = [local for local in range(2, world_size) if world_size % local == 0]
+        names = {name: None for local in (*locals_, world_size) for name in self.variants(world_size, None, local)}
+        return f"; choose one of {', '.join(list(names)[:6])}" if names else "; none of this family does"

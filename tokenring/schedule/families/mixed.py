@@ -1,0 +1,57 @@
+"""Q or KV moves, chosen for each pair of ranks: whatever leaves the busier of their two links less."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from tokenring.layout import Layout
+from tokenring.mask import Mask
+from tokenring.schedule import routes
+from tokenring.schedule.build import Placement, Scheme
+from tokenring.schedule.families.basic import at_query
+
+Seen = tuple[float, float]  # tokens of q and of kv that a tile needs
+
+
+def mixed(world_size: int, ratio: int = 1, head_groups: int = 1) -> Scheme:
+    """`ratio` query heads share a kv head. Several head groups can share a pair's work between Q and KV."""
+
+    def place_for(q_layout: Layout, kv_layout: Layout, mask: Mask) -> Placement:
+        by_q = _choices(q_layout, kv_layout, mask, ratio, head_groups)
+        return lambda pair: pair.kv_owner if pair.heads < by_q[pair.q_owner, pair.kv_owner] else pair.q_owner
+
+    return Scheme(
+        "mixed", at_query, routes.direct, routes.direct, head_groups=head_groups, place_for=place_for
+    )  # fmt: skip
+
+
+def _choices(q_layout: Layout, kv_layout: Layout, mask: Mask, ratio: int, groups: int) -> dict[tuple[int, int], int]:
+    """For each (q owner, kv owner): in how many head groups q moves."""
+    world = q_layout.world_size
+    chosen = {(rank, rank): 0 for rank in range(world)}
+    for low in range(world):
+        for high in range(low + 1, world):
+            one, other = (_seen(q_layout, kv_layout, mask, *pair) for pair in ((low, high), (high, low)))
+            options = product(range(groups + 1), range(groups + 1))
+            best = min(options, key=lambda by_q: (*_cost((one, other), by_q, ratio, groups), by_q))
+            chosen[low, high], chosen[high, low] = best
+    return chosen
+
+
+def _cost(seen: tuple[Seen, Seen], by_q: tuple[int, int], ratio: int, groups: int) -> tuple[float, ...]:
+    """Of the pair's two links: the busier one, both, and how unequal the two ranks' work is. Q moves twice, as O."""
+    kv, (one, other) = 2 / ratio, seen
+    q_and_out = by_q[0] * one[0] + by_q[1] * other[0]  # both ways
+    there = q_and_out + (groups - by_q[1]) * kv * other[1]
+    back = q_and_out + (groups - by_q[0]) * kv * one[1]
+    return max(there, back), there + back, abs(by_q[0] - by_q[1])
+
+
+def _seen(q_layout: Layout, kv_layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> Seen:
+    """Tokens of the q chunks that see something of the other's kv, and of the kv chunks that are seen."""
+    q, kv = (
+        [of.chunks[chunk] for chunk in of.owned_by(rank)] for of, rank in ((q_layout, q_owner), (kv_layout, kv_owner))
+    )
+    q_seen = [a for a in q if any(mask.visible(a, b) for b in kv)]
+    kv_seen = [b for b in kv if any(mask.visible(a, b) for a in q)]
+    return float(sum(map(len, q_seen))), float(sum(map(len, kv_seen)))

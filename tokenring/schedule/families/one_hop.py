@@ -1,0 +1,66 @@
+"""Everything in one hop: Ulysses, tiles, and tiles of everybody's pieces."""
+
+from __future__ import annotations
+
+from tokenring.schedule.build import Scheme
+from tokenring.schedule.families.family import refuse
+from tokenring.schedule.routes import Hop, Origin
+
+KEEP = frozenset({"q", "kv"})
+
+
+def to(rank: int, origin: Origin, step: int = 0, due: int = 0) -> tuple[Hop, ...]:
+    """Straight to one rank, if that is not the owner."""
+    return () if rank == origin.owner else (Hop(step, origin.owner, rank, due),)
+
+
+def ulysses(world_size: int, waves: int = 1) -> Scheme:
+    """Each rank computes `waves` head groups of everything; one is exchanged while the one before is computed."""
+
+    def gather(origin: Origin) -> tuple[Hop, ...]:
+        rank, wave = divmod(origin.heads, waves)
+        return to(rank, origin, wave)
+
+    return Scheme(
+        "ulysses", lambda pair: pair.heads // waves, gather, gather, head_groups=world_size * waves, keep=KEEP,
+        when=lambda pair, due: 1 + pair.heads % waves,
+    )  # fmt: skip
+
+
+def tiles(world_size: int, queries: int, keys: int) -> Scheme:
+    """Rank (x, y) computes Q of all (x', y) with KV of all (x, y')."""
+    refuse(queries * keys != world_size, f"{queries} × {keys} is not {world_size}")
+
+    def gather_q(origin: Origin) -> tuple[Hop, ...]:
+        x, y = divmod(origin.owner, keys)
+        return tuple(
+            Hop(0, origin.owner, (x + far) % queries * keys + y, origin.piece * (queries - 1) + far)
+            for far in range(1, queries)
+        )
+
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
+        x, y = divmod(origin.owner, keys)
+        return tuple(Hop(0, origin.owner, x * keys + (y + far) % keys, far) for far in range(1, keys))
+
+    return Scheme("tiles", lambda pair: pair.kv_owner // keys * keys + pair.q_owner % keys, gather_q, gather_kv)
+
+
+def sub_sharded(world_size: int, heads: int, queries: int, keys: int) -> Scheme:
+    """Each rank computes one head group of one piece of everybody's Q with one piece of everybody's KV."""
+    product = heads * queries * keys
+    refuse(product != world_size, f"{heads} × {queries} × {keys} is {product}, not {world_size}")
+
+    def gather_q(origin: Origin) -> tuple[Hop, ...]:
+        first = (origin.heads * queries + origin.piece) * keys
+        return tuple(Hop(0, origin.owner, rank) for rank in range(first, first + keys) if rank != origin.owner)
+
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
+        first = origin.heads * queries * keys + origin.piece
+        return tuple(
+            Hop(0, origin.owner, rank) for rank in range(first, first + queries * keys, keys) if rank != origin.owner
+        )
+
+    return Scheme(
+        "sub-sharded", lambda pair: (pair.heads * queries + pair.q_piece) * keys + pair.kv_piece, gather_q, gather_kv,
+        head_groups=heads, q_pieces=queries, kv_pieces=keys, when=lambda pair, due: 1,
+    )  # fmt: skip
