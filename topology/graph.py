@@ -40,7 +40,21 @@ class Graph:
     edges: tuple[Edge, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     notes: tuple[Note, ...] = ()
-    coverage: Coverage = "devices"
+    seen: tuple[tuple[Coverage, tuple[str, ...]], ...] = ()  # of each source: what it would show, of which accelerators
+
+    @property
+    def shown(self) -> dict[str, Coverage]:
+        """Of each accelerator, the most that a source which names it would have shown."""
+        least = len(COVERAGES) - 1
+        best = {device.id: least for device in self.accelerators}
+        for coverage, names in self.seen:
+            best.update({name: min(best[name], COVERAGES.index(coverage)) for name in names if name in best})
+        return {name: COVERAGES[at] for name, at in best.items()}
+
+    @property
+    def coverage(self) -> Coverage:
+        """What sources would have shown of every accelerator."""
+        return max(self.shown.values(), key=COVERAGES.index, default=COVERAGES[-1])
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
@@ -77,6 +91,7 @@ def merge(facts: Iterable[Facts]) -> Graph:
     edges: dict[tuple[str, str, str], Edge] = {}
     measurements: list[Measurement] = []
     notes: list[Note] = []
+    seen: list[tuple[Coverage, tuple[str, ...]]] = []
     several = len({device.host for source in sources for device in source.accelerators}) > 1
     several = several or len({device.host for source in sources for device in source.devices if device.host}) > 1
     for source in sources:
@@ -85,10 +100,10 @@ def merge(facts: Iterable[Facts]) -> Graph:
             _take_link(link, names, edges)
         measurements += [replace(each, a=names[each.a], b=names[each.b]) for each in source.measurements]
         notes += source.notes
+        seen.append((source.coverage, tuple(names[device.id] for device in source.accelerators)))
     by_id = {device.id: device for device in devices}
     found = tuple(_with_bandwidth(edge, by_id, measurements) for edge in edges.values())
-    coverage = min((source.coverage for source in sources), key=COVERAGES.index, default=COVERAGES[-1])
-    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), coverage)
+    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen))
 
 
 def _with_hosts(sources: list[Facts]) -> list[Facts]:
