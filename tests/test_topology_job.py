@@ -18,7 +18,7 @@ from test_topology_dumps import SHARED
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, PeerLost, TopologyError
-from tokenring.topology.facts import Device, Facts, Origin
+from tokenring.topology.facts import Device, Facts, Link, Origin
 from tokenring.topology.graph import merge
 from tokenring.topology.job import gather
 from tokenring.topology.ranks import Topology, seated
@@ -244,6 +244,15 @@ class TestOf:
     def test_unknown_stays_unknown(self) -> None:
         found = Topology.of(merge(dump("nvidia-mesh.txt")))
         assert set(found.bandwidth_gbs.values()) == {None}
+
+    def test_sums_are_the_same_in_every_process(self) -> None:
+        """Sets of names have another order in each, and floats another sum in each order."""
+        gbs = [1 / (number + 3) for number in range(50)]
+        devices = [Device(name, "accelerator", index) for index, name in enumerate("ab")]
+        devices += [Device(f"s{number}", "switch") for number in range(50)]
+        links = [Link(end, f"s{at}", "nvlink", 1, each) for end in "ab" for at, each in enumerate(gbs)]
+        found = Topology.of(merge([Facts("links", tuple(devices), tuple(links))]))
+        assert found.bandwidth_gbs[0, 1] == sum(gbs)
 
     def test_refusals(self) -> None:
         graph = merge(dump("nvidia-mesh.txt"))

@@ -158,7 +158,7 @@ def _bandwidths(graph: Graph, devices: Sequence[str | None]) -> dict[tuple[int, 
             if one is None or other is None or one == other:
                 continue
             edge = edges.get(unordered(one, other))
-            shared = ports.get(one, {}).keys() & ports.get(other, {}).keys()
+            shared = [switch for switch in ports.get(one, {}) if switch in ports.get(other, {})]  # in one order: sums
             if shared and (edge is None or not edge.is_peer):
                 found[a, b] = _least(_sum(ports[one], shared), _sum(ports[other], shared))
             elif edge is not None:
