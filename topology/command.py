@@ -49,7 +49,11 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tokenring topology", description="What links the accelerators, and what follows from it.")
+    parser = Parser(
+        prog="tokenring topology",
+        description="What links the accelerators, and what follows from it.",
+        allow_abbrev=False,  # of --measure, which is another command
+    )
     add = parser.add_argument
     add("--from", dest="source", nargs="+", action="extend", metavar="FILE",
         help="dumps of tools, or a saved topology, instead of this machine; several are one machine seen by "
