@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from tokenring.cli import main
 from tokenring.topology.facts import Device, Facts, Link, Origin
-from tokenring.topology.graph import merge
+from tokenring.topology.graph import Graph, merge
+from tokenring.topology.schema import from_json, to_json
 from tokenring.topology.tree import pcie_links
 from tokenring.topology.verdict import Verdict, classify
 
@@ -53,3 +60,68 @@ class TestWhatIsShown:
         verdict = verdict_of(tool(0, 1, links=False, host="a"), tree(2, host="a"), tree(2, host="b"))
         inside = {host: (each.name, each.confidence) for host, each in verdict.inside}
         assert inside == {"a": ("pcie-host", "high"), "b": ("pcie-host", "low")}
+
+
+DATA = Path(__file__).parent / "data" / "topology"
+TOPO, LINKS = ((DATA / name).read_text() for name in ("nvidia-switch.txt", "nvlink-s-switch.txt"))
+
+
+class TestMachines:
+    """Files of one format are of several machines, files of several formats of one."""
+
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for host in ("a", "b"):
+            Path(host).mkdir()
+            Path(host, "topo.txt").write_text(TOPO)
+            Path(host, "links.txt").write_text(LINKS)
+
+    def of(self, *files: str) -> Graph:
+        """The graph of what is saved from these files, which is read again as it was."""
+        out = StringIO()
+        assert main(["topology", "--json", "--from", *files], out, StringIO(), StringIO()) == 0
+        facts = from_json(out.getvalue())
+        assert to_json(facts) == out.getvalue()
+        return merge(facts)
+
+    @pytest.mark.parametrize(
+        "files",
+        [
+            ("a/topo.txt", "a/links.txt", "b/topo.txt", "b/links.txt"),
+            ("a/topo.txt", "b/topo.txt", "a/links.txt", "b/links.txt"),
+        ],
+    )
+    def test_two_tools_on_two_machines(self, files: tuple[str, ...]) -> None:
+        graph = self.of(*files)
+        assert graph.hosts == ("a/topo.txt", "b/topo.txt")
+        assert len(graph.accelerators) == 16
+        notes = {str(note) for note in graph.notes}
+        assert {f"{host}/links.txt: taken for the machine of {host}/topo.txt" for host in "ab"} <= notes
+
+    def test_one_machine_is_not_named(self) -> None:
+        assert self.of("a/topo.txt", "a/links.txt").hosts == ("",)
+
+    def test_a_file_that_is_given_twice(self) -> None:
+        assert self.of("a/topo.txt", "a/topo.txt").hosts == ("",)
+
+    def test_saved_from_files_of_one_name(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        for host in ("a", "b"):
+            monkeypatch.chdir(tmp_path / host)
+            argv = ["topology", "--from", "topo.txt", "--save", f"../{host}.json"]
+            assert main(argv, StringIO(), StringIO(), StringIO()) == 0
+        monkeypatch.chdir(tmp_path)
+        assert self.of("a.json", "b.json").hosts == ("a.json", "b.json")
+
+    def test_saved_from_probes(self) -> None:
+        for host in ("a", "b"):
+            Path(f"{host}.json").write_text(to_json([tool(0, 1), tree(2)]))
+        graph = self.of("a.json", "b.json")
+        assert graph.hosts == ("a.json", "b.json")
+        assert len(graph.accelerators) == 4
+
+    def test_hosts_that_are_named_stay(self) -> None:
+        facts = [tool(0, 1, host="x"), tool(0, 1, host="y")]
+        Path("job.json").write_text(to_json(facts))
+        assert self.of("job.json", "a/links.txt").hosts[:2] == ("x", "y")
+        assert merge(facts).hosts == ("x", "y")

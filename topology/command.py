@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenring.console import Parser
 from tokenring.errors import ConfigurationError
 from tokenring.topology.facts import Facts
-from tokenring.topology.graph import merge
+from tokenring.topology.graph import merge, on_machines
 from tokenring.topology.page import to_html
 from tokenring.topology.picture import to_svg
 from tokenring.topology.probe import probe
@@ -30,7 +30,8 @@ def main(argv: list[str]) -> int:
         options = _parser().parse_args(argv)
     except SystemExit as done:  # --help
         return int(done.code or 0)
-    facts = [each for path in options.source for each in read_file(path)] if options.source else probe()
+    files = dict.fromkeys(options.source or ())  # each once
+    facts = on_machines([(path, read_file(path)) for path in files]) if files else probe()
     if options.save is not None:
         _write(options.save, to_json(facts))
     if options.json:

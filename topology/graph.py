@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -85,8 +85,10 @@ class Graph:
 
 
 def merge(facts: Iterable[Facts]) -> Graph:
-    """One graph of several sources. Two outputs of one tool, with no host named, are two hosts."""
-    sources = sorted(_with_hosts(list(facts)), key=_names_both_ways, reverse=True)
+    """One graph of several sources, each a file of its own: see on_machines."""
+    placed = on_machines([(each.origin.file if each.origin else None, [each]) for each in facts])
+    named = [_on_host(each, each.origin.host, None) if each.origin and each.origin.host else each for each in placed]
+    sources = sorted(named, key=_names_both_ways, reverse=True)
     devices: list[Device] = []
     edges: dict[tuple[str, str, str], Edge] = {}
     measurements: list[Measurement] = []
@@ -106,18 +108,36 @@ def merge(facts: Iterable[Facts]) -> Graph:
     return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen))
 
 
-def _with_hosts(sources: list[Facts]) -> list[Facts]:
-    """Name the hosts where one format is there several times and says of no host."""
-    formats = [source.origin.format for source in sources if source.origin]
+def on_machines(files: Sequence[tuple[str | None, Sequence[Facts]]]) -> list[Facts]:
+    """Name the hosts of files that do not say theirs: the first of a format is of the first machine, the second of the
+    second. A machine is called after its first file; of further ones a note says whose they are taken for."""
+    seen: dict[str, int] = {}
+    numbers = []
+    for _, facts in files:
+        formats = [each.origin.format for each in facts if each.origin and not _says_its_host(each)]
+        numbers.append(max((seen.get(each, 0) for each in formats), default=0))
+        seen |= dict.fromkeys(formats, numbers[-1] + 1)
+    several = any(numbers)
+    hosts: dict[int, str] = {}
     placed: list[Facts] = []
-    for number, source in enumerate(sources):
-        origin = source.origin
-        host = origin.host if origin else None
-        if host is None and origin and formats.count(origin.format) > 1:
-            host = origin.file or f"host{number}"
-        devices = tuple(replace(each, host=each.host or host) for each in source.devices)
-        placed.append(replace(source, devices=devices))
+    for (file, facts), number in zip(files, numbers, strict=True):
+        if several and not all(map(_says_its_host, facts)):
+            text = f"{file}: taken for the machine of {hosts[number]}" if number in hosts else None
+            name = file if file and file not in hosts.values() else f"host{number}"
+            facts = [_on_host(each, hosts.setdefault(number, name), text) for each in facts]
+        placed += facts
     return placed
+
+
+def _says_its_host(source: Facts) -> bool:
+    return bool(source.origin and source.origin.host) or any(device.host for device in source.accelerators)
+
+
+def _on_host(source: Facts, host: str, note: str | None) -> Facts:
+    origin = replace(source.origin, host=source.origin.host or host) if source.origin else None
+    devices = tuple(replace(each, host=each.host or host) for each in source.devices)
+    notes = (*source.notes, Note(note)) if note else source.notes
+    return replace(source, devices=devices, notes=notes, origin=origin)
 
 
 def _names_both_ways(source: Facts) -> bool:
