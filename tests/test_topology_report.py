@@ -13,12 +13,14 @@ import pytest
 
 from tokenring.cli import main
 from tokenring.errors import TopologyError
+from tokenring.topology.facts import Device
 from tokenring.topology.graph import merge
 from tokenring.topology.probe import NoAnswer, probe
 from tokenring.topology.report import report
 from tokenring.topology.schema import from_json, to_json
 from tokenring.topology.sources import read
 from tokenring.topology.sysfs import read_sysfs
+from tokenring.topology.tree import pcie_links
 from tokenring.topology.verdict import classify
 
 DATA = Path(__file__).parent / "data" / "topology"
@@ -218,3 +220,19 @@ def test_sysfs(tmp_path: Path) -> None:
         ("05", "81"): "sys",
     }
     assert (classify(graph).name, classify(graph).confidence) == ("pcie-numa", "low")
+
+
+def test_sysfs_with_virtual_functions(tmp_path: Path) -> None:
+    """SR-IOV makes hundreds of one NIC: they are no NICs of their own, and no way between GPUs is lost over them."""
+    (tmp_path / "bus/pci/devices").mkdir(parents=True)
+    pci(tmp_path, "pci0000:00/0000:01:00.0", 0, "0x15b3", "0x020000")
+    pci(tmp_path, "pci0000:00/0000:01:00.1", 0, "0x15b3", "0x020000")
+    (tmp_path / "devices/pci0000:00/0000:01:00.1/physfn").symlink_to("../0000:01:00.0")
+    assert [device.id for device in read_sysfs(tmp_path).devices if device.kind == "nic"] == ["0000:01:00.0"]
+
+
+def test_accelerators_go_before_nics() -> None:
+    nics = [Device(f"nic{i}", "nic", parent="bridge") for i in range(600)]
+    gpus = [Device(f"gpu{i}", "accelerator", parent="bridge") for i in range(2)]
+    links = pcie_links([Device("bridge", "host-bridge"), *nics, *gpus], host_bridges=True)
+    assert ("gpu0", "gpu1") in {(link.a, link.b) for link in links}
