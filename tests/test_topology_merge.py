@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from tokenring.cli import main
-from tokenring.topology.facts import Device, Facts, Link, Origin
+from tokenring.topology.facts import Device, Facts, Link, Measurement, Origin
 from tokenring.topology.graph import Graph, merge
 from tokenring.topology.schema import from_json, to_json
 from tokenring.topology.tree import pcie_links
@@ -60,6 +61,17 @@ class TestWhatIsShown:
         verdict = verdict_of(tool(0, 1, links=False, host="a"), tree(2, host="a"), tree(2, host="b"))
         inside = {host: (each.name, each.confidence) for host, each in verdict.inside}
         assert inside == {"a": ("pcie-host", "high"), "b": ("pcie-host", "low")}
+
+
+def test_many_measurements_take_no_time() -> None:
+    names = [f"GPU{i}" for i in range(128)]
+    links = [Link(a, b, "nvlink", 1) for i, a in enumerate(names) for b in names[i + 1 :]]
+    measured = [Measurement(a, b, 20.0) for a in names for b in names if a != b]
+    devices = tuple(Device(name, "accelerator", i) for i, name in enumerate(names))
+    began = time.process_time()
+    graph = merge([Facts("links", devices, tuple(links), tuple(measured))])
+    assert time.process_time() - began < 1
+    assert {edge.source for edge in graph.edges} == {"measured"}
 
 
 DATA = Path(__file__).parent / "data" / "topology"

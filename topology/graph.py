@@ -104,7 +104,10 @@ def merge(facts: Iterable[Facts]) -> Graph:
         notes += source.notes
         seen.append((source.coverage, tuple(names[device.id] for device in source.accelerators)))
     by_id = {device.id: device for device in devices}
-    found = tuple(_with_bandwidth(edge, by_id, measurements) for edge in edges.values())
+    of_pair: dict[tuple[str, str], list[Measurement]] = {}
+    for each in measurements:
+        of_pair.setdefault(unordered(each.a, each.b), []).append(each)
+    found = tuple(_with_bandwidth(edge, by_id, of_pair.get(unordered(edge.a, edge.b), ())) for edge in edges.values())
     return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen))
 
 
@@ -212,9 +215,8 @@ def _take_link(link: Link, names: Mapping[str, str], edges: dict[tuple[str, str,
         )
 
 
-def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], measurements: Iterable[Measurement]) -> Edge:
+def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], of_pair: Sequence[Measurement]) -> Edge:
     """Measured beats published beats label."""
-    of_pair = [each for each in measurements if unordered(each.a, each.b) == unordered(edge.a, edge.b)]
     known = [each.gbs for each in of_pair if each.gbs is not None]
     if not known:  # each way carried half of what both together did
         known = [each.both_gbs / 2 for each in of_pair if each.both_gbs is not None]
