@@ -17,7 +17,7 @@ from tokenring.topology.facts import Device
 from tokenring.topology.graph import merge
 from tokenring.topology.probe import NoAnswer, probe
 from tokenring.topology.report import report
-from tokenring.topology.schema import from_json, to_json
+from tokenring.topology.schema import from_json, is_document, to_json
 from tokenring.topology.sources import read
 from tokenring.topology.sysfs import read_sysfs
 from tokenring.topology.tree import pcie_links
@@ -119,6 +119,18 @@ def edited(**changes: object) -> str:
     return json.dumps(document | changes)
 
 
+def linked(**changes: object) -> str:
+    """A document of one link."""
+    link = {"a": "x", "b": "y", "kind": "nvlink", "count": 1} | changes
+    devices = [{"id": name, "kind": "accelerator"} for name in "xy"]
+    return edited(facts=[{"coverage": "links", "devices": devices, "links": [link]}])
+
+
+def test_documents_that_are_read() -> None:
+    assert merge(from_json(linked(label="\U0001f600"))).edges[0].count == 1
+    assert is_document(json.dumps(json.loads(edited()), sort_keys=True))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -132,6 +144,11 @@ def edited(**changes: object) -> str:
             edited(facts=[{"coverage": "pcie", "links": [{"a": "x", "b": "y", "kind": "sys"}]}]),
             r"facts\[0\] speaks of 'x', which is none of its devices",
         ),
+        (linked(kind="warp"), r"facts\[0\] has a link of kind 'warp', which we do not know"),
+        (linked(b="x"), r"facts\[0\] has a link from 'x' to itself"),
+        (linked(count=0), r"facts\[0\] has 0 of links or GB/s: what is unknown is left out"),
+        (linked(bandwidth_gbs=-5), r"facts\[0\] has -5 of links or GB/s: what is unknown is left out"),
+        (linked(label="\ud800"), r"broken JSON: '.ud800' is half a character"),
         ("[" * 100_000, "nested too deep"),
         ('{"format": NaN}', "NaN is no JSON"),
         ('{"a":\n 1,}', "2:4: broken JSON|2:3: broken JSON"),
