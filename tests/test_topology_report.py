@@ -57,7 +57,7 @@ GPU2   0-3
 GPU3   0-3
 
 unknown
-  bandwidth of some links: name the model with one more source, as nvidia-smi -q or npu-smi info
+  bandwidth of nvlink links: name the model with one more source, as nvidia-smi -q
 
 favours   direct schedules inside an island, a ring between islands, in few and large messages
 """
@@ -104,6 +104,30 @@ def test_saved_file_is_a_source(tmp_path: Path) -> None:
     assert run("--from", file, "--save", str(saved)) == (0, "", "")
     assert run("--from", str(saved))[1] == PAIRS
     assert run("--from", str(saved), "--json")[1] == saved.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["nvidia-mesh.txt"], ["bandwidth of nvlink links: name the model with one more source, as nvidia-smi -q"]),
+        (["npu-a3.txt"], ["bandwidth of sio links: measure it with ascend-dmi or tokenring topology --measure"]),
+        (["rccl-two-rings.xml"], ["bandwidth of xgmi links: measure it with tokenring topology --measure"]),
+        (["metax-pairs.txt"], ["bandwidth of mxlink links: measure it with tokenring topology --measure"]),
+        (["rccl-pcie.xml"], ["bandwidth through PCIe: measure it with tokenring topology --measure"]),
+        (["p2p-numa.txt"], []),  # it was measured
+        (["nccl-switch.xml"], []),
+        (["hccl-2.0-one-server.json"], ["what links them: npu-smi info -t topo or tokenring topology --measure tells"]),
+    ],
+)
+def test_how_to_know_what_is_unknown(files: list[str], says: list[str]) -> None:
+    """What is asked for can be had on such a machine, and is not what was read."""
+    graph = merge([read((DATA / name).read_text(encoding="utf-8"), name) for name in files])
+    lines = [line.strip() for line in report(graph, classify(graph)).splitlines()]
+    assert [line for line in lines if ("measure" in line and ": " in line) or "one more source" in line] == says
+
+
+def test_widths_that_are_written_alike() -> None:
+    assert ": 276 GB/s one way\n" in run("--from", str(DATA / "nvbandwidth-switch.txt"))[1]
 
 
 def test_same_tool_twice_is_two_hosts() -> None:

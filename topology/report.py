@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tokenring.topology.bandwidth import published
-from tokenring.topology.facts import Device, unordered
+from tokenring.topology.facts import PCIE_KINDS, Device, unordered
 from tokenring.topology.graph import Edge, Graph
 from tokenring.topology.plain import plain, plain_lines
 from tokenring.topology.verdict import Verdict
@@ -14,6 +14,10 @@ from tokenring.topology.verdict import Verdict
 MAX_MATRIX = 32
 MAX_WITH_NICS = 13
 MAX_CELL, MAX_MODEL = 200, 60  # characters
+MEASURE = "tokenring topology --measure"
+MODEL_FROM = {"nvlink": "nvidia-smi -q", "hccs": "npu-smi info", "xgmi": "RCCL's topology XML"}
+SPEED_FROM = {"nvidia": "nvbandwidth", "huawei": "ascend-dmi"}
+LINKS_FROM = {"nvidia": "nvidia-smi topo -m", "huawei": "npu-smi info -t topo", "amd": "rocm-smi --showtopo"}
 SENTENCES = {
     "single": "one accelerator, nothing to link",
     "full-mesh": "full mesh: every pair has links of its own",
@@ -100,7 +104,7 @@ def _widest(widths: set[float | None]) -> str | None:
     known = sorted(width for width in widths if width is not None)
     if not known or len(known) < len(widths):
         return None
-    return _number(known[0]) if len(known) == 1 else f"{_number(known[0])} to {_number(known[-1])}"
+    return " to ".join(dict.fromkeys(map(_number, (known[0], known[-1]))))  # once where they are written alike
 
 
 def _why(verdict: Verdict) -> list[str]:
@@ -215,12 +219,27 @@ def _shortest(found: list[tuple[int, str]], order: tuple[str, ...]) -> str:
 
 def _unknown(graph: Graph, verdict: Verdict) -> list[str]:
     lines = [f"  {note}" for note in _shown(graph, verdict)]
-    peers = [edge for edge in graph.edges if edge.is_peer]
-    if any(edge.bandwidth_gbs is None for edge in peers):
-        lines.append("  bandwidth of some links: name the model with one more source, as nvidia-smi -q or npu-smi info")
-    elif graph.accelerators and len(graph.accelerators) > 1 and not peers:
-        lines.append("  bandwidth through PCIe: p2pBandwidthLatencyTest or nvbandwidth measures it")
+    lines += [f"  {line}" for line in _how_to_know(graph, verdict)]
     return ["unknown", *lines] if lines else []
+
+
+def _how_to_know(graph: Graph, verdict: Verdict) -> Iterable[str]:
+    """For each thing that is not known, who tells it."""
+    named = {device.id: device for device in graph.accelerators}
+    vendors = {device.vendor or "" for device in named.values()}
+    vendor = vendors.pop() if len(vendors) == 1 else ""
+    speeds = " or ".join(name for name in (SPEED_FROM.get(vendor), MEASURE) if name)
+    for kind in dict.fromkeys(edge.kind for edge in graph.edges if edge.is_peer and edge.bandwidth_gbs is None):
+        source = None if any(device.model or device.arch for device in named.values()) else MODEL_FROM.get(kind)
+        how = f"name the model with one more source, as {source}" if source else f"measure it with {speeds}"
+        yield f"bandwidth of {kind} links: {how}"
+    classes = {inside.name for _, inside in verdict.inside} or {verdict.name}
+    if "unknown" in classes and len(named) > 1:
+        links = " or ".join(name for name in (LINKS_FROM.get(vendor), MEASURE) if name)
+        yield f"what links them: {links} tells"
+    ways = [edge for edge in graph.edges if edge.kind in PCIE_KINDS and {edge.a, edge.b} <= named.keys()]
+    if any(name.startswith("pcie") for name in classes) and any(edge.bandwidth_gbs is None for edge in ways):
+        yield f"bandwidth through PCIe: measure it with {speeds}"
 
 
 def _shown(graph: Graph, verdict: Verdict) -> Iterable[str]:
