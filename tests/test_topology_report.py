@@ -7,15 +7,17 @@ import subprocess
 import sys
 import time
 from io import StringIO
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from tokenring.cli import main
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device
+from tokenring.topology.facts import Device, Facts, Link
 from tokenring.topology.graph import merge
 from tokenring.topology.probe import NoAnswer, probe
+from tokenring.topology.ranks import Topology
 from tokenring.topology.report import report
 from tokenring.topology.schema import from_json, is_document, to_json
 from tokenring.topology.sources import read
@@ -124,6 +126,27 @@ def test_how_to_know_what_is_unknown(files: list[str], says: list[str]) -> None:
     graph = merge([read((DATA / name).read_text(encoding="utf-8"), name) for name in files])
     lines = [line.strip() for line in report(graph, classify(graph)).splitlines()]
     assert [line for line in lines if ("measure" in line and ": " in line) or "one more source" in line] == says
+
+
+def test_a_switch_is_as_wide_as_its_links_that_are_up() -> None:
+    """Not as what the model has: the sentence and the matrix say one thing."""
+    gpus = [Device(f"GPU{i}", "accelerator", i, model="NVIDIA H100") for i in range(3)]
+    graph = merge(
+        [Facts("links", tuple(gpus), tuple(Link(a.id, b.id, "nvlink", 16) for a, b in combinations(gpus, 2)))]
+    )
+    text = report(graph, classify(graph))
+    assert "a device has them once: 400 GB/s one way\n" in text
+    assert "nvlink×16 400" in text
+
+
+def test_switches_that_are_linked_are_one() -> None:
+    """Two boards of two switches: across them it is a switch too, for the matrix and for ranks as for the verdict."""
+    text = (DATA / "hwloc-two-switch-boards.xml").read_text(encoding="utf-8")
+    graph = merge([read(text)])
+    assert classify(graph).name == "switch"
+    first = next(line for line in report(graph, classify(graph)).splitlines() if line.startswith("GPU0  "))
+    assert first.count("nvlink→switch 50") == 3
+    assert set(Topology.of(graph).bandwidth_gbs.values()) == {50.0}
 
 
 def test_widths_that_are_written_alike() -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from tokenring.topology.bandwidth import published
 from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Facts, Link, Measurement, Note, unordered
+from tokenring.topology.shapes import neighbours, parts
 
 COVERAGES: tuple[Coverage, ...] = ("links", "pcie", "devices")  # what shows most first
 BandwidthSource = Literal["measured", "published", "label"]
@@ -82,6 +83,44 @@ class Graph:
             if pair not in best or (edge.is_peer and not best[pair].is_peer):
                 best[pair] = edge
         return best
+
+    def fabric(self) -> Fabric:
+        """What leads through switches."""
+        switches = {device.id for device in self.of_kind("switch")}
+        ports: dict[str, dict[str, Edge]] = {}
+        joined = []
+        for edge in self.edges:
+            if edge.is_peer and (edge.a in switches or edge.b in switches):
+                joined.append((edge.a, edge.b))
+                for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
+                    if other in switches and end not in switches:
+                        ports.setdefault(end, {})[other] = edge
+        groups = parts(neighbours([device.id for device in self.devices], joined))
+        return Fabric(ports, {name: number for number, group in enumerate(groups) for name in group})
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """ports: of each device its links to switches, by switch. part: what hangs together has one number."""
+
+    ports: dict[str, dict[str, Edge]]
+    part: dict[str, int]
+
+    def between(self, a: str, b: str) -> Edge | None:
+        """What two devices have through switches that both are linked to, or that are linked: the narrower end."""
+        if a not in self.ports or b not in self.ports or self.part[a] != self.part[b]:
+            return None
+        shared = [switch for switch in self.ports[a] if switch in self.ports[b]]
+        ends = [[edge for at, edge in self.ports[end].items() if at in shared or not shared] for end in (a, b)]
+        widths = [total_gbs(edges) for edges in ends]
+        gbs = None if None in widths else min(width for width in widths if width is not None)
+        return Edge(a, b, ends[0][0].kind, None, gbs, switched=True)
+
+
+def total_gbs(edges: Iterable[Edge]) -> float | None:
+    """Of all together; None if one is not known."""
+    widths = [edge.bandwidth_gbs for edge in edges]
+    return None if None in widths else sum(width for width in widths if width is not None)
 
 
 def merge(facts: Iterable[Facts]) -> Graph:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from tokenring.topology.bandwidth import published
 from tokenring.topology.facts import PCIE_KINDS, Device, unordered
-from tokenring.topology.graph import Edge, Graph
+from tokenring.topology.graph import Edge, Fabric, Graph, total_gbs
 from tokenring.topology.plain import plain, plain_lines
 from tokenring.topology.verdict import Verdict
 
@@ -87,17 +86,23 @@ def _widths(graph: Graph, verdict: Verdict) -> str:
     peers = [edge for edge in graph.edges if edge.is_peer]
     if verdict.name not in ("full-mesh", "switch") or not peers:
         return ""
-    device = graph.accelerators[0]
     if verdict.name == "switch":
-        if measured := _widest({edge.bandwidth_gbs for edge in peers if edge.source == "measured"}):
-            return f": {measured} GB/s one way"
-        entry = published(peers[0].kind, device)
-        return f": {_number(entry.link_gbs * entry.links)} GB/s one way" if entry else ""
+        ports = _port_widths(graph, peers)
+        return f": {ports} GB/s one way" if ports else ""
     widths = {edge.bandwidth_gbs for edge in peers}
     others = len(graph.accelerators) - 1
     known = _widest(widths)
     text = f" ({known} GB/s one way)" if known else ""
     return text + (f"; a single ring would use 1 of {others}" if others > 1 else "")
+
+
+def _port_widths(graph: Graph, peers: list[Edge]) -> str | None:
+    """Of what leads to the switches; or of the kind of link that most pairs have, where no switch is named."""
+    ports = graph.fabric().ports
+    if attached := [ports[device.id].values() for device in graph.accelerators if device.id in ports]:
+        return _widest({total_gbs(edges) for edges in attached})
+    ((kind, _),) = Counter(edge.kind for edge in peers).most_common(1)
+    return _widest({edge.bandwidth_gbs for edge in peers if edge.kind == kind})
 
 
 def _widest(widths: set[float | None]) -> str | None:
@@ -125,39 +130,20 @@ def _matrix(graph: Graph) -> list[str]:
     if len(ends) + len(nics) <= MAX_WITH_NICS:  # the nearest are listed below in any case
         ends += nics
     best = graph.between()
-    behind = _behind_switches(graph)
+    fabric = graph.fabric()
     rows = [["", *ends]]
     for a in ends:
-        cells = [_cell(a, b, best.get(unordered(a, b)), behind) for b in ends]
+        cells = [_cell(a, b, best.get(unordered(a, b)), fabric) for b in ends]
         rows.append([a, *cells])
     return ["links, GB/s one way", *_table(rows)]
 
 
-def _behind_switches(graph: Graph) -> dict[str, dict[str, Edge]]:
-    """Of each device that has any, its links to switches, by switch."""
-    switches = {device.id for device in graph.of_kind("switch")}
-    found: dict[str, dict[str, Edge]] = {}
-    for edge in graph.edges:
-        for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
-            if other in switches:
-                found.setdefault(end, {})[other] = edge
-    return found
-
-
-def _cell(a: str, b: str, edge: Edge | None, behind: dict[str, dict[str, Edge]]) -> str:
+def _cell(a: str, b: str, edge: Edge | None, fabric: Fabric) -> str:
     if a == b:
         return "·"
-    common = behind.get(a, {}).keys() & behind.get(b, {}).keys()
-    if (edge is None or not edge.is_peer) and common:
-        ends = [[link for switch, link in behind[end].items() if switch in common] for end in (a, b)]
-        ways = min(ends, key=lambda edges: _total(edges) or 0)
-        return _named(f"{ways[0].kind}→switch", _total(ways))
+    if edge is None or not edge.is_peer:
+        edge = fabric.between(a, b) or edge
     return "?" if edge is None else _named(_word(edge), edge.bandwidth_gbs)
-
-
-def _total(edges: list[Edge]) -> float | None:
-    widths = [edge.bandwidth_gbs for edge in edges]
-    return None if None in widths else sum(width for width in widths if width is not None)
 
 
 def _word(edge: Edge) -> str:
