@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import Here, RankPools
 from test_topology_dumps import SHARED
 
@@ -184,6 +185,18 @@ class TestSeats:
         seat = this_seat()
         assert Seat.from_text(seat.to_text()) == seat
         assert seat.host
+
+    def test_a_device_that_cannot_be_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is a note; an error of one rank would leave the others waiting."""
+
+        def broken(index: int) -> None:
+            raise AssertionError("Torch not compiled\nwith CUDA enabled")
+
+        monkeypatch.setattr("torch.cuda.get_device_properties", broken)
+        seat = this_seat(torch.device("cuda", 3))
+        text = "cuda:3 cannot be used: Torch not compiled with CUDA enabled"
+        assert (seat.kind, seat.why_unknown) == ("cuda", text)
+        assert self.placed(npus(0), seat)[1] == [f"rank 0 on : {text}"]
 
     def test_hosts_of_one_name(self) -> None:
         seats = [Seat("a", "1"), Seat("b", "3"), Seat("a", "2"), Seat("a", "1")]

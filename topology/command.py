@@ -1,7 +1,7 @@
 """`tokenring topology`: what links the accelerators of this machine, or of dumps from others.
 
-Exit codes: 0 a report, also where there are no accelerators; 2 a file that cannot be read or written, or a
-wrong option.
+Exit codes, as docs/topology.md has them: 0 a report, also where there are no accelerators; 1 nobody reads it; 2 a file
+that cannot be read or written, or a wrong option; 130 interrupted.
 """
 
 from __future__ import annotations
