@@ -200,6 +200,12 @@ def test_reader_that_has_gone(argv: list[str]) -> None:
     assert (result.returncode, result.stderr) == (1, b"")
 
 
+def test_no_standard_output_at_all() -> None:
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", COMMAND, "schedule", "ring", *GIVEN]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_interrupt_before_a_command_looks_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt

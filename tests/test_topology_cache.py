@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,17 @@ class TestCache:
         assert len(seen) == 6
         (tmp_path / "dev/null").touch()
         assert fingerprint("a", tmp_path) in seen
+
+    def test_devices_that_another_job_may_use(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A batch system's cgroups leave all nodes there, and refuse to open some: tools show the others only."""
+        (tmp_path / "dev").mkdir()
+        for name in ("nvidia0", "nvidia1"):
+            (tmp_path / "dev" / name).touch()
+        marks = set()
+        for refused in ("nvidia0", "nvidia1", ""):
+            monkeypatch.setattr(os, "access", lambda path, mode, refused=refused: Path(path).name != refused)
+            marks.add(fingerprint("a", tmp_path))
+        assert len(marks) == 3
 
 
 def big_machine() -> Facts:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import Here, RankPools
 from test_topology_dumps import SHARED
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, PeerLost, TopologyError
-from tokenring.topology.facts import Device, Facts, Origin
+from tokenring.topology.facts import Device, Facts, Link, Origin
 from tokenring.topology.graph import merge
 from tokenring.topology.job import gather
 from tokenring.topology.ranks import Topology, seated
@@ -185,6 +186,18 @@ class TestSeats:
         assert Seat.from_text(seat.to_text()) == seat
         assert seat.host
 
+    def test_a_device_that_cannot_be_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is a note; an error of one rank would leave the others waiting."""
+
+        def broken(index: int) -> None:
+            raise AssertionError("Torch not compiled\nwith CUDA enabled")
+
+        monkeypatch.setattr("torch.cuda.get_device_properties", broken)
+        seat = this_seat(torch.device("cuda", 3))
+        text = "cuda:3 cannot be used: Torch not compiled with CUDA enabled"
+        assert (seat.kind, seat.why_unknown) == ("cuda", text)
+        assert self.placed(npus(0), seat)[1] == [f"rank 0 on : {text}"]
+
     def test_hosts_of_one_name(self) -> None:
         seats = [Seat("a", "1"), Seat("b", "3"), Seat("a", "2"), Seat("a", "1")]
         assert host_names(seats) == ("a#1", "b", "a#2", "a#1")
@@ -244,6 +257,15 @@ class TestOf:
     def test_unknown_stays_unknown(self) -> None:
         found = Topology.of(merge(dump("nvidia-mesh.txt")))
         assert set(found.bandwidth_gbs.values()) == {None}
+
+    def test_sums_are_the_same_in_every_process(self) -> None:
+        """Sets of names have another order in each, and floats another sum in each order."""
+        gbs = [1 / (number + 3) for number in range(50)]
+        devices = [Device(name, "accelerator", index) for index, name in enumerate("ab")]
+        devices += [Device(f"s{number}", "switch") for number in range(50)]
+        links = [Link(end, f"s{at}", "nvlink", 1, each) for end in "ab" for at, each in enumerate(gbs)]
+        found = Topology.of(merge([Facts("links", tuple(devices), tuple(links))]))
+        assert found.bandwidth_gbs[0, 1] == sum(gbs)
 
     def test_refusals(self) -> None:
         graph = merge(dump("nvidia-mesh.txt"))

@@ -14,6 +14,7 @@ from networks import Network, NetworkLab, bus, islands, mesh, ring, switch
 from ranks import Here, RankPools
 
 from tokenring.cli import main
+from tokenring.errors import ConfigurationError
 from tokenring.topology.facts import Facts
 from tokenring.topology.graph import Graph, merge
 from tokenring.topology.measure.colours import rounds, shuffled
@@ -162,10 +163,25 @@ def test_command_on_ranks_of_its_own(tmp_path: Path) -> None:
     assert out.getvalue().startswith("2 × accelerator, full mesh")
 
 
+@pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf")])
+def test_no_time_limit_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match="use more than 0, and a number"):
+        measure(None, seconds)
+
+
+def test_a_part_of_the_word_is_refused() -> None:
+    """It would report what this machine's tools say, as if it had been measured."""
+    err = StringIO()
+    assert main(["topology", "--measur"], StringIO(), err, StringIO()) == 2
+    assert "unrecognized arguments: --measur" in err.getvalue()
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["--ranks", "2", "--seconds", "0"], "--seconds 0: use more than 0"),
+        (["--ranks", "2", "--seconds", "nan"], "--seconds nan: use more than 0, and a number"),
+        (["--ranks", "2", "--seconds", "inf"], "--seconds inf: use more than 0, and a number"),
         (["--ranks", "2", "--transport", "carrier-pigeon"], "--transport carrier-pigeon: unknown"),
         ([], "say how many processes to start"),
         (["--from", "x"], "unrecognized arguments"),

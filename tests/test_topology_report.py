@@ -7,18 +7,22 @@ import subprocess
 import sys
 import time
 from io import StringIO
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from tokenring.cli import main
 from tokenring.errors import TopologyError
+from tokenring.topology.facts import Device, Facts, Link
 from tokenring.topology.graph import merge
 from tokenring.topology.probe import NoAnswer, probe
+from tokenring.topology.ranks import Topology
 from tokenring.topology.report import report
-from tokenring.topology.schema import from_json, to_json
+from tokenring.topology.schema import from_json, is_document, to_json
 from tokenring.topology.sources import read
 from tokenring.topology.sysfs import read_sysfs
+from tokenring.topology.tree import pcie_links
 from tokenring.topology.verdict import classify
 
 DATA = Path(__file__).parent / "data" / "topology"
@@ -55,7 +59,7 @@ GPU2   0-3
 GPU3   0-3
 
 unknown
-  bandwidth of some links: name the model with one more source, as nvidia-smi -q or npu-smi info
+  bandwidth of nvlink links: name the model with one more source, as nvidia-smi -q
 
 favours   direct schedules inside an island, a ring between islands, in few and large messages
 """
@@ -104,6 +108,51 @@ def test_saved_file_is_a_source(tmp_path: Path) -> None:
     assert run("--from", str(saved), "--json")[1] == saved.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["nvidia-mesh.txt"], ["bandwidth of nvlink links: name the model with one more source, as nvidia-smi -q"]),
+        (["npu-a3.txt"], ["bandwidth of sio links: measure it with ascend-dmi or tokenring topology --measure"]),
+        (["rccl-two-rings.xml"], ["bandwidth of xgmi links: measure it with tokenring topology --measure"]),
+        (["metax-pairs.txt"], ["bandwidth of mxlink links: measure it with tokenring topology --measure"]),
+        (["rccl-pcie.xml"], ["bandwidth through PCIe: measure it with tokenring topology --measure"]),
+        (["p2p-numa.txt"], []),  # it was measured
+        (["nccl-switch.xml"], []),
+        (["hccl-2.0-one-server.json"], ["what links them: npu-smi info -t topo or tokenring topology --measure tells"]),
+    ],
+)
+def test_how_to_know_what_is_unknown(files: list[str], says: list[str]) -> None:
+    """What is asked for can be had on such a machine, and is not what was read."""
+    graph = merge([read((DATA / name).read_text(encoding="utf-8"), name) for name in files])
+    lines = [line.strip() for line in report(graph, classify(graph)).splitlines()]
+    assert [line for line in lines if ("measure" in line and ": " in line) or "one more source" in line] == says
+
+
+def test_a_switch_is_as_wide_as_its_links_that_are_up() -> None:
+    """Not as what the model has: the sentence and the matrix say one thing."""
+    gpus = [Device(f"GPU{i}", "accelerator", i, model="NVIDIA H100") for i in range(3)]
+    graph = merge(
+        [Facts("links", tuple(gpus), tuple(Link(a.id, b.id, "nvlink", 16) for a, b in combinations(gpus, 2)))]
+    )
+    text = report(graph, classify(graph))
+    assert "a device has them once: 400 GB/s one way\n" in text
+    assert "nvlink×16 400" in text
+
+
+def test_switches_that_are_linked_are_one() -> None:
+    """Two boards of two switches: across them it is a switch too, for the matrix and for ranks as for the verdict."""
+    text = (DATA / "hwloc-two-switch-boards.xml").read_text(encoding="utf-8")
+    graph = merge([read(text)])
+    assert classify(graph).name == "switch"
+    first = next(line for line in report(graph, classify(graph)).splitlines() if line.startswith("GPU0  "))
+    assert first.count("nvlink→switch 50") == 3
+    assert set(Topology.of(graph).bandwidth_gbs.values()) == {50.0}
+
+
+def test_widths_that_are_written_alike() -> None:
+    assert ": 276 GB/s one way\n" in run("--from", str(DATA / "nvbandwidth-switch.txt"))[1]
+
+
 def test_same_tool_twice_is_two_hosts() -> None:
     files = [str(DATA / name) for name in ("nvidia-mesh.txt", "nvidia-switch.txt")]
     code, out, _ = run("--from", *files, "--json")
@@ -115,6 +164,18 @@ def test_same_tool_twice_is_two_hosts() -> None:
 def edited(**changes: object) -> str:
     document = json.loads(to_json([read((DATA / "nvidia-ansi.txt").read_text())]))
     return json.dumps(document | changes)
+
+
+def linked(**changes: object) -> str:
+    """A document of one link."""
+    link = {"a": "x", "b": "y", "kind": "nvlink", "count": 1} | changes
+    devices = [{"id": name, "kind": "accelerator"} for name in "xy"]
+    return edited(facts=[{"coverage": "links", "devices": devices, "links": [link]}])
+
+
+def test_documents_that_are_read() -> None:
+    assert merge(from_json(linked(label="\U0001f600"))).edges[0].count == 1
+    assert is_document(json.dumps(json.loads(edited()), sort_keys=True))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +191,11 @@ def edited(**changes: object) -> str:
             edited(facts=[{"coverage": "pcie", "links": [{"a": "x", "b": "y", "kind": "sys"}]}]),
             r"facts\[0\] speaks of 'x', which is none of its devices",
         ),
+        (linked(kind="warp"), r"facts\[0\] has a link of kind 'warp', which we do not know"),
+        (linked(b="x"), r"facts\[0\] has a link from 'x' to itself"),
+        (linked(count=0), r"facts\[0\] has 0 of links or GB/s: what is unknown is left out"),
+        (linked(bandwidth_gbs=-5), r"facts\[0\] has -5 of links or GB/s: what is unknown is left out"),
+        (linked(label="\ud800"), r"broken JSON: '.ud800' is half a character"),
         ("[" * 100_000, "nested too deep"),
         ('{"format": NaN}', "NaN is no JSON"),
         ('{"a":\n 1,}', "2:4: broken JSON|2:3: broken JSON"),
@@ -218,3 +284,19 @@ def test_sysfs(tmp_path: Path) -> None:
         ("05", "81"): "sys",
     }
     assert (classify(graph).name, classify(graph).confidence) == ("pcie-numa", "low")
+
+
+def test_sysfs_with_virtual_functions(tmp_path: Path) -> None:
+    """SR-IOV makes hundreds of one NIC: they are no NICs of their own, and no way between GPUs is lost over them."""
+    (tmp_path / "bus/pci/devices").mkdir(parents=True)
+    pci(tmp_path, "pci0000:00/0000:01:00.0", 0, "0x15b3", "0x020000")
+    pci(tmp_path, "pci0000:00/0000:01:00.1", 0, "0x15b3", "0x020000")
+    (tmp_path / "devices/pci0000:00/0000:01:00.1/physfn").symlink_to("../0000:01:00.0")
+    assert [device.id for device in read_sysfs(tmp_path).devices if device.kind == "nic"] == ["0000:01:00.0"]
+
+
+def test_accelerators_go_before_nics() -> None:
+    nics = [Device(f"nic{i}", "nic", parent="bridge") for i in range(600)]
+    gpus = [Device(f"gpu{i}", "accelerator", parent="bridge") for i in range(2)]
+    links = pcie_links([Device("bridge", "host-bridge"), *nics, *gpus], host_bridges=True)
+    assert ("gpu0", "gpu1") in {(link.a, link.b) for link in links}

@@ -35,7 +35,7 @@ def main(
     try:
         with redirect_stdout(out), redirect_stderr(err):
             code = _run(arguments, stdin)
-            out.flush()
+            print(end="", flush=True)  # also where there is no standard output
         return code
     except TokenRingError as error:
         print(f"tokenring: {' '.join(str(error).split())}", file=err)

@@ -50,7 +50,8 @@ def fingerprint(host: str, root: Path = Path("/")) -> str:
     parts.append(find_spec("pynvml") is not None)
     parts.append(_text(root / "proc/sys/kernel/random/boot_id"))
     parts.append(_names(root / "sys/bus/pci/devices"))
-    parts.append([name for name in _names(root / "dev") if ACCELERATOR_NODES.fullmatch(name)])
+    nodes = [name for name in _names(root / "dev") if ACCELERATOR_NODES.fullmatch(name)]
+    parts.append([name for name in nodes if os.access(root / "dev" / name, os.R_OK | os.W_OK)])  # see cgroups
     parts.append(_names(root / "dev/dri"))
     parts += [_text(root / path) for path in DRIVERS]
     parts += [_stamp(shutil.which(name)) for name in dict.fromkeys(s.command[0] for s in REGISTRY if s.command)]

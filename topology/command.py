@@ -1,7 +1,7 @@
 """`tokenring topology`: what links the accelerators of this machine, or of dumps from others.
 
-Exit codes: 0 a report, also where there are no accelerators; 2 a file that cannot be read or written, or a
-wrong option.
+Exit codes, as docs/topology.md has them: 0 a report, also where there are no accelerators; 1 nobody reads it; 2 a file
+that cannot be read or written, or a wrong option; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenring.console import Parser
 from tokenring.errors import ConfigurationError
 from tokenring.topology.facts import Facts
-from tokenring.topology.graph import merge
+from tokenring.topology.graph import merge, on_machines
 from tokenring.topology.page import to_html
 from tokenring.topology.picture import to_svg
 from tokenring.topology.probe import probe
@@ -30,7 +30,8 @@ def main(argv: list[str]) -> int:
         options = _parser().parse_args(argv)
     except SystemExit as done:  # --help
         return int(done.code or 0)
-    facts = [each for path in options.source for each in read_file(path)] if options.source else probe()
+    files = dict.fromkeys(options.source or ())  # each once
+    facts = on_machines([(path, read_file(path)) for path in files]) if files else probe()
     if options.save is not None:
         _write(options.save, to_json(facts))
     if options.json:
@@ -49,7 +50,11 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tokenring topology", description="What links the accelerators, and what follows from it.")
+    parser = Parser(
+        prog="tokenring topology",
+        description="What links the accelerators, and what follows from it.",
+        allow_abbrev=False,  # of --measure, which is another command
+    )
     add = parser.add_argument
     add("--from", dest="source", nargs="+", action="extend", metavar="FILE",
         help="dumps of tools, or a saved topology, instead of this machine; several are one machine seen by "

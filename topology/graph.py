@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from tokenring.topology.bandwidth import published
 from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Facts, Link, Measurement, Note, unordered
+from tokenring.topology.shapes import neighbours, parts
 
 COVERAGES: tuple[Coverage, ...] = ("links", "pcie", "devices")  # what shows most first
 BandwidthSource = Literal["measured", "published", "label"]
@@ -40,7 +41,21 @@ class Graph:
     edges: tuple[Edge, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     notes: tuple[Note, ...] = ()
-    coverage: Coverage = "devices"
+    seen: tuple[tuple[Coverage, tuple[str, ...]], ...] = ()  # of each source: what it would show, of which accelerators
+
+    @property
+    def shown(self) -> dict[str, Coverage]:
+        """Of each accelerator, the most that a source which names it would have shown."""
+        least = len(COVERAGES) - 1
+        best = {device.id: least for device in self.accelerators}
+        for coverage, names in self.seen:
+            best.update({name: min(best[name], COVERAGES.index(coverage)) for name in names if name in best})
+        return {name: COVERAGES[at] for name, at in best.items()}
+
+    @property
+    def coverage(self) -> Coverage:
+        """What sources would have shown of every accelerator."""
+        return max(self.shown.values(), key=COVERAGES.index, default=COVERAGES[-1])
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
@@ -69,14 +84,55 @@ class Graph:
                 best[pair] = edge
         return best
 
+    def fabric(self) -> Fabric:
+        """What leads through switches."""
+        switches = {device.id for device in self.of_kind("switch")}
+        ports: dict[str, dict[str, Edge]] = {}
+        joined = []
+        for edge in self.edges:
+            if edge.is_peer and (edge.a in switches or edge.b in switches):
+                joined.append((edge.a, edge.b))
+                for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
+                    if other in switches and end not in switches:
+                        ports.setdefault(end, {})[other] = edge
+        groups = parts(neighbours([device.id for device in self.devices], joined))
+        return Fabric(ports, {name: number for number, group in enumerate(groups) for name in group})
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """ports: of each device its links to switches, by switch. part: what hangs together has one number."""
+
+    ports: dict[str, dict[str, Edge]]
+    part: dict[str, int]
+
+    def between(self, a: str, b: str) -> Edge | None:
+        """What two devices have through switches that both are linked to, or that are linked: the narrower end."""
+        if a not in self.ports or b not in self.ports or self.part[a] != self.part[b]:
+            return None
+        shared = [switch for switch in self.ports[a] if switch in self.ports[b]]
+        ends = [[edge for at, edge in self.ports[end].items() if at in shared or not shared] for end in (a, b)]
+        widths = [total_gbs(edges) for edges in ends]
+        gbs = None if None in widths else min(width for width in widths if width is not None)
+        return Edge(a, b, ends[0][0].kind, None, gbs, switched=True)
+
+
+def total_gbs(edges: Iterable[Edge]) -> float | None:
+    """Of all together; None if one is not known."""
+    widths = [edge.bandwidth_gbs for edge in edges]
+    return None if None in widths else sum(width for width in widths if width is not None)
+
 
 def merge(facts: Iterable[Facts]) -> Graph:
-    """One graph of several sources. Two outputs of one tool, with no host named, are two hosts."""
-    sources = sorted(_with_hosts(list(facts)), key=_names_both_ways, reverse=True)
+    """One graph of several sources, each a file of its own: see on_machines."""
+    placed = on_machines([(each.origin.file if each.origin else None, [each]) for each in facts])
+    named = [_on_host(each, each.origin.host, None) if each.origin and each.origin.host else each for each in placed]
+    sources = sorted(named, key=_names_both_ways, reverse=True)
     devices: list[Device] = []
     edges: dict[tuple[str, str, str], Edge] = {}
     measurements: list[Measurement] = []
     notes: list[Note] = []
+    seen: list[tuple[Coverage, tuple[str, ...]]] = []
     several = len({device.host for source in sources for device in source.accelerators}) > 1
     several = several or len({device.host for source in sources for device in source.devices if device.host}) > 1
     for source in sources:
@@ -85,24 +141,45 @@ def merge(facts: Iterable[Facts]) -> Graph:
             _take_link(link, names, edges)
         measurements += [replace(each, a=names[each.a], b=names[each.b]) for each in source.measurements]
         notes += source.notes
+        seen.append((source.coverage, tuple(names[device.id] for device in source.accelerators)))
     by_id = {device.id: device for device in devices}
-    found = tuple(_with_bandwidth(edge, by_id, measurements) for edge in edges.values())
-    coverage = min((source.coverage for source in sources), key=COVERAGES.index, default=COVERAGES[-1])
-    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), coverage)
+    of_pair: dict[tuple[str, str], list[Measurement]] = {}
+    for each in measurements:
+        of_pair.setdefault(unordered(each.a, each.b), []).append(each)
+    found = tuple(_with_bandwidth(edge, by_id, of_pair.get(unordered(edge.a, edge.b), ())) for edge in edges.values())
+    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen))
 
 
-def _with_hosts(sources: list[Facts]) -> list[Facts]:
-    """Name the hosts where one format is there several times and says of no host."""
-    formats = [source.origin.format for source in sources if source.origin]
+def on_machines(files: Sequence[tuple[str | None, Sequence[Facts]]]) -> list[Facts]:
+    """Name the hosts of files that do not say theirs: the first of a format is of the first machine, the second of the
+    second. A machine is called after its first file; of further ones a note says whose they are taken for."""
+    seen: dict[str, int] = {}
+    numbers = []
+    for _, facts in files:
+        formats = [each.origin.format for each in facts if each.origin and not _says_its_host(each)]
+        numbers.append(max((seen.get(each, 0) for each in formats), default=0))
+        seen |= dict.fromkeys(formats, numbers[-1] + 1)
+    several = any(numbers)
+    hosts: dict[int, str] = {}
     placed: list[Facts] = []
-    for number, source in enumerate(sources):
-        origin = source.origin
-        host = origin.host if origin else None
-        if host is None and origin and formats.count(origin.format) > 1:
-            host = origin.file or f"host{number}"
-        devices = tuple(replace(each, host=each.host or host) for each in source.devices)
-        placed.append(replace(source, devices=devices))
+    for (file, facts), number in zip(files, numbers, strict=True):
+        if several and not all(map(_says_its_host, facts)):
+            text = f"{file}: taken for the machine of {hosts[number]}" if number in hosts else None
+            name = file if file and file not in hosts.values() else f"host{number}"
+            facts = [_on_host(each, hosts.setdefault(number, name), text) for each in facts]
+        placed += facts
     return placed
+
+
+def _says_its_host(source: Facts) -> bool:
+    return bool(source.origin and source.origin.host) or any(device.host for device in source.accelerators)
+
+
+def _on_host(source: Facts, host: str, note: str | None) -> Facts:
+    origin = replace(source.origin, host=source.origin.host or host) if source.origin else None
+    devices = tuple(replace(each, host=each.host or host) for each in source.devices)
+    notes = (*source.notes, Note(note)) if note else source.notes
+    return replace(source, devices=devices, notes=notes, origin=origin)
 
 
 def _names_both_ways(source: Facts) -> bool:
@@ -177,9 +254,8 @@ def _take_link(link: Link, names: Mapping[str, str], edges: dict[tuple[str, str,
         )
 
 
-def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], measurements: Iterable[Measurement]) -> Edge:
+def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], of_pair: Sequence[Measurement]) -> Edge:
     """Measured beats published beats label."""
-    of_pair = [each for each in measurements if unordered(each.a, each.b) == unordered(edge.a, edge.b)]
     known = [each.gbs for each in of_pair if each.gbs is not None]
     if not known:  # each way carried half of what both together did
         known = [each.both_gbs / 2 for each in of_pair if each.both_gbs is not None]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import selectors
+import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Facts, Note, Origin
@@ -13,11 +18,16 @@ from tokenring.topology.sources import REGISTRY, Source, parser_of
 from tokenring.topology.sysfs import read_sysfs
 
 TIMEOUT_SECONDS = 10.0
+MOST_BYTES = 1 << 20  # that a tool may print
 Run = Callable[[tuple[str, ...]], str]
 
 
 class NoAnswer(Exception):
-    """A command that is not here, failed or took too long; the text says which."""
+    """A command that failed or may not be run; the text says which."""
+
+
+class Hangs(NoAnswer):
+    """A command that took too long: its tool is not asked again."""
 
 
 def probe(
@@ -34,46 +44,82 @@ def probe(
     library = nvml() if nvml else None
     known = library is not None and bool(library.accelerators)
     wanted = [source for source in sources if source.command and not (known and source.command[0] == "nvidia-smi")]
-    asked = [library, *(_ask(source, run or run_command) for source in wanted)]
+    silent: set[str] = set()
+    asked = [library, *(_ask(source, run or run_command, silent) for source in wanted)]
     found = [facts for facts in asked if facts is not None]
     named = [device for facts in found for device in facts.accelerators]
     return [*found, read_sysfs()] if not named or any(device.bus_id for device in named) else found
 
 
-def _ask(source: Source, run: Run) -> Facts | None:
-    """None where the tool is not installed: that is no fact about the machine."""
+def _ask(source: Source, run: Run, silent: set[str]) -> Facts | None:
+    """None where the tool is not installed: that is no fact about the machine. silent: tools that hang."""
     origin = Origin(source.name)
-    command = " ".join(source.command)
+    tool, command = source.command[0], " ".join(source.command)
     try:
+        if tool in silent:
+            raise NoAnswer(f"not asked: {tool} did not answer before")
         return parser_of(source).parse(run(source.command)).of(origin)
     except FileNotFoundError:
         return None
     except (NoAnswer, TopologyError) as error:
+        if isinstance(error, Hangs):
+            silent.add(tool)
         return Facts("devices", notes=(Note(f"{command}: {error}"),), origin=origin)
 
 
-def run_command(command: tuple[str, ...]) -> str:
+def run_command(command: tuple[str, ...], seconds: float = TIMEOUT_SECONDS) -> str:
     """What a command prints. FileNotFoundError where there is none."""
-    environment = dict(os.environ, LC_ALL="C", LANG="C")
+    path = shutil.which(command[0]) or shutil.which(command[0], os.F_OK)
+    if path is None:
+        raise FileNotFoundError(command[0])
     try:
-        done = subprocess.run(
-            command,
+        process = subprocess.Popen(
+            (path, *command[1:]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_SECONDS,
-            env=environment,
-            check=False,
+            env=dict(os.environ, LC_ALL="C", LANG="C"),
+            start_new_session=True,  # what it starts ends with it
         )
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"no answer in {TIMEOUT_SECONDS:g} s") from None
     except PermissionError:
         raise NoAnswer("may not be run by this user") from None
     except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise NoAnswer(str(error.strerror)) from None
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode != 0:
-        raise NoAnswer(f"exit code {done.returncode}: {' '.join(text.split())[:200]}")
+    try:
+        text = _output(process, seconds).decode("utf-8", "replace")
+        code = process.wait(seconds)
+    except (Hangs, subprocess.TimeoutExpired):
+        raise Hangs(f"no answer in {seconds:g} s") from None
+    finally:
+        _end(process)
+    if code != 0:
+        raise NoAnswer(f"exit code {code}: {' '.join(text.split())[:200]}")
     return text
+
+
+def _output(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """All that it prints."""
+    assert process.stdout is not None  # it is a pipe
+    deadline = time.monotonic() + seconds
+    printed = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while len(printed) <= MOST_BYTES:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise Hangs
+            piece = os.read(process.stdout.fileno(), 1 << 16)
+            if not piece:
+                return bytes(printed)
+            printed += piece
+    raise NoAnswer(f"it prints more than {MOST_BYTES} bytes")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Leave nothing of it; not even a process that the kernel cannot end is waited for."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+    if process.stdout is not None:
+        process.stdout.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -151,38 +151,15 @@ def _misfit(seat: Seat, found: Sequence[Device]) -> str:
 def _bandwidths(graph: Graph, devices: Sequence[str | None]) -> dict[tuple[int, int], float | None]:
     from tokenring.topology.facts import unordered
 
-    edges, ports = graph.between(), _ports(graph)
+    edges, fabric = graph.between(), graph.fabric()
     found: dict[tuple[int, int], float | None] = {}
     for a, one in enumerate(devices):
         for b, other in enumerate(devices):
             if one is None or other is None or one == other:
                 continue
             edge = edges.get(unordered(one, other))
-            shared = ports.get(one, {}).keys() & ports.get(other, {}).keys()
-            if shared and (edge is None or not edge.is_peer):
-                found[a, b] = _least(_sum(ports[one], shared), _sum(ports[other], shared))
-            elif edge is not None:
+            if edge is None or not edge.is_peer:
+                edge = fabric.between(one, other) or edge
+            if edge is not None:
                 found[a, b] = edge.bandwidth_gbs
     return found
-
-
-def _ports(graph: Graph) -> dict[str, dict[str, float | None]]:
-    """Of each device, the switches of accelerators that it is linked to, and with how many GB/s."""
-    switches = {device.id for device in graph.of_kind("switch")}
-    found: dict[str, dict[str, float | None]] = {}
-    for edge in graph.edges:
-        for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
-            if other in switches and end not in switches and edge.is_peer:
-                found.setdefault(end, {})[other] = edge.bandwidth_gbs
-    return found
-
-
-def _sum(ports: Mapping[str, float | None], switches: Iterable[str]) -> float | None:
-    values = [ports[switch] for switch in switches]
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
-def _least(*values: float | None) -> float | None:
-    known = [value for value in values if value is not None]
-    return min(known) if len(known) == len(values) else None

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from tokenring.topology.bandwidth import published
-from tokenring.topology.facts import Device, unordered
-from tokenring.topology.graph import Edge, Graph
+from tokenring.topology.facts import PCIE_KINDS, Device, unordered
+from tokenring.topology.graph import Edge, Fabric, Graph, total_gbs
 from tokenring.topology.plain import plain, plain_lines
 from tokenring.topology.verdict import Verdict
 
 MAX_MATRIX = 32
 MAX_WITH_NICS = 13
 MAX_CELL, MAX_MODEL = 200, 60  # characters
+MEASURE = "tokenring topology --measure"
+MODEL_FROM = {"nvlink": "nvidia-smi -q", "hccs": "npu-smi info", "xgmi": "RCCL's topology XML"}
+SPEED_FROM = {"nvidia": "nvbandwidth", "huawei": "ascend-dmi"}
+LINKS_FROM = {"nvidia": "nvidia-smi topo -m", "huawei": "npu-smi info -t topo", "amd": "rocm-smi --showtopo"}
 SENTENCES = {
     "single": "one accelerator, nothing to link",
     "full-mesh": "full mesh: every pair has links of its own",
@@ -83,12 +86,9 @@ def _widths(graph: Graph, verdict: Verdict) -> str:
     peers = [edge for edge in graph.edges if edge.is_peer]
     if verdict.name not in ("full-mesh", "switch") or not peers:
         return ""
-    device = graph.accelerators[0]
     if verdict.name == "switch":
-        if measured := _widest({edge.bandwidth_gbs for edge in peers if edge.source == "measured"}):
-            return f": {measured} GB/s one way"
-        entry = published(peers[0].kind, device)
-        return f": {_number(entry.link_gbs * entry.links)} GB/s one way" if entry else ""
+        ports = _port_widths(graph, peers)
+        return f": {ports} GB/s one way" if ports else ""
     widths = {edge.bandwidth_gbs for edge in peers}
     others = len(graph.accelerators) - 1
     known = _widest(widths)
@@ -96,11 +96,20 @@ def _widths(graph: Graph, verdict: Verdict) -> str:
     return text + (f"; a single ring would use 1 of {others}" if others > 1 else "")
 
 
+def _port_widths(graph: Graph, peers: list[Edge]) -> str | None:
+    """Of what leads to the switches; or of the kind of link that most pairs have, where no switch is named."""
+    ports = graph.fabric().ports
+    if attached := [ports[device.id].values() for device in graph.accelerators if device.id in ports]:
+        return _widest({total_gbs(edges) for edges in attached})
+    ((kind, _),) = Counter(edge.kind for edge in peers).most_common(1)
+    return _widest({edge.bandwidth_gbs for edge in peers if edge.kind == kind})
+
+
 def _widest(widths: set[float | None]) -> str | None:
     known = sorted(width for width in widths if width is not None)
     if not known or len(known) < len(widths):
         return None
-    return _number(known[0]) if len(known) == 1 else f"{_number(known[0])} to {_number(known[-1])}"
+    return " to ".join(dict.fromkeys(map(_number, (known[0], known[-1]))))  # once where they are written alike
 
 
 def _why(verdict: Verdict) -> list[str]:
@@ -121,39 +130,20 @@ def _matrix(graph: Graph) -> list[str]:
     if len(ends) + len(nics) <= MAX_WITH_NICS:  # the nearest are listed below in any case
         ends += nics
     best = graph.between()
-    behind = _behind_switches(graph)
+    fabric = graph.fabric()
     rows = [["", *ends]]
     for a in ends:
-        cells = [_cell(a, b, best.get(unordered(a, b)), behind) for b in ends]
+        cells = [_cell(a, b, best.get(unordered(a, b)), fabric) for b in ends]
         rows.append([a, *cells])
     return ["links, GB/s one way", *_table(rows)]
 
 
-def _behind_switches(graph: Graph) -> dict[str, dict[str, Edge]]:
-    """Of each device that has any, its links to switches, by switch."""
-    switches = {device.id for device in graph.of_kind("switch")}
-    found: dict[str, dict[str, Edge]] = {}
-    for edge in graph.edges:
-        for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
-            if other in switches:
-                found.setdefault(end, {})[other] = edge
-    return found
-
-
-def _cell(a: str, b: str, edge: Edge | None, behind: dict[str, dict[str, Edge]]) -> str:
+def _cell(a: str, b: str, edge: Edge | None, fabric: Fabric) -> str:
     if a == b:
         return "·"
-    common = behind.get(a, {}).keys() & behind.get(b, {}).keys()
-    if (edge is None or not edge.is_peer) and common:
-        ends = [[link for switch, link in behind[end].items() if switch in common] for end in (a, b)]
-        ways = min(ends, key=lambda edges: _total(edges) or 0)
-        return _named(f"{ways[0].kind}→switch", _total(ways))
+    if edge is None or not edge.is_peer:
+        edge = fabric.between(a, b) or edge
     return "?" if edge is None else _named(_word(edge), edge.bandwidth_gbs)
-
-
-def _total(edges: list[Edge]) -> float | None:
-    widths = [edge.bandwidth_gbs for edge in edges]
-    return None if None in widths else sum(width for width in widths if width is not None)
 
 
 def _word(edge: Edge) -> str:
@@ -215,12 +205,27 @@ def _shortest(found: list[tuple[int, str]], order: tuple[str, ...]) -> str:
 
 def _unknown(graph: Graph, verdict: Verdict) -> list[str]:
     lines = [f"  {note}" for note in _shown(graph, verdict)]
-    peers = [edge for edge in graph.edges if edge.is_peer]
-    if any(edge.bandwidth_gbs is None for edge in peers):
-        lines.append("  bandwidth of some links: name the model with one more source, as nvidia-smi -q or npu-smi info")
-    elif graph.accelerators and len(graph.accelerators) > 1 and not peers:
-        lines.append("  bandwidth through PCIe: p2pBandwidthLatencyTest or nvbandwidth measures it")
+    lines += [f"  {line}" for line in _how_to_know(graph, verdict)]
     return ["unknown", *lines] if lines else []
+
+
+def _how_to_know(graph: Graph, verdict: Verdict) -> Iterable[str]:
+    """For each thing that is not known, who tells it."""
+    named = {device.id: device for device in graph.accelerators}
+    vendors = {device.vendor or "" for device in named.values()}
+    vendor = vendors.pop() if len(vendors) == 1 else ""
+    speeds = " or ".join(name for name in (SPEED_FROM.get(vendor), MEASURE) if name)
+    for kind in dict.fromkeys(edge.kind for edge in graph.edges if edge.is_peer and edge.bandwidth_gbs is None):
+        source = None if any(device.model or device.arch for device in named.values()) else MODEL_FROM.get(kind)
+        how = f"name the model with one more source, as {source}" if source else f"measure it with {speeds}"
+        yield f"bandwidth of {kind} links: {how}"
+    classes = {inside.name for _, inside in verdict.inside} or {verdict.name}
+    if "unknown" in classes and len(named) > 1:
+        links = " or ".join(name for name in (LINKS_FROM.get(vendor), MEASURE) if name)
+        yield f"what links them: {links} tells"
+    ways = [edge for edge in graph.edges if edge.kind in PCIE_KINDS and {edge.a, edge.b} <= named.keys()]
+    if any(name.startswith("pcie") for name in classes) and any(edge.bandwidth_gbs is None for edge in ways):
+        yield f"bandwidth through PCIe: measure it with {speeds}"
 
 
 def _shown(graph: Graph, verdict: Verdict) -> Iterable[str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Facts
+from tokenring.topology.facts import LINK_KINDS, MAX_DEVICES, Facts
 from tokenring.topology.graph import Edge, merge
 from tokenring.topology.verdict import Verdict, classify
 
 FORMAT = "tokenring-topology"
 VERSION = 1
 MAX_CHARACTERS = 64 << 20
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")  # which no file can hold, but JSON can
 
 
 def to_json(facts: list[Facts]) -> str:
@@ -33,7 +35,7 @@ def to_json(facts: list[Facts]) -> str:
 
 
 def is_document(text: str) -> bool:
-    return text.lstrip()[:1] == "{" and f'"{FORMAT}"' in text[:2000]
+    return text.lstrip()[:1] == "{" and f'"{FORMAT}"' in text  # anywhere: other tools sort keys
 
 
 def from_json(text: str, file: str | None = None) -> list[Facts]:
@@ -49,6 +51,7 @@ def from_json(text: str, file: str | None = None) -> list[Facts]:
     facts: list[Facts] = _decoded(list[Facts], document.get("facts"), "facts", file)
     for number, each in enumerate(facts):
         _check_ids(each, f"facts[{number}]", file)
+        _check_values(each, f"facts[{number}]", file)
     return facts
 
 
@@ -61,7 +64,12 @@ def load_json(text: str, file: str | None = None) -> object:
         raise ValueError(f"{word} is no JSON")
 
     try:
-        return json.loads(text, parse_constant=no_constant)
+        found = json.loads(text, parse_constant=no_constant)
+        if HALF_CHARACTER.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        raise TopologyError(f"broken JSON: {error.object[error.start]!a} is half a character", 1, 1, file) from None
     except json.JSONDecodeError as error:
         raise TopologyError(f"broken JSON: {error.msg}", error.lineno, error.colno, file) from None
     except RecursionError:
@@ -146,6 +154,19 @@ def _check_ids(facts: Facts, where: str, file: str | None) -> None:
     for end in ends:
         if end not in known:
             raise TopologyError(f"{where} speaks of {end[:40]!r}, which is none of its devices", 1, 1, file)
+
+
+def _check_values(facts: Facts, where: str, file: str | None) -> None:
+    for link in facts.links:
+        if link.kind not in LINK_KINDS:
+            raise TopologyError(f"{where} has a link of kind {link.kind[:40]!r}, which we do not know", 1, 1, file)
+        if link.a == link.b:
+            raise TopologyError(f"{where} has a link from {link.a[:40]!r} to itself", 1, 1, file)
+    numbers = [number for link in facts.links for number in (link.count, link.bandwidth_gbs)]
+    numbers += [number for each in facts.measurements for number in (each.gbs, each.both_gbs)]
+    numbers += [device.gbs for device in facts.devices]
+    if wrong := [number for number in numbers if number is not None and number <= 0]:
+        raise TopologyError(f"{where} has {wrong[0]:g} of links or GB/s: what is unknown is left out", 1, 1, file)
 
 
 def _name(wanted: Any) -> str:

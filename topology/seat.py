@@ -67,10 +67,15 @@ def this_seat(device: torch.device | None = None) -> Seat:
     from tokenring.backends.members import this_member
 
     member = this_member()
-    kind, index = _used(device)
+    try:
+        kind, index = _used(device)
+        bus_id = _bus_id_from_torch(index) if kind == "cuda" else None
+    except Exception as error:  # whatever torch and drivers raise: the other ranks wait for an answer
+        name = "the current accelerator" if device is None else str(device)
+        reason = f"{name} cannot be used: {' '.join(str(error).split())[:100]}"
+        return Seat(member.host, member.boot_id, "unknown" if device is None else device.type, why_unknown=reason)
     if kind == "cpu":
         return Seat(member.host, member.boot_id)
-    bus_id = _bus_id_from_torch(index) if kind == "cuda" else None
     bus_id = bus_id or _bus_id(kind, index, _load)
     phy_id = physical_id(index, _load, os.environ.get("ASCEND_RT_VISIBLE_DEVICES")) if kind == "npu" else None
     known = bus_id is not None or phy_id is not None

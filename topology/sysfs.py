@@ -39,7 +39,7 @@ def read_sysfs(root: Path = ROOT) -> Facts:
 
 def _kind(path: Path) -> DeviceKind | None:
     vendor, pci_class = _word(path / "vendor"), _word(path / "class")
-    if pci_class is None:
+    if pci_class is None or (path / "physfn").exists():  # a virtual function: a part of a device that is there too
         return None
     if pci_class.startswith("0x02"):
         return "nic"

@@ -17,7 +17,9 @@ def pcie_links(devices: Iterable[Device], *, host_bridges: bool) -> list[Link]:
     the ports of PCIe switches too: a switch is the port above and the ports below.
     """
     by_id = {device.id: device for device in devices}
-    ends = [device.id for device in by_id.values() if device.kind in ("accelerator", "nic")][:MAX_ENDS]
+    kinds = ("accelerator", "nic")  # accelerators before NICs, where there are too many
+    kept = {device.id for device in [each for kind in kinds for each in by_id.values() if each.kind == kind][:MAX_ENDS]}
+    ends = [name for name in by_id if name in kept]
     above = {end: _ancestors(end, by_id) for end in ends}
     links = []
     for a, b in pairs(ends):

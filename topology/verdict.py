@@ -98,8 +98,14 @@ def _of_host(graph: Graph) -> Verdict:
         return Verdict("single", "high", ("one accelerator",))
     links = _links(graph, names)
     if not links.direct and not links.switched:
-        return _by_ports(graph, names) or _by_pcie(graph, names, links)
-    return _by_links(graph, names, links)
+        verdict = _by_ports(graph, names) or _by_pcie(graph, names, links)
+    else:
+        verdict = _by_links(graph, names, links)
+    hidden = [name for name, coverage in graph.shown.items() if coverage == "pcie"]
+    if len(hidden) in (0, len(names)):
+        return verdict
+    text = f"{len(hidden)} of {len(names)} accelerators are in the PCI tree only, and no tool names them (a container?)"
+    return replace(verdict, confidence="low", evidence=(*verdict.evidence, f"{text}: links of theirs are invisible"))
 
 
 def _unknown(reason: str, graph: Graph) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 
@@ -62,8 +63,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def _case(options: argparse.Namespace, ranks: int) -> Case:
     from tokenring.backends.registry import TRANSPORTS
 
-    if options.seconds <= 0:
-        raise ConfigurationError(f"--seconds {options.seconds:g}: use more than 0")
+    if not 0 < options.seconds < math.inf:
+        raise ConfigurationError(f"--seconds {options.seconds:g}: use more than 0, and a number")
     if options.transport not in ("auto", *TRANSPORTS):
         known = ", ".join(TRANSPORTS)
         raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}")

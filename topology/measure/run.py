@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,8 @@ def measure(
     transport: Transport | None, seconds: float = SECONDS, tell: Tell = lambda done, steps, what: None
 ) -> Facts:
     """Facts of the ranks of a transport (None: one rank), within about `seconds`. Raises PeerLost."""
-    if seconds <= 0:
-        raise ConfigurationError(f"measuring in {seconds:g} seconds: use more than 0")
+    if not 0 < seconds < math.inf:
+        raise ConfigurationError(f"measuring in {seconds:g} seconds: use more than 0, and a number")
     if transport is None or transport.world_size == 1:
         return Facts("links", (Device(name(0), "accelerator", index=0),), origin=Origin(FORMAT))
     lab = TransportLab(transport, seconds, tell)
