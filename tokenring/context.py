@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from numbers import Real
+from functools import cached_property, lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from tokenring.arguments import check_made_for, check_name, check_schedule_name, seconds_limit
 from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
@@ -30,15 +31,17 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tokenring.backends.base import AttentionKernel, Transport
+    from tokenring.planner.interconnect import Interconnect
     from tokenring.planner.plan import Plan
+    from tokenring.planner.planner import Planner
     from tokenring.runtime.executor import Executor
     from tokenring.runtime.pool import Pool
+    from tokenring.topology.ranks import Topology
 
 LOG = logging.getLogger("tokenring")
 NOT_A_MEMBER = "this rank is not a member of the group; only members make a ContextParallel"
+SCHEDULE_VARIABLE = "TOKENRING_SCHEDULE"
 TIMEOUT_SECONDS = 60.0
-LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
-MOST_SECONDS = 1e9  # above, clocks overflow
 CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
 
 
@@ -60,7 +63,10 @@ class ContextParallel:
         rank, if torch.distributed is not initialised).
     layout: "contiguous", "zigzag", "striped", a finer cut of one ("zigzag/2"), or a Layout.
     schedule: "auto", "auto:ring,tokenring" (choose among these), a name ("ring", "usp/2": docs/schedules.md),
-        or a Scheme or Schedule of your own.
+        a Scheme or Schedule of your own, or a Plan. None: what TOKENRING_SCHEDULE says, else "auto".
+    topology: what joins the ranks, for "auto": a Topology, or an Interconnect. None: probed at the first call on
+        accelerators; on a CPU, what docs/planner.md says is assumed.
+    memory_limit_bytes: of each rank, for buffers and what forward keeps: "auto" chooses what fits.
     transport: "auto", a name, or the `transport` of another ContextParallel of the same group.
     kernel: "auto" or a name.
     pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
@@ -73,9 +79,11 @@ class ContextParallel:
         self,
         group: ProcessGroup | DeviceMesh | None = None,
         layout: str | Layout = "zigzag",
-        schedule: str | Scheme | Schedule = "auto",
+        schedule: str | Scheme | Schedule | Plan | None = None,
         transport: str | Transport = "auto",
         *,
+        topology: Topology | Interconnect | None = None,
+        memory_limit_bytes: int | None = None,
         kernel: str = "auto",
         pieces: int | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -84,13 +92,15 @@ class ContextParallel:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self.layout = layout
-        self.schedule = schedule
-        self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, _seconds(timeout_seconds)
+        self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
+        self.topology, self.memory_limit_bytes = topology, memory_limit_bytes
+        self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
         self._transport = self._asked_transport = transport
         self._made_here: Transport | None = None
         self._closed = False
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
+        self._agreed: dict[Request, Plan] = {}
         self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_executor))
         self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
         self._trace: Trace | None = None
@@ -101,7 +111,7 @@ class ContextParallel:
 
         if not isinstance(self.layout, Layout):
             read_name(self.layout)
-        _check_name("kernel", self.kernel_name, KERNELS, "")
+        check_name("kernel", self.kernel_name, KERNELS, "")
         self._check_transport()
         self._check_schedule()
 
@@ -112,7 +122,7 @@ class ContextParallel:
         if self._transport is None and self.world_size == 1:  # what `transport` says where there is one rank
             return
         if not isinstance(self._transport, Transport):
-            _check_name("transport", self._transport, TRANSPORTS, ", or the `transport` of another ContextParallel")
+            check_name("transport", self._transport, TRANSPORTS, ", or the `transport` of another ContextParallel")
         elif (self._transport.rank, self._transport.world_size) != (self.rank, self.world_size):
             raise ConfigurationError(
                 f"in the transport this is rank {self._transport.rank} of {self._transport.world_size}, in the group "
@@ -120,15 +130,16 @@ class ContextParallel:
             )
 
     def _check_schedule(self) -> None:
+        from tokenring.planner.plan import Plan
+
         by_name = isinstance(self.schedule, str)
-        if not isinstance(self.schedule, (Scheme, Schedule)):
-            check_schedule_name(self.schedule)
-            if not self.schedule.startswith("auto"):
-                self._check_parameters(self.schedule)
-        elif isinstance(self.schedule, Schedule) and self.schedule.world_size != self.world_size:
-            raise ConfigurationError(
-                f"the schedule is for {self.schedule.world_size} ranks, the group has {self.world_size}"
-            )
+        made = self.schedule.schedule if isinstance(self.schedule, Plan) else self.schedule
+        if not isinstance(made, (Scheme, Schedule)):
+            check_schedule_name(made)
+            if not made.startswith("auto"):
+                self._check_parameters(made)
+        elif isinstance(made, Schedule) and made.world_size != self.world_size:
+            raise ConfigurationError(f"the schedule is for {made.world_size} ranks, the group has {self.world_size}")
         if self.pieces is None:
             return
         if (as_integer(self.pieces) or 0) < 1:
@@ -185,8 +196,11 @@ class ContextParallel:
         return self._transport
 
     def plan(self, request: Request) -> Plan:
-        """The schedule for a call, and why."""
-        return self._plan(request)
+        """The schedule for a call, and why: what the ranks agreed on at the first call, else what this rank would take.
+
+        On accelerators without a topology the first plan probes, which all ranks do together.
+        """
+        return self._agreed.get(request) or self._plan(request)
 
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
@@ -195,6 +209,8 @@ class ContextParallel:
         if transport is None:
             return self._bound(request, direction)
         self._agree(transport, self._description(request, direction), direction)
+        if self._plans and request not in self._agreed:
+            self._plan_together(transport, request)
         try:
             return self._bound(request, direction)
         except TokenRingError:  # on all ranks alike
@@ -246,32 +262,61 @@ class ContextParallel:
         return make_kernel(self.kernel_name, device)
 
     def _make_plan(self, request: Request) -> Plan:
-        from tokenring.planner.select import Plan, named_schedule, select
-        from tokenring.topology.ranks import full_mesh
+        from tokenring.planner.pieces import named_schedule
+        from tokenring.planner.plan import Plan
 
         size, mask = request.workload, request.mask
-        q_layout, kv_layout = self.layout_for(size.q_length), self.layout_for(size.kv_length)
+        q_layout, kv_layout = self._layouts(request)
         asked = self.schedule
         if isinstance(asked, Schedule):
-            _check_made_for(asked, q_layout, kv_layout, mask)
+            check_made_for(asked, q_layout, kv_layout, mask)
             return Plan(asked.verify(), size, "the schedule that was given", ())
         if isinstance(asked, Scheme):
             return Plan(build(asked, q_layout, kv_layout, mask).verify(), size, "the scheme that was given", ())
-        name, _, families = asked.partition(":")
-        if name != "auto":
-            made = named_schedule(name, size, q_layout, kv_layout, mask, self.pieces)
-            return Plan(made, size, f"asked for by name: {name}", ())
-        passes: tuple[Pass, ...] = ("forward", "backward") if request.training else ("forward",)
-        options = {"families": families.split(",")} if families else {}
-        return select(
-            size,
-            full_mesh(self.world_size),
-            q_layout=q_layout,
-            kv_layout=kv_layout,
-            mask=mask,
-            passes=passes,
-            **options,
-        )
+        if isinstance(asked, Plan):
+            check_made_for(asked.schedule, q_layout, kv_layout, mask)
+            return Plan(asked.schedule.verify(), size, f"the plan that was given: {asked.reason}", asked.candidates)
+        if not self._plans:
+            made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
+            return Plan(made, size, f"asked for by name: {asked}", ())
+        transport = self.transport
+        able = None if transport is None else transport.capabilities
+        return self._planner.plan(request, (q_layout, kv_layout), self.kernel(request.device), able)
+
+    @property
+    def _plans(self) -> bool:
+        """Whether the schedule is chosen here."""
+        return isinstance(self.schedule, str) and self.schedule.partition(":")[0] == "auto"
+
+    @cached_property
+    def _planner(self) -> Planner:
+        from tokenring.planner.planner import Planner
+
+        families = str(self.schedule).partition(":")[2]
+        allowed = tuple(families.split(",")) if families else ()
+        return Planner(self.group, self.world_size, self.topology, allowed, self.memory_limit_bytes)
+
+    def _layouts(self, request: Request) -> tuple[Layout, Layout]:
+        size = request.workload
+        return self.layout_for(size.q_length), self.layout_for(size.kv_length)
+
+    def _plan_together(self, transport: Transport, request: Request) -> None:
+        """Rank 0 plans, all take its word. Raises ConfigurationError, on every rank, where nothing fits."""
+        planner = self._planner
+        planner.look(request.device, request.workload.dtype)  # all ranks together, where there is something to probe
+        word = b""
+        if self.rank == 0:
+            try:
+                plan = self._plan(request)
+                LOG.info("schedule auto: %s", plan.reason)
+                word = planner.word(plan)
+            except TokenRingError as error:
+                word = planner.word(error)
+        said = transport.exchange_text(word, "the plan")[0]
+        agreed = planner.understood(said, request, self._layouts(request), self.kernel(request.device))
+        if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
+            self._agreed.pop(next(iter(self._agreed)))
+        self._agreed[request] = agreed
 
     def _make_executor(self, request: Request, direction: Pass) -> Executor:
         from tokenring.runtime.executor import Executor
@@ -307,10 +352,14 @@ class ContextParallel:
         )
 
     def _schedule_text(self, request: Request) -> str:
+        from tokenring.planner.plan import Plan
+
         if isinstance(self.schedule, str):
             return self.schedule
         if isinstance(self.schedule, Schedule):
             return _named_digest(self.schedule)
+        if isinstance(self.schedule, Plan):
+            return _named_digest(self.schedule.schedule)
         try:  # a Scheme's functions print differently in each process; what they make does not
             return _named_digest(self.plan(request).schedule)
         except TokenRingError as error:
@@ -343,56 +392,3 @@ def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | Non
     if group.get_coordinate() is None:
         raise ConfigurationError(NOT_A_MEMBER)
     return group.get_group()
-
-
-def check_schedule_name(name: object) -> None:
-    from tokenring.schedule.families.registry import FAMILIES, forms, is_known, parse
-
-    if not isinstance(name, str):
-        raise ConfigurationError(
-            f"schedule is of type {type(name).__name__}; choose auto, one of {forms()}, or give a Scheme or a Schedule"
-        )
-    base, restricted, families = name.partition(":")
-    asked = families.split(",") if restricted else [base]
-    unknown = [each for each in asked if not is_known(each)]
-    if (base != "auto" and (restricted or unknown)) or (restricted and unknown):
-        raise ConfigurationError(
-            f"unknown schedule {unknown[0] if unknown else name!r} in {name!r}; choose auto, one of "
-            f"{forms()}, or restrict the choice, as in 'auto:ring,tokenring'"
-        )
-    for each in asked if name != "auto" else ():
-        if not (restricted and each in FAMILIES):  # auto chooses the parameters of a family
-            parse(each)
-
-
-def _check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
-    for what, made, wanted in (
-        ("q layout", schedule.q_layout, q_layout),
-        ("kv layout", schedule.kv_layout, kv_layout),
-        ("mask", schedule.mask, mask),
-    ):
-        if made != wanted:
-            text = [
-                f"{each.name} of {each.length}" if isinstance(each, Layout) else str(each) for each in (made, wanted)
-            ]
-            raise ConfigurationError(
-                f"schedule {schedule.name!r} was made for {what} {text[0]}, but the call has {text[1]}: "
-                f"make it for this call, or give its Scheme, which is built for each"
-            )
-
-
-def _check_name(what: str, given: object, known: Iterable[str], more: str) -> None:
-    choice = f"choose one of auto, {', '.join(known)}{more}"
-    if not isinstance(given, str):
-        raise ConfigurationError(f"{what} is of type {type(given).__name__}; {choice}")
-    if given != "auto" and given not in known:
-        raise ConfigurationError(f"unknown {what} {given!r}; {choice}")
-
-
-def _seconds(given: object) -> float:
-    number = isinstance(given, Real) and not isinstance(given, bool)
-    if not number or not LEAST_SECONDS <= float(cast(float, given)) <= MOST_SECONDS:
-        raise ConfigurationError(
-            f"timeout_seconds={given!r}: give a number of seconds from {LEAST_SECONDS:g} to {MOST_SECONDS:g}"
-        )
-    return float(cast(float, given))

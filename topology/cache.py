@@ -18,13 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tokenring._version import __version__
-from tokenring.errors import TopologyError
+from tokenring.errors import ConfigurationError, TopologyError
 from tokenring.topology.facts import Facts, Note, Origin
 from tokenring.topology.schema import MAX_CHARACTERS, from_json, to_json
 from tokenring.topology.sources import REGISTRY
 
 WORD = "tokenring-topology-cache"
 VERSION = 1
+MEASURED = "measured.json"
 ACCELERATOR_NODES = re.compile(r"nvidia\d+|davinci\d+|kfd|mxcd|mtgpu\.\d+|cambricon_dev\d+")  # in /dev: what we may use
 DRIVERS = (
     "proc/driver/nvidia/version",
@@ -146,3 +147,19 @@ def _stamp(path: str | None) -> list[object]:
         return [path, os.stat(path).st_mtime_ns] if path else []
     except OSError:
         return [path]
+
+
+def keep_measured(document: str, environment: Mapping[str, str]) -> None:
+    """Leave what was measured last, for `tokenring plan --topology measured`. That it cannot be written is no error."""
+    folder = cache_folder(environment)
+    if folder is not None:
+        with suppress(OSError):
+            _write(folder / MEASURED, document)
+
+
+def measured_file(environment: Mapping[str, str]) -> Path:
+    """What was measured last on this machine. Raises ConfigurationError where nothing was."""
+    folder = cache_folder(environment)
+    if folder is None or not (folder / MEASURED).is_file():
+        raise ConfigurationError("nothing was measured here yet: run `tokenring topology --measure` on the ranks first")
+    return folder / MEASURED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -97,7 +98,7 @@ def _read(path: str) -> Topology:
     from tokenring.topology.graph import merge
 
     if path == "measured":
-        path = measured_file()
+        path = str(measured_file(os.environ))
     topology = Topology.of(merge(read_file(path)))
     if topology.world_size == 0:
         raise ConfigurationError(f"{path!r} has no accelerators to plan for: give another file, or preset:NAME")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from tokenring.errors import ConfigurationError
@@ -34,7 +34,6 @@ class Call:
     families: tuple[str, ...] = ()  # restrict the choice to these; names of members, too
     memory_limit_bytes: int | None = None
     everything: bool = False  # simulate also what cannot win
-    order: tuple[int, ...] = field(default=())
 
 
 def plan_call(call: Call) -> Plan:
@@ -93,7 +92,7 @@ def make(call: Call, name: str) -> Schedule:
 
 def order_of(call: Call) -> tuple[int, ...] | None:
     """None where the ranks are in a good order as they are."""
-    order = call.order or good_order(call.setting.interconnect)
+    order = good_order(call.setting.interconnect)
     return None if list(order) == sorted(order) else order
 
 

@@ -71,7 +71,7 @@ def interpolate(samples: Sequence[Sample], side: int) -> float:
     for (low, slow), (high, fast) in pairwise(samples):
         if side <= high:
             share = math.log(side / low) / math.log(high / low)
-            return slow * (fast / slow) ** share
+            return slow * math.exp(share * math.log(fast / slow))
     return samples[-1][1]
 
 

@@ -301,7 +301,8 @@ def topology(server: Server, hosts: int = 1) -> Topology:
     network = [each for each in plain.devices if each.id == NETWORK]
     first, *rest = [tuple(each for each in part.devices if each.id != NETWORK) for part in parts]
     devices = (*first, *network, *(each for part in rest for each in part))
-    graph = Graph(devices, tuple(edge for part in parts for edge in part.edges), coverage="links")
+    edges = tuple(edge for part in parts for edge in part.edges)
+    graph = Graph(devices, edges, seen=tuple(seen for part in parts for seen in part.seen))
     inside = tuple((name, classify(_named(one, name))) for name in names)
     verdict = Verdict("multi-node", "high", (f"{hosts} hosts",), inside=inside)
     ids = tuple(f"{name}:{each.id}" for name in names for each in one.accelerators)
@@ -321,9 +322,9 @@ def _named(graph: Graph, host: str) -> Graph:
         else replace(each, id=named(each.id), host=host, parent=named(each.parent) if each.parent else None)
         for each in graph.devices
     )
-    return replace(
-        graph, devices=devices, edges=tuple(_moved(edge, named(edge.a), named(edge.b)) for edge in graph.edges)
-    )
+    edges = tuple(_moved(edge, named(edge.a), named(edge.b)) for edge in graph.edges)
+    seen = tuple((coverage, tuple(map(named, names))) for coverage, names in graph.seen)
+    return replace(graph, devices=devices, edges=edges, seen=seen)
 
 
 def _moved(edge: Edge, a: str, b: str) -> Edge:

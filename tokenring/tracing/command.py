@@ -57,7 +57,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 def _case(options: argparse.Namespace, ranks: int) -> Case:
     """The options as a case. Raises ConfigurationError for what no rank could run."""
-    from tokenring.context import check_schedule_name
+    from tokenring.arguments import check_schedule_name
 
     call = check_call(options, ranks)
     check_schedule_name(options.schedule)

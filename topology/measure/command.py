@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.ranks import Command
+from tokenring.topology.cache import keep_measured
 from tokenring.topology.measure.worker import Case, Measured
 from tokenring.topology.page import to_html
 from tokenring.topology.picture import to_svg
@@ -34,6 +35,7 @@ def _page(found: Measured) -> str:
 
 
 def _show(found: Measured, options: argparse.Namespace, console: Console) -> int:
+    keep_measured(found.to_json(), os.environ)
     if options.json:
         console.say(found.to_json().rstrip("\n"))
     elif (options.save, options.svg, options.html) == (None, None, None):

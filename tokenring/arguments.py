@@ -1,0 +1,71 @@
+"""What users give to ContextParallel: checks that say what was asked, what there is, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Real
+from typing import TYPE_CHECKING, cast
+
+from tokenring.errors import ConfigurationError
+from tokenring.layout import Layout
+from tokenring.mask import Mask
+
+if TYPE_CHECKING:
+    from tokenring.schedule.ir import Schedule
+
+LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
+MOST_SECONDS = 1e9  # above, clocks overflow
+
+
+def check_schedule_name(name: object) -> None:
+    from tokenring.schedule.families.registry import FAMILIES, forms, is_known, parse
+
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"schedule is of type {type(name).__name__}; choose auto, one of {forms()}, or give a Scheme, "
+            f"a Schedule or a Plan"
+        )
+    base, restricted, families = name.partition(":")
+    asked = families.split(",") if restricted else [base]
+    unknown = [each for each in asked if not is_known(each)]
+    if (base != "auto" and (restricted or unknown)) or (restricted and unknown):
+        raise ConfigurationError(
+            f"unknown schedule {unknown[0] if unknown else name!r} in {name!r}; choose auto, one of "
+            f"{forms()}, or restrict the choice, as in 'auto:ring,tokenring'"
+        )
+    for each in asked if name != "auto" else ():
+        if not (restricted and each in FAMILIES):  # auto chooses the parameters of a family
+            parse(each)
+
+
+def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
+    for what, made, wanted in (
+        ("q layout", schedule.q_layout, q_layout),
+        ("kv layout", schedule.kv_layout, kv_layout),
+        ("mask", schedule.mask, mask),
+    ):
+        if made != wanted:
+            text = [
+                f"{each.name} of {each.length}" if isinstance(each, Layout) else str(each) for each in (made, wanted)
+            ]
+            raise ConfigurationError(
+                f"schedule {schedule.name!r} was made for {what} {text[0]}, but the call has {text[1]}: "
+                f"make it for this call, or give its Scheme, which is built for each"
+            )
+
+
+def check_name(what: str, given: object, known: Iterable[str], more: str) -> None:
+    choice = f"choose one of auto, {', '.join(known)}{more}"
+    if not isinstance(given, str):
+        raise ConfigurationError(f"{what} is of type {type(given).__name__}; {choice}")
+    if given != "auto" and given not in known:
+        raise ConfigurationError(f"unknown {what} {given!r}; {choice}")
+
+
+def seconds_limit(given: object) -> float:
+    number = isinstance(given, Real) and not isinstance(given, bool)
+    if not number or not LEAST_SECONDS <= float(cast(float, given)) <= MOST_SECONDS:
+        raise ConfigurationError(
+            f"timeout_seconds={given!r}: give a number of seconds from {LEAST_SECONDS:g} to {MOST_SECONDS:g}"
+        )
+    return float(cast(float, given))
