@@ -44,10 +44,9 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
     ({"layout": "zigzag/-2"}, f"unknown layout 'zigzag/-2'; {LAYOUTS}"),
     ({"layout": "zigzag/²"}, f"unknown layout 'zigzag/²'; {LAYOUTS}"),
     (
-        {"schedule": None},
-        f"schedule is of type NoneType; choose auto, one of {SCHEDULES}, or give a Scheme or a Schedule",
+        {"schedule": 3},
+        f"schedule is of type int; choose auto, one of {SCHEDULES}, or give a Scheme, a Schedule or a Plan",
     ),
-    ({"schedule": 3}, f"schedule is of type int; choose auto, one of {SCHEDULES}, or give a Scheme or a Schedule"),
     (
         {"schedule": "auto:"},
         f"unknown schedule '' in 'auto:'; choose auto, one of {SCHEDULES}, "

@@ -319,9 +319,6 @@ GPU1   0     NIC0 (phb)
 GPU2   0     NIC0 (phb)
 GPU3   0     NIC0 (phb)
 
-unknown
-  bandwidth through PCIe: p2pBandwidthLatencyTest or nvbandwidth measures it
-
 favours   ring and bidirectional: each device sends to one neighbour at a time
 
 ranks

@@ -79,7 +79,9 @@ def make_request(
     workload = _workload(q, k, v, cp, mask)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     training = torch.is_grad_enabled()
-    return Request(workload, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else _scale(scale), training, q.device)
+    differentiable = any(x.requires_grad for x in (q, k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _scale(scale)
+    return Request(workload, mask, scale, training, q.device, differentiable)
 
 
 def _refuse(features: dict[str, object]) -> None:

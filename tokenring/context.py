@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -47,13 +47,17 @@ CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
 
 @dataclass(frozen=True)
 class Request:
-    """One kind of attention call, as this rank sees it."""
+    """One kind of attention call, as this rank sees it.
+
+    differentiable: an input wants gradients, also where they are not enabled now, as in a reentrant checkpoint.
+    """
 
     workload: Workload
     mask: Mask
     scale: float
     training: bool
     device: torch.device
+    differentiable: bool = field(default=False, compare=False)
 
 
 class ContextParallel:

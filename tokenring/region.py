@@ -55,6 +55,8 @@ class Patch(NamedTuple):
         """How many (row, column) pairs are visible."""
         if self.is_full:
             return self.rows * self.cols
+        if self.low is not None and self.high is not None and self.low > self.high:
+            return 0
         above = 0 if self.low is None else self._pairs_up_to(self.low - 1)
         return (self.rows * self.cols if self.high is None else self._pairs_up_to(self.high)) - above
 

@@ -85,7 +85,8 @@ class Planner:
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
     ) -> Call:
         net, machine = self.look(request.device, request.workload.dtype)
-        passes: tuple[Pass, ...] = ("forward", "backward") if request.training else ("forward",)
+        backward = request.training or request.differentiable  # so that a checkpoint's two forwards are the same
+        passes: tuple[Pass, ...] = ("forward", "backward") if backward else ("forward",)
         early = able is None or able.early_receives
         one_sided = able is not None and able.one_sided
         setting = Setting(request.workload, net, machine, passes, kernel.supports_patch, early, one_sided)
