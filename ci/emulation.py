@@ -25,7 +25,8 @@ from tokenring.emulate import Emulated, Shape  # noqa: E402
 from tokenring.emulate.ways import heaviest  # noqa: E402
 
 TOLERANCE = 0.02
-SECONDS = 0.5  # that the most loaded wire is busy
+SETTLE_SECONDS = 0.05  # from the last rank's arrival until all begin: no message is on its way any more
+SECONDS = 1.5  # that the most loaded wire is busy
 Flows = list[tuple[int, int]]
 
 
@@ -70,6 +71,18 @@ def sizes(shape: Shape, flows: Flows) -> tuple[int, float]:
 # ---------- at a rank
 
 
+def start_together() -> float:
+    """The moment at which all begin. They share a clock, and who leaves a barrier last would have less to wait for."""
+    import torch
+    import torch.distributed as dist
+
+    moment = torch.tensor(time.perf_counter(), dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX)
+    began = moment.item() + SETTLE_SECONDS
+    time.sleep(max(0.0, began - time.perf_counter()))
+    return began
+
+
 def run_rank(values: dict[str, object], rounds: int) -> None:
     import torch
     import torch.distributed as dist
@@ -77,16 +90,16 @@ def run_rank(values: dict[str, object], rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, shape = dist.get_rank(), Shape(**values)  # type: ignore[arg-type]
+    others = [(rank + step) % shape.ranks for step in range(1, shape.ranks)]  # not everyone to rank 0 first
     for name, flows in patterns(shape):
         nbytes, wanted = sizes(shape, flows)
         data = torch.zeros(nbytes, dtype=torch.uint8)
         landing = {a: torch.empty_like(data) for a, b in flows if b == rank}
         seconds = []
         for turn in range(rounds + 1):
-            dist.barrier()
-            began = time.perf_counter()
+            began = start_together()
             works = [dist.irecv(into, a) for a, into in landing.items()]
-            works += [dist.isend(data, b) for a, b in flows if a == rank]
+            works += [dist.isend(data, b) for b in others if (rank, b) in flows]
             for work in works:
                 work.wait()
             took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
@@ -127,7 +140,11 @@ def measure(shape: Shape, rounds: int) -> float:
     with Emulated(**values) as net:
         here = str(Path(__file__).resolve().parent)
         lines = net.run(
-            "emulation", [json.dumps(values), str(rounds)], 300, environment={"PYTHONPATH": here}, show=lambda line: None
+            "emulation",
+            [json.dumps(values), str(rounds)],
+            300,
+            environment={"PYTHONPATH": here},
+            show=lambda line: None,
         )
     worst = 0.0
     for name, wanted, seconds in map(json.loads, lines):

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenring.emulate.shapes import Fabric, Link, rank_node
+from tokenring.emulate.ways import wires
 
 BITS_PER_GBIT = 1e9
-MTU = 9000
-MOST_PACKET_BYTES = 64000  # the stack's limit for one offloaded packet is 64 KiB
-PACKET_SECONDS = 0.001  # an offloaded packet occupies the slowest link for so long at most
+LEAST_PACKET_BYTES, MOST_PACKET_BYTES = 1500, 64000  # the stack's limit for an offloaded packet is 64 KiB
+MOST_MTU = 9000  # larger packets are offloaded: several segments that pass in one piece
+PACKETS_PER_S = 40_000  # on all wires together, when all are busy: what two cores can still move in time
 LATE_SECONDS = 0.0002  # what a bucket holds beside one packet: lateness of timers that a link makes up for
 QUEUE_BYTES = 64 << 20  # never drops: the links that are emulated lose nothing
-WINDOW_SECONDS = 0.008  # of the fastest link: what one connection may have on its way
+WINDOW_SECONDS = 0.008
 LEAST_WINDOW_BYTES = 1 << 17
 HEADER_BYTES = 54  # Ethernet, IPv4 and TCP without options
 SETTINGS = {
@@ -57,7 +58,8 @@ def make_plan(fabric: Fabric, prefix: str) -> Plan:
     """The plan of an emulation whose namespaces are called `prefix` and a node."""
     nodes = fabric.nodes
     rates = [link.gbit for link in fabric.links]
-    packet = packet_bytes(min(rates))
+    packet = packet_bytes(fabric)
+    mtu = min(packet, MOST_MTU)
     links: dict[str, list[str]] = {node: [] for node in nodes}
     inside: dict[str, list[str]] = {node: ["link set lo up"] for node in nodes}
     shaping: dict[str, list[str]] = {node: [] for node in nodes}
@@ -66,13 +68,13 @@ def make_plan(fabric: Fabric, prefix: str) -> Plan:
         inside[rank_node(rank)] += ["addr del 127.0.0.1/8 dev lo", f"addr add {address(rank)}/32 dev lo"]
     for switch in fabric.switches:
         links[switch] += ["link add bridge type bridge stp_state 0 mcast_snooping 0"]
-        inside[switch] += [f"link set bridge mtu {MTU} up"]
+        inside[switch] += [f"link set bridge mtu {mtu} up"]
     for link in fabric.links:
         (node, device), (other, peer) = link.a, link.b
         links[node].append(f"link add {device} type veth peer name {peer} netns {prefix}{other}")
         for end, name in (link.a, link.b):
             master = " master bridge" if end in fabric.switches else ""
-            inside[end].append(f"link set {name} mtu {MTU} gso_max_size {packet}{master} up")
+            inside[end].append(f"link set {name} mtu {mtu} gso_max_size {packet}{master} up")
         _shape(link, packet, inside, shaping)
     for route in fabric.routes:
         via = "" if route.via is None else f" via {address(route.via)} onlink"
@@ -89,18 +91,20 @@ def make_plan(fabric: Fabric, prefix: str) -> Plan:
     )
 
 
-def packet_bytes(gbit: float) -> int:
-    """Large packets cost little of the processor; small ones share a link finely, and overshoot little."""
-    return max(MTU, min(MOST_PACKET_BYTES, round(gbit * BITS_PER_GBIT / 8 * PACKET_SECONDS)))
+def packet_bytes(fabric: Fabric) -> int:
+    """As small as the processor allows: small packets share wires finely, and an idle wire lets one pass for free."""
+    total = sum(wires(fabric).values()) * BITS_PER_GBIT / 8
+    return max(LEAST_PACKET_BYTES, min(MOST_PACKET_BYTES, round(total / PACKETS_PER_S)))
 
 
 def bucket(gbit: float, packet: int) -> str:
     """The token bucket of one direction: rates are of payload, so headers and acknowledgements come on top."""
-    segment = MTU - 40
+    segment = min(packet, MOST_MTU) - 40
     # Each segment has headers; traffic of the other direction is acknowledged every other segment or packet.
     overhead = 1 + (HEADER_BYTES + HEADER_BYTES / 4) / segment
     rate = round(gbit * BITS_PER_GBIT * overhead)
-    burst = round(1.02 * packet + gbit * BITS_PER_GBIT / 8 * LATE_SECONDS)  # with less, tbf would cut packets up
+    # With less than a packet and its headers, tbf would cut packets up.
+    burst = round(1.02 * packet + HEADER_BYTES + gbit * BITS_PER_GBIT / 8 * LATE_SECONDS)
     return f"root tbf rate {rate}bit burst {burst} limit {QUEUE_BYTES}"
 
 
@@ -118,7 +122,7 @@ def _shape(link: Link, packet: int, inside: dict[str, list[str]], shaping: dict[
         return
     node, device = link.a
     shared = "both"
-    inside[node] += [f"link add {shared} type ifb", f"link set {shared} mtu {MTU} up"]
+    inside[node] += [f"link add {shared} type ifb", f"link set {shared} mtu {min(packet, MOST_MTU)} up"]
     shaping[node] += [f"qdisc add dev {shared} {bucket_text}", f"qdisc add dev {device} clsact"]
     for way in ("ingress", "egress"):
         shaping[node].append(
