@@ -89,7 +89,7 @@ def test_errors() -> None:
 # ---------- the race, on ranks
 
 
-def raced(here: Here, case: Case, kinds: tuple[str, ...] = ()) -> tuple[list[Entry], str, list[str]]:
+def raced(here: Here, case: Case, kinds: tuple[str, ...] = ()) -> tuple[list[Entry], str | None, list[str]]:
     setting = Setting(case, here.rank, here.world_size)
     made = [Candidate(kind, PEER, partial(fake, kind)) for kind in kinds]
     candidates = [*our_candidates(case), one_process(), *made, *peer_candidates(case.peers)]

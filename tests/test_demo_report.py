@@ -166,8 +166,7 @@ def test_failure_text() -> None:
     lost, cause = Failed(0, "PeerLost", "no answer", True), Failed(3, "ScheduleError", "no such link", True)
     assert failure_text([lost, cause], 1, "a log") == "no such link"
     assert failure_text([lost], 1, "a log") == "no answer"
-    died = "E failed (exitcode: -9) local_rank: 2 (pid: 77) of binary: python"
-    assert failure_text([lost], 1, died) == "rank 2 was ended by SIGKILL; the others were ended too"
+    assert failure_text([lost], 1, "", (2, 9)) == "rank 2 was ended by SIGKILL; the others were ended too"
     assert failure_text([], -9, "") == "torchrun was ended by SIGKILL; the ranks were ended too"
     assert failure_text([], 1, "one\ntwo") == "the ranks ended with exit code 1; the end of their log:\none\ntwo"
     unforeseen = replace(cause, kind="IndexError", expected=False)

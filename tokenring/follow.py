@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from tokenring.console import Console
 from tokenring.errors import ConfigurationError
-from tokenring.launch import PR_SET_PDEATHSIG, Interrupts, Processes
+from tokenring.launch import PR_SET_PDEATHSIG, Interrupts
 
 INTERRUPTED = 130
 POLL_SECONDS = 0.1
@@ -39,6 +39,22 @@ class Failed:
     kind: str
     message: str
     expected: bool
+
+
+class Running(Protocol):
+    """Ranks that were started, as whoever follows them needs them."""
+
+    def read(self, seconds: float) -> list[str]:
+        """The lines that are there, waiting up to so long for the first."""
+
+    def exit_code(self) -> int | None:
+        """None while any of them runs."""
+
+    def log(self) -> str:
+        """What was written on standard error so far."""
+
+    def killed(self) -> tuple[int, int] | None:
+        """The rank that a signal ended first, and the signal; None: no such rank."""
 
 
 # ---------- at a rank
@@ -73,7 +89,7 @@ def check(interrupts: Interrupts) -> None:
 
 
 def follow(
-    processes: Processes,
+    processes: Running,
     interrupts: Interrupts,
     show: Callable[[str], Failed | None],
     wait: Callable[[float], None],
@@ -104,17 +120,19 @@ def follow(
             raise CommandFailed(f"no news from the ranks for {silence_seconds:.0f} s while {phase()}")
         wait(now - began)
     if failures or ended:
-        raise CommandFailed(failure_text(failures, ended, processes.log()))
+        raise CommandFailed(failure_text(failures, ended, processes.log(), processes.killed()))
 
 
-def failure_text(failures: Sequence[Failed], exit_code: int | None, log: str) -> str:
+def failure_text(
+    failures: Sequence[Failed], exit_code: int | None, log: str, killed: tuple[int, int] | None = None
+) -> str:
     """Why the ranks failed: what they said, or how they ended, or the end of their log.
 
-    A rank that lost a peer knows less than the peer; torchrun's own words name the one that ended first.
+    A rank that lost a peer knows less than the peer; `killed` names the one that a signal ended first.
     """
     first = sorted(failures, key=lambda failed: (failed.kind == "PeerLost", failed.rank))
-    if died := re.search(r"exitcode: -(\d+)\) local_rank: (\d+)", log):
-        return f"rank {died[2]} was ended by {signal.Signals(int(died[1])).name}; the others were ended too"
+    if killed is not None:
+        return f"rank {killed[0]} was ended by {signal.Signals(killed[1]).name}; the others were ended too"
     if not first and exit_code is not None and exit_code < 0:
         return f"torchrun was ended by {signal.Signals(-exit_code).name}; the ranks were ended too"
     if not first:

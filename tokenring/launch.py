@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import shutil
 import signal
@@ -53,6 +54,29 @@ class Interrupts:
         self.seen = True
 
 
+class Lines:
+    """The reading end of a pipe, line by line."""
+
+    def __init__(self, reading: int) -> None:
+        self._reading = reading
+        self._unread = b""
+
+    def read(self, seconds: float) -> list[str]:
+        """The lines that are there, waiting up to so long for the first."""
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN)
+        if not poll.poll(1000 * seconds):
+            return []
+        data = os.read(self._reading, 1 << 20)
+        if not data:  # everyone has closed it: nothing to wait for but the exit code
+            time.sleep(seconds)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def close(self) -> None:
+        os.close(self._reading)
+
+
 class Processes:
     """A command in a session and a temporary folder of its own, with all that it starts.
 
@@ -61,17 +85,17 @@ class Processes:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.command, self.environment = list(command), dict(environment)
-        self._unread = b""
 
     def __enter__(self) -> Processes:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._others = descendants(os.getpid())
         self.folder = Path(tempfile.mkdtemp(prefix="tokenring-"))
-        self._reading, writing = os.pipe()
+        reading, writing = os.pipe()
+        self._lines = Lines(reading)
         try:
             with open(self.folder / "log", "wb") as log:
                 self._process = subprocess.Popen(
-                    [*_ending_with_parent(), *self.command],
+                    [*ending_with_parent(signal.SIGTERM), *self.command],
                     stdin=subprocess.DEVNULL,
                     stdout=writing,
                     stderr=log,
@@ -93,15 +117,7 @@ class Processes:
 
     def read(self, seconds: float) -> list[str]:
         """The lines that are there, waiting up to so long for the first."""
-        poll = select.poll()
-        poll.register(self._reading, select.POLLIN)
-        if not poll.poll(1000 * seconds):
-            return []
-        data = os.read(self._reading, 1 << 20)
-        if not data:  # everyone has closed it: nothing to wait for but the exit code
-            time.sleep(seconds)
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+        return self._lines.read(seconds)
 
     def exit_code(self) -> int | None:
         """None while the command runs."""
@@ -111,18 +127,24 @@ class Processes:
         """What was written on standard error so far."""
         return (self.folder / "log").read_text(errors="replace")
 
+    def killed(self) -> tuple[int, int] | None:
+        """The rank that a signal ended first, and the signal, by torchrun's own words; None: no such rank."""
+        found = re.search(r"exitcode: -(\d+)\) local_rank: (\d+)", self.log())
+        return (int(found[2]), int(found[1])) if found else None
+
     def _clean_up(self) -> None:
         end_descendants(self._others)
-        os.close(self._reading)
+        self._lines.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _ending_with_parent() -> list[str]:
-    """If we are killed outright, torchrun gets the signal that makes it end its ranks.
+def ending_with_parent(number: int) -> list[str]:
+    """What to put before a command, so that it gets a signal if we are killed outright: torchrun one that makes it
+    end its ranks.
 
     By a command of its own: code between fork and exec is unsafe where threads run.
     """
-    text = END_WITH_PARENT.format(option=PR_SET_PDEATHSIG, signal=int(signal.SIGTERM))
+    text = END_WITH_PARENT.format(option=PR_SET_PDEATHSIG, signal=int(number))
     return [sys.executable, "-S", "-c", text]
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -22,6 +22,7 @@ from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.follow import (
     CommandFailed,
     Failed,
+    Running,
     check_output,
     end_with_parent,
     exit_code,
@@ -123,6 +124,13 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 # ---------- the command
 
+Start = Callable[[Any, int, str, list[str]], AbstractContextManager[Running]]  # for a case: ranks, module, arguments
+
+
+def start_torchrun(case: Any, ranks: int, module: str, arguments: list[str]) -> Processes:
+    """Ranks on this machine, joined by what it has."""
+    return Processes(torchrun_command(ranks, module, arguments), rank_environment(os.environ))
+
 
 @dataclass(frozen=True)
 class Command(Generic[R]):
@@ -130,7 +138,7 @@ class Command(Generic[R]):
 
     module: of a rank; has `main` for one of our own and `run(case, tell)` for one that torchrun started, where rank 0
     returns the report. options and case raise ConfigurationError. outputs: for each option that names a file, what
-    is written there. show: prints the report, and returns the exit code.
+    is written there. show: prints the report, and returns the exit code. start: starts ranks of our own.
     """
 
     name: str
@@ -140,6 +148,7 @@ class Command(Generic[R]):
     read: Callable[[str], R]
     outputs: Mapping[str, Callable[[R], str]]
     show: Callable[[R, argparse.Namespace, Console], int]
+    start: Start = start_torchrun
 
     def main(self, argv: list[str] | None, environment: Mapping[str, str]) -> int:
         """Returns the exit code: 0, 1 (something went wrong), 130 (interrupted).
@@ -208,8 +217,8 @@ class _Job(Generic[R]):
     def _on_own(self, ranks: int, console: Console, interrupts: Interrupts) -> R:
         """Start ranks, follow them, and leave none."""
         following = _Following(console)
-        command = torchrun_command(ranks, self.command.module, [json.dumps(asdict(self.case))])
-        with Processes(command, rank_environment(os.environ)) as processes:
+        arguments = [json.dumps(asdict(self.case))]
+        with self.command.start(self.case, ranks, self.command.module, arguments) as processes:
             follow(processes, interrupts, following.take, following.wait, lambda: following.phase, SILENCE_SECONDS)
         if following.report is None:
             raise CommandFailed("the ranks ended without a report")

@@ -5,6 +5,7 @@ B batch, T local tokens, H heads, D head dim.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,10 @@ from torch.nn import functional as F
 
 import tokenring as tr
 from tokenring.bench.results import ONE, OURS, Case
+from tokenring.bench.sleeping import SleepingContext
 from tokenring.console import cores
+from tokenring.emulate.shapes import Fabric
+from tokenring.emulate.ways import Load, heaviest
 from tokenring.layout import make_layout
 from tokenring.mask import Mask, parse_mask
 from tokenring.schedule.ir import PASSES
@@ -68,6 +72,7 @@ class Runner:
     form: Form = BTHD
     threads: int = 1
     link_bytes: int | None = None
+    load: Load | None = None
     notes: tuple[Note, ...] = ()
 
     @property
@@ -125,30 +130,41 @@ def our_candidates(case: Case) -> list[Candidate]:
 
 def _schedule_runner(setting: Setting, name: str) -> Runner:
     case, mask = setting.case, setting.mask
-    cp = tr.ContextParallel(
-        layout=case.layout,
-        schedule=name,
-        transport=setting.transport,
-        pieces=case.pieces,
-        timeout_seconds=WAIT_SECONDS,
-    )
+    options: dict[str, Any] = {
+        "layout": case.layout,
+        "schedule": name,
+        "transport": setting.transport,
+        "pieces": case.pieces,
+        "timeout_seconds": WAIT_SECONDS,
+    }
+    rate = case.compute_tflops
+    cp = tr.ContextParallel(**options) if rate is None else SleepingContext(rate, **options)
     positions = setting.positions(case.layout)
     try:
         with torch.set_grad_enabled(case.backward):
             plan = tr.plan(*_shapes_only(case, positions.numel()), cp, mask)
     except (tr.ConfigurationError, tr.UnsupportedError) as error:
         raise NotRun(str(error)) from None
-    loads: dict[tuple[int, int], int] = {}
-    for direction in PASSES if case.backward else PASSES[:1]:
-        for link, size in plan.schedule.link_bytes(plan.workload, direction).items():
-            loads[link] = loads.get(link, 0) + size
+    passes = PASSES if case.backward else PASSES[:1]
+    moved = [plan.schedule.link_bytes(plan.workload, direction) for direction in passes]
+    loads: Counter[tuple[int, int]] = Counter()
+    for each in moved:
+        loads.update(each)
     chosen = f"takes {plan.name}, " if plan.name != name else ""
     return Runner(
         f"schedule, {chosen}{case.layout}",
         positions,
         lambda q, k, v: tr.attention(q, k, v, cp, mask=mask),
         link_bytes=max(loads.values(), default=0),
+        load=None if case.emulate is None else _load(case.emulate.fabric, moved),
     )
+
+
+def _load(fabric: Fabric, moved: list[dict[tuple[int, int], int]]) -> Load:
+    """The most loaded wire's seconds, of one pass after the other; the wire of the longest."""
+    loads = [load for each in moved if (load := heaviest(fabric, each)) is not None]
+    longest = max(loads, key=lambda load: load.seconds, default=Load("none", 0.0))
+    return Load(longest.wire, sum(load.seconds for load in loads))
 
 
 def _shapes_only(case: Case, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from functools import partial
 
+from tokenring.bench.emulate import add_options, check_options, start
 from tokenring.bench.picture import to_svg
 from tokenring.bench.results import ERROR_LIMITS, Case, Report
 from tokenring.bench.table import table
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
-from tokenring.ranks import Command, add_call_options, check_call
+from tokenring.ranks import Command, add_call_options, check_call, ranks_started
 
 MODULE = "tokenring.bench.worker"
 
@@ -22,7 +24,9 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     Raises ConfigurationError for options that do not fit.
     """
     outputs = {"json": Report.to_json, "picture": to_svg}
-    return Command("bench", MODULE, _options, _case, Report.from_json, outputs, _show).main(argv, environment)
+    started = ranks_started(environment) is not None
+    case = partial(_case, started)
+    return Command("bench", MODULE, _options, case, Report.from_json, outputs, _show, start).main(argv, environment)
 
 
 def _show(report: Report, options: argparse.Namespace, console: Console) -> int:
@@ -55,10 +59,11 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--pieces", type=int, metavar="N", help="parts of a chunk that our schedules move apart (their own choice)")
     add("--json", metavar="FILE", help="write the report with every sample (docs/bench.md)")
     add("--picture", metavar="FILE", help="draw the report, as SVG")
+    add_options(parser)
     return parser.parse_args(argv)
 
 
-def _case(options: argparse.Namespace, ranks: int) -> Case:
+def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
     """The options as a case. Raises ConfigurationError for what no rank could run."""
     from tokenring.bench.peers import PEERS
     from tokenring.schedule.schemes import SCHEMES
@@ -67,8 +72,11 @@ def _case(options: argparse.Namespace, ranks: int) -> Case:
     schedules = _names("--schedules", options.schedules, {"all": [*SCHEMES]}, [*SCHEMES, "auto"])
     if options.pieces is not None and "auto" in schedules:
         raise ConfigurationError("--pieces goes with schedules by name: leave auto out")
+    emulation = check_options(options, ranks, started)
     peers = _names("--peers", options.peers, {"auto": [*PEERS], "none": []}, [*PEERS])
-    return Case(**call, schedules=schedules, peers=peers)
+    if options.compute is not None:
+        peers = []
+    return Case(**{**call, "schedules": schedules, "peers": peers, **emulation})
 
 
 def _names(option: str, text: str, words: Mapping[str, list[str]], known: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 
 from tokenring.bench.results import ONE, OURS, PEER, WRONG, Entry, Report
-from tokenring.bench.table import bytes_text, case_text, machine_text, ms, what_text
+from tokenring.bench.table import bytes_text, case_text, emulation_text, machine_text, ms, what_text
 from tokenring.svg import axis_step, opening, style, text_at
 
 # Sizes in SVG units, which viewers show as pixels.
@@ -71,7 +71,8 @@ class _Picture:
             MARGIN, 40, f"Attention split over {self.report.machine.ranks} ranks, {passes}", 19, weight="bold"
         )
         yield text_at(MARGIN, 61, case_text(case).partition(", ")[2], 13, "grey")
-        yield text_at(MARGIN, 79, machine_text(self.report.machine), 13, "grey")
+        where = "; ".join(filter(None, [machine_text(self.report.machine), emulation_text(case)]))
+        yield text_at(MARGIN, 79, where, 13, "grey")
         x = self.left
         for name, text in KINDS.values():
             if any(KINDS[entry.kind][0] == name for entry in self.timed):
@@ -119,7 +120,8 @@ class _Picture:
 
     def _tip(self, entry: Entry) -> str:
         parts = [f"{entry.name} ({what_text(entry)}): {ms(entry.median_s)} ms"]
-        parts += [f"{ms(min(entry.call_s))} to {ms(max(entry.call_s))} ms, error {entry.worst_error:.1e}"]
+        parts += [f"{ms(min(entry.call_s))} to {ms(max(entry.call_s))} ms"]
+        parts[-1] += f", error {entry.worst_error:.1e}" if self.report.reference else ", not checked"
         parts += [] if entry.link_bytes is None else [f"{bytes_text(entry.link_bytes)} on the busiest link"]
         return "; ".join(parts)
 

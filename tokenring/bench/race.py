@@ -21,6 +21,7 @@ from tokenring.ranks import Tell
 
 WARM_UP_ROUNDS = 2  # the first also compares results
 PEER_SECONDS = 120.0  # how long the ranks of a peer wait for each other, should one of them fail
+SETTLE_SECONDS = 0.03  # from the last rank's arrival until all begin, on emulated links
 SEED = 0
 
 
@@ -52,8 +53,11 @@ def order(count: int, turn: int) -> list[int]:
     return row[::-1] if count % 2 and (turn // count) % 2 else row
 
 
-def race(setting: Setting, candidates: list[Candidate], tell: Tell) -> tuple[list[Entry], str, list[str]]:
-    """All entries, what results were compared with, and notes. Every rank calls it, with the same candidates."""
+def race(setting: Setting, candidates: list[Candidate], tell: Tell) -> tuple[list[Entry], str | None, list[str]]:
+    """All entries, what results were compared with (None: they were not), and notes.
+
+    Every rank calls it, with the same candidates.
+    """
     case = setting.case
     rounds = WARM_UP_ROUNDS + case.rounds
     steps = len(candidates) * (rounds + 1) + 1
@@ -62,10 +66,13 @@ def race(setting: Setting, candidates: list[Candidate], tell: Tell) -> tuple[lis
     for index, candidate in enumerate(candidates):
         tell(index, steps, f"making {candidate.name} ready")
         lanes.append(_prepare(setting, candidate, inputs_BSHD))
-    tell(len(lanes), steps, "computing the reference")
-    dtype = reference_dtype(case)
-    wanted = reference(inputs_BSHD, setting.mask, case.backward, setting.rank, setting.ranks, dtype)
+    wanted, dtype = None, None
+    if case.compute_tflops is None:
+        tell(len(lanes), steps, "computing the reference")
+        dtype = reference_dtype(case)
+        wanted = reference(inputs_BSHD, setting.mask, case.backward, setting.rank, setting.ranks, dtype)
     del inputs_BSHD
+    compared_with = None if dtype is None else str(dtype).removeprefix("torch.")
     with no_garbage_collection():
         for turn in range(rounds):
             running = [lane for lane in lanes if lane.running]
@@ -73,10 +80,10 @@ def race(setting: Setting, candidates: list[Candidate], tell: Tell) -> tuple[lis
                 lane = running[index]
                 done = len(lanes) * (turn + 1) + 1 + running.index(lane)
                 tell(done, steps, f"round {turn + 1} of {rounds}: {lane.entry.name}")
-                _take_turn(setting, lane, wanted if turn == 0 else None, counts=turn >= WARM_UP_ROUNDS)
-            wanted = {}
+                _take_turn(setting, lane, wanted, counts=turn >= WARM_UP_ROUNDS)
+            wanted = None
             gc.collect()
-    return [lane.entry for lane in lanes], str(dtype).removeprefix("torch."), _notes(lanes)
+    return [lane.entry for lane in lanes], compared_with, _notes(lanes)
 
 
 def _notes(lanes: list[_Lane]) -> list[str]:
@@ -108,6 +115,8 @@ def _prepare(setting: Setting, candidate: Candidate, inputs_BSHD: list[torch.Ten
         lane.inputs = [runner.form.into(x.index_select(1, runner.positions)) for x in inputs_BSHD]
         lane.runner = runner
         lane.entry = replace(lane.entry, what=runner.what, link_bytes=runner.link_bytes)
+        if runner.load is not None:
+            lane.entry = replace(lane.entry, wire=runner.load.wire, wire_s=runner.load.seconds)
         for x in lane.inputs[:3]:
             x.requires_grad_(setting.case.backward)
     except NotInstalled as missing:
@@ -135,13 +144,12 @@ def _agree(setting: Setting, lane: _Lane, status: str, reason: str) -> None:
 def _take_turn(setting: Setting, lane: _Lane, wanted: dict[str, torch.Tensor] | None, counts: bool) -> None:
     """One call on all ranks; with `wanted` its results are compared, and with `counts` its times kept."""
     assert lane.runner is not None
-    if setting.ranks > 1:
-        dist.barrier()
+    began = _start(setting)
     found: list[torch.Tensor] = []
     times, problem = (0.0, 0.0), ""
     try:
         if lane.runner.takes_part:
-            *times, found = _call(lane.runner, lane.inputs, setting.case.backward)  # type: ignore[assignment]
+            *times, found = _call(lane.runner, lane.inputs, setting.case.backward, began)  # type: ignore[assignment]
     except Exception as error:
         problem = _told(error)
     slowest = torch.tensor([*times, float(bool(problem))], dtype=torch.float64)
@@ -157,12 +165,31 @@ def _take_turn(setting: Setting, lane: _Lane, wanted: dict[str, torch.Tensor] | 
         lane.entry.call_s.append(round(slowest[1].item(), 7))
 
 
-def _call(runner: Runner, inputs: list[torch.Tensor], backward: bool) -> tuple[float, float, list[torch.Tensor]]:
+def _start(setting: Setting) -> float | None:
+    """Returns when all ranks may begin; the moment, if they have agreed on one.
+
+    Over emulated links a barrier's last messages are late, and who gets them late would have less to wait for. But
+    all ranks there share a clock, and begin at one moment, when no message is on its way any more.
+    """
+    if setting.case.emulate is None:
+        if setting.ranks > 1:
+            dist.barrier()
+        return None
+    moment = torch.tensor(time.perf_counter(), dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX)
+    began = moment.item() + SETTLE_SECONDS
+    time.sleep(max(0.0, began - time.perf_counter()))
+    return began
+
+
+def _call(
+    runner: Runner, inputs: list[torch.Tensor], backward: bool, began: float | None
+) -> tuple[float, float, list[torch.Tensor]]:
     """Seconds until the end of forward, seconds until the end, and the results."""
     *leaves, dout = inputs
     gradients: tuple[torch.Tensor, ...] = ()
     with torch.set_grad_enabled(backward), _threads(runner.threads):
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         out = runner.attend(*leaves)
         middle = time.perf_counter()
         if backward:

@@ -8,6 +8,8 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tokenring.emulate.shapes import Shape
+
 FORMAT = "tokenring-bench/1"
 OURS, ONE, PEER = "tokenring", "one process", "peer"  # kinds of entries
 MEASURED, WRONG, SKIPPED, MISSING, FAILED = "measured", "wrong", "skipped", "not installed", "failed"
@@ -32,6 +34,14 @@ class Case:
     schedules: list[str]
     peers: list[str]
     rounds: int
+    emulate: Shape | None = None  # the links between ranks, where they are emulated
+    compute_tflops: float | None = None  # of each rank, where kernels sleep instead of computing
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Case:
+        """The case whose values asdict gave."""
+        shape = values.get("emulate")
+        return cls(**{**values, "emulate": None if shape is None else Shape(**shape)})
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,8 @@ class Entry:
     """One candidate: its times in each round (the slowest rank's), or why it has none.
 
     forward_s: until the forward pass was done; call_s: until all was done. errors: relative Frobenius
-    errors by result; NaN where a result is not a number.
+    errors by result; NaN where a result is not a number. wire_s: on emulated links, what the most loaded
+    wire (`wire`) of each pass needs for its bytes alone.
     """
 
     name: str
@@ -63,6 +74,8 @@ class Entry:
     call_s: list[float] = field(default_factory=list)
     link_bytes: int | None = None
     errors: dict[str, float] = field(default_factory=dict)
+    wire: str | None = None
+    wire_s: float | None = None
 
     @property
     def was_timed(self) -> bool:
@@ -86,18 +99,18 @@ class Entry:
 
     @property
     def worst_error(self) -> float:
-        """NaN is worse than any number."""
-        return max(self.errors.values(), key=lambda error: (math.isnan(error), error))
+        """NaN is worse than any number, and what was not compared."""
+        return max(self.errors.values(), key=lambda error: (math.isnan(error), error), default=math.nan)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All of it. `reference`: what results were compared with; `notes`: what was done to others' code."""
+    """All of it. `reference`: what results were compared with (None: they were not); `notes`: what else to know."""
 
     case: Case
     machine: Machine
     entries: list[Entry]
-    reference: str
+    reference: str | None
     notes: list[str]
 
     @property
@@ -150,7 +163,7 @@ class Report:
         for entry in values["entries"]:
             entry["errors"] = {name: math.nan if error is None else error for name, error in entry["errors"].items()}
         return cls(
-            Case(**values["case"]),
+            Case.of(values["case"]),
             Machine(**values["machine"]),
             [Entry(**entry) for entry in values["entries"]],
             values["reference"],

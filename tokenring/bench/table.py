@@ -30,6 +30,14 @@ def machine_text(machine: Machine) -> str:
     return f"{count(machine.ranks, 'rank')}{hosts}, one thread each; {where}; torch {machine.torch}"
 
 
+def emulation_text(case: Case) -> str | None:
+    """emulated links: switch, ports of 0.1 Gbit/s; kernels sleep as if each rank had 0.05 TFLOP/s"""
+    if case.emulate is None:
+        return None
+    sleeping = f"; kernels sleep as if each rank had {case.compute_tflops:g} TFLOP/s" if case.compute_tflops else ""
+    return f"emulated links: {case.emulate}{sleeping}"
+
+
 def count(number: int, noun: str) -> str:
     """2 ranks"""
     return f"{number} {noun}{'' if number == 1 else 's'}"
@@ -55,7 +63,8 @@ def bytes_text(size: int) -> str:
 def table(report: Report, ink: Ink) -> str:
     """The whole report."""
     timed = [entry for entry in report.ranked if entry.was_timed]
-    lines = [ink.bold(f"tokenring bench: {case_text(report.case)}"), ink.pale(machine_text(report.machine)), ""]
+    where = filter(None, [machine_text(report.machine), emulation_text(report.case)])
+    lines = [ink.bold(f"tokenring bench: {case_text(report.case)}"), *map(ink.pale, where), ""]
     if timed:
         lines += _grid(timed, report, ink)
     for texts in (report.reasons(), _legend(report, bool(timed))):
@@ -68,7 +77,9 @@ def _grid(timed: Sequence[Entry], report: Report, ink: Ink) -> list[str]:
     base = report.base
     heads = ["name", "what it is", "median ms", "min", "max", "IQR"]
     heads += ["forward"] if report.case.backward else []
-    heads += [f"/ {'best peer' if base and base.kind == PEER else 'fastest'}", "busiest link", "error"]
+    heads += [f"/ {'best peer' if base and base.kind == PEER else 'fastest'}", "busiest link"]
+    heads += ["wire ms", "/ wire"] if report.case.emulate else []
+    heads += ["error"] if report.reference else []
     rows = [_cells(entry, report) for entry in timed]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = [ink.pale(_line(heads, widths))]
@@ -98,7 +109,12 @@ def _cells(entry: Entry, report: Report) -> list[str]:
     ratio = report.ratio(entry)
     cells.append("" if ratio is None else f"{ratio:.2f}")
     cells.append("" if entry.link_bytes is None else bytes_text(entry.link_bytes))
-    cells.append("NaN" if math.isnan(entry.worst_error) else f"{entry.worst_error:.1e}")
+    if report.case.emulate:
+        alone = entry.wire_s
+        cells.append("" if alone is None else ms(alone))
+        cells.append("" if not alone else f"{entry.median_s / alone:.2f}")
+    if report.reference:
+        cells.append("NaN" if math.isnan(entry.worst_error) else f"{entry.worst_error:.1e}")
     return cells
 
 
@@ -121,10 +137,30 @@ def _legend(report: Report, timed: bool) -> list[str]:
         if base:
             named = "best peer" if base.kind == PEER else "fastest"
             parts.append(f"/ {named}: the median divided by that of {base.name}.")
-        results = "out, dq, dk and dv" if case.backward else "out"
         parts.append(
             f"busiest link: bytes of {'both passes' if case.backward else 'the pass'} on the link that carries most. "
-            f"error: the largest relative Frobenius error of {results} against {report.reference}."
+            f"{_checked(report)}"
         )
+        parts += _wires(report)
     parts += [f"{note}." for note in report.notes]
     return parts
+
+
+def _checked(report: Report) -> str:
+    if report.reference is None:
+        return (
+            "Results are not checked, for no kernel computes: they sleep for as long as the work would take. What "
+            "merges, copies and sends is real."
+        )
+    results = "out, dq, dk and dv" if report.case.backward else "out"
+    return f"error: the largest relative Frobenius error of {results} against {report.reference}."
+
+
+def _wires(report: Report) -> list[str]:
+    """What is said of emulated links."""
+    if report.case.emulate is None:
+        return []
+    text = "wire: what the most loaded wire of the links needs for its bytes alone, one pass after the other"
+    ours = [entry for entry in report.ranked if entry.was_timed and entry.wire is not None]
+    named = ", ".join(f"{entry.wire} for {entry.name}" for entry in ours)
+    return [f"{text} ({named}). / wire: the median divided by that."]

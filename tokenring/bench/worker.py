@@ -24,7 +24,7 @@ from tokenring.ranks import Tell, process_group, quiet, serve
 
 def main(argv: list[str]) -> int:
     """Run this rank; returns the exit code."""
-    return serve(partial(run, Case(**json.loads(argv[0]))))
+    return serve(partial(run, Case.of(json.loads(argv[0]))))
 
 
 def run(case: Case, tell: Tell) -> Report | None:
@@ -33,7 +33,9 @@ def run(case: Case, tell: Tell) -> Report | None:
     with process_group(WAIT_SECONDS):
         setting = Setting(case, dist.get_rank(), dist.get_world_size())
         machine = machine_of(setting.ranks)
-        candidates = [*our_candidates(case), one_process(), *peer_candidates(case.peers)]
+        candidates = our_candidates(case)
+        if case.compute_tflops is None:  # else there is nothing of this kind to compare with
+            candidates += [one_process(), *peer_candidates(case.peers)]
         entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else quiet)
         del candidates
     return Report(case, machine, entries, reference, notes) if setting.rank == 0 else None

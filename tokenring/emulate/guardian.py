@@ -1,0 +1,122 @@
+"""Removes namespaces with all that runs in them: at the end, after a death, and what earlier deaths left.
+
+A program of its own as well, `python guardian.py PREFIX`, in a session of its own: it waits until its standard input
+ends, as it does when its parent dies in whatever way, and removes what begins with the prefix. It imports nothing but
+the standard library, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
+NAME = re.compile(r"tokenring-(\d+)-(\d+)-\d+-[a-z]+\d*")  # owner, its start, number there, node
+REMOVE_SECONDS = 20.0
+LOOK_SECONDS = 1.0  # how often the parent is looked for, should somebody else hold the pipe
+NOBODY = ("Z", "X", "x")  # states of a process that is dead
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def prefix_of(pid: int, number: int) -> str:
+    """How the names of a process's so-manieth emulation begin; they say whose they are."""
+    return f"tokenring-{pid}-{start_time(pid)}-{number}-"
+
+
+def start_time(pid: int) -> int | None:
+    """When a living process started, in ticks since boot: a PID that was given out again has another one."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()  # the command in brackets may hold anything
+    return None if fields[0] in NOBODY else int(fields[19])
+
+
+def names(prefix: str) -> list[str]:
+    """The namespaces whose names begin so."""
+    if not NAMESPACES.is_dir():
+        return []
+    return sorted(each for each in os.listdir(NAMESPACES) if each.startswith(prefix) and NAME.fullmatch(each))
+
+
+def leftovers() -> list[str]:
+    """The namespaces of owners that are dead."""
+    found = []
+    for name in names("tokenring-"):
+        match = NAME.fullmatch(name)
+        if match is not None and start_time(int(match[1])) != int(match[2]):
+            found.append(name)
+    return found
+
+
+def processes_in(some: Sequence[str]) -> list[int]:
+    """Those that live in these namespaces."""
+    wanted = set()
+    for name in some:
+        with suppress(OSError):
+            status = os.stat(NAMESPACES / name)
+            wanted.add((status.st_dev, status.st_ino))
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            status = os.stat(f"/proc/{entry}/ns/net")
+            if (status.st_dev, status.st_ino) in wanted:
+                found.append(int(entry))
+    return found
+
+
+def end_processes(some: Sequence[str]) -> None:
+    """Kill all that lives in these namespaces. Twice nobody: one may just have been starting another."""
+    deadline = time.monotonic() + REMOVE_SECONDS
+    looks = 0
+    while looks < 2 and time.monotonic() < deadline:
+        found = processes_in(some)
+        looks = 0 if found else looks + 1
+        for process in found:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if found:
+            time.sleep(0.01)
+
+
+def remove(some: Sequence[str]) -> None:
+    """Take the namespaces away, with their processes and links. Somebody else may be doing the same."""
+    if not some:
+        return
+    end_processes(some)
+    lines = "".join(f"netns del {name}\n" for name in some)
+    subprocess.run(
+        ["ip", "-force", "-batch", "-"], input=lines, text=True, timeout=REMOVE_SECONDS, capture_output=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> None:
+    """Wait for the parent to let go or to die, and clean up after it."""
+    for number in DEAF_TO:
+        signal.signal(number, signal.SIG_IGN)
+    parent = os.getppid()
+    poll = select.poll()
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    while not poll.poll(1000 * LOOK_SECONDS) and os.getppid() == parent:
+        pass
+    deadline = time.monotonic() + REMOVE_SECONDS
+    empty = 0  # looks: `ip netns add` of the parent's may still be running when it is killed
+    while empty < 3 and time.monotonic() < deadline:
+        found = names(argv[0])
+        remove(found)
+        empty = 0 if found else empty + 1
+        time.sleep(0.05 if os.getppid() != parent else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,87 @@
+"""Which wires a message passes, and how long a wire needs for what it carries.
+
+A wire is one direction of a link, or both where they share it. Ways are walked over the links and routes that are
+really made, so that they cannot differ from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tokenring.emulate.shapes import Fabric, rank_node
+
+BITS = 8e-9  # Gbit in a byte
+Pair = tuple[int, int]  # from rank to rank
+
+
+class Hop(NamedTuple):
+    """Across one link: out of a node by `device` to another, over a wire."""
+
+    device: str
+    to: str
+    wire: str
+
+
+class Load(NamedTuple):
+    """The wire that needs longest for its bytes alone."""
+
+    wire: str
+    seconds: float
+
+
+def wires(fabric: Fabric) -> dict[str, float]:
+    """Gbit/s of each."""
+    return {name: link.gbit for link in fabric.links for name in (link.a_to_b, link.b_to_a)}
+
+
+def ways(fabric: Fabric) -> dict[Pair, tuple[str, ...]]:
+    """The wires from every rank to every other, in order."""
+    hops: dict[str, list[Hop]] = {node: [] for node in fabric.nodes}
+    for link in fabric.links:
+        hops[link.a[0]].append(Hop(link.a[1], link.b[0], link.a_to_b))
+        hops[link.b[0]].append(Hop(link.b[1], link.a[0], link.b_to_a))
+    devices = {(route.rank, route.to): route.device for route in fabric.routes}
+    return {pair: _walk(fabric, hops, devices, *pair) for pair in devices}
+
+
+def _walk(
+    fabric: Fabric, hops: Mapping[str, list[Hop]], devices: Mapping[Pair, str], src: int, dst: int
+) -> tuple[str, ...]:
+    passed: list[str] = []
+    node = rank_node(src)
+    while node != rank_node(dst):
+        if node in fabric.switches:
+            steps = _across(fabric, hops, node, rank_node(dst))
+        else:
+            rank = int(node.removeprefix("r"))
+            steps = [next(hop for hop in hops[node] if hop.device == devices[rank, dst])]
+        passed += [step.wire for step in steps]
+        node = steps[-1].to
+    return tuple(passed)
+
+
+def _across(fabric: Fabric, hops: Mapping[str, list[Hop]], switch: str, target: str) -> list[Hop]:
+    """From a switch to a rank's port on it, or on one that it is joined to; they make a tree. Raises LookupError."""
+    waiting: list[tuple[str, list[Hop]]] = [(switch, [])]
+    seen = {switch}
+    while waiting:
+        at, steps = waiting.pop()
+        for hop in hops[at]:
+            if hop.to == target:
+                return [*steps, hop]
+            if hop.to in fabric.switches and hop.to not in seen:
+                seen.add(hop.to)
+                waiting.append((hop.to, [*steps, hop]))
+    raise LookupError(f"{switch} leads nowhere near {target}")
+
+
+def heaviest(fabric: Fabric, link_bytes: Mapping[Pair, int]) -> Load | None:
+    """The wire that needs longest for these bytes from rank to rank; None if nothing moves."""
+    seconds = dict.fromkeys(wires(fabric), 0.0)
+    gbit, passed = wires(fabric), ways(fabric)
+    for pair, nbytes in link_bytes.items():
+        for wire in passed[pair]:
+            seconds[wire] += nbytes * BITS / gbit[wire]
+    most = max(seconds, key=lambda wire: seconds[wire])
+    return Load(most, seconds[most]) if seconds[most] else None
