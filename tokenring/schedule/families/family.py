@@ -95,4 +95,4 @@ class Family:
             return ""
         locals_ = [local for local in range(2, world_size) if world_size % local == 0]
         names = {name: None for local in (*locals_, world_size) for name in self.variants(world_size, None, local)}
-        return f"; choose one of {', '.join(list(names)[:6])}" if names else "; none of this family does"
+        return f"; choose one of {', '.join(list(names)[:6])}" if names else "; none of this family fits"

@@ -10,14 +10,14 @@ from tokenring.schedule.families.one_hop import to
 from tokenring.schedule.routes import Gather, Hop, Makers, Origin
 
 
-def _nodes(world_size: int, local: int) -> int:
-    refuse(world_size % local != 0, f"{local} ranks a node do not divide {world_size}")
+def _nodes(world_size: int, local: int, what: str = "node") -> int:
+    refuse(world_size % local != 0, f"{local} ranks a {what} do not divide {world_size}")
     return world_size // local
 
 
 def usp(world_size: int, heads: int) -> Scheme:
     """Ulysses in groups of `heads` neighbours; KV rings join the ranks that have the same heads."""
-    groups = _nodes(world_size, heads)
+    groups = _nodes(world_size, heads, "group")
 
     def here(origin: Origin) -> int:
         return origin.owner // heads * heads + origin.heads

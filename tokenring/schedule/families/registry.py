@@ -132,7 +132,7 @@ def parse(name: str) -> Named:
         raise ConfigurationError(f"unknown schedule {name!r}; choose one of {forms()}")
     numbers = tuple(map(int, match[2].split("x"))) if match[2] else ()
     if not family.takes(len(numbers)):
-        found = f"{len(numbers)} are given" if numbers else "none is given"
+        found = {0: "none is given", 1: "1 is given"}.get(len(numbers), f"{len(numbers)} are given")
         raise ConfigurationError(
             f"schedule {name!r}: {family.form} takes {_count(family)}, {found}; e.g. {_example(family)}"
         )

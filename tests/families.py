@@ -1,0 +1,83 @@
+"""Members of all schedule families that fit so many ranks and heads, and samples of them in which all pairs meet."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from tokenring.layout import make_layout
+from tokenring.mask import Mask
+from tokenring.schedule.families import parse, variants
+from tokenring.schedule.ir import Schedule
+from tokenring.schedule.schemes import make_schedule
+from tokenring.workload import Workload
+
+HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
+OPTIONS = ("", "/late", "/keep", "/regather")
+
+
+class Point(NamedTuple):
+    """A member with one option, on so many ranks, for so many heads."""
+
+    ranks: int
+    heads: tuple[int, int]
+    family: str
+    option: str
+    name: str
+
+
+@cache
+def members(ranks: int, heads: tuple[int, int]) -> tuple[str, ...]:
+    """Worth trying for some number of ranks a node."""
+    size = Workload(1, ranks, ranks, *heads, 8)
+    locals_ = [local for local in range(1, ranks + 1) if ranks % local == 0]
+    return tuple(dict.fromkeys(name for local in locals_ for name in variants(ranks, size, local)))
+
+
+def points(ranks: Sequence[int], options: Sequence[str] = OPTIONS) -> list[Point]:
+    """All of them."""
+    return [
+        Point(count, heads, parse(name).family.name, option, name + option)
+        for count in ranks
+        for heads in HEADS
+        for name in members(count, heads)
+        for option in options
+    ]
+
+
+def sample(found: Sequence[Point], factors: Mapping[str, Sequence[Any]], tries: int = 60) -> list[tuple[Any, ...]]:
+    """(point, one value of each factor): any two that fit together meet in some row; a member is met by itself.
+
+    Of `tries` random rows the one with the most new pairs, each around a pair that was not met yet.
+    """
+    chosen = random.Random(0)
+    rows = [(point, *map(chosen.choice, factors.values())) for point in found for _ in range(4)]
+    pairs = [{(i, j, a, b) for (i, a), (j, b) in combinations(enumerate((*row[0][:4], *row[1:])), 2)} for row in rows]
+    having: dict[Any, list[int]] = {}
+    for index, each in enumerate(pairs):
+        for pair in each:
+            having.setdefault(pair, []).append(index)
+    picked, met = [], set[Any]()
+    for pair, fitting in sorted(having.items(), key=lambda item: len(item[1])):
+        if pair not in met:
+            some = chosen.sample(fitting, min(tries, len(fitting)))
+            picked.append(max(some, key=lambda index: len(pairs[index] - met)))
+            met |= pairs[picked[-1]]
+    return [rows[index] for index in picked]
+
+
+def length_of(point: Point, chunks_a_rank: int, pieces: int | None, least: int = 1) -> int:
+    """A length whose chunks its pieces divide, with chunks of at least so many tokens."""
+    scheme = parse(point.name).make(point.ranks, pieces=pieces)
+    cut = math.lcm(scheme.q_pieces, scheme.kv_pieces)
+    return point.ranks * chunks_a_rank * cut * -(-least // cut)
+
+
+def make(name: str, ranks: int, layout: str, mask: Mask, length: int, pieces: int | None = None) -> Schedule:
+    """A schedule by name."""
+    whole = make_layout(layout, ranks, length)
+    return make_schedule(name, whole, whole, mask, pieces=pieces)
