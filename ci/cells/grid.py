@@ -1,0 +1,118 @@
+"""The cells: what is raced where. A pairwise sample, so that any two values of any two factors meet."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import torch
+from pairwise import sample
+
+from tokenring.emulate.shapes import Shape
+from tokenring.layout import Layout, make_layout
+from tokenring.mask import Mask, parse_mask
+from tokenring.planner.auto import Call, plan_call, visible_pairs
+from tokenring.planner.emulated import interconnect_of_shape
+from tokenring.planner.plan import Plan
+from tokenring.planner.predict import Setting
+from tokenring.planner.rates import Machine, Messages, Rates
+from tokenring.schedule.ir import PASSES, Pass
+from tokenring.schedule.measure import FLOPS_PER_PAIR
+from tokenring.workload import Workload
+
+LEAST_CELLS = 48
+HEAD_DIM = 64
+LINK_GBIT = {4: 0.1, 8: 0.05}  # at which links decide, not two cores
+SMALL_LINK_GBIT = {4: 0.04, 8: 0.02}  # where messages are small
+UPLINK_SHARE = 0.25  # of a link, for all of a node
+TOKENS = {  # a rank; so that blocks of KV take 15 ms or more
+    4: {"8:8": 128, "6:6": 128, "8:2": 192, "8:1": 256},
+    8: {"8:8": 96, "6:6": 96, "8:2": 128, "8:1": 192},
+}
+SMALL_TOKENS = 16  # a rank: messages of at most 64 KB
+WIRE_OVER_COMPUTE = {"communication": 5.0, "balanced": 1.1, "latency": 5.0}  # of the best schedule
+FACTORS = {
+    "topology": ("full-mesh", "switch", "ring", "pcie-tree", "two-node-nics", "two-node"),
+    "ranks": (4, 8),
+    "heads": ("8:8", "6:6", "8:2", "8:1"),
+    "mask": ("full", "causal"),
+    "passes": ("forward", "forward+backward"),
+    "regime": ("communication", "balanced", "latency"),
+}
+NO_COMPUTE_TFLOPS = 1e6
+
+# Eight ranks on two cores, measured by ci/cells/calibrate.py before any cell: docs/measurements.md.
+MESSAGES = Messages(latency_seconds=0.6e-3, post_seconds=0.15e-3, source="Gloo between namespaces")
+CALL_SECONDS, COPY_GBS, OP_SECONDS = 0.3e-3, 1.0, 0.1e-3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell. `name` is its key in the results."""
+
+    topology: str
+    ranks: int
+    heads: str
+    mask: str
+    passes: str
+    regime: str
+
+    @property
+    def name(self) -> str:
+        return " ".join(str(value) for value in asdict(self).values())
+
+    @property
+    def shape(self) -> Shape:
+        link = (SMALL_LINK_GBIT if self.regime == "latency" else LINK_GBIT)[self.ranks]
+        if not self.topology.startswith("two-node"):
+            return Shape(self.topology, self.ranks, link)
+        own = self.topology == "two-node-nics"
+        return Shape("two-node", self.ranks, link, link * UPLINK_SHARE, nic_per_rank=own)
+
+    @property
+    def directions(self) -> tuple[Pass, ...]:
+        return PASSES if self.passes == "forward+backward" else PASSES[:1]
+
+    @property
+    def workload(self) -> Workload:
+        q_heads, kv_heads = map(int, self.heads.split(":"))
+        tokens = SMALL_TOKENS if self.regime == "latency" else TOKENS[self.ranks][self.heads]
+        length = tokens * self.ranks
+        return Workload(1, length, length, q_heads, kv_heads, HEAD_DIM, torch.float32)
+
+    @property
+    def the_mask(self) -> Mask:
+        return parse_mask(self.mask)
+
+    @property
+    def layout(self) -> Layout:
+        name = "zigzag" if self.mask == "causal" else "contiguous"
+        return make_layout(name, self.ranks, self.workload.q_length)
+
+    @cached_property
+    def tflops(self) -> float:
+        """Of each rank, so that the best schedule's busiest wire needs so many times the kernels' time."""
+        size = self.workload
+        pairs = visible_pairs(self.the_mask, size.q_length, size.kv_length)
+        a_pair = sum(FLOPS_PER_PAIR[direction] for direction in self.directions) * size.q_heads * size.head_dim
+        plan = plan_call(self.call(NO_COMPUTE_TFLOPS))
+        wire = min(each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None)
+        seconds = wire / WIRE_OVER_COMPUTE[self.regime]
+        return float(f"{a_pair * pairs / self.ranks / seconds / 1e12:.3g}")
+
+    def call(self, tflops: float | None = None, everything: bool = False) -> Call:
+        """What is planned for, with the figures of the emulation."""
+        rate = self.tflops if tflops is None else tflops
+        rates = Rates("sleeping kernels", ((1, rate),), ((1, rate),), CALL_SECONDS, COPY_GBS, OP_SECONDS)
+        setting = Setting(self.workload, interconnect_of_shape(self.shape), Machine(rates, MESSAGES), self.directions)
+        return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)
+
+    def plan(self) -> Plan:
+        """Every schedule that fits, simulated."""
+        return plan_call(self.call(everything=True))
+
+
+def cells() -> list[Cell]:
+    """The sample, grouped so that an emulation is set up once for all its cells."""
+    rows = [Cell(*row) for row in sample(FACTORS, LEAST_CELLS, ("topology", "heads", "regime"))]
+    return sorted(dict.fromkeys(rows), key=lambda cell: (cell.topology, cell.ranks, cell.shape.link_gbit, cell.name))

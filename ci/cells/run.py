@@ -1,0 +1,125 @@
+"""Measure every cell with every schedule that fits, on shaped links; resumable.
+
+    sudo python ci/cells/run.py [--out docs/cells.csv] [--rounds 3] [--only SUBSTRING] [--limit N]
+
+Appends a row for each schedule of each cell that is not in the file yet. Needs root and a quiet machine.
+ci/cells/report.py says what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+import tempfile
+import time
+from itertools import groupby
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
+
+from grid import Cell, cells  # noqa: E402
+
+from tokenring.emulate import Emulated  # noqa: E402
+from tokenring.planner.plan import Plan  # noqa: E402
+
+COLUMNS = (
+    "cell", "topology", "ranks", "heads", "mask", "passes", "regime", "tokens", "tflops", "schedule", "auto",
+    "predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms", "max_ms", "rounds",
+)  # fmt: skip
+CELL_SECONDS = 900.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "cells.csv")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--limit", type=int, default=10**6, help="measure at most so many cells")
+    options = parser.parse_args()
+    done = read_done(options.out)
+    waiting = [cell for cell in cells() if cell.name not in done and options.only in cell.name][: options.limit]
+    print(f"{len(waiting)} cells to measure, {len(done)} are in {options.out}", flush=True)
+    for shape, group in groupby(waiting, key=lambda cell: cell.shape):
+        with Emulated(shape.kind, shape.ranks, shape.link_gbit, **options_of(shape)) as net:
+            for cell in group:
+                measure(net, cell, options)
+    return 0
+
+
+def options_of(shape: object) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in vars(shape).items()
+        if name not in ("kind", "ranks", "link_gbit") and value not in (None, False)
+    }
+
+
+def read_done(path: Path) -> set[str]:
+    if not path.exists():
+        return set()
+    with path.open(newline="") as lines:
+        return {row["cell"] for row in csv.DictReader(lines)}
+
+
+def measure(net: Emulated, cell: Cell, options: argparse.Namespace) -> None:
+    began = time.monotonic()
+    plan = cell.plan()
+    names = [each.name for each in plan.candidates if each.predicted_seconds is not None]
+    job = {"cells": [description(cell, names, options.rounds)]}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(job, file)
+        file.flush()
+        paths = ":".join(map(str, (REPO, HERE)))
+        lines = net.run(
+            "worker", [file.name], CELL_SECONDS, environment={"PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            show=lambda line: None,
+        )  # fmt: skip
+    found = json.loads(next(line for line in lines if line.startswith("{")))
+    write(options.out, cell, plan, found["seconds"])
+    for name, why in found["failed"].items():
+        print(f"  {name} failed: {why}", flush=True)
+    auto = statistics.median(found["seconds"][plan.name])
+    best = min((statistics.median(times), name) for name, times in found["seconds"].items() if times)
+    print(
+        f"{cell.name}: {len(names)} schedules in {time.monotonic() - began:.0f} s; auto {plan.name} "
+        f"{auto * 1e3:.1f} ms, best {best[1]} {best[0] * 1e3:.1f} ms, regret {auto / best[0]:.3f}",
+        flush=True,
+    )
+
+
+def description(cell: Cell, names: list[str], rounds: int) -> dict[str, object]:
+    size = cell.workload
+    return {
+        "name": cell.name, "tokens": size.q_length, "q_heads": size.q_heads, "kv_heads": size.kv_heads,
+        "head_dim": size.head_dim, "mask": cell.mask, "passes": cell.passes, "layout": cell.layout.name,
+        "tflops": cell.tflops, "schedules": names, "rounds": rounds,
+    }  # fmt: skip
+
+
+def write(path: Path, cell: Cell, plan: Plan, seconds: dict[str, list[float]]) -> None:
+    """All rows of a cell at once: a cell is in the file whole, or not at all."""
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        if fresh:
+            rows.writerow(COLUMNS)
+        for each in plan.candidates:
+            times = seconds.get(each.name)
+            if not times:
+                continue
+            figures = (each.predicted_seconds, each.compute_seconds, each.bound_seconds, statistics.median(times),
+                       min(times), max(times))  # fmt: skip
+            rows.writerow([
+                cell.name, cell.topology, cell.ranks, cell.heads, cell.mask, cell.passes, cell.regime,
+                cell.workload.q_length, cell.tflops, each.name, int(each.name == plan.name),
+                *(f"{1e3 * (value or 0.0):.3f}" for value in figures), len(times),
+            ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
