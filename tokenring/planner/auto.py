@@ -11,6 +11,7 @@ from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
+from tokenring.planner.large import Forecast, forecast, is_large
 from tokenring.planner.plan import Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import Choice, select
@@ -19,6 +20,8 @@ from tokenring.schedule.families.registry import FAMILIES, expand, is_known, par
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.schemes import make_schedule
 
+EXACT_RANKS = 32  # above, one host stands for all, where there are many
+MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
 REFINED = 4  # schedules of the first round that are tried in finer pieces
 PIECES = (2, 4)
 
@@ -44,6 +47,9 @@ def plan_call(call: Call) -> Plan:
     """
     setting = call.setting
     bound = call_bound(call)
+    if is_large(setting.interconnect, EXACT_RANKS):
+        found = forecast_call(call)
+        return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
     first = select(_choices(call, first_names(call)), setting, bound, call.memory_limit_bytes, call.everything)
     names = [each.name for each in first.candidates if each.predicted_seconds is not None]
     finer = [name for name in _finer(names[:REFINED]) if name not in names]
@@ -51,6 +57,13 @@ def plan_call(call: Call) -> Plan:
     seen = {each.name for each in best.candidates}
     rest = tuple(each for each in first.candidates if each.name not in seen)
     return Plan(best.schedule, best.workload, best.reason, best.candidates + rest)
+
+
+def forecast_call(call: Call) -> Forecast:
+    """The same for worlds of many equal hosts, without making a schedule. Raises ConfigurationError."""
+    size = call.setting.workload
+    share = visible_pairs(call.mask, size.q_length, size.kv_length) / (size.q_length * size.kv_length)
+    return forecast(first_names(call), call.setting, share, call_bound(call), call.memory_limit_bytes)
 
 
 def call_bound(call: Call) -> Bound:

@@ -1,0 +1,211 @@
+"""Worlds too large to simulate rank by rank: one host stands for all, and time grows in proportion to the hosts.
+
+A schedule is folded (fold.py) on all hosts if it has few tiles, else on few hosts, twice: every host added brings
+as many tokens, tiles and messages for each rank as the one before, so that time, compute and bytes lie on a
+straight line (docs/planner.md says how straight). A mask counts by the share of pairs that it leaves, which balanced
+layouts give to every rank alike; bytes are those without a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tokenring.errors import ConfigurationError
+from tokenring.planner.bound import Bound
+from tokenring.planner.fold import FoldedNet, folded, symmetry_of
+from tokenring.planner.interconnect import Interconnect
+from tokenring.planner.operations import Compute, operations
+from tokenring.planner.plan import Candidate
+from tokenring.planner.predict import Setting
+from tokenring.planner.rates import Rates
+from tokenring.planner.select import mb_text, time_text
+from tokenring.planner.simulate import simulate
+from tokenring.schedule.build import Scheme
+from tokenring.schedule.families.registry import check_heads, parse
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.measure import kept_bytes, program_bytes
+from tokenring.workload import Workload
+
+FEW_HOSTS = 2  # at least, of the smaller of two worlds
+HOPELESS = 2  # times the time of the best so far
+FINAL = 4  # schedules that are looked at on twice as many
+MOST_TILES = 6_000  # of one host, that are folded as they are
+GROWS_FIRST = frozenset({"tiles", "mesh-kv", "mesh-q"})  # families whose first parameter grows with the hosts
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a schedule on some hosts; all of them grow on a straight line."""
+
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    worst_wire_bytes: float
+    peak_bytes: float
+
+    def grown(self, larger: Figures, times: float) -> Figures:
+        """On the line from here through `larger`, so many times as far."""
+        mine, other = vars(self), vars(larger)
+        return Figures(**{name: max(0.0, mine[name] + (other[name] - mine[name]) * times) for name in mine})
+
+    def and_then(self, after: Figures) -> Figures:
+        """Both passes, one after the other; memory is that of the larger."""
+        mine, other = vars(self), vars(after)
+        added = {name: mine[name] + other[name] for name in mine}
+        return Figures(**{**added, "peak_bytes": max(self.peak_bytes, after.peak_bytes)})
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The candidates, best first, and why; the schedules themselves are not made."""
+
+    name: str
+    workload: Workload
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+
+def is_large(net: Interconnect, most_ranks: int) -> bool:
+    """Whether there are many ranks, in enough equal hosts to fold."""
+    equal = net.local is not None and len({id(fabric) for fabric in net.fabrics}) == 1
+    return net.world_size > most_ranks and equal and len(net.fabrics) >= 4 * FEW_HOSTS
+
+
+def forecast(
+    names: list[str], setting: Setting, share: float, bound: Bound, memory_limit_bytes: int | None
+) -> Forecast:
+    """share: of all (query, key) pairs, how many the mask leaves. Raises ConfigurationError where nothing fits."""
+    found: list[tuple[str, Figures]] = []
+    slow: list[Candidate] = []
+    misfits: dict[str, Candidate] = {}  # one of a family stands for all
+    fastest = float("inf")
+    for name in names:
+        try:
+            each = figures(name, setting, share, FEW_HOSTS, HOPELESS * fastest)
+        except ConfigurationError as error:
+            family = name.partition("/")[0]
+            misfits.setdefault(family, Candidate(name, None, None, None, None, None, None, f"not planned: {error}"))
+            continue
+        if each is None:
+            slow.append(Candidate(name, None, None, None, None, None, bound.seconds, f"over {HOPELESS} × as slow"))
+            continue
+        found.append((name, each))
+        fastest = min(fastest, each.seconds)
+    found.sort(key=lambda each: (each[1].seconds, each[0]))
+    again = [(name, figures(name, setting, share, 2 * FEW_HOSTS, float("inf"))) for name, _ in found[:FINAL]]
+    found[:FINAL] = [(name, each) for name, each in again if each is not None]
+    limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
+    found.sort(key=lambda each: (each[1].peak_bytes > limit, each[1].seconds, each[0]))
+    if not found or found[0][1].peak_bytes > limit:
+        raise ConfigurationError(
+            "no schedule can be planned for so many ranks"
+            if not found
+            else f"no schedule fits in {mb_text(int(limit))} a rank: raise the limit, or use more ranks"
+        )
+    best = found[0][1]
+    candidates = [_candidate(name, each, best, bound, limit) for name, each in found]
+    name, net = found[0][0], setting.interconnect
+    reason = (
+        f"{name}: {time_text(best.seconds)} predicted for {' + '.join(setting.passes)} on {net.name}, "
+        f"{best.seconds / bound.seconds:.2f} × the lower bound"
+    )
+    if len(found) > 1:
+        reason += f"; next {found[1][0]} with {time_text(found[1][1].seconds)}"
+    reason = "; ".join([reason, "one host stands for all, bytes as without a mask", *net.notes])
+    return Forecast(name, setting.workload, reason, (*candidates, *slow, *misfits.values()))
+
+
+def _candidate(name: str, each: Figures, best: Figures, bound: Bound, limit: float) -> Candidate:
+    slower = each.seconds / best.seconds - 1
+    reason = "the fastest" if each is best else f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
+    if each.peak_bytes > limit:
+        reason = f"needs {mb_text(int(each.peak_bytes))} a rank"
+    return Candidate(
+        name, each.seconds, each.compute_seconds, each.exposed_seconds, round(each.worst_wire_bytes),
+        round(each.peak_bytes), bound.seconds, reason,
+    )  # fmt: skip
+
+
+# ---------- one schedule
+
+
+def figures(name: str, setting: Setting, share: float, few_hosts: int, hopeless_seconds: float) -> Figures | None:
+    """Of one schedule on all hosts, on the line through a few and twice as many.
+
+    None as soon as it takes longer than `hopeless_seconds`. Raises ConfigurationError if it does not fold or fit.
+    """
+    net = setting.interconnect
+    hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
+    scheme = parse(name).make(net.world_size)
+    check_heads(name, scheme.head_groups, setting.workload)
+    few = _few_hosts(scheme, unit, few_hosts)
+    if _tiles(scheme, net.world_size, unit) <= MOST_TILES or 2 * few >= hosts:
+        worlds = [_World(name, setting, share, hosts, unit)]
+    else:
+        worlds = [_World(_shrunk(name, hosts // some), setting, share, some, unit) for some in (few, 2 * few)]
+    total: Figures | None = None
+    for direction in setting.passes:
+        found = [world.one_pass(direction) for world in worlds]
+        one = found[0] if len(found) == 1 else found[0].grown(found[1], (hosts - few) / few)
+        total = one if total is None else total.and_then(one)
+        if total.seconds > hopeless_seconds:
+            return None
+    return total
+
+
+def _tiles(scheme: Scheme, ranks: int, unit: int) -> int:
+    return unit * ranks * scheme.head_groups * scheme.q_pieces * scheme.kv_pieces
+
+
+def _few_hosts(scheme: Scheme, unit: int, few: int) -> int:
+    """At least so many, and so many that every head group has several ranks."""
+    while few * unit < 4 * scheme.head_groups:
+        few *= 2
+    return few
+
+
+def _shrunk(name: str, times: int) -> str:
+    """The same schedule for a world so many times smaller."""
+    named = parse(name)
+    if named.family.name not in GROWS_FIRST:
+        return name
+    first, *rest = named.parameters
+    if first % times:
+        raise ConfigurationError(f"schedule {name!r} is too large to be planned")
+    return name.replace(named.family.written(named.parameters), named.family.written((first // times, *rest)), 1)
+
+
+class _World:
+    """A schedule folded on so many hosts, with as many tokens a rank as in the whole."""
+
+    def __init__(self, name: str, setting: Setting, share: float, hosts: int, unit: int) -> None:
+        net, whole = setting.interconnect, setting.workload
+        self.ranks, self.unit, self.messages = hosts * unit, unit, setting.machine.messages
+        q_length, kv_length = (n * self.ranks // net.world_size for n in (whole.q_length, whole.kv_length))
+        self.size = replace(whole, q_length=q_length, kv_length=kv_length)
+        self.net = FoldedNet(Interconnect(net.name, net.fabrics[:hosts], net.places[: self.ranks], net.notes))
+        self.rates = _masked(setting.machine.rates, share)
+        try:
+            scheme = parse(name).make(self.ranks)
+        except ConfigurationError:
+            raise ConfigurationError(f"schedule {name!r} is not the same on fewer hosts: too large") from None
+        self.symmetry = symmetry_of(scheme, self.ranks, unit)
+        self.schedule = folded(scheme, self.size.q_length, self.size.kv_length, self.symmetry)
+
+    def one_pass(self, direction: Pass) -> Figures:
+        schedule, size = self.schedule, self.size
+        programs = [schedule.program(size, rank, direction) for rank in range(self.unit)]
+        held = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
+        costs = [operations(schedule, size, program, self.rates) for program in programs]
+        outcome = simulate(self.net, costs, self.messages, canonical=self.symmetry.canonical)
+        loads = outcome.wire_bytes
+        slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
+        compute = max(sum(each.seconds for each in ops if isinstance(each, Compute) and each.kernel) for ops in costs)
+        wire_bytes = 0.0 if slowest is None else loads[slowest]
+        return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, max(held))
+
+
+def _masked(rates: Rates, share: float) -> Rates:
+    """Rates at which a whole tile takes the time of the share of it that is visible."""
+    forward, backward = (tuple((side, rate / share) for side, rate in each) for each in (rates.forward, rates.backward))
+    return replace(rates, forward=forward, backward=backward)
