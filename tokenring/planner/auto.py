@@ -97,7 +97,12 @@ def _says_how(name: str) -> bool:
 
 def make(call: Call, name: str) -> Schedule:
     """A schedule by its name, with the ranks in a good order for this interconnect."""
-    made = make_schedule(name, call.q_layout, call.kv_layout, call.mask, order=order_of(call))
+    return make_in_order(call, name, order_of(call))
+
+
+def make_in_order(call: Call, name: str, order: Sequence[int] | None) -> Schedule:
+    """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
+    made = make_schedule(name, call.q_layout, call.kv_layout, call.mask, order=order)
     check_heads(name, made.head_groups, call.setting.workload)
     return made
 

@@ -101,6 +101,7 @@ class Simulation:
         self.queues: dict[Queue, deque[_Transfer]] = defaultdict(deque)
         self.unmatched: dict[tuple[Queue, bool], deque[_Transfer]] = defaultdict(deque)
         self.of_message: list[dict[int, _Transfer]] = [{} for _ in programs]
+        self.widths: dict[str, float] = {}  # of wires, bytes a second
         self.wire_bytes: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
         self.since = [0.0] * len(programs)  # when the current wait or work began
@@ -150,7 +151,10 @@ class Simulation:
         self.changed = False
 
     def _width(self, wire: str) -> float:
-        return self.net.gbs(wire) * 1e9
+        known = self.widths.get(wire)
+        if known is None:
+            known = self.widths[wire] = self.net.gbs(wire) * 1e9
+        return known
 
     # ---------- transfers
 
