@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, cast
 
 from tokenring.errors import ConfigurationError
-from tokenring.layout import Layout
+from tokenring.layout import Layout, as_integer
 from tokenring.mask import Mask
 
 if TYPE_CHECKING:
@@ -52,6 +52,25 @@ def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask
                 f"schedule {schedule.name!r} was made for {what} {text[0]}, but the call has {text[1]}: "
                 f"make it for this call, or give its Scheme, which is built for each"
             )
+
+
+def check_topology(given: object, world_size: int) -> None:
+    from tokenring.planner.interconnect import Interconnect
+    from tokenring.topology.ranks import Topology
+
+    if given is None:
+        return
+    if not isinstance(given, (Topology, Interconnect)):
+        raise ConfigurationError(f"topology is of type {type(given).__name__}; give a Topology or an Interconnect")
+    if given.world_size != world_size:
+        raise ConfigurationError(
+            f"the topology has {given.world_size} ranks, the group has {world_size}: give that of the group's ranks"
+        )
+
+
+def check_memory_limit(given: object) -> None:
+    if given is not None and (as_integer(given) or 0) < 1:
+        raise ConfigurationError(f"memory_limit_bytes={given!r}: give an integer from 1 on, or None for no limit")
 
 
 def check_name(what: str, given: object, known: Iterable[str], more: str) -> None:

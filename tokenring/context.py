@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tokenring.arguments import check_made_for, check_name, check_schedule_name, seconds_limit
+from tokenring.arguments import (
+    check_made_for,
+    check_memory_limit,
+    check_name,
+    check_schedule_name,
+    check_topology,
+    seconds_limit,
+)
 from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
@@ -38,7 +44,6 @@ if TYPE_CHECKING:
     from tokenring.runtime.pool import Pool
     from tokenring.topology.ranks import Topology
 
-LOG = logging.getLogger("tokenring")
 NOT_A_MEMBER = "this rank is not a member of the group; only members make a ContextParallel"
 SCHEDULE_VARIABLE = "TOKENRING_SCHEDULE"
 TIMEOUT_SECONDS = 60.0
@@ -116,6 +121,8 @@ class ContextParallel:
         if not isinstance(self.layout, Layout):
             read_name(self.layout)
         check_name("kernel", self.kernel_name, KERNELS, "")
+        check_topology(self.topology, self.world_size)
+        check_memory_limit(self.memory_limit_bytes)
         self._check_transport()
         self._check_schedule()
 
@@ -306,18 +313,8 @@ class ContextParallel:
 
     def _plan_together(self, transport: Transport, request: Request) -> None:
         """Rank 0 plans, all take its word. Raises ConfigurationError, on every rank, where nothing fits."""
-        planner = self._planner
-        planner.look(request.device, request.workload.dtype)  # all ranks together, where there is something to probe
-        word = b""
-        if self.rank == 0:
-            try:
-                plan = self._plan(request)
-                LOG.info("schedule auto: %s", plan.reason)
-                word = planner.word(plan)
-            except TokenRingError as error:
-                word = planner.word(error)
-        said = transport.exchange_text(word, "the plan")[0]
-        agreed = planner.understood(said, request, self._layouts(request), self.kernel(request.device))
+        layouts, kernel = self._layouts(request), self.kernel(request.device)
+        agreed = self._planner.together(transport, request, layouts, kernel, lambda: self._plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
         self._agreed[request] = agreed

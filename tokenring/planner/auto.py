@@ -14,9 +14,9 @@ from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.large import Forecast, forecast, is_large
 from tokenring.planner.plan import Plan
 from tokenring.planner.predict import Setting
-from tokenring.planner.select import Choice, select
+from tokenring.planner.select import Choice, decide, judge
 from tokenring.region import Patch
-from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
+from tokenring.schedule.families.registry import FAMILIES, check_heads, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.schemes import make_schedule
 
@@ -45,18 +45,14 @@ def plan_call(call: Call) -> Plan:
     First every member of every family in whole blocks, then the best of them in pieces and with part of the local
     tile kept for last. The same input gives the same plan, everywhere.
     """
-    setting = call.setting
-    bound = call_bound(call)
+    setting, limit = call.setting, call.memory_limit_bytes
     if is_large(setting.interconnect, EXACT_RANKS):
         found = forecast_call(call)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
-    first = select(_choices(call, first_names(call)), setting, bound, call.memory_limit_bytes, call.everything)
-    names = [each.name for each in first.candidates if each.predicted_seconds is not None]
-    finer = [name for name in _finer(names[:REFINED]) if name not in names]
-    best = select(_choices(call, [*names, *finer]), setting, bound, call.memory_limit_bytes, call.everything)
-    seen = {each.name for each in best.candidates}
-    rest = tuple(each for each in first.candidates if each.name not in seen)
-    return Plan(best.schedule, best.workload, best.reason, best.candidates + rest)
+    first = judge(_choices(call, first_names(call)), setting, limit, call.everything)
+    names = [each.name for each in first.judged if each.prediction is not None]
+    both = judge(_choices(call, _finer(names[:REFINED])), setting, limit, call.everything, first)
+    return decide(both, setting, call_bound(call), limit)
 
 
 def forecast_call(call: Call) -> Forecast:
@@ -85,8 +81,16 @@ def first_names(call: Call) -> list[str]:
     """Every member worth trying, of the families that are allowed. Raises ConfigurationError if there is none."""
     net, workload = call.setting.interconnect, call.setting.workload
     families = call.families or tuple(FAMILIES)
-    names = [name for local in node_sizes(net) for name in expand(families, net.world_size, workload, local)]
-    return list(dict.fromkeys(names))
+    names: dict[str, None] = {}
+    nothing: ConfigurationError | None = None
+    for local in node_sizes(net):
+        try:
+            names.update(dict.fromkeys(expand(families, net.world_size, workload, local)))
+        except ConfigurationError as error:  # of nodes of this size; there may be others
+            nothing = error
+    if not names and nothing is not None:
+        raise nothing
+    return list(names)
 
 
 def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
@@ -94,13 +98,26 @@ def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
 
 
 def _finer(names: Sequence[str]) -> list[str]:
-    """The same schedules in pieces, and with part of the local tile last."""
-    return [f"{name}{option}" for name in names for option in ("/late", *(f"/pieces{n}" for n in PIECES))]
+    """The same schedules in pieces, and with part of the local tile last; not those whose names say how already."""
+    options = ("/late", *(f"/pieces{n}" for n in PIECES))
+    return [f"{name}{option}" for name in names if not _says_how(name) for option in options]
+
+
+def _says_how(name: str) -> bool:
+    named = parse(name)
+    return named.pieces is not None or "late" in named.options
 
 
 def make(call: Call, name: str) -> Schedule:
     """A schedule by its name, with the ranks in a good order for this interconnect."""
-    return make_schedule(name, call.q_layout, call.kv_layout, call.mask, order=order_of(call))
+    return make_in_order(call, name, order_of(call))
+
+
+def make_in_order(call: Call, name: str, order: Sequence[int] | None) -> Schedule:
+    """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
+    made = make_schedule(name, call.q_layout, call.kv_layout, call.mask, order=order)
+    check_heads(name, made.head_groups, call.setting.workload)
+    return made
 
 
 def order_of(call: Call) -> tuple[int, ...] | None:

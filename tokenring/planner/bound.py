@@ -7,17 +7,19 @@ layout and leaves its results there, whatever it keeps, prunes or overlaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
-from tokenring.planner.interconnect import Interconnect, Way
+from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.rates import Rates
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
 from tokenring.workload import Workload
 
-MOST_RANKS = 64  # of a group that is looked at
+MOST_RANKS = 64  # of a group that is looked at, and of all where hosts differ
 MOST_OUTSIDE = 64  # senders that are looked at: of equal hosts a few stand for all
+ROUNDING = 1e-9
 
 
 Cost = Callable[[float], float]
@@ -43,10 +45,13 @@ def lower_bound(
     """visible_pairs: (query, key) pairs that the mask leaves, of one head and one batch entry."""
     share = visible_pairs / (workload.q_length * workload.kv_length)
     compute = sum(_compute_seconds(workload, visible_pairs, interconnect.world_size, rates, each) for each in passes)
+    sizes: dict[int, float] = {}  # bytes into a group of so many ranks
     best, name = 0.0, "none"
-    for label, ranks in _groups(interconnect):
-        nbytes = len(passes) * group_bytes(workload, share, len(ranks), interconnect.world_size)
-        seconds = nbytes / (_width_into(interconnect, ranks) * 1e9)
+    for label, groups in _partitions(interconnect):
+        for size in {len(each) for each in groups} - sizes.keys():
+            sizes[size] = len(passes) * group_bytes(workload, share, size, interconnect.world_size)
+        nbytes = sum(sizes[len(each)] for each in groups)
+        seconds = nbytes / (_width_into(interconnect, groups) * 1e9)
         if seconds > best:
             best, name = seconds, label
     return Bound(compute, best, name)
@@ -60,7 +65,7 @@ def _compute_seconds(workload: Workload, pairs: int, ranks: int, rates: Rates, d
 
 
 def group_bytes(workload: Workload, share: float, group: int, ranks: int) -> float:
-    """Bytes that must come into a group of `group` ranks, of all groups of that size on average.
+    """Bytes that must come into a group of `group` ranks, on average over groups that are all the ranks together.
 
     share: of all (query, key) pairs, how many are visible.
     """
@@ -71,34 +76,45 @@ def group_bytes(workload: Workload, share: float, group: int, ranks: int) -> flo
     kv_bytes = 2 * row * workload.kv_length
     per_group = workload.q_heads // workload.kv_heads
     work = share * workload.q_heads * part  # in heads: what the group computes when all compute alike
-    return _spread(work, workload.kv_heads, per_group, part, _head_group_cost(per_group, q_bytes, kv_bytes, part))
+    cost = _head_group_cost(per_group, q_bytes, kv_bytes, part)
+    return _spread(work, workload.kv_heads, per_group, Fraction(group, ranks), cost)
 
 
-def _spread(work: float, groups: int, per_group: int, part: float, cost: Cost) -> float:
-    """The least cost of `work` over the KV heads.
+def _spread(work: float, groups: int, per_group: int, part: Fraction, cost: Cost) -> float:
+    """The least cost of `work` (in heads) over so many KV heads.
 
-    What the group itself holds of a KV head is free. Above that the cost is concave between multiples of `part` and
-    whole heads, so that in the cheapest division all KV heads but one are at such a point. `least[k, n]` is the least
-    cost of k · part heads of work on n KV heads.
+    What the group of ranks itself holds of a KV head is free. Above that the cost is concave between multiples of
+    `part` and whole heads, so that in the cheapest division all KV heads but one are at such a point.
+    `least[n][done]` is the least cost of `done` / part.denominator heads of work on n KV heads.
     """
-    free = per_group * part * part
-    points = {heads * part for heads in range(1, per_group + 1)} | set(range(1, per_group + 1))
-    steps = sorted({round(point / part) for point in points if free < point <= work})
-    least: dict[tuple[int, int], float] = {(0, 0): 0.0}
-    for taken in range(1, groups + 1):
-        for (done, number), before in [each for each in least.items() if each[0][1] == taken - 1]:
-            for step in steps:
-                key = (done + step, number + 1)
-                if key[0] * part <= work + 1e-9:
-                    least[key] = min(least.get(key, math.inf), before + cost(step * part))
+    unit, own = part.denominator, part.numerator
+    free = per_group * float(part) ** 2
+    points = {heads * own for heads in range(1, per_group + 1)} | {heads * unit for heads in range(1, per_group + 1)}
+    steps = {point: cost(point / unit) for point in sorted(points) if free < point / unit <= work + ROUNDING}
+    least: dict[int, float] = {0: 0.0}
     best = math.inf
-    for (done, number), spent in least.items():
-        others = groups - number - 1
-        rest = work - done * part - max(0, others) * free
-        if others >= 0 and rest <= per_group + 1e-9:
-            best = min(best, spent + cost(max(rest, 0.0)))
-        elif others < 0 and rest <= 1e-9:
+    for taken in range(groups + 1):
+        best = min(best, _with_the_rest(least, work, groups - taken, per_group, unit, free, cost))
+        after: dict[int, float] = {}
+        for done, before in least.items():
+            for step, more in steps.items():
+                if (done + step) / unit <= work + ROUNDING:
+                    after[done + step] = min(after.get(done + step, math.inf), before + more)
+        least = after
+    return best
+
+
+def _with_the_rest(
+    least: Mapping[int, float], work: float, others: int, per_group: int, unit: int, free: float, cost: Cost
+) -> float:
+    """The least cost where one of `others` KV heads gets what is left, and the rest of them what is free."""
+    best = math.inf
+    for done, spent in least.items():
+        rest = work - done / unit - max(0, others - 1) * free
+        if rest <= ROUNDING:
             best = min(best, spent)
+        elif others and rest <= per_group + ROUNDING:
+            best = min(best, spent + cost(rest))
     return best
 
 
@@ -133,27 +149,57 @@ def _rectangle(area: float, q_bytes: float, kv_bytes: float, part: float) -> flo
 # ---------- groups of ranks, and what can come into them
 
 
-def _groups(net: Interconnect) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """One rank; one host; and runs of neighbours of every power of two."""
-    world = net.world_size
-    yield "one rank", (0,)
-    hosts = net.hosts
-    first = tuple(rank for rank in range(min(world, MOST_RANKS)) if hosts[rank] == hosts[0])
-    if len(first) < world:
-        yield "one host", first
+Groups = Sequence[tuple[int, ...]]
+
+
+def _partitions(net: Interconnect) -> Iterator[tuple[str, Groups]]:
+    """The ranks in groups: each for itself; hosts; and runs of neighbours of every power of two.
+
+    Where all hosts are equal, one host, or one group of hosts, stands for the others.
+    """
+    world, alike = net.world_size, _hosts_alike(net)
+    if world < 2 or (alike is None and world > MOST_RANKS):
+        return
+    yield "one rank", [(rank,) for rank in range(alike or world)]
+    if len(net.fabrics) > 1:
+        hosts = [tuple(rank for rank in range(world) if net.hosts[rank] == host) for host in range(len(net.fabrics))]
+        yield "one host", hosts[:1] if alike else [each for each in hosts if each]
     size = 2
     while size < min(world, MOST_RANKS):
-        if world % size == 0:
-            yield f"{size} neighbours", tuple(range(size))
+        if world % size == 0 and (alike is None or alike % size == 0 or size % alike == 0):
+            stop = max(alike, size) if alike else world
+            yield f"{size} neighbours", [tuple(range(first, first + size)) for first in range(0, stop, size)]
         size *= 2
 
 
-def _width_into(net: Interconnect, ranks: tuple[int, ...]) -> float:
-    """GB/s of a set of wires that every way into the group passes: the narrowest of a few such sets."""
-    inside = set(ranks)
-    outside = [rank for rank in range(net.world_size) if rank not in inside][:MOST_OUTSIDE]
-    ways = [way for src in outside for dst in ranks if (way := net.way(src, dst))]
-    picks: list[Callable[[Way], str]] = [lambda way: way[-1]]  # the group's own wires: whoever sends, these it passes
-    if len(inside) + len(outside) == net.world_size:
-        picks += [lambda way: way[0], lambda way: min(way, key=net.gbs)]
-    return min(sum(map(net.gbs, set(map(pick, ways)))) for pick in picks) or math.inf
+def _hosts_alike(net: Interconnect) -> int | None:
+    """Ranks a host, where all hosts are equal."""
+    first = net.fabrics[0]
+    same = net.local is not None and all(each is first or each == first for each in net.fabrics)
+    in_order = all(device == rank % (net.local or 1) for rank, (_, device) in enumerate(net.places))
+    return net.local if same and in_order else None
+
+
+def _width_into(net: Interconnect, groups: Groups) -> float:
+    """GB/s of a set of wires of which every way into one of the groups passes one: the narrowest of a few such sets."""
+    picks: dict[str, set[str]] = {"last": set(), "first": set(), "narrowest": set()}
+    for group in groups:
+        inside = set(group)
+        for src in _outside(net, inside):
+            for dst in group:
+                if way := net.way(src, dst):
+                    picks["last"].add(way[-1])
+                    picks["first"].add(way[0])
+                    picks["narrowest"].add(min(way, key=net.gbs))
+    complete = net.world_size - len(groups[0]) <= MOST_OUTSIDE
+    wires = picks.values() if complete else [picks["last"]]
+    return min(sum(map(net.gbs, each)) for each in wires) or math.inf
+
+
+def _outside(net: Interconnect, inside: set[int]) -> list[int]:
+    """The ranks outside a group, or enough of them to know its own wires: all of its hosts, and of the next."""
+    if net.world_size - len(inside) <= MOST_OUTSIDE:
+        return [rank for rank in range(net.world_size) if rank not in inside]
+    near = {net.hosts[rank] for rank in inside}
+    near.add(next(host for host in net.hosts if host not in near))
+    return [rank for rank, host in enumerate(net.hosts) if host in near and rank not in inside]

@@ -56,6 +56,8 @@ def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:
     tp = tensor_parallel
     if workload.q_heads % tp:
         raise ConfigurationError(f"{workload.q_heads} query heads do not split over tensor parallelism of {tp}")
+    if workload.kv_heads % tp and tp % workload.kv_heads:
+        raise ConfigurationError(f"{workload.kv_heads} kv heads do not split over tensor parallelism of {tp}")
     return replace(workload, q_heads=workload.q_heads // tp, kv_heads=max(1, workload.kv_heads // tp))
 
 
@@ -65,6 +67,8 @@ def node_sizes(net: Interconnect) -> tuple[int, ...]:
     if net.local is not None and net.local < net.world_size:
         sizes.append(net.local)
     island = _island_size(net.fabrics[0])
+    if len(net.fabrics) == 1 and island:
+        sizes.append(net.world_size)  # schedules of one level, as meshes of all, fit as well
     if island and net.local is not None and net.world_size % island == 0 and 1 < island < net.local:
         sizes.append(island)
     return tuple(dict.fromkeys(sizes)) or (net.world_size,)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tokenring.planner.rates import Rates
-from tokenring.schedule.ir import Schedule
+from tokenring.region import Patch
+from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.payload import Records
 from tokenring.schedule.program import Attend, Fill, Merge, Pack, Program, Recv, Result, Send, Span, Wait
 from tokenring.workload import Workload
@@ -45,23 +46,45 @@ Operation = Compute | Post | Await
 
 def operations(schedule: Schedule, workload: Workload, program: Program, rates: Rates) -> list[Operation]:
     """What a program costs, in its order. Neighbouring copies and merges are one operation."""
-    maker = _Maker(schedule, workload, program, rates)
-    made: list[Operation] = []
-    for instruction, step in zip(program.instructions, program.steps, strict=True):
-        for each in maker.of(instruction, step):
-            last = made[-1] if made else None
-            if isinstance(each, Compute) and isinstance(last, Compute) and not (each.kernel or last.kernel):
-                made[-1] = last._replace(seconds=last.seconds + each.seconds)
-            else:
-                made.append(each)
-    return made
+    return Costs(schedule, workload, program.direction, rates).operations(program)
+
+
+class Costs:
+    """What the programs of one pass cost, of any rank: ranks do much the same, so results are kept."""
+
+    def __init__(self, schedule: Schedule, workload: Workload, direction: Pass, rates: Rates) -> None:
+        self.workload, self.direction, self.rates = workload, direction, rates
+        self.records = Records(schedule, workload, direction)
+        self.heads = workload.q_heads // schedule.head_groups
+        self._of_patch: dict[Patch, float] = {}
+
+    def operations(self, program: Program) -> list[Operation]:
+        """As `operations`."""
+        made: list[Operation] = []
+        maker = _Maker(self, program)
+        for instruction, step in zip(program.instructions, program.steps, strict=True):
+            for each in maker.of(instruction, step):
+                last = made[-1] if made else None
+                if isinstance(each, Compute) and isinstance(last, Compute) and not (each.kernel or last.kernel):
+                    made[-1] = last._replace(seconds=last.seconds + each.seconds)
+                else:
+                    made.append(each)
+        return made
+
+    def kernel_seconds(self, patch: Patch) -> float:
+        """One kernel call of a head group."""
+        known = self._of_patch.get(patch)
+        if known is None:
+            size = self.workload
+            known = self.rates.kernel_seconds(patch, self.heads, size.head_dim, size.batch, self.direction)
+            self._of_patch[patch] = known
+        return known
 
 
 class _Maker:
-    def __init__(self, schedule: Schedule, workload: Workload, program: Program, rates: Rates) -> None:
-        self.program, self.rates, self.workload = program, rates, workload
-        self.records = Records(schedule, workload, program.direction)
-        self.heads = workload.q_heads // schedule.head_groups
+    def __init__(self, costs: Costs, program: Program) -> None:
+        self.program, self.costs = program, costs
+        self.row_bytes = [costs.records(slot.kind, slot.full_precision).nbytes for slot in program.slots]
 
     def of(self, instruction: object, step: int) -> list[Operation]:
         match instruction:
@@ -82,9 +105,8 @@ class _Maker:
         return []  # a release costs nothing
 
     def _attend(self, attend: Attend) -> list[Operation]:
-        patch, direction = attend.patch, self.program.direction
-        size = self.workload
-        seconds = self.rates.kernel_seconds(patch, self.heads, size.head_dim, size.batch, direction)
+        patch = attend.patch
+        seconds = self.costs.kernel_seconds(patch)
         label = f"{patch.rows} × {patch.cols}"
         made: list[Operation] = [Compute(seconds, True, attend.step, label)]
         copied = sum(self._result_bytes(attend, result) for result in attend.results)
@@ -99,8 +121,7 @@ class _Maker:
         return TOUCHED[result.first] * self._nbytes(result.into)
 
     def _copy(self, nbytes: int, step: int, label: str) -> Compute:
-        return Compute(self.rates.copy_seconds(nbytes), False, step, label)
+        return Compute(self.costs.rates.copy_seconds(nbytes), False, step, label)
 
     def _nbytes(self, span: Span) -> int:
-        slot = self.program.slots[span.slot]
-        return self.records(slot.kind, slot.full_precision).nbytes * span.rows
+        return self.row_bytes[span.slot] * span.rows

@@ -66,8 +66,11 @@ class Plan:
         return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write it as JSON. Raises ConfigurationError."""
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -83,7 +86,7 @@ class Plan:
         """The plan that to_json wrote. Raises ConfigurationError; ScheduleError for what is wrong in its schedule."""
         try:
             found = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # broken JSON, or a number of thousands of digits
             raise ConfigurationError(f"this is no plan: {error}") from None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ConfigurationError("this is no plan: write one with Plan.save or `tokenring plan --json`")
@@ -98,7 +101,9 @@ class Plan:
             candidates = tuple(_candidate(each) for each in found["candidates"])
             reason = str(found["reason"])
         except (KeyError, TypeError) as error:
-            raise ConfigurationError(f"the plan is not whole ({error}): write it again with Plan.save") from None
+            raise ConfigurationError(
+                f"the plan is not whole ({type(error).__name__}: {error}): write it again with Plan.save"
+            ) from None
         return Plan(Schedule.from_json(json.dumps(found["schedule"])), workload, reason, candidates)
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from tokenring.arguments import check_memory_limit, check_topology
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
-from tokenring.planner.auto import Call, make, plan_call
+from tokenring.planner.auto import Call, make_in_order, order_of, plan_call
+from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.machine import CPU, CPU_MESSAGES, machine_of_topology
+from tokenring.planner.machine import CPU, CPU_MESSAGES, device_rates, machine_of_topology, messages_of
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Machine
@@ -24,10 +28,13 @@ from tokenring.topology.ranks import Topology
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tokenring.backends.base import AttentionKernel, Capabilities
+    from tokenring.backends.base import AttentionKernel, Capabilities, Transport
     from tokenring.context import Request
 
+LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"
+ASSUMED_DEVICE = "a100-sxm"  # what ranks compute with where nothing is known of their accelerators
+ASSUMED_OPERATION_US = 10.0
 
 
 class Planner:
@@ -44,33 +51,27 @@ class Planner:
         self.group, self.world_size, self.families = group, world_size, families
         self.memory_limit_bytes = memory_limit_bytes
         self._given = topology
-        self._seen: dict[torch.device, tuple[Interconnect, Machine]] = {}
-        self._check()
-
-    def _check(self) -> None:
-        given = self._given
-        if given is None:
-            return
-        if not isinstance(given, (Topology, Interconnect)):
-            raise ConfigurationError(f"topology is of type {type(given).__name__}; give a Topology or an Interconnect")
-        if given.world_size != self.world_size:
-            raise ConfigurationError(f"the topology has {given.world_size} ranks, the group {self.world_size}")
+        self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}
+        check_topology(topology, world_size)
+        check_memory_limit(memory_limit_bytes)
 
     def look(self, device: torch.device, dtype: torch.dtype) -> tuple[Interconnect, Machine]:
         """The interconnect, and what ranks compute with; where it has to be probed, all ranks do it together."""
         if device not in self._seen:
-            self._seen[device] = self._look(device, dtype)
-        return self._seen[device]
+            self._seen[device] = self._look(device)
+        net, topology = self._seen[device]
+        machine, assumed = _machine(topology, device, dtype)
+        return (replace(net, notes=(*net.notes, assumed)) if assumed else net), machine
 
-    def _look(self, device: torch.device, dtype: torch.dtype) -> tuple[Interconnect, Machine]:
+    def _look(self, device: torch.device) -> tuple[Interconnect, Topology | None]:
         given = self._given
         if isinstance(given, Interconnect):
-            return given, Machine(CPU, CPU_MESSAGES)
+            return given, None
         if given is None and device.type == "cpu":
             given = Topology("machine without accelerators", self.world_size)
         elif given is None:
             given = Topology.probe(self.group, device)
-        return interconnect_of(given), _machine(given, dtype)
+        return interconnect_of(given), given
 
     def plan(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
@@ -94,13 +95,34 @@ class Planner:
 
     # ---------- what rank 0 tells the others
 
+    def together(
+        self,
+        transport: Transport,
+        request: Request,
+        layouts: tuple[Layout, Layout],
+        kernel: AttentionKernel,
+        plan: Callable[[], Plan],
+    ) -> Plan:
+        """What rank 0 plans, by `plan`, on every rank. Raises ConfigurationError, on all, where nothing fits."""
+        self.look(request.device, request.workload.dtype)  # all ranks together, where there is something to probe
+        word = b""
+        if transport.rank == 0:
+            try:
+                word = self.word(plan(), self._call(request, layouts, kernel, None))
+            except TokenRingError as error:
+                word = json.dumps({REFUSAL: str(error)}).encode()
+            except BaseException as error:  # such as Ctrl-C: the others wait for the word
+                transport.fail(error)
+                raise
+        return self.understood(transport.exchange_text(word, "the plan")[0], request, layouts, kernel)
+
     @staticmethod
-    def word(plan: Plan | TokenRingError) -> bytes:
-        """A plan without its schedule, which everybody makes from its name; or why there is none."""
-        if isinstance(plan, TokenRingError):
-            return json.dumps({REFUSAL: str(plan)}).encode()
+    def word(plan: Plan, call: Call) -> bytes:
+        """A plan without its schedule, which everybody makes from its name and the order of the ranks."""
+        LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
-        return json.dumps({"name": plan.name, "reason": plan.reason, "candidates": candidates}).encode()
+        said = {"name": plan.name, "order": order_of(call), "reason": plan.reason, "candidates": candidates}
+        return json.dumps(said).encode()
 
     def understood(
         self, said: bytes, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel
@@ -110,13 +132,22 @@ class Planner:
         if REFUSAL in found:
             raise ConfigurationError(found[REFUSAL])
         candidates = tuple(Candidate(**each) for each in found["candidates"])
-        made = make(self._call(request, layouts, kernel, None), found["name"])
+        # In rank 0's order: another rank, which may have been given other figures, could think another one good.
+        made = make_in_order(self._call(request, layouts, kernel, None), found["name"], found["order"])
         return Plan(made, request.workload, found["reason"], candidates)
 
 
-def _machine(topology: Topology, dtype: torch.dtype) -> Machine:
-    """Published figures of the device, or a CPU core's, which the plan's reason names."""
-    try:
-        return machine_of_topology(topology, dtype)
-    except ConfigurationError:
-        return Machine(CPU, CPU_MESSAGES)
+def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype) -> tuple[Machine, str | None]:
+    """Published figures of the device; those of another one where there are none, and a note that says so."""
+    accelerators = () if topology is None or topology.graph is None else topology.graph.accelerators
+    if device.type == "cpu" and not accelerators:
+        return Machine(CPU, CPU_MESSAGES), None
+    why = "no compute figures of these accelerators"
+    if topology is not None and any(each.model or each.arch for each in accelerators):
+        try:
+            return machine_of_topology(topology, dtype), None
+        except TokenRingError as error:
+            why = str(error).partition(":")[0]
+    assumed = device_figures(ASSUMED_DEVICE)
+    machine = Machine(device_rates(assumed, dtype), messages_of(ASSUMED_OPERATION_US, ascend=False))
+    return machine, f"{why}; those of {assumed.title} are assumed"

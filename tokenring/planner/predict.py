@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.operations import Compute, Operation, operations
+from tokenring.planner.operations import Compute, Costs, Operation
 from tokenring.planner.rates import Machine
 from tokenring.planner.simulate import Outcome, simulate
-from tokenring.schedule.calls import Supports, anything
+from tokenring.schedule.calls import Supports, anything, calls
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.lower import agenda_of, lower_agenda
 from tokenring.schedule.measure import kept_bytes, link_bytes, program_bytes
-from tokenring.schedule.storage import storage_of
+from tokenring.schedule.storage import Storage, storage_of
 from tokenring.workload import Workload
 
 
@@ -49,9 +50,47 @@ class Setting:
     one_sided: bool = False
 
 
-def least_seconds(schedule: Schedule, setting: Setting) -> float:
-    """What its busiest wire needs for its bytes alone: no schedule is faster than that."""
-    return worst_wire(schedule, setting)[2]
+class Least(NamedTuple):
+    """What a schedule needs at least, all passes together, as its parts overlap at best.
+
+    wire_seconds: of its busiest wire for the bytes alone. kernel_seconds: of the rank that computes longest.
+    """
+
+    seconds: float
+    wire_seconds: float
+    kernel_seconds: float
+
+
+def least_seconds(schedule: Schedule, setting: Setting) -> Least:
+    """Far cheaper than a prediction, and never above it."""
+    storage = storage_of(schedule)
+    parts = []
+    for direction in setting.passes:
+        costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
+        wire = _busiest_seconds(wire_bytes(schedule, setting, direction), setting.interconnect)
+        parts.append((wire, max(_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule))))
+    return Least(sum(map(max, parts)), sum(wire for wire, _ in parts), sum(kernels for _, kernels in parts))
+
+
+def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs) -> float:
+    return sum(
+        costs.kernel_seconds(call.patch)
+        for tile in storage.tiles(rank)
+        for call in calls(storage, tile, setting.supports)
+    )
+
+
+def wire_bytes(schedule: Schedule, setting: Setting, direction: Pass) -> dict[str, int]:
+    """What one pass puts on each wire."""
+    loads: dict[str, int] = {}
+    for (src, dst), nbytes in link_bytes(schedule, setting.workload, direction).items():
+        for wire in setting.interconnect.way(src, dst):
+            loads[wire] = loads.get(wire, 0) + nbytes
+    return loads
+
+
+def _busiest_seconds(loads: Mapping[str, int], net: Interconnect) -> float:
+    return max((nbytes / net.gbs(wire) / 1e9 for wire, nbytes in loads.items()), default=0.0)
 
 
 def worst_wire(schedule: Schedule, setting: Setting) -> tuple[str, int, float]:
@@ -60,11 +99,8 @@ def worst_wire(schedule: Schedule, setting: Setting) -> tuple[str, int, float]:
     seconds = 0.0
     total: dict[str, int] = {}
     for direction in setting.passes:
-        loads: dict[str, int] = {}
-        for (src, dst), nbytes in link_bytes(schedule, setting.workload, direction).items():
-            for wire in net.way(src, dst):
-                loads[wire] = loads.get(wire, 0) + nbytes
-        seconds += max((nbytes / net.gbs(wire) / 1e9 for wire, nbytes in loads.items()), default=0.0)
+        loads = wire_bytes(schedule, setting, direction)
+        seconds += _busiest_seconds(loads, net)
         for wire, nbytes in loads.items():
             total[wire] = total.get(wire, 0) + nbytes
     worst = max(total, key=lambda wire: (total[wire] / net.gbs(wire), wire), default="none")
@@ -90,16 +126,21 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
 def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, int]:
     """The outcome, the longest time that a rank's kernels take, and the largest pool."""
     storage, workload = storage_of(schedule), setting.workload
+    costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
     peak = 0
-    for rank in range(schedule.world_size):
+    for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
         program = lower_agenda(agenda, workload, setting.early_receives)
-        programs.append(operations(schedule, workload, program, setting.machine.rates))
+        programs.append(costs.operations(program))
         held = program_bytes(schedule, workload, program, setting.one_sided) + kept_bytes(schedule, workload, program)
         peak = max(peak, held)
     outcome = simulate(setting.interconnect, programs, setting.machine.messages, record)
     return outcome, max(map(_kernel_seconds, programs)), peak
+
+
+def _ranks(schedule: Schedule) -> range:
+    return range(schedule.world_size)
 
 
 def _kernel_seconds(program: Sequence[Operation]) -> float:

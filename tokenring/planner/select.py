@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tokenring.errors import ConfigurationError
 from tokenring.planner.bound import Bound
 from tokenring.planner.plan import Candidate, Plan
-from tokenring.planner.predict import Prediction, Setting, least_seconds, predict
+from tokenring.planner.predict import Least, Prediction, Setting, least_seconds, predict
 from tokenring.schedule.ir import Schedule
 
 SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
@@ -24,18 +24,34 @@ class Choice:
 
 @dataclass(frozen=True)
 class Judged:
-    """A schedule with what it costs; without a prediction, its busiest wire alone needs too long."""
+    """A schedule with what it costs; without a prediction, its busiest wire or its kernels alone need too long."""
 
     name: str
     schedule: Schedule
-    least_seconds: float
+    least: Least
     prediction: Prediction | None
+
+    @property
+    def seconds(self) -> float:
+        """As predicted; else the least that it could take."""
+        return self.least.seconds if self.prediction is None else self.prediction.seconds
 
     def fits(self, memory_limit_bytes: int | None) -> bool:
         """Whether it was simulated and keeps to the limit."""
         if self.prediction is None:
             return False
         return memory_limit_bytes is None or self.prediction.peak_bytes <= memory_limit_bytes
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Schedules that were judged, best first, and the candidates that cannot be made, with the reason."""
+
+    judged: tuple[Judged, ...] = ()
+    misfits: tuple[Candidate, ...] = ()
+
+
+NOTHING_YET = Judgement()
 
 
 def select(
@@ -50,20 +66,54 @@ def select(
     memory_limit_bytes: of each rank, for buffers and what forward keeps for backward. everything: simulate also what
     cannot win, for a table. Raises ConfigurationError where nothing fits.
     """
-    judged, misfits = judge(choices, setting, memory_limit_bytes, everything)
+    found = judge(choices, setting, memory_limit_bytes, everything)
+    return decide(found, setting, bound, memory_limit_bytes)
+
+
+def decide(found: Judgement, setting: Setting, bound: Bound | None, memory_limit_bytes: int | None) -> Plan:
+    """The plan of the best. Raises ConfigurationError where nothing fits."""
+    judged = found.judged
     if not judged or not judged[0].fits(memory_limit_bytes):
-        raise ConfigurationError(_nothing_fits(judged, misfits, memory_limit_bytes))
+        raise ConfigurationError(_nothing_fits(found, memory_limit_bytes))
     best = judged[0]
     candidates = tuple(_candidate(each, best, bound, memory_limit_bytes) for each in judged)
     reason = _reason(judged, setting, bound, memory_limit_bytes)
-    return Plan(best.schedule, setting.workload, reason, candidates + tuple(misfits))
+    return Plan(best.schedule, setting.workload, reason, candidates + found.misfits)
 
 
 def judge(
-    choices: Iterable[Choice], setting: Setting, memory_limit_bytes: int | None, everything: bool
-) -> tuple[list[Judged], list[Candidate]]:
-    """All schedules that can be made, best first, and those that cannot, with the reason."""
-    made: list[tuple[str, Schedule, float]] = []
+    choices: Iterable[Choice],
+    setting: Setting,
+    memory_limit_bytes: int | None,
+    everything: bool,
+    before: Judgement = NOTHING_YET,
+) -> Judgement:
+    """Adds these schedules to those that were judged before. One that does just what another does is left out."""
+    made, misfits = _made(choices, before)
+    least = {name: least_seconds(schedule, setting) for name, schedule in made}
+    judged = list(before.judged)
+    fastest = min((each.seconds for each in judged if each.fits(memory_limit_bytes)), default=float("inf"))
+    for name, schedule in sorted(made, key=lambda each: least[each[0]].seconds):
+        worth = everything or least[name].seconds <= fastest * SAME
+        each = Judged(name, schedule, least[name], predict(schedule, setting) if worth else None)
+        judged.append(each)
+        if each.fits(memory_limit_bytes):
+            fastest = min(fastest, each.seconds)
+    names = [*(each.name for each in before.judged), *(name for name, _ in made)]
+    given = {name: number for number, name in enumerate(names)}
+
+    def order(each: Judged) -> tuple[bool, float, int]:
+        """What fits first, then by time; those as good as the best in the order in which they were given."""
+        seconds = fastest if each.seconds <= fastest * SAME else each.seconds
+        return not each.fits(memory_limit_bytes), seconds, given[each.name]
+
+    return Judgement(tuple(sorted(judged, key=order)), before.misfits + tuple(misfits))
+
+
+def _made(choices: Iterable[Choice], before: Judgement) -> tuple[list[tuple[str, Schedule]], list[Candidate]]:
+    """The schedules of those choices that can be made and are none of those there were."""
+    seen = {each.schedule.replace(name="") for each in before.judged}
+    made: list[tuple[str, Schedule]] = []
     misfits: list[Candidate] = []
     for choice in choices:
         try:
@@ -71,23 +121,11 @@ def judge(
         except ConfigurationError as error:
             misfits.append(Candidate(choice.name, None, None, None, None, None, None, f"does not fit: {error}"))
             continue
-        made.append((choice.name, schedule, least_seconds(schedule, setting)))
-    judged: list[Judged] = []
-    fastest = float("inf")
-    for name, schedule, least in sorted(made, key=lambda each: each[2]):
-        worth = everything or least <= fastest * SAME
-        each = Judged(name, schedule, least, predict(schedule, setting) if worth else None)
-        judged.append(each)
-        if each.prediction is not None and each.fits(memory_limit_bytes):
-            fastest = min(fastest, each.prediction.seconds)
-    given = {name: number for number, (name, _, _) in enumerate(made)}
-
-    def order(each: Judged) -> tuple[bool, float, int]:
-        """What fits first, then by time; those as good as the best in the order in which they were given."""
-        seconds = each.least_seconds if each.prediction is None else each.prediction.seconds
-        return not each.fits(memory_limit_bytes), fastest if seconds <= fastest * SAME else seconds, given[each.name]
-
-    return sorted(judged, key=order), misfits
+        nameless = schedule.replace(name="")
+        if nameless not in seen:
+            seen.add(nameless)
+            made.append((choice.name, schedule))
+    return made, misfits
 
 
 # ---------- what is said of it
@@ -107,21 +145,30 @@ def _candidate(each: Judged, best: Judged, bound: Bound | None, limit: int | Non
 def _why(each: Judged, best: Judged, limit: int | None) -> str:
     """Why it wins or loses, in a few words."""
     found = each.prediction
+    if found is None and each.least.wire_seconds < each.least.kernel_seconds:
+        return f"its kernels alone take {time_text(each.least.kernel_seconds)}"
     if found is None:
-        return f"its busiest wire alone needs {time_text(each.least_seconds)}"
+        return f"its busiest wire alone needs {time_text(each.least.wire_seconds)}"
     if not each.fits(limit):
         return f"needs {mb_text(found.peak_bytes)} a rank, more than the limit of {mb_text(limit or 0)}"
     if each is best:
         return "the fastest"
     assert best.prediction is not None
     slower = found.seconds / best.prediction.seconds - 1
+    return f"{slower:+.0%}: {_cause(found, best.prediction)}" if slower >= 0.005 else "as fast"
+
+
+def _cause(found: Prediction, best: Prediction) -> str:
+    """Where most of what it takes longer than the best goes."""
     if found.worst_wire_seconds > 0.8 * found.seconds:
-        what = f"its busiest wire needs {time_text(found.worst_wire_seconds)}"
-    elif found.compute_seconds > 1.05 * best.prediction.compute_seconds:
-        what = f"its kernels take {time_text(found.compute_seconds)}"
-    else:
-        what = f"{time_text(found.exposed_seconds)} are not hidden"
-    return f"{slower:+.0%}: {what}" if slower >= 0.005 else f"as fast: {what}"
+        return f"its busiest wire needs {time_text(found.worst_wire_seconds)}"
+    kernels = found.compute_seconds - best.compute_seconds
+    waits = found.exposed_seconds - best.exposed_seconds
+    if waits >= max(kernels, (found.seconds - best.seconds) / 2):
+        return f"{time_text(found.exposed_seconds)} are not hidden"
+    if kernels >= (found.seconds - best.seconds) / 2:
+        return f"its kernels take {time_text(found.compute_seconds)}"
+    return "more copies, merges and messages"
 
 
 def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, limit: int | None) -> str:
@@ -138,7 +185,8 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
     return "; ".join([text, *net.notes])
 
 
-def _nothing_fits(judged: Sequence[Judged], misfits: Sequence[Candidate], limit: int | None) -> str:
+def _nothing_fits(found: Judgement, limit: int | None) -> str:
+    judged, misfits = found.judged, found.misfits
     if judged and limit is not None:
         least = min(each.prediction.peak_bytes for each in judged if each.prediction is not None)
         return (

@@ -101,8 +101,8 @@ class Simulation:
         self.queues: dict[Queue, deque[_Transfer]] = defaultdict(deque)
         self.unmatched: dict[tuple[Queue, bool], deque[_Transfer]] = defaultdict(deque)
         self.of_message: list[dict[int, _Transfer]] = [{} for _ in programs]
+        self.widths: dict[str, float] = {}  # of wires, bytes a second
         self.wire_bytes: dict[str, float] = defaultdict(float)
-        self.widths: dict[str, float] = {}
         self.spans: list[Span] = []
         self.since = [0.0] * len(programs)  # when the current wait or work began
 
@@ -151,10 +151,10 @@ class Simulation:
         self.changed = False
 
     def _width(self, wire: str) -> float:
-        width = self.widths.get(wire)
-        if width is None:
-            width = self.widths[wire] = self.net.gbs(wire) * 1e9
-        return width
+        known = self.widths.get(wire)
+        if known is None:
+            known = self.widths[wire] = self.net.gbs(wire) * 1e9
+        return known
 
     # ---------- transfers
 

@@ -22,11 +22,12 @@ from tokenring.topology.verdict import Verdict
 
 # Of published rates, what a copy reaches; by kind of link (sources: docs/presets.md).
 REACHED: Mapping[str, float] = MappingProxyType(
-    {"nvlink": 0.85, "hccs": 0.94, "sio": 0.89, "xgmi": 0.75, "pcie": 0.85, "network": 0.97}
+    {"nvlink": 0.85, "hccs": 0.94, "sio": 0.89, "xgmi": 0.75, "pcie": 0.85, "sys": 1.0, "network": 0.97}
 )
-# GB/s one way where nothing is known. "link" is one of an accelerator's own, "memory" what ranks of a CPU share.
+# GB/s one way where nothing is known. "link" is one of an accelerator's own, "sio" joins the dies of a package (both
+# as on the presets), "memory" is what ranks of a CPU share.
 ASSUMED: Mapping[str, float] = MappingProxyType(
-    {"pcie": 25.0, "sys": 16.0, "link": 25.0, "network": 12.5, "memory": 8.0}
+    {"pcie": 25.0, "sys": 16.0, "link": 25.0, "sio": 199.0, "network": 12.5, "memory": 8.0}
 )
 TREE_KINDS = ("pcie", "sys", "uplink")
 Ids = tuple[str | None, ...]
@@ -247,15 +248,15 @@ class _Host:
     def _gbs_of(self, edge: Edge) -> float:
         if edge.bandwidth_gbs is not None:
             return edge.bandwidth_gbs * self._share(edge)
-        self.notes[f"links of kind {edge.kind} have no known bandwidth: {ASSUMED['link']:g} GB/s each is assumed"] = (
-            None
-        )
-        return ASSUMED["link"] * (edge.count or 1)
+        each = ASSUMED.get(edge.kind, ASSUMED["link"])
+        self.notes[f"links of kind {edge.kind} have no known bandwidth: {each:g} GB/s each is assumed"] = None
+        return each * (edge.count or 1)
 
     def _share(self, edge: Edge | None) -> float:
         if edge is None or edge.source == "measured":
             return 1.0
-        return self.reached.get("pcie" if edge.kind in PCIE_PATHS else edge.kind, 1.0)
+        other = self.reached.get("pcie", 1.0) if edge.kind in PCIE_PATHS else 1.0
+        return self.reached.get(edge.kind, other)
 
 
 def _behind_switches(graph: Graph, verdict: Verdict | None, host: str) -> dict[str, int]:

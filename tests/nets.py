@@ -1,0 +1,73 @@
+"""Interconnects, machines and settings for tests of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenring.layout import make_layout
+from tokenring.mask import Mask
+from tokenring.planner.auto import Call
+from tokenring.planner.interconnect import (
+    Interconnect,
+    full_mesh,
+    mesh_fabric,
+    of_hosts,
+    pcie_tree,
+    ring,
+    switch,
+    two_node,
+    with_network,
+)
+from tokenring.planner.predict import Setting
+from tokenring.planner.rates import Machine, Messages, constant
+from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.schemes import make_schedule
+from tokenring.workload import Workload
+
+BOTH: tuple[Pass, ...] = ("forward", "backward")
+FREE = 1e9  # TFLOP/s: kernels take no time
+IDEAL = Messages()
+
+SHAPES = {
+    "full mesh": lambda ranks: full_mesh(ranks, 1.0),
+    "switch": lambda ranks: switch(ranks, 1.0),
+    "ring": lambda ranks: ring(ranks, 1.0),
+    "PCIe tree": lambda ranks: pcie_tree(ranks, 1.0, 1.0),
+    "half-duplex tree": lambda ranks: pcie_tree(ranks, 1.0, 1.0, half_duplex=True),
+    "two nodes": lambda ranks: two_node(ranks, 1.0, 0.25),
+    "a NIC each": lambda ranks: two_node(ranks, 1.0, 0.25, nic_per_rank=True),
+}
+
+
+def clusters(hosts: int, local: int = 4, link_gbs: float = 1.0, nic_gbs: float = 0.25) -> Interconnect:
+    """Equal hosts, each a mesh with a NIC a rank."""
+    return of_hosts("cluster", with_network(mesh_fabric(local, link_gbs), nic_gbs), hosts)
+
+
+def workload(
+    ranks: int = 8, heads: tuple[int, int] = (8, 8), tokens: int = 256, dtype: torch.dtype = torch.bfloat16
+) -> Workload:
+    """So many tokens a rank; head_dim 64."""
+    return Workload(1, ranks * tokens, ranks * tokens, *heads, 64, dtype)
+
+
+def setting(
+    net: Interconnect,
+    size: Workload,
+    passes: Sequence[Pass] = ("forward",),
+    tflops: float = FREE,
+    messages: Messages = IDEAL,
+) -> Setting:
+    return Setting(size, net, Machine(constant(tflops, "test"), messages), tuple(passes))
+
+
+def call(asked: Setting, mask: Mask | None = None, layout: str = "zigzag", **changes: object) -> Call:
+    whole = make_layout(layout, asked.interconnect.world_size, asked.workload.q_length)
+    return Call(asked, whole, whole, Mask() if mask is None else mask, **changes)  # type: ignore[arg-type]
+
+
+def named(name: str, ranks: int, length: int, mask: Mask | None = None, layout: str = "contiguous") -> Schedule:
+    whole = make_layout(layout, ranks, length)
+    return make_schedule(name, whole, whole, Mask() if mask is None else mask)
