@@ -165,10 +165,23 @@ class TestLate:
         ends = [max(move.step for move in late.moves if rank in (move.src, move.dst)) for rank in range(4)]
         for rank in range(4):
             before, after = ([tile for tile in made.tiles if tile.rank == rank] for made in (plain, late))
-            assert before[1:] == after[1:-1]
-            assert after[0].step == before[0].step < after[-1].step
-            assert after[-1].step > ends[rank]
-            assert {*after[0].q, *after[-1].q} == {*before[0].q}
+            early, last = ([tile for tile in after if (tile.step > ends[rank]) == end] for end in (False, True))
+            assert before[1:] == early[2:]
+            assert {tile.step for tile in early[:2]} == {before[0].step}
+            pairs = [sum(map(len, (tile.q, tile.kv))) for tile in (*early[:2], *last)]
+            assert pairs == [2, 2, 2]  # two chunks with themselves, and one with the other
+
+    @pytest.mark.parametrize("mask", [tr.Full(), tr.Causal()])
+    def test_halves_are_equal(self, mask: tr.Mask) -> None:
+        """As much work before the last partial as after it."""
+        plain, late = (make(name, 4, "zigzag", mask, 512) for name in ("tokenring", "tokenring/late"))
+        size = Workload(1, 512, 512, 1, 1, 8)
+        end = max(move.step for move in late.moves)
+        early = late.replace(tiles=tuple(tile for tile in late.tiles if tile.step <= end)).flops(size)
+        local = plain.replace(tiles=tuple(tile for tile in plain.tiles if tile.step == 0)).flops(size)
+        for rank, flops in plain.flops(size).items():
+            assert flops == late.flops(size)[rank]
+            assert (flops - early[rank]) / local[rank] == pytest.approx(0.5, abs=0.01)
 
     def test_nothing_to_cut(self) -> None:
         """One chunk a rank: the local tile is one unit of q and of kv. In two pieces it can be cut."""
