@@ -62,6 +62,13 @@ class TestSchedule:
         assert Schedule.from_json(result.out) == made
         assert made != schedule("ring", ranks=3, layout="striped/2", mask=mask, direction=1, pieces=2, length=96)
 
+    @pytest.mark.parametrize("name", ["usp/2", "tiles/2x4/late", "multi-ring", "relay/4"])
+    def test_names_with_parameters(self, name: str) -> None:
+        """Where 64 tokens a chunk cannot be cut as it must, there are a few more."""
+        result = run("schedule", name, "--ranks", "8", "--mask", "causal")
+        assert (result.code, result.err) == (0, "")
+        assert Schedule.parse(result.out.split("\n\n")[0]).name == name
+
     def test_defaults(self) -> None:
         assert Schedule.from_json(run("schedule", "ring", "--ranks", "2", "--json").out) == schedule("ring", ranks=2)
 

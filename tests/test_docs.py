@@ -13,6 +13,7 @@ from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
 
 import tokenring as tr
+from tokenring.schedule.families import FAMILIES
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -59,3 +60,16 @@ def run_on_ranks(here: Here, text: str) -> list[float]:
 def test_new_schedule_is_exact_on_four_ranks(ranks: RankPools) -> None:
     for errors in ranks(4)(run_on_ranks, example("new-schedule.md")):
         assert max(errors) <= 2e-6
+
+
+class TestSchedules:
+    def test_page_has_every_family_as_the_registry_says_it(self) -> None:
+        rows = [
+            line.split(" | ") for line in (DOCS / "schedules.md").read_text().splitlines() if line.startswith("| `")
+        ]
+        shown = {(row[0].strip("| `"), row[2], row[5]) for row in rows}
+        assert shown == {(family.form, family.shape, family.source) for family in FAMILIES.values()}
+
+    def test_example_runs(self) -> None:
+        names = run_text(example("schedules.md"))
+        assert names["scheme"].name == "double-ring/4"

@@ -1,50 +1,54 @@
-"""DESIGN §7: plans beyond the named schedules are expressed in the IR, proved, exported, and run exactly."""
+"""DESIGN §7: plans beyond rings are expressed in the IR, proved and exported; they are members of families."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from plans import (
-    KEEP,
-    mixed_stationary,
-    on_the_wire,
-    own_nic,
-    reduced_in_node,
-    sub_sharded,
-    tiles,
-    two_level_ring,
-    ulysses,
-    usp,
-)
 
 import tokenring as tr
 from tokenring.layout import make_layout
 from tokenring.schedule.build import Scheme, build
+from tokenring.schedule.families import at_key, parse
+from tokenring.schedule.routes import mesh
 from tokenring.schedule.schemes import make_schedule, ring
 from tokenring.workload import Workload
 
-PLANS: dict[str, tuple[int, Scheme]] = {
-    "kept Ulysses": (8, ulysses(8)),
-    "Ulysses, gathered again": (8, ulysses(8, keep=frozenset())),
-    "USP 2 × 4": (8, usp(2)),
-    "USP 2 × 4, kept": (8, usp(2, KEEP)),
-    "tiles 2 × 4": (8, tiles(4)),
-    "6 heads on 8 ranks in 2 × 2 × 2 sub-sharded tiles": (8, sub_sharded(2, 2, 2)),
-    "partials reduced inside the node before they cross": (8, reduced_in_node(4)),
-    "KV crosses once by its own NIC": (8, own_nic(4)),
-    "two-level ring": (8, two_level_ring(4)),
-    "Q here, KV there": (8, mixed_stationary()),
-    "payload codec": (8, on_the_wire(ring(), {"kv": "bf16"})),
+PLANS: dict[str, str] = {
+    "kept Ulysses": "ulysses",
+    "Ulysses, gathered again": "ulysses/regather",
+    "USP 2 × 4": "usp/2",
+    "USP 2 × 4, kept": "usp/2/keep",
+    "tiles 2 × 4": "tiles/2x4",
+    "6 heads on 8 ranks in 2 × 2 × 2 sub-sharded tiles": "sub-sharded/2x2x2",
+    "partials reduced inside the node before they cross": "reduced/4",
+    "KV crosses once by its own NIC": "relay/4",
+    "two-level ring": "double-ring/4",
+    "Q here, KV there": "mixed",
+    "payload codec": "ring coded",
 }
+
+
+def scheme_of(name: str) -> Scheme:
+    """On eight ranks."""
+    return on_the_wire(ring()) if name == "ring coded" else parse(name).make(8)
+
+
+def on_the_wire(scheme: Scheme) -> Scheme:
+    """The same scheme with its kv in bf16 on the wire."""
+    return replace(scheme, name=f"{scheme.name}-coded", codecs=(("kv", "bf16"),))
+
+
 MASKS = {"full": tr.Full(), "causal": tr.Causal(), "packed": tr.Causal() & tr.Documents([0, 100, 301, 500])}
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize(("ranks", "scheme"), PLANS.values(), ids=PLANS)
-def test_plan_is_expressed_proved_and_exported(ranks: int, scheme: Scheme, layout: str, mask: tr.Mask) -> None:
+@pytest.mark.parametrize("name", PLANS.values(), ids=PLANS)
+def test_plan_is_expressed_proved_and_exported(name: str, layout: str, mask: tr.Mask) -> None:
     """Build, verify both passes with all programs replayed, and read back from JSON as the same schedule."""
-    whole = make_layout(layout, ranks, 512)
-    schedule = build(scheme, whole, whole, mask).verify()
+    whole = make_layout(layout, 8, 512)
+    schedule = build(scheme_of(name), whole, whole, mask).verify()
     assert tr.Schedule.from_json(schedule.to_json()) == schedule
     assert tr.Schedule.parse(str(schedule)) == schedule
 
@@ -73,7 +77,7 @@ def test_ulysses_moves_what_the_table_says() -> None:
     """(2X+Y)/P on each link forward; kept, backward moves dO and statistics out and dQ, dK, dV home."""
     ranks, length = 8, 512
     whole = make_layout("zigzag", ranks, length)
-    schedule = build(ulysses(ranks), whole, whole, tr.Causal())
+    schedule = build(scheme_of("ulysses"), whole, whole, tr.Causal())
     workload = Workload(1, length, length, 8, 8, 64)
     tokens, row = length // ranks, 64 * 4
     forward = schedule.link_bytes(workload, "forward")
@@ -89,7 +93,7 @@ def test_ulysses_under_zigzag_is_one_causal_kernel_call() -> None:
     from tokenring.schedule.program import Attend
 
     whole = make_layout("zigzag", 8, 512)
-    schedule = build(ulysses(8), whole, whole, tr.Causal())
+    schedule = build(scheme_of("ulysses"), whole, whole, tr.Causal())
     for rank in range(8):
         program = lower(schedule, rank, "forward", Workload(1, 512, 512, 8, 8, 64))
         calls = [each for each in program.instructions if isinstance(each, Attend)]
@@ -101,16 +105,16 @@ def test_ulysses_under_zigzag_is_one_causal_kernel_call() -> None:
 def test_codec_halves_what_it_encodes() -> None:
     whole = make_layout("zigzag", 4, 256)
     workload = Workload(1, 256, 256, 4, 4, 64)
-    plain, coded = (build(scheme, whole, whole, tr.Full()) for scheme in (ring(), on_the_wire(ring(), {"kv": "bf16"})))
+    plain, coded = (build(scheme, whole, whole, tr.Full()) for scheme in (ring(), on_the_wire(ring())))
     assert coded.link_bytes(workload)[0, 1] * 2 == plain.link_bytes(workload)[0, 1]
 
 
 def test_partials_cross_once_between_nodes() -> None:
     """Reduced inside the node: one fp32 partial for each owner crosses, not four."""
     whole = make_layout("zigzag", 8, 256)
-    schedule = build(reduced_in_node(4), whole, whole, tr.Full())
+    schedule = build(scheme_of("reduced/4"), whole, whole, tr.Full())
     crossing = [move for move in schedule.moves if move.src // 4 != move.dst // 4 and move.block.kind == "q_partial"]
     assert len(crossing) == 8 * 2  # owners × chunks
     assert all(schedule.in_full_precision(move) for move in crossing)
-    flat = build(Scheme("flat", lambda pair: pair.kv_owner, reduced_in_node(4).gather_q), whole, whole, tr.Full())
+    flat = build(Scheme("flat", at_key, mesh([8])), whole, whole, tr.Full())
     assert sum(m.src // 4 != m.dst // 4 and m.block.kind == "q_partial" for m in flat.moves) == 8 * 2 * 4

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.schedule.build import Scheme, build
+from tokenring.schedule.families.registry import parse
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.schemes import make_schedule
+
+NOMINAL_TOKENS = 64  # of a chunk
 
 
 def schedule(
@@ -22,12 +27,13 @@ def schedule(
     """A schedule to print, prove or export: `tr.schedule("tokenring", ranks=8, mask=tr.Causal())`.
 
     name: a named schedule, or a Scheme of your own (which says itself what moves in how many pieces).
-    length: tokens of the whole sequence; the default gives each chunk 64. It matters for masks
-    that count positions (windows, documents). Raises ConfigurationError.
+    length: tokens of the whole sequence; the default gives each chunk 64, or a little more where the
+    scheme cuts chunks into pieces that do not divide that. It matters for masks that count positions
+    (windows, documents). Raises ConfigurationError.
     """
     ranks = _count("ranks", ranks)
     if length is None:
-        length = layout.length if isinstance(layout, Layout) else _nominal_length(layout, ranks)
+        length = layout.length if isinstance(layout, Layout) else _nominal_length(name, layout, ranks)
     length = _count("length", length)
     mask = Mask() if mask is None else mask
     if not isinstance(mask, Mask):
@@ -46,5 +52,7 @@ def _count(what: str, value: object) -> int:
     return number
 
 
-def _nominal_length(layout: str, ranks: int) -> int:
-    return 2 * ranks * 64 * read_name(layout)[1]
+def _nominal_length(name: str | Scheme, layout: str, ranks: int) -> int:
+    scheme = name if isinstance(name, Scheme) else parse(name).make(ranks)
+    cut = lcm(scheme.q_pieces, scheme.kv_pieces)
+    return 2 * ranks * -(-NOMINAL_TOKENS // cut) * cut * read_name(layout)[1]

@@ -90,7 +90,8 @@ def keep_for_last(schedule: Schedule) -> Schedule:
 
     While a rank computes the first half its first blocks arrive; while it computes the second, the last partials
     come home. Only where the rank sends or gets a partial after its local tile, and the tile has two units of q
-    or of kv; the first half is the one of the units that see less, since blocks arrive faster than partials.
+    or of kv to cut between. A half may be two tiles, as of a causal zigzag rank: the two chunks with themselves
+    are as much work as one with the other.
     """
     last: dict[int, int] = {}
     for move in schedule.moves:
@@ -103,23 +104,38 @@ def keep_for_last(schedule: Schedule) -> Schedule:
     sees, tiles = _visibility(schedule), []
     for tile in schedule.tiles:
         local = all(schedule.owner(block) == tile.rank for block in (*tile.q, *tile.kv))
-        halves = _halves(tile, sees) if local and tile.step < last.get(tile.rank, 0) else ()
-        tiles += [halves[0], halves[1]._replace(step=last[tile.rank] + 1)] if halves else [tile]
+        first, second = _halves(schedule, tile, sees) if local and tile.step < last.get(tile.rank, 0) else ([tile], [])
+        tiles += [*first, *(part._replace(step=last[tile.rank] + 1) for part in second)]
     return schedule.replace(tiles=tuple(tiles))
 
 
-def _halves(tile: Tile, sees: _visibility) -> tuple[Tile, Tile] | tuple[()]:
-    """The tile in two, by its q blocks if it has several, else by its kv blocks; each without what it does not see."""
-    q, kv = tile.q, tile.kv
-    if len(q) > 1:
-        middle = len(q) // 2
-        first, second = _seen(tile, q[:middle], kv, sees), _seen(tile, q[middle:], kv, sees)
-    elif len(kv) > 1:
-        middle = len(kv) // 2
-        first, second = _seen(tile, q, kv[:middle], sees), _seen(tile, q, kv[middle:], sees)
-    else:
-        return ()
-    return (first, second) if first.q and second.q else ()
+Halves = tuple[list[Tile], list[Tile]]
+
+
+def _halves(schedule: Schedule, tile: Tile, sees: _visibility) -> Halves:
+    """The tile in two that are as equal as can be: cut by q, by kv, or by both and put together crosswise."""
+    (q0, q1), (kv0, kv1) = ((some[: len(some) // 2], some[len(some) // 2 :]) for some in (tile.q, tile.kv))
+
+    def part(q: tuple[Block, ...], kv: tuple[Block, ...]) -> list[Tile]:
+        seen = _seen(tile, q, kv, sees)
+        return [seen] if seen.q else []
+
+    cuts: list[Halves] = [
+        (part(q0, tile.kv), part(q1, tile.kv)),
+        (part(tile.q, kv0), part(tile.q, kv1)),
+        (part(q0, kv0) + part(q1, kv1), part(q0, kv1) + part(q1, kv0)),
+    ]
+    possible = [cut for cut in cuts if all(cut)]
+    if not possible:
+        return [tile], []
+    return min(possible, key=lambda cut: abs(_pairs(schedule, cut[0]) - _pairs(schedule, cut[1])))
+
+
+def _pairs(schedule: Schedule, tiles: list[Tile]) -> int:
+    """How many positions see each other in these tiles."""
+    where, mask = schedule.positions, schedule.mask
+    units = ((where(q), where(kv)) for tile in tiles for q, kv in product(tile.q, tile.kv))
+    return sum(patch.pairs() for q, kv in units for patch in mask.region(q, kv))
 
 
 def _seen(tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...], sees: _visibility) -> Tile:

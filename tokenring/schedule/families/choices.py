@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from tokenring.schedule.families.cycles import hamiltonian
 from tokenring.schedule.families.family import Numbers
-from tokenring.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenring.workload import Workload
 
 WAVES = (1, 2, 4)
 LARGEST_SEARCH = 32  # ranks; above, even worlds take too long to look for rings
