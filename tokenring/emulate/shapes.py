@@ -218,7 +218,7 @@ def _two_node(shape: Shape) -> Fabric:
             fabric.mesh(members, shape.link_gbit)
         for rank in members:
             through = [*(members if inside == SWITCH else ()), *(() if shape.nic_per_rank else others)]
-            if through:
+            if through != [rank] and through:
                 fabric.plug(rank, f"node{number}", shape.link_gbit, through)
             if shape.nic_per_rank:
                 fabric.plug(rank, "network", shape.uplink, others, "nic")
