@@ -325,6 +325,9 @@ def wait_for_ranks(process: int) -> None:
         time.sleep(0.02)
 
 
+MESH = ["--ranks", "4", "--emulate", "full-mesh", "--link-gbit", "0.1"]
+
+
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(
     ("arguments", "says"),
@@ -345,6 +348,13 @@ def wait_for_ranks(process: int) -> None:
         (["--ranks", "2", "--json", "/no/such/folder/x"], "--json /no/such/folder/x: not a file in a folder"),
         (["--ranks", "2", "--json", "x", "--picture", "./x"], "--json and --picture are both x: give each"),
         (["--ranks", "2", "--picture", "/"], "--picture /: not a file in a folder"),
+        (["--ranks", "4", "--link-gbit", "0.1"], "--link-gbit goes with --emulate SHAPE"),
+        (["--ranks", "4", "--compute", "0.1"], "--compute goes with --emulate SHAPE"),
+        (["--ranks", "4", "--emulate", "ring"], "say how fast its links are, as in --link-gbit 0.1"),
+        ([*MESH, "--transport", "shm"], "--transport shm would bypass emulated links: use gloo"),
+        ([*MESH, "--compute", "0"], "--compute 0: give TFLOP/s"),
+        ([*MESH, "--compute", "1", "--peers", "torch"], "--peers torch compute, and with --compute nobody does"),
+        ([*MESH, "--nic-per-rank"], "full-mesh has no nodes"),
         (["--rank"], "see tokenring bench --help"),
     ],
 )
@@ -356,6 +366,8 @@ def test_options_that_do_not_fit(arguments: list[str], says: str) -> None:
 def test_ranks_under_torchrun_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="torchrun has started 4: leave one out"):
         main(["--ranks", "2"], {"RANK": "0", "WORLD_SIZE": "4"})
+    with pytest.raises(ConfigurationError, match="--emulate starts ranks of its own"):
+        main(MESH[2:], {"RANK": "0", "WORLD_SIZE": "4"})
 
 
 def test_importing_tokenring_leaves_the_benchmark_alone() -> None:

@@ -47,9 +47,7 @@ def check_options(options: argparse.Namespace, ranks: int, started: bool) -> dic
     if options.link_gbit is None:
         raise ConfigurationError(f"--emulate {options.emulate}: say how fast its links are, as in --link-gbit 0.1")
     if options.transport not in ("auto", "gloo"):
-        raise ConfigurationError(
-            f"--transport {options.transport} would bypass emulated links: use gloo, or leave it out"
-        )
+        raise ConfigurationError(f"--transport {options.transport} would bypass emulated links: use gloo")
     if options.compute is not None and not 1e-6 <= options.compute <= 1e6:
         raise ConfigurationError(f"--compute {options.compute:g}: give TFLOP/s from 1e-6 to 1e6")
     if options.compute is not None and options.peers not in ("auto", "none"):

@@ -20,10 +20,12 @@ QUEUE_BYTES = 64 << 20  # never drops: the links that are emulated lose nothing
 WINDOW_SECONDS = 0.008
 LEAST_WINDOW_BYTES = 1 << 17
 HEADER_BYTES = 54  # Ethernet, IPv4 and TCP without options
+PATIENCE = "rto_min 2s"  # nothing is lost: what is late waits in a queue, and must not be sent twice
 SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",  # needs no module, paces nothing, and there are no losses
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_timestamps": "0",
+    "net/ipv4/tcp_early_retrans": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
     "net/ipv4/conf/all/rp_filter": "0",
     "net/ipv4/conf/default/rp_filter": "0",
@@ -79,7 +81,7 @@ def make_plan(fabric: Fabric, prefix: str) -> Plan:
     for route in fabric.routes:
         via = "" if route.via is None else f" via {address(route.via)} onlink"
         inside[rank_node(route.rank)].append(
-            f"route add {address(route.to)}/32{via} dev {route.device} src {address(route.rank)}"
+            f"route add {address(route.to)}/32{via} dev {route.device} src {address(route.rank)} {PATIENCE}"
         )
     batches = [("ip", links), ("ip", inside), ("tc", shaping)]
     return Plan(

@@ -217,8 +217,8 @@ def _two_node(shape: Shape) -> Fabric:
         if inside == FULL_MESH:
             fabric.mesh(members, shape.link_gbit)
         for rank in members:
-            through = [*(members if inside == SWITCH else ()), *(() if shape.nic_per_rank else others)]
-            if through:
+            near = [other for other in members if other != rank and inside == SWITCH]
+            if through := [*near, *(() if shape.nic_per_rank else others)]:
                 fabric.plug(rank, f"node{number}", shape.link_gbit, through)
             if shape.nic_per_rank:
                 fabric.plug(rank, "network", shape.uplink, others, "nic")
