@@ -25,7 +25,7 @@ class TestNames:
             ("ring/2", "schedule 'ring/2': ring takes no parameters, 1 is given; e.g. ring"),
             ("relay", "schedule 'relay': relay/L takes one number, none is given; e.g. relay/4"),
             ("usp/0", "unknown schedule 'usp/0'; "),
-            ("usp/2/lately", "schedule 'usp/2/lately': there is no option 'lately'; use late, keep, regather"),
+            ("usp/2/lately", "schedule 'usp/2/lately': there is no option 'lately'; use late, keep, regather, piecesN"),
             ("mesh-kv/2", "schedule 'mesh-kv/2': mesh-kv/AxBx... takes 2 or more numbers A and B, 1 is given"),
         ],
     )
@@ -90,7 +90,7 @@ class TestNames:
             tr.ContextParallel(schedule="usp")
 
     def test_a_workload_without_the_heads_is_refused_where_it_is_planned(self) -> None:
-        from tokenring.planner.select import named_schedule
+        from tokenring.planner.pieces import named_schedule
 
         whole = make_layout("zigzag", 4, 64)
         with pytest.raises(ConfigurationError, match="6 query heads over 6 kv heads do not split into 4 equal"):
