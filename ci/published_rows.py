@@ -235,10 +235,7 @@ def _loongtrain(world: int, heads: int, around: int) -> Scheme:
         here = group * heads + origin.heads
         first = () if here == origin.owner else (Hop(0, origin.owner, here),)
         hops = ring.gather_kv(origin._replace(owner=group, world_size=around))
-        moved = (
-            Hop(hop.step + 1, hop.src * heads + origin.heads, hop.dst * heads + origin.heads, hop.arrival + 1)
-            for hop in hops
-        )
+        moved = (Hop(hop.step + 1, hop.src * heads + origin.heads, hop.dst * heads + origin.heads) for hop in hops)
         return (*first, *moved)
 
     def due(group: int) -> dict[int, int]:

@@ -20,7 +20,8 @@ REPO = Path(__file__).parent.parent
 PAGE = (REPO / "docs/published-compared.md").read_text()
 FAST = (
     "rfa-h800-llama8b-zigzag-fwdbwd", "rfa-a100-varlen-llama3-fwd", "usp-a100-8h128-128k-u4-stripe",
-    "usp-a100-8h128-128k-u8-ulysses", "tokenring-a10-24k-tokenring-step2", "magi-h100-8-causal-ring-allgather-fwd",
+    "usp-a100-8h128-128k-u8-ulysses", "usp-a100-gqa64-32k-u2-zigzag-fwdbwd",
+    "tokenring-a10-24k-tokenring-step2", "magi-h100-8-causal-ring-allgather-fwd",
     "ultra-h800-8-64k-full-ring-bwd", "burst-a100-8-256k-fwdbwd",
 )  # fmt: skip
 
