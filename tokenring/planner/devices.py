@@ -70,6 +70,7 @@ _BOOK = "the accelerator chapter of the book ML Engineering, tables of peaks and
 _V100 = "NVIDIA's V100 data sheet, as catalogues repeat it"
 _A10 = "NVIDIA's A10 data sheet, as catalogues repeat it"
 _L40S = "NVIDIA's L40S data sheet (without sparsity), as a dealer reproduces it"
+_L20 = "NVIDIA's L20 data sheet (without sparsity), as catalogues repeat it"
 _MSMODELING = "Ascend's msmodeling, device profiles"
 _910A = "a text on the Ascend 910's announcement: 256 TFLOP/s fp16"
 
@@ -79,6 +80,10 @@ FA2_BACKWARD = Figure(0.63, f"{_FA2} 63% backward; known from memory of the pape
 _FA3 = "FlashAttention-3's paper, its figure for head dim 128 and fp16, H100, 16k, as transcribed:"
 FA3_FORWARD = Figure(0.655, f"{_FA3} 648 of 989", "measured")
 FA3_BACKWARD = Figure(0.567, f"{_FA3} 561 of 989", "measured")
+FA2_FORWARD_H100 = Figure(0.35, "FlashAttention-3's abstract: FlashAttention-2 reaches 35% of H100's peak", "measured")
+FA2_BACKWARD_H100 = Figure(
+    0.334, "FlashAttention-2's paper, H100, forward + backward: up to 335 of 989; forward taken off at 0.35", "measured"
+)
 _LIKE_A100 = "FlashAttention-2's share on A100: no measurement on this device was read"
 LIKE_A100 = (Figure(0.73, _LIKE_A100, "assumed"), Figure(0.63, _LIKE_A100, "assumed"))
 _OLD = "no flash kernel of FlashAttention-2's kind runs on V100, and no measurement was read: taken"
@@ -107,6 +112,17 @@ _ALL = (
         Figure(67, _BOOK, "table"), Figure(494.5, _BOOK, "table"), Figure(989, _BOOK, "table"),
         Figure(989, _BOOK, "table"), Figure(3350, _BOOK, "table"), Figure(80, _BOOK, "table"),
         FA3_FORWARD, FA3_BACKWARD,
+    ),
+    DeviceFigures(
+        "h100-sxm-fa2", "NVIDIA H100 SXM 80 GB with FlashAttention-2, whose kernels are made for A100",
+        Figure(67, _BOOK, "table"), Figure(494.5, _BOOK, "table"), Figure(989, _BOOK, "table"),
+        Figure(989, _BOOK, "table"), Figure(3350, _BOOK, "table"), Figure(80, _BOOK, "table"),
+        FA2_FORWARD_H100, FA2_BACKWARD_H100,
+    ),
+    DeviceFigures(
+        "l20", "NVIDIA L20 48 GB",
+        Figure(59.35, _L20, "repeated"), Figure(59.8, _L20, "repeated"), Figure(119.5, _L20, "repeated"),
+        Figure(119.5, _L20, "repeated"), Figure(864, _L20, "repeated"), Figure(48, _L20, "repeated"), *LIKE_A100,
     ),
     DeviceFigures(
         "l40s", "NVIDIA L40S 48 GB",

@@ -29,6 +29,9 @@ NVLINK_2 = Figure(
 )
 NVLINK_3 = Figure(25, f"{_TABLE}: A100, 12 links, 300 one way", "table")
 NVLINK_4 = Figure(25, f"{_TABLE}: H100, 18 links, 450 one way; tools print 26.562, the rate of signals", "table")
+_LESS = "with 8 links, 400 both ways: what sets it apart, as the trade press reports"
+NVLINK_3_A800 = Figure(25, f"{_TABLE}: A100's link; A800 is A100 {_LESS}", "table")
+NVLINK_4_H800 = Figure(25, f"{_TABLE}: H100's link; H800 is H100 {_LESS}", "table")
 XGMI_MI300X = Figure(64, f"{_TABLE}: 7 links, 448 one way; amd-smi prints 32 Gbit/s x 16 lanes", "table")
 HCCS_910A = Figure(
     30, "notes from Hot Chips 2019: three ports of 240 Gbit/s; no page of the vendor's found", "repeated"
@@ -61,8 +64,10 @@ HDR = Figure(
     25, f"{_IB}: eight HDR ports, two below each of four PCIe switches (NCCL topology of Azure ND A100 v4)", "table"
 )
 NDR = Figure(50, f"{_IB}: eight NDR ports, one beside each GPU (NCCL topologies of Azure and Nebius)", "table")
+HDR_800 = Figure(25, "one port of 200 Gbit/s a GPU: servers with this board differ", "assumed")
 NDR_MI300X = Figure(50, f"{_IB}: eight NDR ports (Azure's page on ND MI300X v5)", "table")
 ROCE_200_L40S = Figure(25, "two ports of 200 Gbit/s, one a socket: servers with this board differ", "assumed")
+ROCE_200_L20 = Figure(25, "two ports of 200 Gbit/s, one a socket: servers with this board differ", "assumed")
 ROCE_100_A10 = Figure(12.5, "one port of 100 Gbit/s: the TokenRing paper names one machine and no network", "assumed")
 ROCE_100 = Figure(12.5, "summary of a paper's appendix: RoCE of 100 Gbit/s on each 910A", "repeated")
 ROCE_200 = Figure(25, "hccn_tool prints 200000 Mbit/s for each 910B", "measured")
@@ -72,6 +77,8 @@ ROCE_A3 = Figure(25, "texts on CloudMatrix384: RoCE of 400 Gbit/s a package, tak
 REACHED_V100 = Figure(0.97, "p2pBandwidthLatencyTest, DGX-1: 96.9 of 100 both ways over two links", "measured")
 REACHED_A100 = Figure(0.92, "nvbandwidth's README, 8 A100: 276 of 300", "measured")
 REACHED_H100 = Figure(0.84, "an issue of NCCL's, H100: 380 of 450", "measured")
+REACHED_A800 = Figure(0.92, "as on A100, whose links these are", "assumed")
+REACHED_H800 = Figure(0.84, "as on H100, whose links these are", "assumed")
 REACHED_XGMI = Figure(0.75, "ML Engineering: all-reduce of two MI300X, 47.7 of 64", "measured")
 REACHED_910B = Figure(0.94, "ascend-dmi, 910B3: 26.2 of 28 one way, 50.8 both ways", "measured")
 REACHED_910A = Figure(0.94, "as on 910B: no measurement found", "assumed")
@@ -94,6 +101,9 @@ OP_V100 = Figure(10.0, "as on A100: no measurement found", "assumed")
 OP_A100, OP_H100, OP_L40S = (
     Figure(us, f"{_SMALL}: {name}", "measured") for us, name in ((10.0, "A100 SXM"), (6.2, "H100 SXM"), (7.7, "L40S"))
 )
+OP_A800 = Figure(10.0, "as on A100: no measurement found", "assumed")
+OP_H800 = Figure(6.2, "as on H100: no measurement found", "assumed")
+OP_L20 = Figure(7.7, "as on L40S: no measurement found", "assumed")
 OP_A10 = Figure(7.7, "as on L40S: no measurement found", "assumed")
 OP_ASCEND = Figure(10.0, "Ascend's msmodeling: 10 us an operation", "vendor")
 OP_910A = Figure(10.0, "as on 910B: no figure found", "assumed")
@@ -168,11 +178,34 @@ _ALL = (
         "A GPU and its NIC below a PCIe switch each.",
     ),
     Preset(
+        "a800-8", "8 A800 80 GB behind NVSwitches: A100 with 8 of its 12 links", "a100-sxm", "switch",
+        Server(8, "GPU", "NVIDIA A800-SXM4-80GB", "nvidia", Nics(8, HDR_800, level=2),
+               switch=Switch("NVSwitch", "nvlink", NVLINK_3_A800, 8),
+               levels=_numa_tree(2, AMD_SOCKETS, UP_4), slot=PCIE_4),
+        {"nvlink": REACHED_A800, "pcie": REACHED_PCIE_4, "sys": REACHED_SOCKETS, "network": REACHED_NET}, OP_A800,
+        "The rest is taken to be as in DGX A100.",
+    ),
+    Preset(
+        "h800-8", "8 H800 behind NVSwitches: H100 with 8 of its 18 links", "h100-sxm", "switch",
+        Server(8, "GPU", "NVIDIA H800", "nvidia", Nics(8, HDR_800, level=2),
+               switch=Switch("NVSwitch", "nvlink", NVLINK_4_H800, 8),
+               levels=_numa_tree(4, UPI_TAKEN, UP_5), slot=PCIE_5),
+        {"nvlink": REACHED_H800, "pcie": REACHED_PCIE_5, "sys": REACHED_SOCKETS, "network": REACHED_NET}, OP_H800,
+        "The rest is taken to be as in HGX H100, but for NICs of 200 Gbit/s.",
+    ),
+    Preset(
         "l40s-pcie-8", "8 L40S on PCIe 4, four below each of two switches, one a socket", "l40s", "pcie-numa",
         Server(8, "GPU", "NVIDIA L40S", "nvidia", Nics(2, ROCE_200_L40S, level=2),
                levels=_numa_tree(1, UPI_TAKEN, UP_4), slot=PCIE_4),
         {"pcie": REACHED_PCIE_4, "sys": REACHED_SOCKETS, "network": REACHED_ROCE}, OP_L40S,
         "No link of the GPUs' own. Servers differ in their PCIe trees: probe yours.",
+    ),
+    Preset(
+        "l20-pcie-8", "8 L20 on PCIe 4, four below each of two switches, one a socket", "l20", "pcie-numa",
+        Server(8, "GPU", "NVIDIA L20", "nvidia", Nics(2, ROCE_200_L20, level=2),
+               levels=_numa_tree(1, UPI_TAKEN, UP_4), slot=PCIE_4),
+        {"pcie": REACHED_PCIE_4, "sys": REACHED_SOCKETS, "network": REACHED_ROCE}, OP_L20,
+        "The tree is that of the L40S preset, no page of a server's having been read. Probe yours.",
     ),
     Preset(
         "a10-pix-4", "4 A10 on PCIe 4 in pairs: PIX inside, PXB across (the TokenRing paper's machine)", "a10",
