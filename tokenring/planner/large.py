@@ -30,6 +30,7 @@ FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 2  # times the time of the best so far
 FINAL = 4  # schedules that are looked at on twice as many
 MOST_TILES = 6_000  # of one host, that are folded as they are
+TOO_MANY_TILES = 40_000  # of one host: a schedule with more is not looked at
 GROWS_FIRST = frozenset({"tiles", "mesh-kv", "mesh-q"})  # families whose first parameter grows with the hosts
 
 
@@ -189,6 +190,8 @@ class _World:
             scheme = parse(name).make(self.ranks)
         except ConfigurationError:
             raise ConfigurationError(f"schedule {name!r} is not the same on fewer hosts: too large") from None
+        if (tiles := _tiles(scheme, self.ranks, unit)) > TOO_MANY_TILES:
+            raise ConfigurationError(f"schedule {name!r} has {tiles:,} tiles on each host: too large to be planned")
         self.symmetry = symmetry_of(scheme, self.ranks, unit)
         self.schedule = folded(scheme, self.size.q_length, self.size.kv_length, self.symmetry)
 
