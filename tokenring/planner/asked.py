@@ -26,6 +26,7 @@ from tokenring.schedule.ir import Pass
 from tokenring.topology.ranks import Topology
 from tokenring.workload import Workload
 
+LARGEST = 1 << 50
 SIZES = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PASSES: dict[str, tuple[Pass, ...]] = {"forward": ("forward",), "training": ("forward", "backward")}
@@ -43,9 +44,12 @@ class Asked:
 def read_size(option: str, text: str) -> int:
     """A count such as 4096, 128k or 1M. Raises ConfigurationError."""
     match = re.fullmatch(r"([0-9]{1,12})([kMG]?)", text.strip(), re.ASCII)
-    if match is None or int(match[1]) < 1:
-        raise ConfigurationError(f"{option} {text}: write a number from 1 on, which may end in {', '.join(SIZES)}")
-    return int(match[1]) * SIZES.get(match[2], 1)
+    size = int(match[1]) * SIZES.get(match[2], 1) if match else 0
+    if not 1 <= size <= LARGEST:
+        raise ConfigurationError(
+            f"{option} {text}: write a number from 1 to {LARGEST >> 30}G, which may end in {', '.join(SIZES)}"
+        )
+    return size
 
 
 def ask(options: argparse.Namespace) -> Asked:

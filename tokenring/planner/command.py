@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.sweep is not None:
         return _sweep(options, console)
+    if options.svg is not None:
+        raise ConfigurationError("--svg draws a --sweep; for one plan say --timeline FILE.svg")
     asked = ask(options)
     if options.explain is not None:
         return _explain(options, asked, console)

@@ -66,7 +66,8 @@ class FoldedNet:
 
 def symmetry_of(scheme: Scheme, world_size: int, unit: int) -> Symmetry:
     """Raises ConfigurationError if hosts of `unit` ranks do not all do the same."""
-    for head_step in dict.fromkeys((0, scheme.head_groups * unit // world_size)):
+    steps = () if scheme.place_for is not None else (0, scheme.head_groups * unit // world_size)
+    for head_step in dict.fromkeys(steps):
         symmetry = Symmetry(world_size, unit, scheme.head_groups, head_step)
         if all(_is_even(scheme, symmetry, probe) for probe in range(PROBES)):
             return symmetry
@@ -119,7 +120,20 @@ class _Folding:
             scheme.name, self.world, self.q_layout, self.kv_layout, Mask(), tuple(tiles), tuple(moves),
             scheme.head_groups, scheme.q_pieces, scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
         )  # fmt: skip
-        return order(fuse(dense))
+        made = order(fuse(dense))
+        vars(made)["_wide_partials"] = self._wide(made.moves)  # of its own moves it would see too few
+        return made
+
+    def _wide(self, moves: Iterable[Move]) -> frozenset[Block]:
+        """The partials among these that travel in fp32: a relay of host 0, or its image in another, adds to them."""
+
+        def at_home(block: Block) -> Block:
+            return self._image(block, block.chunk)
+
+        added = [(each.block, each.block._replace(made_at=each.dst)) for each in moves if each.add]
+        wide = {at_home(block) for pair in added for block in pair}
+        partials = (each.block for each in moves if each.block.made_at is not None)
+        return frozenset(block for block in partials if at_home(block) in wide)
 
     def _units(self, kind: Kind) -> Iterator[Block]:
         """The units that ranks of host 0 own."""
@@ -151,12 +165,14 @@ class _Folding:
             for kv_owner in range(self.world):
                 for piece in range(self.scheme.kv_pieces):
                     kv = Block("kv", kv_owner, q.heads, piece)
-                    rank = self.scheme.place(Pair(q.chunk, kv_owner, q.heads, q.piece, piece, self.world))
+                    pair = Pair(q.chunk, kv_owner, q.heads, q.piece, piece, self.world)
+                    rank = self.scheme.place(pair)
                     at_home = self._image(kv, kv_owner)
                     step = max(
                         0 if q.chunk == rank else q_arrivals[q].get(rank, 0),
                         0 if kv_owner == rank else kv_arrivals[at_home].get(self.sym.shift(rank, kv_owner), 0),
                     )
+                    step = self.scheme.when(pair, step) if self.scheme.when else step
                     tiles.append(
                         Tile(step, self.sym.shift(rank, rank), (self._image(q, rank),), (self._image(kv, rank),))
                     )

@@ -65,12 +65,13 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
     """By the model of the topology's accelerators; a CPU's where there are none. Raises ConfigurationError."""
     models = [] if topology.graph is None else [each.model or each.arch for each in topology.graph.accelerators]
     named = [model for model in models if model]
-    if not models or not named:
+    if not models:
         return Machine(CPU, CPU_MESSAGES)
-    name = next((figures for word, figures in MODELS_OF.items() if word in named[0].upper()), None)
+    model = named[0] if named else "accelerators of an unknown model"
+    name = next((figures for word, figures in MODELS_OF.items() if word in model.upper()), None)
     if name is None:
         raise ConfigurationError(
-            f"no compute figures of {named[0]!r}: say what to reckon with, as in --device {next(iter(DEVICES))}, "
+            f"no compute figures of {model!r}: say what to reckon with, as in --device {next(iter(DEVICES))}, "
             f"or --tflops N"
         )
     same = next((each for each in PRESETS.values() if each.device == name), None)

@@ -126,12 +126,14 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
 def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, int]:
     """The outcome, the longest time that a rank's kernels take, and the largest pool."""
     storage, workload = storage_of(schedule), setting.workload
+    # Where both directions share a queue, posts follow one order at both ends: receives posted early would block it.
+    early = setting.early_receives and not setting.machine.messages.pair_serial
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
     peak = 0
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        program = lower_agenda(agenda, workload, setting.early_receives)
+        program = lower_agenda(agenda, workload, early)
         programs.append(costs.operations(program))
         held = program_bytes(schedule, workload, program, setting.one_sided) + kept_bytes(schedule, workload, program)
         peak = max(peak, held)

@@ -138,7 +138,9 @@ class Simulation:
         self.now = then
         for key, each in list(self.moving.items()):
             each.left -= each.rate * passed
-            if each.left <= max(EPSILON_BYTES, 1e-9 * each.nbytes):
+            # What passes between two moments that are one as floats: else it would never end.
+            rounding = each.rate * self.now * 1e-15
+            if each.left <= max(EPSILON_BYTES, 1e-9 * each.nbytes, rounding):
                 del self.moving[key]
                 self._arrived(each)
 

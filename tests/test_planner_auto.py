@@ -1,0 +1,298 @@
+"""What is chosen where it is known what must win; limits, restrictions and ties; plans as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from nets import BOTH, call, named, setting, workload
+
+import tokenring as tr
+from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.planner.auto import Call, first_names, make, plan_call, restricted
+from tokenring.planner.interconnect import Interconnect, full_mesh, ring, switch, two_node
+from tokenring.planner.plan import Plan
+from tokenring.planner.presets import preset
+from tokenring.planner.rates import Messages
+from tokenring.planner.select import SAME, Choice, mb_text, select, time_text
+from tokenring.planner.wiring import interconnect_of
+
+Heads = tuple[int, int]
+
+
+def asked(net: Interconnect, heads: Heads, tokens: int = 64, **changes: object) -> Call:
+    return call(setting(net, workload(net.world_size, heads, tokens)), tr.Full(), "contiguous", **changes)
+
+
+def winner(net: Interconnect, heads: Heads, tokens: int = 64) -> str:
+    return plan_call(asked(net, heads, tokens)).name
+
+
+class TestChoice:
+    """Where transfers alone cost."""
+
+    def test_heads_that_divide_on_a_mesh(self) -> None:
+        assert winner(full_mesh(8, 1.0), (8, 8)).startswith("ulysses")
+
+    def test_heads_that_divide_behind_a_switch(self) -> None:
+        assert winner(switch(8, 1.0), (8, 8)).startswith("ulysses")
+
+    def test_six_heads_on_a_mesh_of_eight(self) -> None:
+        """X a link (PRIOR_ART): half of direct Q, a fourteenth of a KV ring."""
+        assert winner(full_mesh(8, 1.0), (6, 6)) in ("sub-sharded/2x2x2", "sub-sharded/2x4x1", "sub-sharded/2x2x2/late")
+
+    def test_one_kv_head_on_a_mesh(self) -> None:
+        plan = plan_call(asked(full_mesh(8, 1.0), (32, 1)))
+        assert plan.name.split("/")[0] in ("direct-kv", "all-gather-kv")
+        assert plan.candidates[0].predicted_seconds == pytest.approx(plan.candidates[0].bound_seconds, rel=1e-3)
+
+    def test_links_of_a_ring(self) -> None:
+        """Both ways round at once."""
+        assert winner(ring(8, 1.0), (32, 1)).split("/")[0] in ("bidirectional", "all-gather-kv", "direct-kv")
+        times = {
+            each.name: each.predicted_seconds
+            for each in plan_call(asked(ring(8, 1.0), (8, 1), everything=True)).candidates
+        }
+        assert (times["bidirectional"] or 0) < 0.6 * (times["ring"] or 0)
+
+    def test_two_nodes_with_few_kv_heads(self) -> None:
+        """KV crosses once, by each rank's own NIC, and is passed on inside."""
+        assert winner(two_node(8, 1.0, 0.1, nic_per_rank=True), (32, 1)).startswith("relay/4")
+
+    def test_what_costs_messages_loses_where_these_are_dear(self) -> None:
+        """Few tokens, a message costs 1 ms: all at once rather than a ring, however little it moves."""
+        size = setting(full_mesh(4, 1.0), workload(4, (6, 6), 16), messages=Messages(latency_seconds=1e-3))
+        plan = plan_call(call(size, tr.Full(), "contiguous", everything=True))
+        times = {each.name: each.predicted_seconds or 0 for each in plan.candidates}
+        assert times["direct-kv"] < times["ring"]
+        assert plan.name not in ("ring", "tokenring", "bidirectional")
+
+    def test_a_ring_goes_round_a_cube(self) -> None:
+        """Ranks are arranged along NVLinks: no hop of the ring goes through the hosts."""
+        net = interconnect_of(preset("dgx-1-v100"))
+        schedule = make(asked(net, (8, 8)), "ring")
+        assert all(len(net.way(move.src, move.dst)) == 1 for move in schedule.moves)
+
+
+class TestBound:
+    @pytest.mark.parametrize("heads", [(8, 8), (6, 6), (8, 2)])
+    def test_every_candidate_stands_beside_it(self, heads: Heads) -> None:
+        plan = plan_call(asked(full_mesh(4, 1.0), heads, everything=True))
+        assert len({each.bound_seconds for each in plan.candidates if each.predicted_seconds is not None}) == 1
+        for each in plan.candidates:
+            assert (each.predicted_seconds or 1) >= (each.bound_seconds or 0)
+
+
+class TestLists:
+    def test_best_first_with_reasons(self) -> None:
+        plan = plan_call(asked(full_mesh(4, 1.0), (4, 4), everything=True))
+        times = [each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None]
+        rounded = [max(time, times[0] * SAME) for time in times]  # those as good as the best are in the order given
+        assert rounded == sorted(rounded)
+        assert plan.candidates[0].name == plan.name
+        assert plan.candidates[0].reason == "the fastest"
+        assert all(each.reason for each in plan.candidates)
+        assert plan.reason.startswith(f"{plan.name}: {time_text(times[0])} predicted for forward on full mesh, ")
+        assert f"next {plan.candidates[1].name} with " in plan.reason
+
+    def test_twins_are_left_out(self) -> None:
+        """Keeping part of the local tile for last changes nothing where no partial comes after it."""
+        plan = plan_call(asked(full_mesh(4, 1.0), (4, 4), everything=True))
+        names = [each.name for each in plan.candidates]
+        assert len(names) == len(set(names))
+        made = [make(asked(full_mesh(4, 1.0), (4, 4)), name).replace(name="") for name in names if "multi" not in name]
+        assert len(set(made)) == len(made)
+        assert "ring/late" not in names
+
+    def test_everything_simulates_everything(self) -> None:
+        few, every = (plan_call(asked(full_mesh(4, 1.0), (4, 4), everything=flag)) for flag in (False, True))
+        assert any(each.predicted_seconds is None for each in few.candidates)
+        assert all(
+            each.predicted_seconds is not None or each.reason.startswith("does not fit") for each in every.candidates
+        )
+        assert (few.name, few.candidates[0]) == (every.name, every.candidates[0])
+        assert {each.name for each in few.candidates} <= {each.name for each in every.candidates}
+
+    def test_what_was_not_simulated_could_not_win(self) -> None:
+        every = plan_call(asked(full_mesh(4, 1.0), (4, 4), everything=True))
+        times = {each.name: each.predicted_seconds or 0 for each in every.candidates}
+        for each in plan_call(asked(full_mesh(4, 1.0), (4, 4))).candidates:
+            if each.predicted_seconds is None:
+                assert times[each.name] > times[every.name]
+                assert "alone" in each.reason
+
+    def test_ties_go_to_what_was_given_first(self) -> None:
+        size = workload(4, (4, 4))
+        one, other = named("ring", 4, size.q_length), named("direct-kv", 4, size.q_length)
+        free = setting(full_mesh(4, 1e9), size, tflops=1e-3)  # kernels alone cost: all the same
+        for first, second in ((one, other), (other, one)):
+            choices = [Choice(each.name, lambda each=each: each) for each in (first, second)]  # type: ignore[misc]
+            assert select(choices, free).name == first.name
+
+    def test_nothing_to_choose_from(self) -> None:
+        with pytest.raises(ConfigurationError, match="no schedule to choose from"):
+            select([], setting(full_mesh(2, 1.0), workload(2)))
+
+
+class TestMemory:
+    def test_excludes_what_does_not_fit(self) -> None:
+        free = plan_call(asked(full_mesh(4, 1.0), (4, 4), everything=True))
+        sizes = {each.name: each.peak_bytes for each in free.candidates if each.peak_bytes is not None}
+        limit = sizes[free.name] - 1
+        plan = plan_call(asked(full_mesh(4, 1.0), (4, 4), everything=True, memory_limit_bytes=limit))
+        assert plan.name != free.name
+        assert sizes[plan.name] <= limit
+        lost = next(each for each in plan.candidates if each.name == free.name)
+        assert lost.reason == f"needs {mb_text(limit + 1)} a rank, more than the limit of {mb_text(limit)}"
+
+    def test_what_fits_exactly_is_taken(self) -> None:
+        free = plan_call(asked(full_mesh(4, 1.0), (4, 4)))
+        limit = free.candidates[0].peak_bytes
+        assert plan_call(asked(full_mesh(4, 1.0), (4, 4), memory_limit_bytes=limit)).name == free.name
+
+    def test_nothing_fits(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"no schedule fits in .* a rank; the smallest needs .*: raise"):
+            plan_call(asked(full_mesh(4, 1.0), (4, 4), memory_limit_bytes=64))
+
+
+class TestRestriction:
+    def test_families_and_members(self) -> None:
+        plan = plan_call(asked(full_mesh(4, 1.0), (4, 4), families=("ring", "usp/2"), everything=True))
+        assert {each.name.split("/")[0] for each in plan.candidates} == {"ring", "usp"}
+
+    def test_members_that_heads_do_not_fit_are_left(self) -> None:
+        """3 heads do not split in two; the ring is still there."""
+        plan = plan_call(asked(full_mesh(4, 1.0), (3, 3), families=("usp/2", "ring")))
+        assert plan.name.startswith("ring")
+        (lost,) = (each for each in plan.candidates if each.name == "usp/2")
+        assert lost.reason.startswith("does not fit: schedule 'usp/2': 3 query heads")
+
+    def test_nothing_of_it_fits(self) -> None:
+        with pytest.raises(ConfigurationError, match="no schedule fits: usp/2: does not fit"):
+            plan_call(asked(full_mesh(4, 1.0), (3, 3), families=("usp/2",)))
+        with pytest.raises(ConfigurationError, match="auto was restricted to relay"):
+            plan_call(asked(full_mesh(4, 1.0), (4, 4), families=("relay",)))
+
+    def test_names_with_options_are_taken_as_they_are(self) -> None:
+        plan = plan_call(asked(full_mesh(4, 1.0), (4, 4), families=("ring/pieces2",), everything=True))
+        assert [each.name for each in plan.candidates] == ["ring/pieces2"]
+
+    def test_meshes_on_a_host_of_pairs(self) -> None:
+        """Pairs of dies are no mesh of two dimensions; the whole host is."""
+        net = interconnect_of(preset("atlas-a3"))
+        assert "mesh-kv/4x4" in first_names(asked(net, (16, 16), families=("mesh-kv",)))
+
+    @pytest.mark.parametrize(
+        ("text", "wanted"), [("auto", ()), ("auto:ring", ("ring",)), ("auto:ring,usp/2", ("ring", "usp/2"))]
+    )
+    def test_reads(self, text: str, wanted: tuple[str, ...]) -> None:
+        assert restricted(text) == wanted
+
+    @pytest.mark.parametrize("text", ["ring", "auto:", "auto:spiral", "automatic"])
+    def test_refuses(self, text: str) -> None:
+        with pytest.raises(ConfigurationError):
+            restricted(text)
+
+
+DETERMINISTIC = """
+from test_planner_auto import asked
+from tokenring.planner.auto import plan_call
+from tokenring.planner.interconnect import full_mesh
+print(plan_call(asked(full_mesh(4, 1.0), (6, 3), everything=True)).to_json())
+"""
+
+
+def test_the_same_plan_in_every_process() -> None:
+    texts = set()
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        texts.add(
+            subprocess.run(
+                [sys.executable, "-c", DETERMINISTIC], env=environment, capture_output=True, check=True, timeout=60
+            ).stdout
+        )
+    assert len(texts) == 1
+    assert b'"candidates"' in texts.pop()
+
+
+# ---------- a plan as JSON
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    both = setting(full_mesh(4, 1.0), workload(4, (4, 2), 16), BOTH)
+    return plan_call(call(both, tr.Causal()))
+
+
+class TestJson:
+    def test_round_trip(self, plan: Plan, tmp_path: Path) -> None:
+        assert Plan.from_json(plan.to_json()) == plan
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+        assert Plan.load(str(tmp_path / "plan.json")).schedule.verify()
+
+    def test_its_candidates_are_those_of_the_issue(self, plan: Plan) -> None:
+        first = json.loads(plan.to_json())["candidates"][0]
+        assert list(first) == [
+            "name", "predicted_seconds", "compute_seconds", "exposed_seconds", "worst_link_bytes", "peak_bytes",
+            "bound_seconds", "reason",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("change", "why"),
+        [
+            (lambda found: found | {"format": "a song"}, "this is no plan"),
+            (lambda found: found | {"version": 2}, "the plan has version 2, this reads version 1"),
+            (lambda found: found | {"version": None}, "version None"),
+            (lambda found: found | {"schedule": None}, "has no schedule"),
+            (lambda found: found | {"schedule": {}}, "document"),
+            (lambda found: found | {"schedule": 7}, "document"),
+            (lambda found: found | {"workload": 7}, "not whole"),
+            (lambda found: found | {"workload": found["workload"] | {"dtype": "load"}}, "dtype 'load'"),
+            (lambda found: found | {"workload": found["workload"] | {"q_heads": "4"}}, "."),
+            (lambda found: found | {"workload": found["workload"] | {"extra": 1}}, "not whole"),
+            (lambda found: found | {"candidates": 7}, "not whole"),
+            (lambda found: found | {"candidates": [7]}, "not whole"),
+            (lambda found: found | {"candidates": [{}]}, "not whole"),
+            (lambda found: {key: value for key, value in found.items() if key != "reason"}, "not whole"),
+            (lambda found: [found], "this is no plan"),
+            (lambda found: None, "this is no plan"),
+        ],
+    )
+    def test_refuses(self, plan: Plan, change: Callable[[dict[str, object]], object], why: str) -> None:
+        with pytest.raises(TokenRingError, match=why):
+            Plan.from_json(json.dumps(change(json.loads(plan.to_json()))))
+
+    def test_refuses_broken_text(self, plan: Plan) -> None:
+        text = plan.to_json()
+        for broken in ("", text[: len(text) // 2], text + "}", "[" * 100_000, '{"format": ' + "1" * 5000 + "}", "\0"):
+            with pytest.raises(TokenRingError, match="this is no plan"):
+                Plan.from_json(broken)
+
+    def test_refuses_files(self, plan: Plan, tmp_path: Path) -> None:
+        (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+        for name in ("missing", "bytes", "."):
+            with pytest.raises(ConfigurationError, match="cannot read the plan"):
+                Plan.load(tmp_path / name)
+        with pytest.raises(ConfigurationError, match="cannot write"):
+            plan.save(tmp_path / "missing" / "plan.json")
+
+    def test_a_schedule_alone_is_no_plan(self, plan: Plan) -> None:
+        with pytest.raises(ConfigurationError, match="this is no plan"):
+            Plan.from_json(plan.schedule.to_json())
+
+    def test_unknown_is_none(self, plan: Plan) -> None:
+        lost = replace(plan.candidates[0], predicted_seconds=None)
+        other = replace(plan, candidates=(lost,))
+        assert Plan.from_json(other.to_json()).candidates[0].predicted_seconds is None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.5e-6, "4.5 µs")])
+def test_times(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
