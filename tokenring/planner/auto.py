@@ -11,8 +11,8 @@ from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
-from tokenring.planner.large import Forecast, forecast, is_large
-from tokenring.planner.plan import Plan
+from tokenring.planner.large import forecast, is_large
+from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import Choice, decide, judge
 from tokenring.region import Patch
@@ -53,6 +53,12 @@ def plan_call(call: Call) -> Plan:
     names = [each.name for each in first.judged if each.prediction is not None]
     both = judge(_choices(call, _finer(names[:REFINED])), setting, limit, call.everything, first)
     return decide(both, setting, call_bound(call), limit)
+
+
+def plan_or_forecast(call: Call) -> Plan | Forecast:
+    """A plan, or where there are too many ranks for a schedule to be made, all that is said of one."""
+    net = call.setting.interconnect
+    return forecast_call(call) if is_large(net, MADE_RANKS) else plan_call(call)
 
 
 def forecast_call(call: Call) -> Forecast:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
-from tokenring.planner.auto import call_bound, make, plan_call
+from tokenring.planner.auto import call_bound, make, plan_or_forecast
 from tokenring.planner.predict import predict
 from tokenring.planner.report import explained, table
 from tokenring.planner.sweep import sweep, sweep_svg, sweep_table
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     asked = ask(options)
     if options.explain is not None:
         return _explain(options, asked, console)
-    plan = plan_call(asked.call)
+    plan = plan_or_forecast(asked.call)
     if options.json:
         print(plan.to_json(), end="")
     else:

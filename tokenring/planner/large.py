@@ -15,7 +15,7 @@ from tokenring.planner.bound import Bound
 from tokenring.planner.fold import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.operations import Compute, operations
-from tokenring.planner.plan import Candidate
+from tokenring.planner.plan import Candidate, Forecast
 from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Rates
 from tokenring.planner.select import mb_text, time_text
@@ -24,7 +24,6 @@ from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.registry import check_heads, parse
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.measure import kept_bytes, program_bytes
-from tokenring.workload import Workload
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 2  # times the time of the best so far
@@ -54,16 +53,6 @@ class Figures:
         mine, other = vars(self), vars(after)
         added = {name: mine[name] + other[name] for name in mine}
         return Figures(**{**added, "peak_bytes": max(self.peak_bytes, after.peak_bytes)})
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The candidates, best first, and why; the schedules themselves are not made."""
-
-    name: str
-    workload: Workload
-    reason: str
-    candidates: tuple[Candidate, ...]
 
 
 def is_large(net: Interconnect, most_ranks: int) -> bool:

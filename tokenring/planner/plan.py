@@ -53,17 +53,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, with its schedule; `Plan.load` reads it."""
-        workload = asdict(self.workload) | {"dtype": str(self.workload.dtype).removeprefix("torch.")}
-        found = {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": self.name,
-            "reason": self.reason,
-            "workload": workload,
-            "candidates": [asdict(each) for each in self.candidates],
-            "schedule": json.loads(self.schedule.to_json()),
-        }
-        return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        return _document(self, json.loads(self.schedule.to_json()))
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON. Raises ConfigurationError."""
@@ -105,6 +95,33 @@ class Plan:
                 f"the plan is not whole ({type(error).__name__}: {error}): write it again with Plan.save"
             ) from None
         return Plan(Schedule.from_json(json.dumps(found["schedule"])), workload, reason, candidates)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan for more ranks than a schedule can be made for: the candidates, best first, and why."""
+
+    name: str
+    workload: Workload
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+    def to_json(self) -> str:
+        """As of a plan, but for its schedule, which is null."""
+        return _document(self, None)
+
+
+def _document(found: Plan | Forecast, schedule: object) -> str:
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": found.name,
+        "reason": found.reason,
+        "workload": asdict(found.workload) | {"dtype": str(found.workload.dtype).removeprefix("torch.")},
+        "candidates": [asdict(each) for each in found.candidates],
+        "schedule": schedule,
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def _dtype(name: object) -> torch.dtype:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tokenring.planner.asked import Asked
 from tokenring.planner.bound import Bound
-from tokenring.planner.plan import Candidate, Plan
+from tokenring.planner.plan import Candidate, Forecast, Plan
 from tokenring.planner.predict import Prediction
 from tokenring.planner.select import mb_text, time_text
 from tokenring.schedule.ir import Schedule
@@ -14,10 +14,9 @@ from tokenring.workload import Workload
 
 COLUMNS = ("schedule", "time", "compute", "exposed", "worst wire", "memory", "× bound")
 SHOWN = 12
-REASON_WIDTH = 78
 
 
-def table(plan: Plan, asked: Asked, everything: bool = False) -> str:
+def table(plan: Plan | Forecast, asked: Asked, everything: bool = False) -> str:
     """The candidates, best first, with why each loses."""
     lines = [heading(asked), plan.reason, ""]
     simulated = [each for each in plan.candidates if each.predicted_seconds is not None]

@@ -9,7 +9,7 @@ from math import log10
 
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, ask
-from tokenring.planner.auto import plan_call
+from tokenring.planner.auto import plan_or_forecast
 from tokenring.planner.select import time_text
 from tokenring.svg import box, opening, style, text_at
 
@@ -47,7 +47,7 @@ def sweep(options: argparse.Namespace, first: int, last: int, status: Callable[[
     while tokens <= last:
         status(f"planning for {length_text(tokens)} tokens")
         asked = ask(argparse.Namespace(**{**vars(options), "seq": str(tokens)}))
-        plan = plan_call(asked.call)
+        plan = plan_or_forecast(asked.call)
         times = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
         points.append(Point(tokens, times, plan.candidates[0].bound_seconds or 0.0))
         tokens *= 2
