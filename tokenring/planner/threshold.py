@@ -1,0 +1,153 @@
+"""s*: the fewest tokens a rank at which attention is compute-bound, for a preset, a model's heads and a schedule.
+
+`python -m tokenring.planner.threshold` prints the table of docs/s-star.md. Attention counts as compute-bound when its
+kernels take 95% of its time, forward and backward; below s* the choice of schedule matters, above it hardly does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.layout import make_layout
+from tokenring.mask import Causal, Full, Mask
+from tokenring.planner.auto import Call, make
+from tokenring.planner.group import context_parallel_group, heads_of_group, node_sizes
+from tokenring.planner.interconnect import Interconnect
+from tokenring.planner.machine import machine_of_preset
+from tokenring.planner.models import MODELS, ModelHeads
+from tokenring.planner.predict import Setting, predict
+from tokenring.planner.presets import PRESETS, preset
+from tokenring.planner.wiring import REACHED, interconnect_of
+from tokenring.schedule.families.registry import variants
+from tokenring.schedule.ir import PASSES
+
+SHARE = 0.95
+LEAST_TOKENS, MOST_TOKENS = 64, 1 << 20  # a rank
+OVER_NICS = 4  # hosts, each with one rank of the group: tensor parallelism has the node
+SHOWN = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "usp", "sub-sharded")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A preset, with context parallelism inside the node, or over NICs because tensor parallelism has the node."""
+
+    name: str
+    over_nics: bool
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {'over NICs' if self.over_nics else 'in the node'}"
+
+    def network(self) -> tuple[Interconnect, int]:
+        """The group's interconnect, and over how many ranks the heads are spread."""
+        found = PRESETS[self.name]
+        reached = {**REACHED, **{kind: share.known() for kind, share in found.reached.items()}}
+        if not self.over_nics:
+            return interconnect_of(preset(self.name), reached), 1
+        tensor = found.server.count
+        return context_parallel_group(interconnect_of(preset(f"{self.name}*{OVER_NICS}"), reached), tensor), tensor
+
+
+def places() -> list[Place]:
+    return [Place(name, over_nics) for over_nics in (False, True) for name in PRESETS]
+
+
+def thresholds(place: Place, model: ModelHeads, families: Sequence[str] = SHOWN) -> dict[str, int | None]:
+    """Of each family the fewest tokens a rank with its best member; None where no length up to 1M a rank is enough.
+
+    A family is left out where it does not fit the heads or the ranks. Raises ConfigurationError where the heads do
+    not split over the node.
+    """
+    net, tensor = place.network()
+    mask = Causal() if model.causal else Full()
+    found: dict[str, int | None] = {}
+    for family in families:
+        names = [name for name in _members(net, model, tensor) if name.partition("/")[0] == family]
+        if names:
+            found[family] = min((_fewest(place, net, model, tensor, mask, name) for name in names), key=_last)
+    return found
+
+
+def _last(tokens: int | None) -> float:
+    return float("inf") if tokens is None else tokens
+
+
+def _members(net: Interconnect, model: ModelHeads, tensor: int) -> Iterator[str]:
+    size = heads_of_group(model.workload(net.world_size), tensor)
+    for local in node_sizes(net):
+        yield from variants(net.world_size, size, local)
+
+
+def _fewest(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str) -> int | None:
+    """By halving, on powers of two and their half-way points."""
+
+    def enough(tokens: int) -> bool:
+        return share(place, net, model, tensor, mask, name, tokens) >= SHARE
+
+    tokens = LEAST_TOKENS
+    while not enough(tokens):
+        tokens *= 2
+        if tokens > MOST_TOKENS:
+            return None
+    between = tokens * 3 // 4
+    return between if tokens > LEAST_TOKENS and enough(between) else tokens
+
+
+def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, tokens: int) -> float:
+    """What part of the time kernels take, with so many tokens a rank."""
+    length = tokens * net.world_size
+    machine = machine_of_preset(place.name, model.dtype)
+    workload = heads_of_group(model.workload(length), tensor)
+    layout = make_layout("zigzag" if model.causal else "contiguous", net.world_size, length)
+    setting = Setting(workload, net, machine, PASSES)
+    found = predict(make(Call(setting, layout, layout, mask), name), setting)
+    return found.compute_seconds / found.seconds
+
+
+def table(chosen: Sequence[Place], models: Sequence[ModelHeads], status: Callable[[str], None]) -> Iterator[str]:
+    """Markdown, a table a place."""
+    for place in chosen:
+        yield f"\n### {place.title}\n"
+        yield "| model | " + " | ".join(SHOWN) + " |"
+        yield "|---" * (len(SHOWN) + 1) + "|"
+        for model in models:
+            status(f"{place.title}: {model.title}")
+            try:
+                found = thresholds(place, model)
+            except ConfigurationError as error:
+                yield f"| {model.title} | {error} |" + " |" * (len(SHOWN) - 1)
+                continue
+            yield f"| {model.title} | " + " | ".join(_cell(found, family) for family in SHOWN) + " |"
+
+
+def _cell(found: dict[str, int | None], family: str) -> str:
+    if family not in found:
+        return "–"
+    tokens = found[family]
+    return "never" if tokens is None else f"{tokens:,}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tokenring.planner.threshold", description=__doc__)
+    parser.add_argument("--presets", default=",".join(PRESETS), metavar="NAMES")
+    parser.add_argument("--models", default=",".join(MODELS), metavar="NAMES")
+    parser.add_argument("--where", choices=("node", "nics", "both"), default="both")
+    options = parser.parse_args(argv)
+    wanted = {"node": (False,), "nics": (True,), "both": (False, True)}[options.where]
+    chosen = [each for each in places() if each.name in options.presets.split(",") and each.over_nics in wanted]
+    models = [MODELS[name] for name in options.models.split(",")]
+    try:
+        for line in table(chosen, models, lambda text: print(text, file=sys.stderr)):
+            print(line, flush=True)
+    except TokenRingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
