@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,7 +30,7 @@ BOTH: tuple[Pass, ...] = ("forward", "backward")
 FREE = 1e9  # TFLOP/s: kernels take no time
 IDEAL = Messages()
 
-SHAPES = {
+SHAPES: dict[str, Callable[[int], Interconnect]] = {
     "full mesh": lambda ranks: full_mesh(ranks, 1.0),
     "switch": lambda ranks: switch(ranks, 1.0),
     "ring": lambda ranks: ring(ranks, 1.0),

@@ -221,7 +221,7 @@ def by_force(work: float, groups: int, per_group: int, part: Fraction, q: float,
     return least[total]
 
 
-TINY: Sequence[tuple[int, int, Fraction, float]] = [
+TINY: Sequence[tuple[int, int, Fraction, Fraction]] = [
     (groups, per_group, part, work)
     for groups, per_group in ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 3))
     for part in (Fraction(1, 2), Fraction(1, 3), Fraction(1, 4), Fraction(3, 8))

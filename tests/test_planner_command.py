@@ -120,12 +120,9 @@ def test_part_of_a_topology() -> None:
 
 
 def test_topologies_from_files(tmp_path: Path) -> None:
-    graph = preset("mi300x-8").graph
-    assert graph is not None
-    (tmp_path / "saved.json").write_text(to_json(graph), encoding="utf-8")
-    assert "on full mesh: 8 ranks; published figures of AMD" in printed(
-        "--topology", str(tmp_path / "saved.json"), *FEW
-    )
+    (tmp_path / "saved.json").write_text(to_json(PRESETS["mi300x-8"].facts()), encoding="utf-8")
+    text = printed("--topology", str(tmp_path / "saved.json"), *FEW)
+    assert "on full mesh: 8 ranks; published figures of AMD" in text
     text = printed("--topology", str(DATA / "topology" / "nvidia-switch.txt"), *FEW, "--device", "h100-sxm")
     assert "on switch: 8 ranks; published figures of NVIDIA H100" in text
     assert "links of kind nvlink have no known bandwidth: 25 GB/s each is assumed" in text

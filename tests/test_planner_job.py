@@ -32,7 +32,7 @@ def exact(cp: tr.ContextParallel, length: int = LENGTH, mask: tr.Mask | None = N
     q, k, v, dout = tensors(length)
     want = attention64(q, k, v, dout, allowed(mask, length, length))
     parts = [tr.shard(each, cp).requires_grad_() for each in (q, k, v)]
-    out = tr.attention(*parts, cp, mask=mask)
+    out = tr.attention(parts[0], parts[1], parts[2], cp, mask=mask)
     torch.autograd.backward(out, tr.shard(dout, cp))
     got = [tr.unshard(out.detach(), cp), *(tr.unshard(each.grad, cp) for each in parts if each.grad is not None)]
     return max(relative_error(a, b) for a, b in zip(got, (want[0], *want[2:]), strict=True)) < 5e-6

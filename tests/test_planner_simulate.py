@@ -148,7 +148,7 @@ class TestPrograms:
     def test_one_queue_goes_in_order_two_channels_do_not(self) -> None:
         """Behind a long message a short one of the same channel waits; on another it shares the wire."""
         for channel, wanted in (("a", 3e-6), ("b", 2e-6)):
-            first = [receive(0, 0, 2000), receive(1, 0, 1000, channel), Await(1)]
+            first: list[Operation] = [receive(0, 0, 2000), receive(1, 0, 1000, channel), Await(1)]
             found = outcome([[send(0, 1, 2000), send(1, 1, 1000, channel)], first], record=True)
             (short,) = (span for span in found.spans if span.what == "transfer" and span.end_seconds <= wanted * 1.01
                         and span.end_seconds >= wanted * 0.99)  # fmt: skip
@@ -188,19 +188,17 @@ class TestPrograms:
 # ---------- what holds of every schedule
 
 
-DRAWN = {
-    "name and heads": [(name, heads) for heads in HEADS for name in members(4, heads)],
-    "shape": sorted(SHAPES),
-    "mask": [tr.Full(), tr.Causal()],
-    "messages": [Messages(), Messages(1e-6, 1e-6), Messages(pair_serial=True), Messages(flow_gbs=0.3)],
-    "tflops": [0.005, 0.05, 1e9],
-}
+MEMBERS = [(name, heads) for heads in HEADS for name in members(4, heads)]
+MASKS: list[Mask] = [tr.Full(), tr.Causal()]
+MESSAGES = [Messages(), Messages(1e-6, 1e-6), Messages(pair_serial=True), Messages(flow_gbs=0.3)]
+RATES = [0.005, 0.05, 1e9]
 
 
 def drawn(seed: int) -> tuple[Schedule, Setting]:
     chosen = random.Random(seed)
-    (name, heads), shape, mask, messages, tflops = map(chosen.choice, DRAWN.values())
-    assert isinstance(mask, Mask)
+    name, heads = chosen.choice(MEMBERS)
+    shape, mask = chosen.choice(sorted(SHAPES)), chosen.choice(MASKS)
+    messages, tflops = chosen.choice(MESSAGES), chosen.choice(RATES)
     size = workload(4, heads, 96)  # divides by 2 chunks, 3 rings, 4 pieces
     schedule = named(name, 4, size.q_length, mask, "zigzag")
     asked = setting(SHAPES[shape](4), size, BOTH, tflops)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from nets import clusters, workload
 from test_topology_sources import graph_of
@@ -29,10 +31,8 @@ from tokenring.topology.facts import Device
 from tokenring.topology.graph import Edge, Graph
 from tokenring.topology.ranks import Topology
 
-Way = list[tuple[str, float]]
 
-
-def way(net: Interconnect, src: int, dst: int) -> Way:
+def way(net: Interconnect, src: int, dst: int) -> list[tuple[str, Any]]:
     return [(wire, pytest.approx(net.gbs(wire))) for wire in net.way(src, dst)]
 
 
