@@ -117,7 +117,7 @@ def test_rates_are_of_payload() -> None:
     words = bucket(0.1, 1500).split()
     rate, burst = int(words[words.index("rate") + 1].removesuffix("bit")), int(words[words.index("burst") + 1])
     assert 1.04e8 < rate < 1.05e8
-    assert 1514 < burst < 1514 + 3000, "one packet and a fifth of a millisecond"
+    assert 1514 + 12_500 < burst < 1600 + 12_500, "one packet and a millisecond"
 
 
 def test_packets_are_as_small_as_the_processor_allows() -> None:
