@@ -6,7 +6,10 @@ import random
 import time
 
 import pytest
-from mutations import answer, fixtures, mutate
+from mutations import DATA, answer, fixtures, mutate
+
+from tokenring.topology.schema import to_json
+from tokenring.topology.sources import read
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -54,3 +57,10 @@ def test_big_ones_are_quick(text: str) -> None:
     began = time.process_time()
     answer(text)
     assert time.process_time() - began < 2
+
+
+def test_halves_of_characters_can_be_printed() -> None:
+    """JSON may spell what no text can hold."""
+    text = (DATA / "hccl-1.0.json").read_text(encoding="utf-8").replace('"server_id": "', '"server_id": "\\ud800', 1)
+    assert "\\ud800" in text
+    to_json([read(text)]).encode()

@@ -57,8 +57,9 @@ def number(value: object) -> int | None:
 
 
 def word(value: object) -> str | None:
-    """A name; None where there is none."""
+    """A name; None where there is none. Halves of characters, which JSON can spell, become question marks."""
     text = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
+    text = text.encode("utf-8", "replace").decode()
     return " ".join(text.split())[:MAX_WORD] or None
 
 
