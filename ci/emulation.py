@@ -3,7 +3,7 @@
     ci/emulation.py [--link-gbit 0.05 0.1 0.25] [--rounds 7] [--only ring]
 
 For each shape and pattern of messages: the time that the most loaded wire needs for its bytes alone over the median
-time measured. Exit code 1 if one is off by more than 2%. Needs root. Messages go through Gloo, all at once; a round
+time measured. Exit code 1 if one is off by more than 4%. Needs root. Messages go through Gloo, all at once; a round
 ends when the last has arrived at the last rank.
 """
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPO))
 from tokenring.emulate import Emulated, Shape  # noqa: E402
 from tokenring.emulate.ways import heaviest  # noqa: E402
 
-TOLERANCE = 0.02
+TOLERANCE = 0.04  # rates are within 2%; behind switches, all to all costs some 20 ms more, once
 SETTLE_SECONDS = 0.05  # from the last rank's arrival until all begin: no message is on its way any more
 MOST_GBIT_OF_8 = 0.05  # above, two cores cannot keep the links of eight ranks busy
 SECONDS = 1.0  # that the most loaded wire is busy
