@@ -93,6 +93,19 @@ class TestByHand:
         assert took("direct-kv", net, serial) == pytest.approx(2 * Y / GB, rel=1e-3)
         assert took("ring", net, serial) == pytest.approx(3 * Y / GB, rel=1e-3)
 
+    @pytest.mark.parametrize("mask", [tr.Full(), tr.Causal()], ids=["full", "causal"])
+    def test_no_schedule_blocks_such_a_queue(self, mask: Mask) -> None:
+        """Receives that are posted early would stand before sends that they wait for."""
+        for name in members(4, (4, 4)):
+            size = workload(4, (4, 4), 96)
+            asked = setting(full_mesh(4, 1.0), size, BOTH, messages=Messages(pair_serial=True))
+            assert predict(named(name, 4, size.q_length, mask, "zigzag"), asked).seconds > 0, name
+
+    def test_widths_beyond_what_floats_tell_apart(self) -> None:
+        """A transfer shorter than the clock's smallest step ends nevertheless."""
+        programs: list[list[Operation]] = [[Compute(1.0, True, 0, ""), send(0, 1), Await(0)], [receive(0, 0), Await(0)]]
+        assert simulate(switch(2, 1e9), programs, IDEAL).seconds == pytest.approx(1.0)
+
     def test_kernels_hide_transfers(self) -> None:
         """Four tiles of a ring: where computing is slower, transfers are free; where faster, the last tile shows."""
         schedule, net = named("ring", RANKS, SIZE.q_length), full_mesh(RANKS, 1.0)
