@@ -134,7 +134,7 @@ def test_whole_run(start: Starter) -> None:
         "2  Training",
         "3  One attention call",
         "schedule   ",
-        "why        fewest bytes",
+        "why        ",
         "bytes, forward ",
         "bytes, backward ",
         "exposed communication",
