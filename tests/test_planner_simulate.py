@@ -103,8 +103,8 @@ class TestByHand:
 
     def test_widths_beyond_what_floats_tell_apart(self) -> None:
         """A transfer shorter than the clock's smallest step ends nevertheless."""
-        programs: list[list[Operation]] = [[Compute(1.0, True, 0, ""), send(0, 1), Await(0)], [receive(0, 0), Await(0)]]
-        assert simulate(switch(2, 1e9), programs, IDEAL).seconds == pytest.approx(1.0)
+        programs: list[list[Operation]] = [[Compute(1e3, True, 0, ""), send(0, 1), Await(0)], [receive(0, 0), Await(0)]]
+        assert simulate(switch(2, 1e9), programs, IDEAL).seconds == pytest.approx(1e3)
 
     def test_kernels_hide_transfers(self) -> None:
         """Four tiles of a ring: where computing is slower, transfers are free; where faster, the last tile shows."""
