@@ -1,0 +1,203 @@
+"""What came of the cells: how well predictions fit, what auto's choice cost, who won where.
+
+    python ci/cells/report.py [docs/cells.csv] [--again] [--svg docs/cells.svg]
+
+Predictions are those that were written down when a cell was measured; --again makes them anew with the code at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
+
+from tokenring.svg import box, opening, style, text_at  # noqa: E402
+
+APART = 0.10  # of two measured times: closer ones are not ordered
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule in one cell; times in ms."""
+
+    cell: str
+    regime: str
+    topology: str
+    schedule: str
+    auto: bool
+    predicted: float
+    compute: float
+    bound: float
+    measured: float
+    best: float  # the fastest round
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as lines:
+        return [
+            Row(
+                row["cell"], row["regime"], row["topology"], row["schedule"], row["auto"] == "1",
+                *(float(row[name]) for name in ("predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms")),
+            )
+            for row in csv.DictReader(lines)
+        ]  # fmt: skip
+
+
+def again(rows: Sequence[Row]) -> list[Row]:
+    """The same measurements with predictions made now; schedules that are no candidates any more are left out."""
+    from grid import cells
+
+    known = {cell.name: cell for cell in cells()}
+    made = []
+    for name, group in by_cell(rows).items():
+        plan = known[name].plan()
+        new = {each.name: each for each in plan.candidates if each.predicted_seconds is not None}
+        for row in group:
+            each = new.get(row.schedule)
+            if each is not None and each.predicted_seconds is not None:
+                made.append(Row(
+                    row.cell, row.regime, row.topology, row.schedule, row.schedule == plan.name,
+                    1e3 * each.predicted_seconds, row.compute, 1e3 * (each.bound_seconds or 0.0), row.measured,
+                    row.best,
+                ))  # fmt: skip
+    return made
+
+
+def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row.cell].append(row)
+    return found
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def errors(rows: Iterable[Row]) -> list[float]:
+    return [abs(row.predicted / row.measured - 1) for row in rows]
+
+
+def ordered_right(rows: Sequence[Row]) -> tuple[int, int]:
+    """Of pairs in one cell that were measured apart: how many are predicted in that order, and how many there are."""
+    right = total = 0
+    for group in by_cell(rows).values():
+        for a, b in combinations(group, 2):
+            if max(a.measured, b.measured) > (1 + APART) * min(a.measured, b.measured):
+                total += 1
+                right += (a.measured < b.measured) == (a.predicted < b.predicted)
+    return right, total
+
+
+def regrets(rows: Sequence[Row]) -> dict[str, float]:
+    """Of each cell auto's measured time over the best measured."""
+    found = {}
+    for name, group in by_cell(rows).items():
+        chosen = [row.measured for row in group if row.auto]
+        if chosen:
+            found[name] = chosen[0] / min(row.measured for row in group)
+    return found
+
+
+def report(rows: Sequence[Row]) -> None:
+    cells = by_cell(rows)
+    wrong = errors(rows)
+    right, total = ordered_right(rows)
+    print(f"{len(cells)} cells, {len(rows)} measurements")
+    print(f"error of predictions: median {statistics.median(wrong):.1%}, 95th percentile {quantile(wrong, 0.95):.1%}")
+    print(f"pairs more than {APART:.0%} apart ordered right: {right} of {total}, {right / max(1, total):.1%}")
+    regret = regrets(rows)
+    values = list(regret.values())
+    small = sum(value <= 1.05 for value in values) / len(values)
+    print(f"regret: median {statistics.median(values):.3f}, at most 1.05 in {small:.0%}, largest {max(values):.3f}")
+    over = [min(r.measured for r in group) / group[0].bound for group in cells.values() if group[0].bound]
+    print(f"best measured over the lower bound: median {statistics.median(over):.2f}")
+    for regime in dict.fromkeys(row.regime for row in rows):
+        some = [row for row in rows if row.regime == regime]
+        mine = [value for name, value in regret.items() if name.endswith(regime)]
+        print(
+            f"  {regime:13} error {statistics.median(errors(some)):.1%}, "
+            f"95th {quantile(errors(some), 0.95):.1%}, largest regret {max(mine):.3f}"
+        )
+    print("\ncell: best measured, auto's choice, KV ring and TokenRing over auto")
+    for name, group in cells.items():
+        best = min(group, key=lambda row: row.measured)
+        auto = next(row for row in group if row.auto)
+        others = {row.schedule: row.measured for row in group}
+        text = ", ".join(
+            f"{other} {others[other] / auto.measured:.2f}" for other in ("ring", "tokenring") if other in others
+        )
+        print(
+            f"  {name}: {best.schedule} {best.measured:.1f} ms; {auto.schedule} {auto.measured:.1f} ms "
+            f"({regret[name]:.3f}); {text}"
+        )
+
+
+COLOURS = {
+    "paper": ("#ffffff", "#14181d"), "ink": ("#22282f", "#e8ecf0"), "grey": ("#66707b", "#9aa5b1"),
+    "communication": ("#2f6db5", "#3f7fcb"), "balanced": ("#2f9e6b", "#3fb57f"), "latency": ("#cf4a5e", "#e8687b"),
+}  # fmt: skip
+LINES = {"rule": ("#dfe4e9", "#2c333b")}
+SIZE, MARGIN = 640, 70
+
+
+def picture(rows: Sequence[Row]) -> str:
+    """Predicted over measured, both in logarithms, a dot a measurement."""
+    from math import log10
+
+    low = min(min(row.predicted, row.measured) for row in rows)
+    high = max(max(row.predicted, row.measured) for row in rows)
+
+    def at(value: float) -> float:
+        return MARGIN + log10(value / low) / log10(high / low) * (SIZE - 2 * MARGIN)
+
+    title = f"{len(rows)} predictions in {len(by_cell(rows))} cells"
+    lines = [*opening(SIZE, SIZE, title), *style(COLOURS, LINES), box(0, 0, SIZE, SIZE, "paper")]
+    lines += [text_at(MARGIN, 32, title, 16, weight="bold")]
+    lines += [text_at(MARGIN, SIZE - 18, "measured, ms →; predicted, ms ↑; lines: equal, and 20% off", 12, "grey")]
+    for factor in (0.8, 1.0, 1.2):
+        a, b = max(low, low / factor), min(high, high / factor)
+        lines.append(
+            f'<path class="rule" d="M{at(a):.1f} {SIZE - at(a * factor):.1f}L{at(b):.1f} {SIZE - at(b * factor):.1f}"/>'
+        )
+    for value in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000):
+        if low <= value <= high:
+            lines.append(text_at(at(value), SIZE - MARGIN + 18, str(value), 10, "grey", "middle"))
+            lines.append(text_at(MARGIN - 8, SIZE - at(value) + 4, str(value), 10, "grey", "end"))
+    for row in rows:
+        x, y = at(row.measured), SIZE - at(row.predicted)
+        lines.append(f'<circle class="{row.regime}" cx="{x:.1f}" cy="{y:.1f}" r="2" opacity="0.7"/>')
+    for number, regime in enumerate(("communication", "balanced", "latency")):
+        y = MARGIN + 18 * number
+        lines.append(f'<circle class="{regime}" cx="{MARGIN + 10}" cy="{y}" r="4"/>')
+        lines.append(text_at(MARGIN + 20, y + 4, f"{regime}-bound" if number != 1 else regime, 12))
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", default=REPO / "docs" / "cells.csv")
+    parser.add_argument("--again", action="store_true", help="predict anew")
+    parser.add_argument("--svg", type=Path)
+    options = parser.parse_args()
+    rows = read(options.file)
+    rows = again(rows) if options.again else rows
+    report(rows)
+    if options.svg is not None:
+        options.svg.write_text(picture(rows), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
