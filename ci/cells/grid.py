@@ -45,17 +45,19 @@ NO_COMPUTE_TFLOPS = 1e6
 @dataclass(frozen=True)
 class Costs:
     """What the processes on two cores add: seconds of a message beside its bytes (less the millisecond that an idle
-    wire lets pass for free), of a post, of a kernel call, of a copy or merge; and GB/s of copies."""
+    wire lets pass for free), of a post, of what a kernel call costs outside the sleep, of a copy or merge; and GB/s
+    of copies."""
 
     message: float
     post: float
-    call: float
-    operation: float
-    copy_gbs: float
+    call: float = 0.1e-3
+    operation: float = 0.3e-3
+    copy_gbs: float = 7.7
 
 
-# By ci/cells/calibrate.py on an idle machine, before any cell was measured.
-COSTS = {4: Costs(0.2e-3, 0.2e-3, 0.4e-3, 0.4e-3, 3.4), 8: Costs(0.8e-3, 0.3e-3, 0.6e-3, 0.5e-3, 3.0)}
+# By ci/cells/calibrate.py on an idle machine: messages with as many ranks as the cell has, copies and merges with two
+# ranks, as many as there are cores. A sleeping kernel counts its own time as sleep.
+COSTS = {4: Costs(0.1e-3, 0.05e-3), 8: Costs(1.0e-3, 0.1e-3)}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.large import forecast, is_large
+from tokenring.planner.pieces import default_pieces
 from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import Choice, decide, judge
@@ -23,7 +24,7 @@ from tokenring.schedule.schemes import make_schedule
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
 REFINED = 4  # schedules of the first round that are tried in finer pieces
-PIECES = (2, 4)
+PIECES = (1, 2, 4)  # one: what a schedule that is cut by default is without
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def make(call: Call, name: str) -> Schedule:
 
 def make_in_order(call: Call, name: str, order: Sequence[int] | None) -> Schedule:
     """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
-    made = make_schedule(name, call.q_layout, call.kv_layout, call.mask, order=order)
+    pieces = default_pieces(name, call.setting.workload, call.q_layout, call.kv_layout)
+    made = make_schedule(name, call.q_layout, call.kv_layout, call.mask, pieces=pieces, order=order)
     check_heads(name, made.head_groups, call.setting.workload)
     return made
 
