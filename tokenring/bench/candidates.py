@@ -22,6 +22,7 @@ from tokenring.emulate.shapes import Fabric
 from tokenring.emulate.ways import Load, heaviest
 from tokenring.layout import make_layout
 from tokenring.mask import Mask, parse_mask
+from tokenring.planner.emulated import interconnect_of_shape
 from tokenring.schedule.ir import PASSES
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def _schedule_runner(setting: Setting, name: str) -> Runner:
         "transport": setting.transport,
         "pieces": case.pieces,
         "timeout_seconds": WAIT_SECONDS,
+        "topology": None if case.emulate is None else interconnect_of_shape(case.emulate),
     }
     rate = case.compute_tflops
     cp = tr.ContextParallel(**options) if rate is None else SleepingContext(rate, **options)

@@ -14,6 +14,7 @@ from tokenring.bench.table import table
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.ranks import Command, add_call_options, check_call, ranks_started
+from tokenring.schedule.families.registry import forms, is_known, parse
 
 MODULE = "tokenring.bench.worker"
 
@@ -69,7 +70,7 @@ def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
     from tokenring.schedule.schemes import SCHEMES
 
     call = check_call(options, ranks)
-    schedules = _names("--schedules", options.schedules, {"all": [*SCHEMES]}, [*SCHEMES, "auto"])
+    schedules = _schedules(options.schedules, [*SCHEMES])
     if options.pieces is not None and "auto" in schedules:
         raise ConfigurationError("--pieces goes with schedules by name: leave auto out")
     emulation = check_options(options, ranks, started)
@@ -77,6 +78,19 @@ def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
     if options.compute is not None:
         peers = []
     return Case(**{**call, "schedules": schedules, "peers": peers, **emulation})
+
+
+def _schedules(text: str, every: list[str]) -> list[str]:
+    """Schedules separated by commas, each once; whether they fit is found out when they are made."""
+    if text == "all":
+        return every
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if not is_known(name) and name != "auto":
+            raise ConfigurationError(f"--schedules {text}: {name!r} is none of all, {forms()}, auto")
+        if name != "auto":
+            parse(name)
+    return names
 
 
 def _names(option: str, text: str, words: Mapping[str, list[str]], known: list[str]) -> list[str]:
