@@ -12,7 +12,7 @@ from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.large import forecast, is_large
-from tokenring.planner.pieces import default_pieces
+from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
 from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import Choice, decide, judge
@@ -24,7 +24,7 @@ from tokenring.schedule.schemes import make_schedule
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
 REFINED = 4  # schedules of the first round that are tried in finer pieces
-PIECES = (1, 2, 4)  # one: what a schedule that is cut by default is without
+PIECES = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def first_names(call: Call) -> list[str]:
             nothing = error
     if not names and nothing is not None:
         raise nothing
-    return list(names)
+    # By their names alone these move in pieces where that usually pays: in one piece, too.
+    return [each for name in names for each in ([name, f"{name}/pieces1"] if name in CUT_BY_DEFAULT else [name])]
 
 
 def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
