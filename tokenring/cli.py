@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tokenring._version import __version__
+from tokenring.console import Parser, write_file
 from tokenring.errors import ConfigurationError, TokenRingError
 
 if TYPE_CHECKING:
@@ -81,17 +82,10 @@ def _run(argv: list[str], stdin: TextIO) -> int:
     return _schedule_command(options, stdin)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses as the rest of tokenring does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}; see {self.prog} --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tokenring", description="Attention over many devices, with schedules that are data.")
+    parser = Parser(prog="tokenring", description="Attention over many devices, with schedules that are data.")
     parser.add_argument("--version", action="version", version=f"tokenring {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     commands.add_parser("demo", help="a demonstration on this machine", add_help=False)
     commands.add_parser("bench", help="schedules and other libraries against each other", add_help=False)
     commands.add_parser("trace", help="what every rank does when, as a table and as pictures", add_help=False)
@@ -135,7 +129,7 @@ def _schedule_command(options: argparse.Namespace, stdin: TextIO) -> int:
     if options.output is None:
         print(text, end="")
     else:
-        _write(options.output, text)
+        write_file(options.output, text)
     return 0
 
 
@@ -169,13 +163,6 @@ def _read(options: argparse.Namespace, stdin: TextIO) -> Schedule:
     except UnicodeDecodeError:
         raise ConfigurationError(f"cannot read {options.name!r}: it is not UTF-8 text") from None
     return Schedule.from_json(text)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 def _form(options: argparse.Namespace) -> Callable[[Schedule, argparse.Namespace], str]:

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from tokenring.errors import ConfigurationError
@@ -75,6 +76,14 @@ class Console:
             self._err.write("\r\x1b[2K")
             self._err.flush()
             self._shown = ""
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a whole file. Raises ConfigurationError."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 def cores() -> int:

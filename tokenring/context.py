@@ -301,10 +301,10 @@ class ContextParallel:
 
     @cached_property
     def _planner(self) -> Planner:
+        from tokenring.planner.auto import restricted
         from tokenring.planner.planner import Planner
 
-        families = str(self.schedule).partition(":")[2]
-        allowed = tuple(families.split(",")) if families else ()
+        allowed = restricted(str(self.schedule))
         return Planner(self.group, self.world_size, self.topology, allowed, self.memory_limit_bytes)
 
     def _layouts(self, request: Request) -> tuple[Layout, Layout]:

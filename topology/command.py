@@ -6,9 +6,7 @@ that cannot be read or written, or a wrong option; 130 interrupted.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tokenring.console import Parser
+from tokenring.console import Parser, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.topology.facts import Facts
 from tokenring.topology.graph import merge, on_machines
@@ -33,7 +31,7 @@ def main(argv: list[str]) -> int:
     files = dict.fromkeys(options.source or ())  # each once
     facts = on_machines([(path, read_file(path)) for path in files]) if files else probe()
     if options.save is not None:
-        _write(options.save, to_json(facts))
+        write_file(options.save, to_json(facts))
     if options.json:
         print(to_json(facts), end="")
     if options.json and options.svg is None and options.html is None:
@@ -41,9 +39,9 @@ def main(argv: list[str]) -> int:
     graph = merge(facts)
     verdict = classify(graph)
     if options.svg is not None:
-        _write(options.svg, to_svg(graph, verdict))
+        write_file(options.svg, to_svg(graph, verdict))
     if options.html is not None:
-        _write(options.html, to_html(graph, verdict))
+        write_file(options.html, to_html(graph, verdict))
     if not options.json and (options.save, options.svg, options.html) == (None, None, None):
         print(report(graph, verdict), end="")
     return 0
@@ -85,10 +83,3 @@ def _decoded(raw: bytes) -> str:
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return raw.decode("utf-16", "replace")
     return raw.decode("utf-8-sig", "replace")
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path!r}: {error.strerror}") from None

@@ -8,15 +8,14 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from tokenring.context import ContextParallel
 from tokenring.region import Patch
+from tokenring.schedule.measure import FLOPS_PER_PAIR
 
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # for each visible pair, head and dimension
 PR_SET_TIMERSLACK = 29
 MOST_OVERSLEPT_SECONDS = 0.002
 
@@ -44,7 +43,7 @@ class Sleeping:
         began = time.perf_counter()
         batch, heads, rows, dim = q.shape
         out, lse = _zeros(q), torch.zeros(batch, rows, heads).transpose(1, 2)
-        self._sleep(began, FORWARD_FLOPS * batch * heads * dim * pairs(patch))
+        self._sleep(began, FLOPS_PER_PAIR["forward"] * batch * heads * dim * patch.pairs())
         return out, lse
 
     def backward(
@@ -63,7 +62,7 @@ class Sleeping:
         began = time.perf_counter()
         batch, heads, _, dim = q.shape
         made = _zeros(q), _zeros(k), _zeros(v)
-        self._sleep(began, BACKWARD_FLOPS * batch * heads * dim * pairs(patch))
+        self._sleep(began, FLOPS_PER_PAIR["backward"] * batch * heads * dim * patch.pairs())
         return made
 
     def _sleep(self, began: float, flops: float) -> None:
@@ -83,12 +82,6 @@ class SleepingContext(ContextParallel):
 
     def kernel(self, device: torch.device) -> Sleeping:
         return self._sleeping
-
-
-@lru_cache(maxsize=4096)
-def pairs(patch: Patch) -> int:
-    """How many pairs are visible: counted once, for it takes a while."""
-    return patch.pairs()
 
 
 def _zeros(like_BHSD: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tokenring.errors import ConfigurationError
-from tokenring.layout import Layout
+from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
@@ -78,8 +78,6 @@ def call_bound(call: Call) -> Bound:
 
 def visible_pairs(mask: Mask, q_length: int, kv_length: int) -> int:
     """(query, key) pairs that a mask leaves, of one head."""
-    from tokenring.layout import Positions
-
     region: Iterable[Patch] = mask.region(Positions(0, q_length), Positions(0, kv_length))
     return sum(patch.pairs() for patch in region)
 
@@ -102,7 +100,8 @@ def first_names(call: Call) -> list[str]:
 
 
 def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
-    return [Choice(name, partial(make, call, name)) for name in names]
+    order = order_of(call)
+    return [Choice(name, partial(make_in_order, call, name, order)) for name in names]
 
 
 def _finer(names: Sequence[str]) -> list[str]:

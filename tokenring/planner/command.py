@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
-from tokenring.console import Console, Parser
+from tokenring.console import Console, Parser, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
 from tokenring.planner.auto import call_bound, make, plan_or_forecast
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
     else:
         console.say(table(plan, asked, options.all))
     if options.save is not None:
-        _write(options.save, plan.to_json())
+        write_file(options.save, plan.to_json())
     if options.timeline is not None:
         _timeline(options.timeline, plan.candidates[0].name, asked)
     return 0
@@ -57,7 +56,7 @@ def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int
 
 def _timeline(path: str, name: str, asked: Asked) -> None:
     prediction = predict(make(asked.call, name), asked.call.setting, record=True)
-    _write(path, drawn(path, timeline(name, asked.call.setting, prediction)))
+    write_file(path, drawn(path, timeline(name, asked.call.setting, prediction)))
 
 
 def _sweep(options: argparse.Namespace, console: Console) -> int:
@@ -71,15 +70,8 @@ def _sweep(options: argparse.Namespace, console: Console) -> int:
     points = sweep(options, read_size("--sweep", first), read_size("--sweep", last), console.status)
     console.say(sweep_table(points))
     if options.svg is not None:
-        _write(options.svg, sweep_svg(points, options))
+        write_file(options.svg, sweep_svg(points, options))
     return 0
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 def _parser() -> Parser:

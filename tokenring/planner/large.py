@@ -14,9 +14,9 @@ from tokenring.errors import ConfigurationError
 from tokenring.planner.bound import Bound
 from tokenring.planner.fold import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.operations import Compute, operations
+from tokenring.planner.operations import operations
 from tokenring.planner.plan import Candidate, Forecast
-from tokenring.planner.predict import Setting
+from tokenring.planner.predict import Setting, kernel_seconds_of
 from tokenring.planner.rates import Rates
 from tokenring.planner.select import mb_text, time_text
 from tokenring.planner.simulate import simulate
@@ -192,7 +192,7 @@ class _World:
         outcome = simulate(self.net, costs, self.messages, canonical=self.symmetry.canonical)
         loads = outcome.wire_bytes
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
-        compute = max(sum(each.seconds for each in ops if isinstance(each, Compute) and each.kernel) for ops in costs)
+        compute = max(map(kernel_seconds_of, costs))
         wire_bytes = 0.0 if slowest is None else loads[slowest]
         return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, max(held))
 

@@ -138,12 +138,13 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
         held = program_bytes(schedule, workload, program, setting.one_sided) + kept_bytes(schedule, workload, program)
         peak = max(peak, held)
     outcome = simulate(setting.interconnect, programs, setting.machine.messages, record)
-    return outcome, max(map(_kernel_seconds, programs)), peak
+    return outcome, max(map(kernel_seconds_of, programs)), peak
 
 
 def _ranks(schedule: Schedule) -> range:
     return range(schedule.world_size)
 
 
-def _kernel_seconds(program: Sequence[Operation]) -> float:
+def kernel_seconds_of(program: Sequence[Operation]) -> float:
+    """What a rank's kernels take in all."""
     return sum(each.seconds for each in program if isinstance(each, Compute) and each.kernel)

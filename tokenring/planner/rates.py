@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -81,7 +81,7 @@ class Messages:
 
     latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
-    channel. first_bytes: what an idle wire lets pass at once (a token bucket).
+    channel.
     """
 
     latency_seconds: float = 0.0
@@ -101,13 +101,3 @@ class Machine:
     @cached_property
     def source(self) -> str:
         return f"{self.rates.source}; messages: {self.messages.source}"
-
-
-def rates_from_json(found: Mapping[str, object]) -> Rates:
-    """Rates that were saved. Raises ConfigurationError."""
-    try:
-        samples = {name: tuple((int(a), float(b)) for a, b in found[name]) for name in ("forward", "backward")}  # type: ignore[attr-defined]
-        rest = {name: float(found[name]) for name in ("call_seconds", "copy_gbs", "op_seconds")}  # type: ignore[arg-type]
-        return Rates(str(found["source"]), samples["forward"], samples["backward"], **rest)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"these are no saved rates ({error}); measure them again") from None
