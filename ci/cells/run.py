@@ -1,6 +1,6 @@
 """Measure every cell with every schedule that fits, on shaped links; resumable.
 
-    sudo python ci/cells/run.py [--out docs/cells.csv] [--rounds 3] [--only SUBSTRING] [--limit N]
+    sudo python ci/cells/run.py [--out docs/cells.csv] [--rounds 9] [--seconds 60] [--only SUBSTRING] [--limit N]
 
 Appends a row for each schedule of each cell that is not in the file yet. Needs root and a quiet machine.
 ci/cells/report.py says what came of it.
@@ -37,7 +37,8 @@ CELL_SECONDS = 900.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "cells.csv")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a cell, after which 3 rounds are enough")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--limit", type=int, default=10**6, help="measure at most so many cells")
     options = parser.parse_args()
@@ -70,7 +71,7 @@ def measure(net: Emulated, cell: Cell, options: argparse.Namespace) -> None:
     began = time.monotonic()
     plan = cell.plan()
     names = [each.name for each in plan.candidates if each.predicted_seconds is not None]
-    job = {"cells": [description(cell, names, options.rounds)]}
+    job = {"cells": [description(cell, names, options)]}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(job, file)
         file.flush()
@@ -92,12 +93,12 @@ def measure(net: Emulated, cell: Cell, options: argparse.Namespace) -> None:
     )
 
 
-def description(cell: Cell, names: list[str], rounds: int) -> dict[str, object]:
+def description(cell: Cell, names: list[str], options: argparse.Namespace) -> dict[str, object]:
     size = cell.workload
     return {
         "name": cell.name, "tokens": size.q_length, "q_heads": size.q_heads, "kv_heads": size.kv_heads,
         "head_dim": size.head_dim, "mask": cell.mask, "passes": cell.passes, "layout": cell.layout.name,
-        "tflops": cell.tflops, "schedules": names, "rounds": rounds,
+        "tflops": cell.tflops, "schedules": names, "rounds": options.rounds, "seconds": options.seconds,
     }  # fmt: skip
 
 
