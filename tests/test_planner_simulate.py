@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from families import HEADS, members
@@ -26,6 +27,7 @@ X = TOKENS * 4 * 64 * 2  # bytes of a rank's Q or O
 Y = 2 * X  # of its K and V
 L = TOKENS * 4 * 4  # of its lse
 GB = 1e9
+MESSAGE = 1_000_000  # bytes
 
 
 def took(name: str, net: Interconnect, messages: Messages = IDEAL, direction: Pass = "forward") -> float:
@@ -105,6 +107,50 @@ class TestByHand:
         """A transfer shorter than the clock's smallest step ends nevertheless."""
         programs: list[list[Operation]] = [[Compute(1e3, True, 0, ""), send(0, 1), Await(0)], [receive(0, 0), Await(0)]]
         assert simulate(switch(2, 1e9), programs, IDEAL).seconds == pytest.approx(1e3)
+
+    def test_a_queue_that_is_a_stream_pays_the_latency_each_time(self) -> None:
+        """Four messages posted at once: one after another on a stream, all on their way together in TCP."""
+        programs: list[list[Operation]] = [
+            [*(send(number, 1, MESSAGE) for number in range(4)), *(Await(number) for number in range(4))],
+            [*(receive(number, 0, MESSAGE) for number in range(4)), *(Await(number) for number in range(4))],
+        ]
+        for pipelined, times in ((False, 4), (True, 1)):
+            messages = Messages(latency_seconds=1e-3, pipelined=pipelined)
+            taken = simulate(switch(2, 1.0), programs, messages).seconds
+            assert taken == pytest.approx(4 * MESSAGE / GB + times * 1e-3, rel=1e-6)
+
+    @pytest.mark.parametrize(("cores", "times"), [(1.0, 4), (2.0, 2), (4.0, 1), (float("inf"), 1)])
+    def test_ranks_take_turns_on_shared_cores(self, cores: float, times: int) -> None:
+        """Copies and posts of four ranks; kernels run elsewhere. Who shares a core is busy until it is done."""
+        copies: list[list[Operation]] = [[Compute(1.0, True, 0, ""), Compute(0.5, False, 0, "")] for _ in range(4)]
+        found = simulate(full_mesh(4, 1.0), copies, IDEAL, record=True, cores=cores)
+        assert found.seconds == pytest.approx(1 + 0.5 * times)
+        assert found.busy_seconds == pytest.approx([1 + 0.5 * times] * 4)
+        assert {round(span.end_seconds, 9) for span in found.spans if span.what == "copy"} == {1 + 0.5 * times}
+
+    def test_short_work_leaves_the_core_to_long_work(self) -> None:
+        """One core: both at half speed until the short one is done, after 1 s; the other needs 0.5 s more."""
+        programs: list[list[Operation]] = [[Compute(0.5, False, 0, "")], [Compute(1.0, False, 0, "")]]
+        found = simulate(full_mesh(2, 1.0), programs, IDEAL, cores=1.0)
+        assert found.busy_seconds == pytest.approx([1.0, 1.5])
+
+    def test_messages_are_handled_on_shared_cores(self) -> None:
+        """Two pairs at once on one core: 1 ms each and 1 ms for their bytes at 1 MB/ms, so 4 ms before they move."""
+        programs: list[list[Operation]] = [
+            [(send if rank % 2 == 0 else receive)(0, rank ^ 1, MESSAGE), Await(0)] for rank in range(4)
+        ]
+        messages = Messages(handling_seconds=1e-3, handling_gbs=MESSAGE / 1e6)
+        for cores, handled in ((1.0, 4e-3), (2.0, 2e-3)):
+            taken = simulate(full_mesh(4, 1.0), programs, messages, cores=cores).seconds
+            assert taken == pytest.approx(MESSAGE / GB + handled, rel=1e-6)
+
+    def test_every_pass_has_a_start(self) -> None:
+        net, start = full_mesh(RANKS, 1.0), 2e-3
+        asked = setting(net, SIZE, BOTH, messages=IDEAL)
+        late = replace(asked, machine=replace(asked.machine, start_seconds=start))
+        schedule = named("ring", RANKS, SIZE.q_length)
+        without, with_it = (predict(schedule, each).seconds for each in (asked, late))
+        assert with_it == pytest.approx(without + 2 * start)
 
     def test_kernels_hide_transfers(self) -> None:
         """Four tiles of a ring: where computing is slower, transfers are free; where faster, the last tile shows."""

@@ -1,135 +1,174 @@
-"""What eight ranks on this machine's cores add to the time that links need: the constants of grid.py.
+"""What ranks that share this machine's cores add to the time that links need: the constants of grid.py.
 
-    sudo python ci/cells/calibrate.py [--ranks 8]
+    sudo python ci/cells/calibrate.py [--file /tmp/overheads.json]
 
-Prints, for ranks in namespaces with links so wide that they do not count: the time of a small message from post to
-arrival, of a post, of a kernel call that sleeps for next to nothing, of a small merge, and the bytes a second of
-copies while all ranks copy. Medians over rounds of the slowest rank.
+Runs a few schedules of four and eight ranks over links so wide, with kernels so fast, that only overheads are left;
+then finds the constants with which the simulator fits these times best, by trying one after another. No cell of the
+campaign is looked at. Prints the constants and how well they fit. With --file the measurements are kept, and read if
+they are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import statistics
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path[:0] = [str(REPO), str(HERE)]
+sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
 
-WIDE_GBIT = 2.0
-ROUNDS = 15
-COPY_BYTES = 1 << 20
-MANY = 16  # messages to each peer
+import torch  # noqa: E402
+from grid import CORES, HEAD_DIM, Costs  # noqa: E402
+
+from tokenring.emulate import Emulated  # noqa: E402
+from tokenring.emulate.shapes import Shape  # noqa: E402
+from tokenring.layout import make_layout  # noqa: E402
+from tokenring.mask import parse_mask  # noqa: E402
+from tokenring.planner import operations  # noqa: E402
+from tokenring.planner.emulated import interconnect_of_shape  # noqa: E402
+from tokenring.planner.pieces import default_pieces  # noqa: E402
+from tokenring.planner.rates import Messages, Rates  # noqa: E402
+from tokenring.planner.simulate import simulate  # noqa: E402
+from tokenring.schedule.calls import anything  # noqa: E402
+from tokenring.schedule.ir import PASSES  # noqa: E402
+from tokenring.schedule.lower import agenda_of, lower_agenda  # noqa: E402
+from tokenring.schedule.schemes import make_schedule  # noqa: E402
+from tokenring.schedule.storage import storage_of  # noqa: E402
+from tokenring.workload import Workload  # noqa: E402
+
+WIDE_GBIT = 5.0
+FAST_TFLOPS = 1e6
+ROUNDS = 9
+SCHEDULES = (
+    "ring", "ring/pieces4", "bidirectional", "tokenring", "direct-kv", "direct-kv/pieces4", "direct-q", "all-gather-kv",
+    "ulysses", "ulysses/pieces2", "usp/2", "mesh-kv/2x{half}", "tiles/2x{half}", "sub-sharded/1x1x{ranks}",
+)  # fmt: skip
+STEPS = (2.0, 1.6, 1.4, 1.25, 1.15, 1.1)  # by how much a constant is changed, from round to round
+SLEEPING_CALL_SECONDS = 0.3e-3  # what a kernel that sleeps for nothing takes; longer sleeps contain it
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measured call: what a rank does in each pass, and the median seconds of the slowest rank."""
+
+    name: str
+    ranks: int
+    passes: list[list[list[Any]]]  # pass → rank → operations, or (operations of copying, bytes copied)
+    seconds: float
+
+
+def measure() -> list[dict[str, Any]]:
+    """Every schedule at two sizes, with many heads and one KV head, forward and with backward."""
+    found = []
+    for ranks in (4, 8):
+        names = [name.format(half=ranks // 2, ranks=ranks) for name in SCHEDULES]
+        with Emulated("full-mesh", ranks, WIDE_GBIT) as net:
+            for kv_heads, tokens, passes in ((h, t, p) for h in (8, 1) for t in (16, 96) for p in (1, 2)):
+                cell = {
+                    "name": "overheads", "tokens": tokens * ranks, "q_heads": 8, "kv_heads": kv_heads,
+                    "head_dim": HEAD_DIM, "mask": "full", "passes": "+".join(PASSES[:passes]), "layout": "contiguous",
+                    "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0,
+                }  # fmt: skip
+                with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+                    json.dump({"cells": [cell]}, file)
+                    file.flush()
+                    environment = {"PYTHONPATH": f"{REPO}:{HERE}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+                    lines = net.run("worker", [file.name], 300.0, environment=environment, show=lambda line: None)
+                result = json.loads(next(line for line in lines if line.startswith("{")))
+                found.append({**cell, "ranks": ranks, "found": result["seconds"]})
+    return found
+
+
+def cases(measured: Sequence[dict[str, Any]]) -> Iterator[Case]:
+    for cell in measured:
+        ranks, tokens = cell["ranks"], cell["tokens"]
+        size = Workload(1, tokens, tokens, cell["q_heads"], cell["kv_heads"], HEAD_DIM, torch.float32)
+        layout, mask = make_layout(cell["layout"], ranks, tokens), parse_mask(cell["mask"])
+        for name, seconds in cell["found"].items():
+            pieces = default_pieces(name, size, layout, layout)
+            schedule = make_schedule(name, layout, layout, mask, pieces=pieces)
+            storage = storage_of(schedule)
+            passes = []
+            for direction in PASSES[: 2 if "+" in cell["passes"] else 1]:
+                agendas = [agenda_of(storage, rank, direction, size, anything) for rank in range(ranks)]
+                programs = [lower_agenda(agenda, size, True) for agenda in agendas]
+                passes.append([_counted(schedule, size, program) for program in programs])
+            yield Case(name, ranks, passes, statistics.median(seconds))
+
+
+def _counted(schedule: Any, size: Workload, program: Any) -> list[Any]:
+    """Operations; copies and merges as (how many, bytes), whose costs are to be found."""
+    once = Rates("count", ((1, 1.0),), ((1, 1.0),), op_seconds=1.0)
+    each = Rates("bytes", ((1, 1.0),), ((1, 1.0),), copy_gbs=1e-9)
+    counts, nbytes = (operations.operations(schedule, size, program, rates) for rates in (once, each))
+    return [
+        (a.seconds, b.seconds) if isinstance(a, operations.Compute) and not a.kernel else a
+        for a, b in zip(counts, nbytes, strict=True)
+    ]
+
+
+def predicted(case: Case, costs: Costs) -> float:
+    messages = Messages(
+        costs.latency, costs.post, pipelined=True, handling_seconds=costs.handling, handling_gbs=costs.handling_gbs
+    )
+    net = interconnect_of_shape(Shape("full-mesh", case.ranks, WIDE_GBIT))
+    total = 0.0
+    for programs in case.passes:
+        timed = [[_timed(each, costs) for each in program] for program in programs]
+        total += costs.start * case.ranks + simulate(net, timed, messages, cores=CORES).seconds
+    return total
+
+
+def _timed(each: Any, costs: Costs) -> Any:
+    if isinstance(each, operations.Compute):
+        return each._replace(seconds=SLEEPING_CALL_SECONDS, kernel=False)
+    if isinstance(each, operations.Post | operations.Await):
+        return each
+    count, nbytes = each
+    return operations.Compute(count * costs.operation + nbytes / (costs.copy_gbs * 1e9), False, 0, "copy")
+
+
+def error(some: Sequence[Case], costs: Costs) -> float:
+    return statistics.mean(abs(math.log(predicted(case, costs) / case.seconds)) for case in some)
+
+
+def fit(some: Sequence[Case], costs: Costs) -> Costs:
+    """One constant after another, up or down as long as it helps."""
+    best = error(some, costs)
+    for step in STEPS:
+        for name in (field.name for field in fields(Costs) if field.name != "call"):
+            for factor in (step, 1 / step):
+                while (less := error(some, tried := replace(costs, **{name: getattr(costs, name) * factor}))) < best:
+                    best, costs = less, tried
+        print(f"steps of {step}: off by {best:.1%}", flush=True)
+    return costs
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--file", type=Path, help="where measurements are kept")
     options = parser.parse_args()
-    from tokenring.emulate import Emulated
-
-    with Emulated("full-mesh", options.ranks, WIDE_GBIT) as net:
-        paths = ":".join(map(str, (REPO, HERE)))
-        environment = {"PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR", "CALIBRATE": "1"}
-        lines = net.run("calibrate", [], 300.0, environment=environment, show=lambda line: None)
-    found = json.loads(next(line for line in lines if line.startswith("{")))
-    for name, value in found.items():
-        print(f"{name:40} {value:.4g}")
+    if options.file is not None and options.file.exists():
+        measured = json.loads(options.file.read_text())
+    else:
+        measured = measure()
+        if options.file is not None:
+            options.file.write_text(json.dumps(measured))
+    every = list(cases(measured))
+    found = fit(every[::3], Costs())
+    print(f"{len(every)} calls, on the average off by {error(every, found):.1%}")
+    for field, value in zip(fields(Costs), astuple(found), strict=True):
+        print(f"{field.name:14} {value:.3g}")
     return 0
 
 
-def on_a_rank() -> None:
-    import torch
-    import torch.distributed as dist
-
-    import tokenring as tr
-    from tokenring.bench.sleeping import Sleeping
-    from tokenring.region import Patch
-    from tokenring.runtime.merge import merge_
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    transport = tr.ContextParallel(transport="gloo").transport
-    assert transport is not None
-    kernel = Sleeping(1e6)
-
-    def median(run: Callable[[], float]) -> float:
-        """Of the slowest rank."""
-        took = []
-        for _ in range(ROUNDS):
-            dist.barrier()
-            time.sleep(0.02)
-            seconds = torch.tensor(run(), dtype=torch.float64)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            took.append(float(seconds))
-        return statistics.median(took)
-
-    small = {peer: torch.zeros(256) for peer in range(ranks)}
-    into = {peer: torch.zeros(256) for peer in range(ranks)}
-    peers = [(rank + step) % ranks for step in range(1, ranks)]
-
-    def to_all() -> float:
-        """Many small messages to and from every peer at once; what a post takes of it."""
-        began = time.perf_counter()
-        waits = [transport.recv(into[peer], peer, "requests", "calibrating") for peer in peers for _ in range(MANY)]
-        waits += [transport.send(small[peer], peer, "requests", "calibrating") for peer in peers for _ in range(MANY)]
-        for wait in waits:
-            wait.wait()
-        return (time.perf_counter() - began) / len(waits)
-
-    def to_next() -> float:
-        """One to the next rank, all ranks at once."""
-        began = time.perf_counter()
-        waits = [transport.recv(into[peers[-1]], peers[-1], "requests", "calibrating")]
-        waits.append(transport.send(small[peers[0]], peers[0], "requests", "calibrating"))
-        for wait in waits:
-            wait.wait()
-        return time.perf_counter() - began
-
-    q = torch.zeros(1, 8, 64, 64)
-
-    def call() -> float:
-        began = time.perf_counter()
-        kernel.forward(q, q, q, patch=Patch(0, 64, 0, 64), scale=1.0)
-        return time.perf_counter() - began
-
-    out, lse, scratch = torch.zeros(64, 1, 8, 64), torch.zeros(64, 1, 8), torch.zeros(2, 64, 1, 8)
-
-    def merge() -> float:
-        began = time.perf_counter()
-        merge_(out, lse, out, lse, scratch)
-        return time.perf_counter() - began
-
-    source, target = torch.zeros(COPY_BYTES // 4), torch.zeros(COPY_BYTES // 4)
-
-    def copy() -> float:
-        began = time.perf_counter()
-        target.copy_(source)
-        return time.perf_counter() - began
-
-    found = {
-        "a message to the next rank, seconds": median(to_next),
-        "a post, of many to all, seconds": median(to_all),
-        "a kernel call, seconds": median(call),
-        "a merge of 64 tokens (0.4 MB), seconds": median(merge),
-        "copying, GB/s read and written": 2 * COPY_BYTES / median(copy) / 1e9,
-    }
-    if rank == 0:
-        print(json.dumps(found), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    if os.environ.get("CALIBRATE"):
-        on_a_rank()
-        sys.stdout.flush()
-        os._exit(0)
     sys.exit(main())

@@ -112,7 +112,7 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
     made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
     wire, nbytes, seconds = worst_wire(schedule, setting)
     return Prediction(
-        sum(outcome.seconds for outcome, _, _ in made),
+        sum(setting.machine.start_seconds + outcome.seconds for outcome, _, _ in made),
         sum(kernels for _, kernels, _ in made),
         sum(outcome.exposed_seconds for outcome, _, _ in made),
         wire,
@@ -137,7 +137,8 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
         programs.append(costs.operations(program))
         held = program_bytes(schedule, workload, program, setting.one_sided) + kept_bytes(schedule, workload, program)
         peak = max(peak, held)
-    outcome = simulate(setting.interconnect, programs, setting.machine.messages, record)
+    machine = setting.machine
+    outcome = simulate(setting.interconnect, programs, machine.messages, record, cores=machine.shared_cores)
     return outcome, max(map(kernel_seconds_of, programs)), peak
 
 

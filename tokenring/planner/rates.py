@@ -81,22 +81,32 @@ class Messages:
 
     latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
-    channel.
+    channel. pipelined: the latency passes while those before it in the queue are on their way (TCP), not after
+    (operations on a stream). handling_seconds: of the machine's cores for a message, where ranks share them.
     """
 
     latency_seconds: float = 0.0
     post_seconds: float = 0.0
     flow_gbs: float = math.inf
     pair_serial: bool = False
+    pipelined: bool = False
+    handling_seconds: float = 0.0
+    handling_gbs: float = math.inf
     source: str = "ideal"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """All that the simulator asks beside the interconnect."""
+    """All that the simulator asks beside the interconnect.
+
+    shared_cores: where all ranks are processes of one machine, on how many cores they copy, merge and post in turns.
+    start_seconds: of a pass, until its first instruction.
+    """
 
     rates: Rates
     messages: Messages = field(default_factory=Messages)
+    shared_cores: float = math.inf
+    start_seconds: float = 0.0
 
     @cached_property
     def source(self) -> str:

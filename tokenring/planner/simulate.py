@@ -2,12 +2,14 @@
 
 A rank works off its operations in order. A transfer begins when both ends have posted it, those before it
 between the same two ranks on the same channel are through, and the latency has passed; it then gets its fair
-share of the wires on its way. Nothing else is known of schedules here: what was lowered is what is simulated.
+share of the wires on its way. Where ranks share the cores of one machine, what they do there takes turns.
+Nothing else is known of schedules here: what was lowered is what is simulated.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from tokenring.planner.operations import Await, Compute, Operation, Post
 from tokenring.planner.rates import Messages
 
 EPSILON_BYTES = 0.5
+EPSILON_SECONDS = 1e-12
 Queue = tuple[int, int, str]  # source, destination, channel
 Canonical = Callable[[int, int], tuple[int, int]]  # of equal transfers, the one that stands for all
 
@@ -71,11 +74,23 @@ class _Transfer:
     step: int
     channel: str
     posted: int = 0  # ends
+    ready: bool = False  # its latency has passed
     begin: float = -1.0
     left: float = 0.0
     rate: float = 0.0
     done: bool = False
     waiting: list[int] = field(default_factory=list)  # ranks
+
+
+@dataclass
+class _Work:
+    """What is done on shared cores, and what then goes on: a rank, or a transfer."""
+
+    left_seconds: float
+    begin: float
+    rank: int
+    operation: Compute | None = None
+    transfer: _Transfer | None = None
 
 
 class Simulation:
@@ -88,8 +103,11 @@ class Simulation:
         messages: Messages,
         record: bool = False,
         canonical: Canonical = lambda src, dst: (src, dst),
+        cores: float = math.inf,
     ) -> None:
         self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
+        self.cores = cores
+        self.working: list[_Work] = []
         self.programs = programs
         self.at = [0] * len(programs)
         self.busy = [0.0] * len(programs)
@@ -110,14 +128,14 @@ class Simulation:
         """Raises ScheduleError if the programs wait for each other for ever."""
         for rank in range(len(self.programs)):
             self._at_time(0.0, rank)
-        while self.events or self.moving:
+        while self.events or self.moving or self.working:
             self._next_moment()
             while self.events and self.events[0][0] <= self.now:
                 _, _, rank, transfer = heapq.heappop(self.events)
                 if transfer is None:
                     self._go_on(rank)
                 else:
-                    self._begin(transfer)
+                    self._handle(transfer)
             if self.changed:
                 self._share()
         if stuck := [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]:
@@ -131,11 +149,14 @@ class Simulation:
         heapq.heappush(self.events, (when, self.ties, rank, transfer))
 
     def _next_moment(self) -> None:
-        """Go to what comes first: an event, or the end of a transfer."""
-        ends = min((each.left / each.rate for each in self.moving.values()), default=float("inf"))
-        then = min(self.now + ends, self.events[0][0] if self.events else float("inf"))
+        """Go to what comes first: an event, or the end of a transfer or of work."""
+        ends = min((each.left / each.rate for each in self.moving.values()), default=math.inf)
+        speed = self._speed()
+        done = min((each.left_seconds for each in self.working), default=math.inf) / speed
+        then = min(self.now + min(ends, done), self.events[0][0] if self.events else math.inf)
         passed = then - self.now
         self.now = then
+        self._progress(passed * speed)
         for key, each in list(self.moving.items()):
             each.left -= each.rate * passed
             # What passes between two moments that are one as floats: else it would never end.
@@ -143,6 +164,28 @@ class Simulation:
             if each.left <= max(EPSILON_BYTES, 1e-9 * each.nbytes, rounding):
                 del self.moving[key]
                 self._arrived(each)
+
+    def _speed(self) -> float:
+        """Of each piece of work on the shared cores, of which none has more than one."""
+        return min(1.0, self.cores / len(self.working)) if self.working else 1.0
+
+    def _progress(self, seconds: float) -> None:
+        """So much of each piece of work is done."""
+        ended = []
+        for each in self.working:
+            each.left_seconds -= seconds
+            if each.left_seconds <= EPSILON_SECONDS:
+                ended.append(each)
+        if ended:
+            self.working = [each for each in self.working if each.left_seconds > EPSILON_SECONDS]
+        for each in ended:
+            if each.transfer is not None:
+                self._ready(each.transfer)
+                continue
+            self.busy[each.rank] += self.now - each.begin
+            if self.record and each.operation is not None:
+                self._note(each.rank, each.operation, each.begin)
+            self._at_time(self.now, each.rank)
 
     def _share(self) -> None:
         rates = fair_rates(
@@ -183,10 +226,28 @@ class Simulation:
         self._start_next(queue)
 
     def _start_next(self, queue: deque[_Transfer]) -> None:
-        """The first of a queue begins once both ends have posted it."""
-        if queue and queue[0].posted == 2 and queue[0].begin < 0:
+        """The first of a queue begins once both ends have posted it and it is ready."""
+        if not queue or queue[0].posted < 2 or queue[0].begin >= 0:
+            return
+        if queue[0].ready:
+            self._begin(queue[0])
+        elif not self.messages.pipelined:
             queue[0].begin = self.now
             self._at_time(self.now + self.messages.latency_seconds, queue[0].dst, queue[0])
+
+    def _handle(self, transfer: _Transfer) -> None:
+        """Its latency has passed; what is left is work on the shared cores."""
+        seconds = self.messages.handling_seconds + transfer.nbytes / (self.messages.handling_gbs * 1e9)
+        if seconds > 0:
+            self.working.append(_Work(seconds, self.now, transfer.dst, transfer=transfer))
+        else:
+            self._ready(transfer)
+
+    def _ready(self, transfer: _Transfer) -> None:
+        transfer.ready = True
+        queue = self.queues[self._queue_of(transfer)]
+        if queue[0] is transfer:
+            self._begin(transfer)
 
     def _queue_of(self, transfer: _Transfer) -> Queue:
         a, b = transfer.src, transfer.dst
@@ -211,8 +272,7 @@ class Simulation:
                     self.at[rank] += 1
                     self._post(rank, each)
                     if self.messages.post_seconds > 0:
-                        self.busy[rank] += self.messages.post_seconds
-                        self._at_time(self.now + self.messages.post_seconds, rank)
+                        self._take(rank, self.messages.post_seconds)
                         return
                 case Await(message):
                     transfer = self.of_message[rank][message]
@@ -226,11 +286,27 @@ class Simulation:
                     self.at[rank] += 1
 
     def _work(self, rank: int, each: Compute) -> None:
+        if not each.kernel:
+            self._take(rank, each.seconds, each)
+            return
         self.busy[rank] += each.seconds
-        end = self.now + each.seconds
         if self.record:
-            self.spans.append(Span(rank, "kernel" if each.kernel else "copy", each.label, each.step, self.now, end))
-        self._at_time(end, rank)
+            self._note(rank, each, self.now, self.now + each.seconds)
+        self._at_time(self.now + each.seconds, rank)
+
+    def _take(self, rank: int, seconds: float, each: Compute | None = None) -> None:
+        """The rank is busy with something else than a kernel: on the shared cores, if there are any."""
+        if self.cores < math.inf:
+            self.working.append(_Work(seconds, self.now, rank, each))
+            return
+        self.busy[rank] += seconds
+        if self.record and each is not None:
+            self._note(rank, each, self.now, self.now + seconds)
+        self._at_time(self.now + seconds, rank)
+
+    def _note(self, rank: int, each: Compute, begin: float, end: float | None = None) -> None:
+        what = "kernel" if each.kernel else "copy"
+        self.spans.append(Span(rank, what, each.label, each.step, begin, self.now if end is None else end))
 
     def _post(self, rank: int, post: Post) -> None:
         src, dst = self.canonical(*((rank, post.peer) if post.sends else (post.peer, rank)))
@@ -244,6 +320,8 @@ class Simulation:
             self.queues[self._queue_of(transfer)].append(transfer)
         transfer.posted += 1
         self.of_message[rank][post.message] = transfer
+        if transfer.posted == 2 and self.messages.pipelined:
+            self._at_time(self.now + self.messages.latency_seconds, transfer.dst, transfer)
         self._start_next(self.queues[self._queue_of(transfer)])
 
 
@@ -253,11 +331,13 @@ def simulate(
     messages: Messages,
     record: bool = False,
     canonical: Canonical | None = None,
+    cores: float = math.inf,
 ) -> Outcome:
     """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
 
     canonical: where the programs are those of one of many equal hosts, which transfer stands for one (fold.py).
+    cores: that all ranks share for what is not a kernel (Machine.shared_cores).
     """
     if canonical is None:
-        return Simulation(interconnect, programs, messages, record).run()
-    return Simulation(interconnect, programs, messages, record, canonical).run()
+        return Simulation(interconnect, programs, messages, record, cores=cores).run()
+    return Simulation(interconnect, programs, messages, record, canonical, cores).run()
