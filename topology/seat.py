@@ -86,12 +86,13 @@ def this_seat(device: torch.device | None = None) -> Seat:
 def _used(device: torch.device | None) -> tuple[str, int]:
     import torch
 
+    from tokenring.backends.devices import has_device
+
     if device is not None and device.index is not None:
         return device.type, device.index
-    for kind in ("cuda", "npu") if device is None else (device.type,):
-        module = getattr(torch, kind, None)  # torch.npu is there once torch_npu is imported
-        if kind != "cpu" and module is not None and module.is_available():
-            return kind, module.current_device()
+    for kind in ("cuda", "npu") if device is None else (device.type,):  # torch.npu is there once torch_npu is imported
+        if kind != "cpu" and has_device(kind):
+            return kind, getattr(torch, kind).current_device()
     return "cpu", 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tokenring.backends.devices import Device, device_of
 from tokenring.bench.candidates import Candidate, NotInstalled, NotRun, Runner, Setting
 from tokenring.bench.reference import RESULTS, errors, reference, reference_dtype
 from tokenring.bench.results import ERROR_LIMITS, FAILED, MEASURED, MISSING, PEER, SKIPPED, WRONG, Case, Entry
@@ -149,7 +150,9 @@ def _take_turn(setting: Setting, lane: _Lane, wanted: dict[str, torch.Tensor] | 
     times, problem = (0.0, 0.0), ""
     try:
         if lane.runner.takes_part:
-            *times, found = _call(lane.runner, lane.inputs, setting.case.backward, began)  # type: ignore[assignment]
+            *times, found = timed_call(  # type: ignore[assignment]
+                lane.runner, lane.inputs, setting.case.backward, began, device_of(lane.inputs[0])
+            )
     except Exception as error:
         problem = _told(error)
     slowest = torch.tensor([*times, float(bool(problem))], dtype=torch.float64)
@@ -182,19 +185,19 @@ def _start(setting: Setting) -> float | None:
     return began
 
 
-def _call(
-    runner: Runner, inputs: list[torch.Tensor], backward: bool, began: float | None
+def timed_call(
+    runner: Runner, inputs: list[torch.Tensor], backward: bool, began: float | None, device: Device
 ) -> tuple[float, float, list[torch.Tensor]]:
-    """Seconds until the end of forward, seconds until the end, and the results."""
+    """Seconds until the end of forward, seconds until the end, and the results. The device's clock waits for it."""
     *leaves, dout = inputs
     gradients: tuple[torch.Tensor, ...] = ()
     with torch.set_grad_enabled(backward), _threads(runner.threads):
-        began = time.perf_counter() if began is None else began
+        began = device.clock() if began is None else began
         out = runner.attend(*leaves)
-        middle = time.perf_counter()
+        middle = device.clock()
         if backward:
             gradients = torch.autograd.grad(out, leaves, dout)
-        ended = time.perf_counter()
+        ended = device.clock()
     return middle - began, ended - began, [out.detach(), *gradients]
 
 

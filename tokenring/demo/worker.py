@@ -14,6 +14,7 @@ import traceback
 import torch
 
 import tokenring as tr
+from tokenring.backends.devices import device_of
 from tokenring.demo.check import check
 from tokenring.demo.data import VOCABULARY, Text, text_tokens
 from tokenring.demo.measure import measure
@@ -63,12 +64,13 @@ def run(options: argparse.Namespace, rank: int) -> None:
         tell(checked)
 
     trainer = Trainer(model, attend, options.steps)
-    training_began = time.perf_counter()
+    clock = device_of(next(model.parameters())).clock
+    training_began = clock()
     for step in range(options.steps):
-        began = time.perf_counter()
+        began = clock()
         loss = trainer.step(step, text.batch().shard(cp), options.seq)
-        tell(Stepped(step + 1, loss, time.perf_counter() - began))
-        if _any_rank(time.perf_counter() - training_began > options.training_seconds):
+        tell(Stepped(step + 1, loss, clock() - began))
+        if _any_rank(clock() - training_began > options.training_seconds):
             break
     tell(measure(config, options.seq, cp))
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 
 from tokenring.backends.base import AttentionKernel, Handle, Transport
+from tokenring.backends.devices import device_of
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.merge import merge_
 from tokenring.runtime.pool import Pool, Views
@@ -94,12 +94,11 @@ class Executor:
             for step in self.steps:
                 step(call)
             return
+        clock = device_of(next(iter(call.own.values()))).stream_clock  # moves on other streams go on
         for step, (instruction, number) in zip(self.steps, self.instructions, strict=True):
-            began = perf_counter()
+            began = clock()
             step(call)
-            trace.events.append(
-                Event(self.program.rank, self.program.direction, number, instruction, began, perf_counter())
-            )
+            trace.events.append(Event(self.program.rank, self.program.direction, number, instruction, began, clock()))
 
     def result(self, call: Call, kind: Kind, name: str) -> torch.Tensor:
         """A field of the rank's own result: [B, T, H, D] or, for lse, [B, H, T].

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 import tokenring as tr
 from tokenring.attention import make_request
 from tokenring.backends.base import AttentionKernel
+from tokenring.backends.devices import device_of
 from tokenring.backends.members import this_member
 from tokenring.bench.race import make_inputs, no_garbage_collection
 from tokenring.bench.results import Case
@@ -119,12 +119,12 @@ class _ClockedKernel:
 
     def forward(self, *tensors: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
         result = self.kernel.forward(*tensors, **how)
-        self.made.append(perf_counter())
+        self.made.append(device_of(result[0]).stream_clock())
         return result
 
     def backward(self, *tensors: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         result = self.kernel.backward(*tensors, **how)
-        self.made.append(perf_counter())
+        self.made.append(device_of(result[0]).stream_clock())
         return result
 
 
@@ -164,16 +164,17 @@ def _inputs(case: Case, cp: Clocked) -> list[torch.Tensor]:
 
 def _round(inputs: Sequence[torch.Tensor], cp: Clocked, mask: Mask, backward: bool) -> _Round:
     q, k, v, dout = inputs
+    clock = device_of(q).clock
     dist.barrier()
-    zero = perf_counter()
+    zero = clock()
     cp.made.clear()
     with cp.trace() as seen:
-        began = perf_counter()
+        began = clock()
         out = tr.attention(q, k, v, cp, mask=mask)
-        middle = ended = perf_counter()
+        middle = ended = clock()
         if backward:
             torch.autograd.grad(out, (q, k, v), dout)
-            ended = perf_counter()
+            ended = clock()
     forward, rest = ([e for e in seen.events if (e.direction == "forward") is first] for first in (True, False))
     kernels = sum(isinstance(event.instruction, Attend) for event in forward)
     passes = [_Observed("forward", began, middle, forward, cp.made[:kernels])]

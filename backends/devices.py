@@ -1,0 +1,215 @@
+"""What the library needs of a device: clocks, streams, events, memory, a name; of CPU, CUDA and Ascend alike.
+
+The type that a tensor says (`tensor.device.type`) decides, and nothing else: under torch_npu's transfer_to_npu
+`is_cuda`, `torch.cuda.is_available()` and even the device string "cuda" answer for an NPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from tokenring.errors import BackendUnavailable
+
+ACCELERATORS = ("cuda", "npu", "xpu", "mps")  # the types that are looked for; device_of takes any
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device: what tensors of this process hold, and what nobody holds. None: not told."""
+
+    in_use_bytes: int | None
+    free_bytes: int | None
+    total_bytes: int | None
+
+
+class Event(Protocol):
+    """A mark in a stream, as torch's own events are."""
+
+    def record(self, stream: Any = None) -> None:
+        """Set the mark behind what is queued on the stream (None: the current one)."""
+
+    def wait(self, stream: Any = None) -> None:
+        """What is queued on the stream from here on waits for the mark; the host does not."""
+
+    def query(self) -> bool:
+        """Whether the mark has been passed."""
+
+    def synchronize(self) -> None:
+        """The host waits for the mark."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this mark to the other; both made with timing=True, recorded and passed."""
+
+
+class Device(Protocol):
+    """One device. `asynchronous`: calls return before their work is done, so that a clock has to wait for it."""
+
+    type: str
+    asynchronous: bool
+
+    @property
+    def name(self) -> str:
+        """The model, as "Ascend910B3"."""
+
+    def synchronize(self) -> None:
+        """The host waits for everything that was queued, on every stream."""
+
+    def clock(self) -> float:
+        """perf_counter seconds, once everything that was queued is done: the only clock to time work with."""
+
+    def stream_clock(self) -> float:
+        """The same for the current stream alone: what other streams move goes on meanwhile."""
+
+    def current_stream(self) -> Any:
+        """The stream that calls are queued on; None on a device without streams."""
+
+    def new_stream(self, high_priority: bool = False) -> Any:
+        """Another stream; None on a device without streams."""
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Inside, calls are queued on the stream."""
+
+    def new_event(self, timing: bool = False) -> Event:
+        """A mark to record."""
+
+    def memory(self) -> Memory:
+        """What is in use, and what is free."""
+
+
+def device_of(where: torch.Tensor | torch.device | str) -> Device:
+    """The device of a tensor, or the one that is named."""
+    device = where.device if isinstance(where, torch.Tensor) else torch.device(where)
+    return Cpu() if device.type == "cpu" else Accelerator(device)
+
+
+def has_device(kind: str) -> bool:
+    """Whether tensors of this type can be made here, and then say that they are of it.
+
+    transfer_to_npu makes an NPU's tensors where "cuda" was asked for: that is no CUDA device.
+    """
+    module = getattr(torch, kind, None)
+    if kind == "cpu":
+        return True
+    if module is None or not module.is_available():
+        return False
+    return torch.empty(0, device=kind).device.type == kind
+
+
+def accelerator_types() -> list[str]:
+    """The types of accelerators that tensors can be made on here."""
+    return [kind for kind in ACCELERATORS if has_device(kind)]
+
+
+class Cpu:
+    """Everything is done when a call returns."""
+
+    type = "cpu"
+    asynchronous = False
+
+    @property
+    def name(self) -> str:
+        from tokenring.console import processor
+
+        return processor()
+
+    def synchronize(self) -> None:
+        pass
+
+    def clock(self) -> float:
+        return perf_counter()
+
+    def stream_clock(self) -> float:
+        return perf_counter()
+
+    def current_stream(self) -> Any:
+        return None
+
+    def new_stream(self, high_priority: bool = False) -> Any:
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def new_event(self, timing: bool = False) -> Event:
+        return _Moment()
+
+    def memory(self) -> Memory:
+        return Memory(None, None, None)
+
+
+class _Moment:
+    """An event where everything before it is done already."""
+
+    def __init__(self) -> None:
+        self.seconds = perf_counter()
+
+    def record(self, stream: Any = None) -> None:
+        self.seconds = perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 1e3 * float(end_event.seconds - self.seconds)
+
+
+class Accelerator:
+    """A device behind torch's module of its type: torch.cuda, torch.npu, ..., which have the same names.
+
+    Raises BackendUnavailable where torch has no such module.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.type = device.type
+        self._module: Any = getattr(torch, device.type, None)
+        if self._module is None:
+            raise BackendUnavailable(
+                f"device {device}: no module torch.{device.type}; import its package first (for npu: torch_npu)"
+            )
+        self._index = self._module.current_device() if device.index is None else device.index
+
+    @property
+    def name(self) -> str:
+        return str(self._module.get_device_name(self._index))
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self._index)
+
+    def clock(self) -> float:
+        self.synchronize()
+        return perf_counter()
+
+    def stream_clock(self) -> float:
+        self.current_stream().synchronize()
+        return perf_counter()
+
+    def current_stream(self) -> Any:
+        return self._module.current_stream(self._index)
+
+    def new_stream(self, high_priority: bool = False) -> Any:
+        return self._module.Stream(device=self._index, priority=-1 if high_priority else 0)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        made: AbstractContextManager[object] = self._module.stream(stream)
+        return made
+
+    def new_event(self, timing: bool = False) -> Event:
+        made: Event = self._module.Event(enable_timing=timing)
+        return made
+
+    def memory(self) -> Memory:
+        free, total = self._module.mem_get_info(self._index)
+        return Memory(self._module.memory_allocated(self._index), free, total)

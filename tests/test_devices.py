@@ -1,0 +1,180 @@
+"""The device interface: clocks wait for work, types are those that tensors say."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from late_device import TYPE, LateModule, install, late
+
+from tokenring.backends import devices
+from tokenring.backends.devices import Accelerator, Cpu, Device, Memory, accelerator_types, device_of, has_device
+from tokenring.bench.candidates import Runner
+from tokenring.bench.race import timed_call
+from tokenring.errors import BackendUnavailable
+from tokenring.topology.seat import this_seat
+
+WORK_SECONDS = 0.03
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> LateModule:
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def device(module: LateModule) -> Device:
+    return device_of(f"{TYPE}:0")
+
+
+class Impatient(Accelerator):
+    """A mutant: it reads the clock without waiting."""
+
+    def clock(self) -> float:
+        return perf_counter()
+
+    stream_clock = clock
+
+
+# ---------- clocks
+
+
+def bench_seconds(module: LateModule, device: Device) -> tuple[float, float]:
+    x = torch.ones(2, requires_grad=True)
+    runner = Runner("late", torch.arange(2), late(module, WORK_SECONDS))
+    forward, whole, _ = timed_call(runner, [x, x, x, torch.ones(2)], False, None, device)
+    return forward, whole
+
+
+def test_bench_waits_for_the_device(module: LateModule, device: Device) -> None:
+    forward, whole = bench_seconds(module, device)
+    assert WORK_SECONDS <= forward <= whole < 20 * WORK_SECONDS
+
+
+def test_a_clock_that_does_not_wait_is_found_out(module: LateModule) -> None:
+    forward, _ = bench_seconds(module, Impatient(torch.device(TYPE, 0)))
+    assert forward < WORK_SECONDS
+
+
+def test_each_clock_waits_for_what_it_says(module: LateModule, device: Device) -> None:
+    """The stream's clock does not wait for moves on other streams, the device's does."""
+    other = device.new_stream()
+    with device.on(other):
+        late(module, 0.2)(torch.ones(1))
+    began = perf_counter()
+    assert device.stream_clock() - began < 0.1
+    assert device.clock() - began >= 0.15
+
+
+def test_trace_times_what_the_device_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, no transport: the kernel's event is as long as the device took, not as its launch took."""
+    module = LateModule()
+    took = traced_seconds(monkeypatch, module, module.current_stream().synchronize)
+    assert took >= WORK_SECONDS
+    assert traced_seconds(monkeypatch, LateModule(), lambda: None) < WORK_SECONDS  # the mutant
+
+
+def traced_seconds(monkeypatch: pytest.MonkeyPatch, module: LateModule, wait: Any) -> float:
+    import tokenring as tr
+    from tokenring.backends.kernels.reference import Reference
+
+    def clock() -> float:
+        wait()
+        return perf_counter()
+
+    real = Reference.forward
+
+    def forward(self: Reference, *tensors: Any, **how: Any) -> Any:
+        module.current_stream().queue(WORK_SECONDS)
+        return real(self, *tensors, **how)
+
+    monkeypatch.setattr(Reference, "forward", forward)
+    monkeypatch.setattr("tokenring.runtime.executor.device_of", lambda x: SimpleNamespace(stream_clock=clock))
+    q = torch.randn(1, 8, 2, 4)
+    with tr.ContextParallel(kernel="reference") as cp, cp.trace() as seen:
+        tr.attention(q, q, q, cp)
+    monkeypatch.undo()
+    return seen.split_seconds()["compute"]
+
+
+# ---------- the rest of the interface
+
+
+def test_streams_events_memory_and_name(module: LateModule, device: Device) -> None:
+    assert (device.type, device.asynchronous, device.name) == (TYPE, True, "a late device")
+    assert (device.new_stream().priority, device.new_stream(high_priority=True).priority) == (0, -1)
+    assert device.current_stream() is module.streams[0]
+    began, ended = device.new_event(timing=True), device.new_event(timing=True)
+    began.record()
+    late(module, WORK_SECONDS)(torch.ones(1))
+    ended.record()
+    assert not ended.query()
+    ended.synchronize()
+    assert ended.query() and began.elapsed_time(ended) >= 1e3 * WORK_SECONDS * 0.99
+    assert device.memory() == Memory(1 << 20, 3 << 30, 4 << 30)
+
+
+def test_an_event_makes_a_stream_wait(module: LateModule, device: Device) -> None:
+    mark, other = device.new_event(), device.new_stream()
+    late(module, WORK_SECONDS)(torch.ones(1))
+    mark.record()
+    mark.wait(other)
+    assert other.busy_until == mark.passed_at  # type: ignore[attr-defined]
+
+
+def test_cpu_is_never_behind() -> None:
+    device: Device = device_of(torch.ones(1))
+    assert isinstance(device, Cpu)
+    assert (device.type, device.asynchronous) == ("cpu", False)
+    began, ended = device.new_event(timing=True), device.new_event(timing=True)
+    began.record()
+    ended.record()
+    device.synchronize()
+    with device.on(None):
+        assert device.current_stream() is device.new_stream() is None
+        assert ended.query() and 0 <= began.elapsed_time(ended) < 1000
+    assert device.stream_clock() <= device.clock() <= perf_counter()
+    assert device.memory() == Memory(None, None, None)
+    assert device.name
+
+
+# ---------- which devices there are
+
+
+def test_types_that_are_not_here() -> None:
+    assert has_device("cpu")
+    assert not has_device("npu")  # no torch.npu
+    assert not has_device("nonsense")
+
+
+def test_an_alias_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under transfer_to_npu: torch.cuda says that it is there, and its tensors are of another type."""
+    real_empty = torch.empty
+    alias = SimpleNamespace(is_available=lambda: True, current_device=lambda: 0, device_count=lambda: 8)
+    monkeypatch.setattr(torch, "cuda", alias)
+
+    def empty(*size: int, device: str | None = None, **options: Any) -> Any:
+        if device == "cuda":
+            return SimpleNamespace(device=SimpleNamespace(type="npu"))
+        return real_empty(*size, device=device, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert torch.cuda.is_available()  # what must not be asked
+    assert not has_device("cuda")
+    assert "cuda" not in accelerator_types()
+    assert this_seat().kind == "cpu"
+
+
+def test_a_device_without_its_package_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match=r"no module torch\.privateuseone; import its package"):
+        device_of(TYPE)
+
+
+def test_a_device_that_is_there(monkeypatch: pytest.MonkeyPatch, module: LateModule) -> None:
+    made = SimpleNamespace(device=SimpleNamespace(type=TYPE))
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None: made)
+    monkeypatch.setattr(devices, "ACCELERATORS", (TYPE,))
+    assert accelerator_types() == [TYPE]
