@@ -71,6 +71,10 @@ def _run(argv: list[str], stdin: TextIO) -> int:
         from tokenring.planner.command import main as plan_main
 
         return plan_main(argv[1:])
+    if argv[:1] == ["rates"]:
+        from tokenring.planner.rates_command import main as rates_main
+
+        return rates_main(argv[1:])
     if argv[:1] == ["topology"]:
         from tokenring.topology.command import main as topology_main
 
@@ -90,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", help="schedules and other libraries against each other", add_help=False)
     commands.add_parser("trace", help="what every rank does when, as a table and as pictures", add_help=False)
     commands.add_parser("plan", help="which schedule is fastest on which machine, and why", add_help=False)
+    commands.add_parser("rates", help="measure this machine's attention kernel for the planner", add_help=False)
     commands.add_parser("topology", help="what links the accelerators, here or in a dump", add_help=False)
     schedule = commands.add_parser(
         "schedule",

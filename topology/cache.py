@@ -76,7 +76,7 @@ def cached(folder: Path | None, host: str, mark: str, look: Callable[[], list[Fa
     facts = look()
     if _is_whole(facts):
         try:
-            _write(path, _first_line(mark, document := to_json(facts)) + document)
+            write_whole(path, _first_line(mark, document := to_json(facts)) + document)
         except OSError as error:
             notes.append(_note(f"the cache {path} cannot be written: {_why(error)}"))
     return [*facts, *notes]
@@ -100,10 +100,10 @@ def _first_line(mark: str, document: str) -> str:
     return f"{WORD} {VERSION} {mark} {digest}\n"
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Whole or not at all: ranks of two jobs may write at once, and readers must never see half."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".topology-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
             file.write(text)
@@ -154,7 +154,7 @@ def keep_measured(document: str, environment: Mapping[str, str]) -> None:
     folder = cache_folder(environment)
     if folder is not None:
         with suppress(OSError):
-            _write(folder / MEASURED, document)
+            write_whole(folder / MEASURED, document)
 
 
 def measured_file(environment: Mapping[str, str]) -> Path:

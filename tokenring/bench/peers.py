@@ -21,6 +21,7 @@ import torch
 from tokenring.bench import flash_attn_cpu
 from tokenring.bench.candidates import BHTD, THD, Candidate, Note, NotInstalled, NotRun, Runner, Setting
 from tokenring.bench.results import PEER
+from tokenring.layout import make_layout
 
 # The versions that were tried.
 INSTALL = {
@@ -30,6 +31,7 @@ INSTALL = {
 PACKAGES = {"ring-flash-attn": "ring_flash_attn", "yunchang": "yunchang", "torch": "torch"}
 PEERS = tuple(PACKAGES)
 
+USP_DEGREES = (2, 4)  # of yunchang's Ulysses, inside its ring
 STAND_IN = "no flash_attn is installed: a stand-in for it computes with the CPU kernel that our schedules use"
 CPU_RING = "torch's context_parallel() dispatches no CPU kernel: the ring below it is called with torch's CPU kernel"
 PATCHES = {  # text in a backward: (what it becomes, why)
@@ -159,7 +161,7 @@ def _llama3(setting: Setting, group: Any) -> Runner:
 
 
 def _yunchang() -> dict[str, Prepare]:
-    return {"ulysses": _ulysses}
+    return {"ulysses": _ulysses, **{f"usp {degree}": partial(_usp, degree) for degree in USP_DEGREES}}
 
 
 def _ulysses(setting: Setting, group: Any) -> Runner:
@@ -177,6 +179,40 @@ def _ulysses(setting: Setting, group: Any) -> Runner:
         lambda q, k, v: layer(q, k, v, causal=causal),
         notes=notes,
     )
+
+
+def _usp(degree: int, setting: Setting, group: Any) -> Runner:
+    """Ulysses among `degree` neighbours, a ring across: zigzag when causal, as yunchang's own examples take it."""
+    causal, case, ranks = _causal(setting), setting.case, setting.ranks
+    if ranks % degree or ranks == degree:
+        raise NotRun(f"{ranks} ranks are not several groups of {degree}")
+    if case.kv_heads % degree:
+        raise NotRun(f"{case.kv_heads} kv heads are not a multiple of {degree}")
+    notes = [Note(STAND_IN, "yunchang")] if flash_attn_cpu.install() else []
+    kind = "zigzag" if causal else "basic"
+    ring = "zigzag_ring_flash_attn" if causal else "ring_flash_attn"
+    with _quietly():
+        yunchang = import_module("yunchang")
+        yunchang.set_seq_parallel_pg(degree, ranks // degree, setting.rank, ranks)
+        layer = yunchang.LongContextAttention(
+            ring_impl_type=kind, attn_type=import_module("yunchang.kernels").AttnType.FA
+        )
+        notes += _patch(import_module(f"yunchang.ring.{ring}"), f"{ring}_backward")
+    return Runner(
+        _what(f"{kind} of {ranks // degree} × {degree}"),
+        _usp_positions(setting, degree, kind),
+        lambda q, k, v: layer(q, k, v, causal=causal),
+        notes=tuple(notes),
+    )
+
+
+def _usp_positions(setting: Setting, degree: int, kind: str) -> torch.Tensor:
+    """A group of neighbours has what one rank of the ring would have; each a part of it, in order."""
+    groups, length = setting.ranks // degree, setting.case.seq_len
+    layout = make_layout("zigzag" if kind == "zigzag" else "contiguous", groups, length)
+    group, place = divmod(setting.rank, degree)
+    whole = torch.tensor(layout.positions(group), dtype=torch.int64)
+    return whole.chunk(degree)[place]
 
 
 # ---------- torch

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from tokenring.planner.devices import device_figures
 from tokenring.planner.group import context_parallel_group, heads_of_group
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import device_rates, machine_of_preset, machine_of_topology
+from tokenring.planner.measured import read_table
 from tokenring.planner.predict import Setting
 from tokenring.planner.presets import PREFIX, find, preset
 from tokenring.planner.rates import Machine, constant
@@ -56,6 +58,7 @@ def ask(options: argparse.Namespace) -> Asked:
     """The options as a call. Raises ConfigurationError for what cannot be planned."""
     dtype = DTYPES[options.dtype]
     net, machine = where(options.topology, dtype, options)
+    machine = _measured(machine, options)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     length = read_size("--seq", options.seq)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
@@ -93,6 +96,19 @@ def _reckoned(options: argparse.Namespace, dtype: torch.dtype, topology: Topolog
     if options.device is not None:
         return Machine(device_rates(device_figures(options.device), dtype))
     return None
+
+
+def _measured(machine: Machine, options: argparse.Namespace) -> Machine:
+    """With the rates of a table, if one was asked for. Raises ConfigurationError where it is of other calls."""
+    if options.rates is None:
+        return machine
+    key, rates = read_table(Path(options.rates))
+    if (key.dtype, key.head_dim) != (str(DTYPES[options.dtype]).removeprefix("torch."), options.dim):
+        raise ConfigurationError(
+            f"--rates {options.rates} is of {key}; the plan is for {options.dtype} and head dim {options.dim}: "
+            f"measure these with `tokenring rates --dtype {options.dtype} --dim {options.dim}`"
+        )
+    return replace(machine, rates=rates)
 
 
 def _read(path: str) -> Topology:

@@ -17,6 +17,7 @@ from tokenring.planner.auto import Call, make_in_order, order_of, plan_call
 from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import CPU, CPU_MESSAGES, device_rates, machine_of_topology, messages_of
+from tokenring.planner.measured import kept, key_of
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Machine
@@ -86,6 +87,9 @@ class Planner:
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
     ) -> Call:
         net, machine = self.look(request.device, request.workload.dtype)
+        measured = kept(key_of(kernel, request.device, request.workload.dtype, request.workload.head_dim))
+        if measured is not None:
+            machine = replace(machine, rates=measured)
         backward = request.training or request.differentiable  # so that a checkpoint's two forwards are the same
         passes: tuple[Pass, ...] = ("forward", "backward") if backward else ("forward",)
         early = able is None or able.early_receives

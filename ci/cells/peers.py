@@ -1,0 +1,131 @@
+"""Auto against other people's code on the same emulated links, for every communication-bound cell of the campaign.
+
+    sudo python ci/cells/peers.py [--out docs/cells-peers.csv] [--rounds 9] [--only SUBSTRING]
+
+Each cell is one run of `tokenring bench --emulate ... --peers auto`: ring-flash-attn (zigzag, stripe, ring, llama3),
+yunchang (Ulysses, USP) and torch (ring with all-gather and all-to-all) where they are installed and fit, with really
+computing kernels, in turns with auto. What others ship but cannot run here runs in ours: the paper's TokenRing and case
+III, MindSpeed's double ring, TASP's rings. A cell that is in the file is not measured again. Needs root and a quiet
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
+
+from grid import Cell, cells  # noqa: E402
+
+from tokenring.errors import ConfigurationError  # noqa: E402
+from tokenring.schedule.families.registry import misfit, parse  # noqa: E402
+
+SHIPPED = ("ring", "tokenring", "double-ring/2", "case-iii/2", "double-ring/4", "case-iii/4", "multi-ring")
+COLUMNS = ("cell", "heads", "schedule", "kind", "median_ms", "min_ms", "max_ms", "chosen")
+CELL_SECONDS = 900
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "cells-peers.csv")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--regime", default="communication")
+    options = parser.parse_args()
+    wanted = [cell for cell in cells() if cell.regime == options.regime and options.only in cell.name]
+    done = {row["cell"] for row in read(options.out)}
+    for cell in wanted:
+        if cell.name not in done:
+            race(cell, options)
+    report(read(options.out))
+    return 0
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def race(cell: Cell, options: argparse.Namespace) -> None:
+    size, shape = cell.workload, cell.shape
+    ours = [name for name in SHIPPED if fits(name, cell)]
+    command = [
+        sys.executable, "-m", "tokenring", "bench", "--emulate", shape.kind, "--ranks", str(cell.ranks),
+        "--link-gbit", str(shape.link_gbit), "--seq-len", str(size.q_length), "--heads", str(size.q_heads),
+        "--kv-heads", str(size.kv_heads), "--head-dim", str(size.head_dim), "--mask", cell.mask,
+        "--layout", "zigzag" if cell.mask == "causal" else "contiguous", "--rounds", str(options.rounds),
+        "--schedules", ",".join(["auto", *ours]), "--peers", "auto",
+    ]  # fmt: skip
+    if len(cell.directions) == 1:
+        command.append("--forward-only")
+    if shape.uplink_gbit is not None:
+        command += ["--uplink-gbit", str(shape.uplink_gbit), *(["--nic-per-rank"] if shape.nic_per_rank else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "race.json"
+        done = subprocess.run(
+            [*command, "--json", str(file)], cwd=REPO, capture_output=True, text=True, timeout=CELL_SECONDS
+        )
+        if not file.exists():
+            print(f"{cell.name}: failed: {done.stderr.strip()[-300:]}", flush=True)
+            return
+        entries = json.loads(file.read_text())["entries"]
+    rows = []
+    for entry in entries:
+        times = [1e3 * seconds for seconds in entry["call_s"]]
+        if entry["status"] == "measured" and times and entry["kind"] != "one process":
+            middle = statistics.median(times)
+            figures = (f"{value:.3f}" for value in (middle, min(times), max(times)))
+            rows.append([cell.name, cell.heads, entry["name"], entry["kind"], *figures, entry["what"]])
+    fresh = not options.out.exists()
+    with options.out.open("a", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerows([COLUMNS, *rows] if fresh else rows)
+    print(f"{cell.name}: {len(rows)} raced", flush=True)
+
+
+def fits(name: str, cell: Cell) -> bool:
+    """Whether a schedule can be made for the cell's ranks."""
+    try:
+        parse(name)
+        return misfit(name, cell.ranks) is None
+    except ConfigurationError:
+        return False
+
+
+def report(rows: list[dict[str, str]]) -> None:
+    """Auto's time over that of the best of the others, cell by cell; below 1 auto is faster."""
+    ratios: dict[str, float] = {}
+    of_six: list[float] = []
+    for name in dict.fromkeys(row["cell"] for row in rows):
+        some = {row["schedule"]: float(row["median_ms"]) for row in rows if row["cell"] == name}
+        auto = some.pop("auto", None)
+        if auto is None or not some:
+            continue
+        best = min(some, key=lambda each: some[each])
+        peers = [row["schedule"] for row in rows if row["cell"] == name and row["kind"] == "peer"]
+        theirs = min(peers, key=lambda each: some[each], default=None)
+        ratios[name] = auto / some[best]
+        if " 6:6 " in name:
+            of_six.append(some[best] / auto)
+        text = "" if theirs is None else f"; of peers' own code {theirs} {some[theirs]:.1f} ms"
+        print(f"{name}: auto {auto:.1f} ms, best shipped {best} {some[best]:.1f} ms ({ratios[name]:.3f}){text}")
+    if ratios:
+        print(f"\nauto over the best of the others: largest {max(ratios.values()):.3f} in {len(ratios)} cells, "
+              f"geometric mean {statistics.geometric_mean(ratios.values()):.3f}")  # fmt: skip
+    if of_six:
+        print(f"with 6 heads auto is {statistics.geometric_mean(of_six):.2f} × faster (geometric mean)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

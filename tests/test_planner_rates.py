@@ -1,0 +1,155 @@
+"""Rates that are measured: what a table holds, where it is kept, who takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tokenring as tr
+from tokenring.backends.kernels.reference import Reference
+from tokenring.cli import main
+from tokenring.context import Request
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.mask import Mask
+from tokenring.planner import measured
+from tokenring.planner.measured import Key, keep, kept, key_of, measured_rates, read_table
+from tokenring.planner.rates import Rates
+from tokenring.region import Patch
+from tokenring.workload import Workload
+
+CPU = torch.device("cpu")
+KEY = Key("a device", "a kernel", "float32", 64, "2.13")
+TABLE = Rates("measured: by hand", ((16, 0.5), (64, 1.0)), ((16, 0.25), (64, 0.5)), 1e-5, 9.0, 1e-6)
+
+
+class Clock:
+    """A device whose kernels take 10 µs and one second for every 10^9 flops forward, half as many backward."""
+
+    type, asynchronous, name, flops_per_second, call_seconds = "cpu", False, "a clock", 1e9, 10e-6
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+
+class Ticking(Reference):
+    """A kernel that moves the clock and computes nothing."""
+
+    name = "ticking"
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._pass(4, q, patch)
+        return q, q[..., 0]
+
+    def backward(self, dout, q, k, v, lse, delta, *, out=None, patch, scale):  # type: ignore[no-untyped-def]
+        self._pass(20, q, patch)  # 10 flops a pair at half the rate
+        return q, k, v
+
+    def _pass(self, flops: int, q: torch.Tensor, patch: Patch) -> None:
+        work = flops * q.shape[1] * q.shape[-1] * patch.rows * patch.cols
+        self.clock.now += self.clock.call_seconds + work / self.clock.flops_per_second
+
+
+def test_a_table_is_what_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constant rate and the cost of a call come out again."""
+    clock = Clock()
+    monkeypatch.setattr(measured, "device_of", lambda _: clock)
+    found = measured_rates(Ticking(clock), CPU, torch.float32, 64, seconds=2.0)
+    assert found.call_seconds == pytest.approx(clock.call_seconds, rel=1e-3)
+    for samples, tflops in ((found.forward, 1e-3), (found.backward, 0.5e-3)):
+        assert [rate for _, rate in samples] == pytest.approx([tflops] * len(samples), rel=1e-3)
+    taken = found.kernel_seconds(Patch(0, 128, 0, 128), 8, 64, 1, "forward")
+    assert taken == pytest.approx(clock.call_seconds + 4 * 8 * 64 * 128 * 128 / 1e9, rel=1e-3)
+    assert max(side for side, _ in found.forward) == 512, "the next would take more than 2 s"
+
+
+def test_what_a_kernel_cannot_do_is_not_measured() -> None:
+    class Narrow(Reference):
+        def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+            return f"head dim {head_dim} is too large" if head_dim > 128 else None
+
+    with pytest.raises(UnsupportedError, match="'reference' cannot be measured: head dim 256 is too large"):
+        measured_rates(Narrow(), CPU, torch.float32, 256)
+
+
+def test_a_table_is_kept(tmp_path: Path) -> None:
+    place = {"XDG_CACHE_HOME": str(tmp_path)}
+    path = keep(TABLE, KEY, place)
+    assert path is not None and kept(KEY, place) == TABLE and read_table(path) == (KEY, TABLE)
+    for other in (replace(KEY, head_dim=128), replace(KEY, torch="2.14"), replace(KEY, kernel="another")):
+        assert kept(other, place) is None
+    assert keep(TABLE, KEY, {}) is None and kept(KEY, {}) is None, "there is no home"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[:-20],
+        lambda text: text.replace('"version": 1', '"version": 2'),
+        lambda text: text.replace("0.25", "-1"),
+        lambda text: text.replace('"call_seconds"', '"calls"'),
+        lambda text: "[]",
+    ],
+)
+def test_a_broken_table_is_none(tmp_path: Path, spoil) -> None:  # type: ignore[no-untyped-def]
+    place = {"XDG_CACHE_HOME": str(tmp_path)}
+    path = keep(TABLE, KEY, place)
+    assert path is not None
+    path.write_text(spoil(path.read_text()))
+    assert kept(KEY, place) is None
+    with pytest.raises(ConfigurationError, match="no table of rates .*: make one with `tokenring rates`"):
+        read_table(path)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield tmp_path / "tokenring"
+
+
+def test_the_command_measures_once_and_auto_takes_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rates", "--device", "cpu", "--dtype", "fp32", "--dim", "64", "--seconds", "0.01"]) == 0
+    said = capsys.readouterr().out
+    assert "TFLOP/s" in said and str(home) in said
+    key = key_of(tr.ContextParallel().kernel(CPU), CPU, torch.float32, 64)
+    table = kept(key)
+    assert table is not None and table.source == f"measured: {key}" and len(list(home.iterdir())) == 1
+    assert _rates_of_auto(64) == table
+    assert "measured" not in _rates_of_auto(128).source, "no table for these: published figures"
+
+
+def _rates_of_auto(head_dim: int) -> Rates:
+    cp = tr.ContextParallel(schedule="auto", layout="contiguous")
+    size = Workload(1, 64, 64, 8, 8, head_dim, torch.float32)
+    request = Request(size, Mask(), 1.0, False, CPU)
+    layout = cp.layout_for(64)
+    return cp._planner._call(request, (layout, layout), cp.kernel(CPU), None).setting.machine.rates
+
+
+def test_plan_reckons_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the rate, half the kernels' time; a table of other calls is refused."""
+    plan = ["plan", "--topology", "preset:hgx-h100", "--seq", "8k", "--dim", "64", "--dtype", "fp32", "--json"]
+    compute = []
+    for factor in (1, 2):
+        rates = Rates("by hand", ((128, 10.0 * factor),), ((128, 5.0 * factor),))
+        path = keep(rates, KEY, {"XDG_CACHE_HOME": str(tmp_path)})
+        assert main([*plan, "--rates", str(path)]) == 0
+        compute.append(json.loads(capsys.readouterr().out)["candidates"][0]["compute_seconds"])
+    assert compute[0] == pytest.approx(2 * compute[1])
+    other = [*plan[:-5], "--dim", "128", "--dtype", "fp32", "--rates", str(path)]
+    assert main(other) == 2
+    assert "the plan is for fp32 and head dim 128: measure these with" in capsys.readouterr().err
+    assert main([*plan, "--rates", str(tmp_path / "none")]) == 2
+    assert "cannot read rates from" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""`tokenring rates`: measure what this machine's kernel does, once, for the planner.
+
+Exit codes: 0 measured and kept; 2 a wrong option, or a device or kernel that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from tokenring.backends.devices import accelerator_types, has_device
+from tokenring.backends.registry import make_kernel
+from tokenring.console import Console, Parser
+from tokenring.errors import BackendUnavailable
+from tokenring.planner.asked import DTYPES
+from tokenring.planner.measured import SECONDS, keep, key_of, measured_rates
+from tokenring.planner.rates import Rates
+
+
+def main(argv: list[str]) -> int:
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+    console = Console(sys.stdout, sys.stderr, os.environ)
+    kind = options.device or next(iter(accelerator_types()), "cpu")
+    if not has_device(kind):
+        raise BackendUnavailable(f"--device {kind}: torch finds none here; `tokenring doctor` says what is missing")
+    if kind == "cpu":
+        torch.set_num_threads(options.threads)  # as many as a rank will have
+    device = torch.device(kind)
+    kernel, dtype = make_kernel(options.kernel, device), DTYPES[options.dtype]
+    key = key_of(kernel, device, dtype, options.dim)
+    console.status(f"measuring {key}")
+    found = measured_rates(kernel, device, dtype, options.dim, options.seconds)
+    console.say("\n".join([str(key), "", *table(found)]))
+    path = keep(found, key, os.environ)
+    console.say("\nnot kept: there is no home folder" if path is None else f"\nkept in {path}")
+    return 0
+
+
+def table(rates: Rates) -> list[str]:
+    """Rates as text, a line for each tile."""
+    forward, backward = dict(rates.forward), dict(rates.backward)
+    lines = [f"{'tile':>13}  {'forward':>8}  {'backward':>8}  TFLOP/s"]
+    for side in sorted({*forward, *backward}):
+        cells = [f"{each[side]:8.3g}" if side in each else f"{'-':>8}" for each in (forward, backward)]
+        lines.append(f"{f'{side} × {side}':>13}  {cells[0]}  {cells[1]}")
+    lines.append(
+        f"a call {rates.call_seconds * 1e6:.3g} µs, a merge {rates.op_seconds * 1e6:.3g} µs, "
+        f"copies {rates.copy_gbs:.3g} GB/s read and written"
+    )
+    return lines
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tokenring rates",
+        description="Measure the attention kernel on this machine's device, for tiles of every length, and keep the "
+        "table: schedule='auto' reckons with it from then on.",
+    )
+    add = parser.add_argument
+    add("--device", metavar="TYPE", help="cpu, cuda, npu (an accelerator if there is one, else cpu)")
+    add("--kernel", default="auto", metavar="NAME", help="(auto: what attention would take)")
+    add("--dtype", choices=tuple(DTYPES), default="bf16", help="(bf16)")
+    add("--dim", type=int, default=128, metavar="N", help="head dimension (128)")
+    add("--threads", type=int, default=1, metavar="N", help="on a CPU, of a rank (1)")
+    add("--seconds", type=float, default=SECONDS, metavar="S", help="no call longer than this (1)")
+    return parser
