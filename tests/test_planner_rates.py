@@ -36,6 +36,7 @@ class Clock:
         self.now = 0.0
 
     def clock(self) -> float:
+        self.now += 1e-9  # reading it takes time, too
         return self.now
 
 
@@ -67,11 +68,11 @@ def test_a_table_is_what_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measured, "device_of", lambda _: clock)
     found = measured_rates(Ticking(clock), CPU, torch.float32, 64, seconds=2.0)
-    assert found.call_seconds == pytest.approx(clock.call_seconds, rel=1e-3)
+    assert found.call_seconds == pytest.approx(clock.call_seconds, rel=0.01)
     for samples, tflops in ((found.forward, 1e-3), (found.backward, 0.5e-3)):
-        assert [rate for _, rate in samples] == pytest.approx([tflops] * len(samples), rel=1e-3)
+        assert [rate for _, rate in samples] == pytest.approx([tflops] * len(samples), rel=0.01)
     taken = found.kernel_seconds(Patch(0, 128, 0, 128), 8, 64, 1, "forward")
-    assert taken == pytest.approx(clock.call_seconds + 4 * 8 * 64 * 128 * 128 / 1e9, rel=1e-3)
+    assert taken == pytest.approx(clock.call_seconds + 4 * 8 * 64 * 128 * 128 / 1e9, rel=0.01)
     assert max(side for side, _ in found.forward) == 512, "the next would take more than 2 s"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from families import HEADS, members
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import BOTH, IDEAL, SHAPES, named, setting, workload
 
@@ -264,6 +264,7 @@ def drawn(seed: int) -> tuple[Schedule, Setting]:
     return schedule, Setting(size, asked.interconnect, Machine(constant(tflops, "t", 5.0), messages), BOTH)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9))
 def test_what_holds_of_every_schedule(seed: int) -> None:
     """No faster than its busiest wire or rank; every byte counted; spans tile each rank's time; the same twice."""

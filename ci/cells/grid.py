@@ -133,7 +133,8 @@ class Cell:
             costs.latency, costs.post, pipelined=True, handling_seconds=costs.handling,
             handling_gbs=costs.handling_gbs, source="Gloo between namespaces",
         )  # fmt: skip
-        setting = Setting(self.workload, interconnect_of_shape(self.shape), Machine(rates, messages, CORES, costs.start * self.ranks), self.directions)
+        machine = Machine(rates, messages, CORES, costs.start * self.ranks)
+        setting = Setting(self.workload, interconnect_of_shape(self.shape), machine, self.directions)
         return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)
 
     def plan(self) -> Plan:

@@ -62,11 +62,13 @@ def again(rows: Sequence[Row]) -> list[Row]:
     for name, group in by_cell(rows).items():
         plan = known[name].plan()
         new = {each.name: each for each in plan.candidates if each.predicted_seconds is not None}
+        measured = {row.schedule for row in group}
+        chosen = next(name for name in new if name in measured)  # best first; a new favourite may not have been raced
         for row in group:
             each = new.get(row.schedule)
             if each is not None and each.predicted_seconds is not None:
                 made.append(Row(
-                    row.cell, row.regime, row.topology, row.schedule, row.schedule == plan.name,
+                    row.cell, row.regime, row.topology, row.schedule, row.schedule == chosen,
                     1e3 * each.predicted_seconds, row.compute, 1e3 * (each.bound_seconds or 0.0), row.measured,
                     row.best,
                 ))  # fmt: skip

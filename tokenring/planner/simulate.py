@@ -188,9 +188,8 @@ class Simulation:
             self._at_time(self.now, each.rank)
 
     def _share(self) -> None:
-        rates = fair_rates(
-            {key: each.way for key, each in self.moving.items()}, self._width, self.messages.flow_gbs * 1e9
-        )
+        ways = {key: each.way for key, each in self.moving.items()}
+        rates = fair_rates(ways, self._width, self.messages.flow_gbs * 1e9)
         for key, each in self.moving.items():
             each.rate = rates[key]
         self.changed = False

@@ -32,7 +32,6 @@ from tokenring.schedule.program import (
 from tokenring.schedule.storage import Group, Message, Slab, Storage, storage_of
 from tokenring.workload import Workload
 
-
 def lower(
     schedule: Schedule,
     rank: int,
@@ -163,7 +162,9 @@ class _Lowering(Accumulators):
             if slab.own_only:
                 if group not in self.staged:
                     rows = len(self.storage.group_blocks(group)) * length
-                    self.staged[group] = self.slots.take(Slot(block.kind, rows), self.listing.step, 0)
+                    # Not where an earlier piece lies that is still being sent: waiting for it would leave the
+                    # wires empty between any two pieces.
+                    self.staged[group] = self.slots.take(Slot(block.kind, rows), self.listing.step, None)
                 slot, row = self.staged[group], self.storage.group_row(block)
             else:
                 slot, row = self._request_slot(slab), self.storage.row(self.rank, block)
