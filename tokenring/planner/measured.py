@@ -161,7 +161,7 @@ def keep(rates: Rates, key: Key, environment: Mapping[str, str]) -> Path | None:
     try:
         write_whole(folder / key.file_name, json.dumps(document, indent=2) + "\n")
     except OSError as error:
-        raise ConfigurationError(f"cannot keep rates in {folder}: {error.strerror}: check who may write there") from None
+        raise ConfigurationError(f"cannot keep rates in {folder}: {error.strerror}: who may write there?") from None
     return folder / key.file_name
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -188,7 +188,7 @@ class Simulation:
             self._at_time(self.now, each.rank)
 
     def _share(self) -> None:
-        ways = {key: each.way for key, each in self.moving.items()}
+        ways: dict[Hashable, Sequence[str]] = {key: each.way for key, each in self.moving.items()}
         rates = fair_rates(ways, self._width, self.messages.flow_gbs * 1e9)
         for key, each in self.moving.items():
             each.rate = rates[key]

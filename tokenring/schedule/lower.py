@@ -32,6 +32,7 @@ from tokenring.schedule.program import (
 from tokenring.schedule.storage import Group, Message, Slab, Storage, storage_of
 from tokenring.workload import Workload
 
+
 def lower(
     schedule: Schedule,
     rank: int,
