@@ -72,6 +72,13 @@ class NpuTensor(torch.Tensor):
             raise TypeError(f"record_stream wants a torch.npu.Stream, not {type(stream).__name__}")
         module.recorded.append((self._raw.untyped_storage().data_ptr(), stream))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made.detach(), self.requires_grad)
+        memo[id(self)] = made
+        return made
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"NpuTensor({self._raw!r}, device='npu:{self._index}')"
 
