@@ -18,6 +18,11 @@ CROSSING = {"aten::copy_", "aten::_to_copy"}  # what may read one device and wri
 # The host waits for the device in these. `host_waits` counts them: the step loop must not contain any.
 WAITING = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::masked_select"}
 NO_STORAGE = {"aten::set_", "aten::resize_", "aten::_resize_output_"}
+# Factories that torch composes of an empty tensor that they resize, which a wrapper cannot follow.
+RESIZED = (
+    "arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "randperm", "range",
+    "range.step", "tril_indices", "triu_indices",
+)  # fmt: skip
 
 host_waits: list[str] = []
 Operator = Callable[..., Any]
@@ -121,10 +126,34 @@ def install(count: int = 8) -> None:
 
     _setup_privateuseone_for_python_backend("npu", module)
     torch.Tensor.to = _to  # type: ignore[method-assign,assignment]
+    torch.tensor, torch.as_tensor = _over_the_host(torch.tensor), _over_the_host(torch.as_tensor)
     library = torch.library.Library("_", "IMPL")
     library.fallback(_fallback, "PrivateUse1")
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     _libraries.append(library)
+    factories = torch.library.Library("aten", "IMPL")
+    for name in RESIZED:
+        factories.impl(name, _factory(name), "PrivateUse1")
+    _libraries.append(factories)
+
+
+def _over_the_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.tensor with device="npu": made on the CPU and copied, since torch keeps Python out while it makes one."""
+
+    def made(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "npu":
+            asked = {"requires_grad": True} if requires_grad else {}
+            return make(data, *args, device=device, **asked, **kwargs)
+        moved = make(data, *args, **kwargs).to(device)
+        return moved.requires_grad_() if requires_grad else moved
+
+    return made
+
+
+def _factory(name: str) -> Operator:
+    packet, _, overload = name.partition(".")
+    func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return lambda *args, **kwargs: _run(func, args, kwargs)
 
 
 def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
