@@ -60,7 +60,9 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
         name = FASTEST.get(device.type, "reference")
     home = next((kind for kind, each in FASTEST.items() if each == name), device.type)
     if home != device.type:
-        raise BackendUnavailable(f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'")
+        raise BackendUnavailable(
+            f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'"
+        )
     return cast(AttentionKernel, _load("kernel", name, KERNELS)())
 
 

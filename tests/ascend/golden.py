@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 LOWEST = float(torch.finfo(torch.float32).min)
+LUCK = torch.Generator()  # apart from the numbers that tests draw
 COPIES = 8  # statistics fill a block of 32 bytes
 
 
@@ -66,4 +67,13 @@ def backward(
     ds = p * (dy @ wide_v.transpose(-1, -2) - delta) * scale
     dq = ds @ wide_k
     dk, dv = ds.transpose(-1, -2) @ q.double(), p.transpose(-1, -2) @ dy
-    return dq, *(x.unflatten(1, (kv_heads, repeats)).sum(dim=2) for x in (dk, dv))  # type: ignore[return-value]
+    dk, dv = (x.view(x.shape[0], kv_heads, repeats, *x.shape[2:]).sum(dim=2) for x in (dk, dv))
+    return _unsteady(dq), _unsteady(dk), _unsteady(dv)
+
+
+def _unsteady(x: torch.Tensor) -> torch.Tensor:
+    """The hardware adds gradients up in any order, unless asked not to: the last place of fp32 is a matter of luck."""
+    if torch.are_deterministic_algorithms_enabled():
+        return x
+    luck = torch.rand(x.shape, dtype=x.dtype, generator=LUCK) * 2 - 1
+    return x * (1 + torch.finfo(torch.float32).eps * luck)

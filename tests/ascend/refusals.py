@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from ascend.device import NpuTensor
 from ascend.golden import COPIES
 from ascend.sparse import MODES, TND_MODES
