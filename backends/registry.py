@@ -21,8 +21,8 @@ TRANSPORTS = {
 }
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
-    "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
     "reference": "tokenring.backends.kernels.reference:Reference",
+    "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
 }
 FASTEST = {"cpu": "cpu-flash", "npu": "npu-fusion"}  # by device type; reference elsewhere
 
