@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,11 +59,13 @@ class Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        return 2 * x * grads[0]
+        given: torch.Tensor = 2 * x * grads[0]
+        return given
 
 
 def times_twice(x: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = Twice.apply(x @ leaf)  # type: ignore[no-untyped-call]
+    made = Twice.apply(x @ leaf)  # type: ignore[no-untyped-call]
+    assert isinstance(made, torch.Tensor)
     return made
 
 
@@ -72,9 +75,9 @@ def gradients(here: Here) -> None:
         leaf = torch.nn.Parameter(torch.randn(3, 3).to("npu"))
         x = torch.randn(2, 3, device="npu", requires_grad=True)
         made = checkpoint(times_twice, x, leaf, use_reentrant=False)
-        made.sum().backward()
+        torch.autograd.backward(made.sum())
         plain, plain_leaf = (y.detach().cpu().requires_grad_() for y in (x, leaf))
-        ((plain @ plain_leaf) ** 2).sum().backward()
+        torch.autograd.backward(((plain @ plain_leaf) ** 2).sum())
         for got, wanted in ((x, plain), (leaf, plain_leaf)):
             assert got.grad is not None and got.grad.device == torch.device("npu", index)
             torch.testing.assert_close(got.grad.cpu(), wanted.grad)
@@ -99,7 +102,10 @@ def streams(here: Here) -> None:
 
 def refusals(here: Here) -> None:
     x, y = torch.ones(2, device="npu"), torch.ones(2)
-    for mixed in (lambda: x + y, lambda: torch.cat([x, y]), lambda: x[torch.tensor([0])], lambda: x.add_(y)):
+    mixtures: list[Callable[[], torch.Tensor]] = [
+        lambda: x + y, lambda: torch.cat([x, y]), lambda: x[torch.tensor([0])], lambda: x.add_(y),
+    ]  # fmt: skip
+    for mixed in mixtures:
         with pytest.raises(RuntimeError, match="at least two devices, npu:0 and cpu"):
             mixed()
     with pytest.raises(RuntimeError, match="at least two devices, npu:0 and npu:1"):

@@ -83,7 +83,7 @@ def one_mode(here: Here, mode: int | None, rows: int, cols: int, layout: str) ->
         options |= {"pre_tockens": before, "next_tockens": after}
     if mode in (5, 6):
         options |= {"prefix": [prefix, prefix]}
-    wanted = attention64(*(x.cpu() for x in (q, k, v, dout)), visible, 0.3)
+    wanted = attention64(q.cpu(), k.cpu(), v.cpu(), dout.cpu(), visible, 0.3)
     given = [arranged(x, layout) for x in (q, k, v)]
     out, largest, total = OPERATORS.npu_fusion_attention(*given, 4, layout, scale=0.3, **options)[:3]
     assert out.shape == given[0].shape and largest.shape == total.shape == (2, 4, rows, 8)
@@ -169,7 +169,7 @@ def packed(here: Here, softmax_layout: str, mode: int | None, skipped: int) -> N
             visible = visible if own is None else visible_in(own, height, width, 2, 1, 0)
             part = [x.cpu()[None, at : at + size] for x, at, size in
                     ((q, q0, height), (k, kv0, width), (v, kv0, width), (dout, q0, height))]  # fmt: skip
-            wanted = attention64(*part, visible, 0.3)
+            wanted = attention64(part[0], part[1], part[2], part[3], visible, 0.3)
             assert relative_error(out.cpu()[q0 : q0 + height], wanted.out[0]) < 1e-7
             block = slice(4 * q0, 4 * (q0 + height))
             blocks = [x[block].view(4, height) if softmax_layout == "" else x[block].view(height, 4).T for x in stored]
@@ -196,7 +196,8 @@ def merging(here: Here) -> None:
     for piece in (slice(0, 4), slice(4, 10)):
         given = [arranged(x.transpose(0, 1), "SBH") for x in (q, k[piece], v[piece])]
         parts.append(OPERATORS.npu_fusion_attention(*given, 2, "SBH", scale=0.1)[:3])
-    right = attention64(*(x.cpu().transpose(0, 1) for x in (q, k, v, q)), torch.ones(6, 10, dtype=torch.bool), 0.1)
+    rows = [x.cpu().transpose(0, 1) for x in (q, k, v)]
+    right = attention64(rows[0], rows[1], rows[2], rows[0], torch.ones(6, 10, dtype=torch.bool), 0.1)
     out, largest, total = OPERATORS.npu_ring_attention_update(*parts[0], *parts[1], input_layout="SBH")
     assert relative_error(out.cpu(), arranged(right.out, "SBH")) < 2e-7
     assert relative_error(lse_of(largest, total).cpu(), right.lse) < 2e-7
@@ -320,6 +321,6 @@ def rounded(here: Here) -> None:
     x = draw(1, 2, 16, 8, dtype=torch.bfloat16)
     out, largest, total = OPERATORS.npu_fusion_attention(x, x, x, 2, "BNSD")[:3]
     assert (out.dtype, largest.dtype, total.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    made = golden.forward(*[x.cpu()] * 3, None, 1.0, False)
+    made = golden.forward(x.cpu(), x.cpu(), x.cpu(), None, 1.0, False)
     assert torch.equal(out.cpu(), made.out.bfloat16())
     assert largest.shape[-1] == 8 and bool((largest == largest[..., :1]).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,10 +66,9 @@ class Checked:
         )
         alone = self._attention(q, k, v, dout, shown)
         rest = [x.cpu()[:, :, :REST] for x in self.given.rest]
-        whole = self._attention(
-            q, *(torch.cat([x, y], dim=2) for x, y in zip((k, v), rest, strict=True)), dout,
-            torch.cat([shown, torch.ones(part.rows, REST, dtype=torch.bool)], dim=1),
-        )  # fmt: skip
+        longer = [torch.cat([x, y], dim=2) for x, y in zip((k, v), rest, strict=True)]
+        all_shown = torch.cat([shown, torch.ones(part.rows, REST, dtype=torch.bool)], dim=1)
+        whole = self._attention(q, longer[0], longer[1], dout, all_shown)
         named = {f"whole {name}": x for name, x in whole.items()} | alone
         p_all = {name: named[f"whole {name}"][:, :, : part.cols] for name in ("dk", "dv")}
         return named | p_all | {"delta": (named["whole out"] * dout.double()).sum(-1)}
@@ -76,7 +76,8 @@ class Checked:
     def _attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, shown: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        made = attention64(*(x.transpose(1, 2) for x in (q, k, v, dout)), shown, self.scale)
+        q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+        made = attention64(q, k, v, dout, shown, self.scale)
         return {name: x if name == "lse" else x.transpose(1, 2) for name, x in made._asdict().items()}
 
     def _check_forward(self, made: list[tuple[torch.Tensor, ...]]) -> None:
@@ -125,7 +126,7 @@ class Checked:
 
 def tile_of(parts: Sequence[Patch], **options: Any) -> Tile:
     whole = Patch(0, parts[-1].row1 + 2, 0, parts[-1].col1 + 2)
-    return Tile("packed", whole, **{"heads": (4, 2), "head_dim": 8} | options)
+    return replace(Tile("packed", whole, heads=(4, 2), head_dim=8), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"token_major": True}, {"batch": 1}, {"dtype": torch.bfloat16}], ids=str)

@@ -22,7 +22,7 @@ from test_ascend_operators import OPERATORS, draw, triangle
 from tokenring.backends.kernels import npu_fusion, npu_masks, npu_operator
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.kernels.npu_operator import find
-from tokenring.backends.kernels.npu_rows import canonical, row_lse
+from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.errors import BackendUnavailable
 from tokenring.region import Patch
@@ -81,18 +81,17 @@ def all_copies(patched: pytest.MonkeyPatch) -> None:
 
 def local_statistics(patched: pytest.MonkeyPatch) -> None:
     """Gives the gradient a maximum of 0, as if rows had seen nothing."""
-    kept = npu_fusion.statistics
-    patched.setattr(npu_fusion, "statistics", lambda lse: kept(torch.zeros_like(lse)))
+    patched.setattr(npu_fusion, "statistics", lambda lse: statistics(torch.zeros_like(lse)))
 
 
 def infinite_statistics(patched: pytest.MonkeyPatch) -> None:
     """Gives the gradient the lse of rows that see nothing as it is."""
 
-    def statistics(lse: torch.Tensor) -> dict[str, torch.Tensor]:
+    def as_it_is(lse: torch.Tensor) -> dict[str, torch.Tensor]:
         largest = lse[..., None].expand(*lse.shape, 8).contiguous()
         return {"softmax_max": largest, "softmax_sum": torch.ones_like(largest)}
 
-    patched.setattr(npu_fusion, "statistics", statistics)
+    patched.setattr(npu_fusion, "statistics", as_it_is)
 
 
 MUTANTS: dict[str, tuple[Spoil, str, type[Exception], str]] = {
