@@ -159,7 +159,7 @@ def packed(here: Here, softmax_layout: str, mode: int | None, skipped: int) -> N
     grads = OPERATORS.npu_fusion_attention_grad(
         q, k, v, dout, 4, "TND", softmax_max=largest, softmax_sum=total, attention_in=out, scale_value=0.3,
         **options, **band,
-    ) if not skipped else None  # fmt: skip
+    )  # fmt: skip
     stored = largest.cpu()[..., 0].flatten(), total.cpu()[..., 0].flatten()
     q0 = kv0 = 0
     for index, (height, width) in enumerate(LENGTHS):
@@ -174,12 +174,12 @@ def packed(here: Here, softmax_layout: str, mode: int | None, skipped: int) -> N
             block = slice(4 * q0, 4 * (q0 + height))
             blocks = [x[block].view(4, height) if softmax_layout == "" else x[block].view(height, 4).T for x in stored]
             assert relative_error(blocks[0] + blocks[1].log(), wanted.lse[0]) < 1e-7
-            if grads is not None:
-                assert relative_error(grads[0].cpu()[q0 : q0 + height], wanted.dq[0]) < 1e-6
-                assert relative_error(grads[1].cpu()[kv0 : kv0 + width], wanted.dk[0]) < 1e-6
-                assert relative_error(grads[2].cpu()[kv0 : kv0 + width], wanted.dv[0]) < 1e-6
+            assert relative_error(grads[0].cpu()[q0 : q0 + height], wanted.dq[0]) < 1e-6
+            assert relative_error(grads[1].cpu()[kv0 : kv0 + width], wanted.dk[0]) < 1e-6
+            assert relative_error(grads[2].cpu()[kv0 : kv0 + width], wanted.dv[0]) < 1e-6
         q0, kv0 = q0 + height, kv0 + width
-    assert bool(out.cpu()[rows:].isnan().all())  # what was skipped is nobody's business
+    assert all(bool(x.cpu()[rows:].isnan().all()) for x in (out, grads[0]))  # what was skipped is nobody's business
+    assert all(bool(x.cpu()[cols:].isnan().all()) for x in grads[1:3])
 
 
 # ---------- merging
