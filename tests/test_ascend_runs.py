@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ascend.device import host_waits
+from ascend.device import NpuTensor, host_waits
 from ascend.gloo import OverGloo
 from ascend.operators import calls, register
 from ascend.ranks import NpuPools
@@ -19,6 +19,7 @@ from oracle import allowed, attention64, relative_error
 from ranks import PEER_SECONDS, Here
 
 from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, attention
+from tokenring.runtime.merge import merge_
 from tokenring.schedule.program import Attend
 
 LENGTH = 48
@@ -106,6 +107,30 @@ def test_half_is_accumulated_in_fp32(npus: NpuPools, world_size: int, mask: str)
     found = npus(world_size)(runs, *arguments)
     for name in ("out", "dq", "dk", "dv"):
         assert math.sqrt(sum(each[name] ** 2 for each in found) / world_size) < 1.5 * alone[name], name
+
+
+def test_what_is_accumulated_is_fp32(npus: NpuPools) -> None:
+    """Whatever bf16 the operator gives: running outputs are merged, and gradients added up, in fp32."""
+    for merged, added in npus(4)(accumulated):
+        assert merged == added == {torch.float32}
+
+
+def accumulated(here: Here) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    merged, added = set[torch.dtype](), set[torch.dtype]()
+
+    def merge(out: torch.Tensor, *others: torch.Tensor) -> None:
+        merged.add(out.dtype)
+        merge_(out, *others)
+
+    def add(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        added.add(x.dtype)
+        return torch.Tensor.add_(x, other)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tokenring.runtime.executor.merge_", merge)
+        patched.setattr(NpuTensor, "add_", add, raising=False)
+        runs(here, "2.13.0", "ring", "zigzag", Full(), (4, 2), torch.bfloat16)
+    return merged, added
 
 
 def test_no_waiting_inside_a_pass(npus: NpuPools) -> None:
