@@ -10,6 +10,9 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
 
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
@@ -21,6 +24,7 @@ from tokenring.planner.machine import machine_of_preset
 from tokenring.planner.models import MODELS, ModelHeads
 from tokenring.planner.predict import Setting, predict
 from tokenring.planner.presets import PRESETS, preset
+from tokenring.planner.rates import Machine
 from tokenring.planner.wiring import REACHED, interconnect_of
 from tokenring.schedule.families.registry import variants
 from tokenring.schedule.ir import PASSES
@@ -100,12 +104,21 @@ def _fewest(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mas
 def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, tokens: int) -> float:
     """What part of the time kernels take, with so many tokens a rank."""
     length = tokens * net.world_size
-    machine = machine_of_preset(place.name, model.dtype)
+    machine = _machine(place, model)
     workload = heads_of_group(model.workload(length), tensor)
     layout = make_layout("zigzag" if model.causal else "contiguous", net.world_size, length)
     setting = Setting(workload, net, machine, PASSES)
     found = predict(make(Call(setting, layout, layout, mask), name), setting)
     return found.compute_seconds / found.seconds
+
+
+@lru_cache
+def _machine(place: Place, model: ModelHeads) -> Machine:
+    """In the model's dtype; on a device that has no bf16, in fp16, whose blocks are as large."""
+    try:
+        return machine_of_preset(place.name, model.dtype)
+    except ConfigurationError:
+        return machine_of_preset(place.name, torch.float16)
 
 
 def table(chosen: Sequence[Place], models: Sequence[ModelHeads], status: Callable[[str], None]) -> Iterator[str]:
