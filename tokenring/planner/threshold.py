@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
 from tokenring.layout import make_layout
 from tokenring.mask import Causal, Full, Mask
 from tokenring.planner.auto import Call, make
@@ -117,7 +117,7 @@ def _machine(place: Place, model: ModelHeads) -> Machine:
     """In the model's dtype; on a device that has no bf16, in fp16, whose blocks are as large."""
     try:
         return machine_of_preset(place.name, model.dtype)
-    except ConfigurationError:
+    except UnsupportedError:
         return machine_of_preset(place.name, torch.float16)
 
 
