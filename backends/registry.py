@@ -64,3 +64,16 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
 def kernel_for_planning() -> AttentionKernel:
     """The kernel whose cuts count when a schedule is measured without tensors at hand."""
     return make_kernel("auto", torch.device("cpu"))
+
+
+HOMES = {"cuda": "nccl", "npu": "hccl"}  # the transport of a device type
+
+
+def transport_for(device_type: str) -> tuple[str | None, str]:
+    """What "auto" takes for tensors of a device type, and why; None: nothing here moves them. Nothing is started."""
+    if device_type == "cpu":
+        return "shm", "ranks of one machine share memory; gloo where they do not, or where there is no room"
+    name = HOMES.get(device_type)
+    if name in TRANSPORTS:
+        return name, f"it moves {device_type} tensors from device to device"
+    return None, f"this release has no transport for {device_type} tensors: {', '.join(TRANSPORTS)} move those of a CPU"

@@ -93,7 +93,7 @@ def _widths(graph: Graph, verdict: Verdict) -> str:
     others = len(graph.accelerators) - 1
     known = _widest(widths)
     text = f" ({known} GB/s one way)" if known else ""
-    return text + (f"; a single ring would use 1 of {others}" if others > 1 else "")
+    return text + (f"; a ring uses 1 of the {others} links of each" if others > 1 else "")
 
 
 def _port_widths(graph: Graph, peers: list[Edge]) -> str | None:

@@ -39,7 +39,11 @@ def heading(asked: Asked) -> str:
     text = f"{workload_text(setting.workload)}, {asked.call.mask}, layout {asked.call.q_layout.name}"
     tensor = f" (tensor parallelism {asked.tensor_parallel})" if asked.tensor_parallel > 1 else ""
     net = setting.interconnect
-    return f"{text}\non {net.name}: {net.world_size} ranks{tensor}; {setting.machine.source}"
+    lines = [text, f"on {net.name}: {net.world_size} ranks{tensor}; {setting.machine.source}"]
+    links = min(net.own_links(rank) for rank in range(net.local or net.world_size))  # hosts are alike
+    if links > 1:
+        lines.append(f"a ring uses 1 of the {links} links of each rank; direct schedules use all of them")
+    return "\n".join(lines)
 
 
 def workload_text(workload: Workload) -> str:
