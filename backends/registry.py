@@ -26,8 +26,10 @@ TRANSPORTS = {
 OF_DEVICE = {"npu": "hccl"}  # what "auto" takes for tensors there
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
+    "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
     "reference": "tokenring.backends.kernels.reference:Reference",
 }
+FASTEST = {"cpu": "cpu-flash", "npu": "npu-fusion"}  # by device type; reference elsewhere
 
 
 def _load(kind: str, name: str, known: dict[str, str]) -> Any:
@@ -71,9 +73,10 @@ def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Tr
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:
     """The kernel `name`; "auto" takes the fastest one for the device. Raises BackendUnavailable."""
     if name == "auto":
-        name = "cpu-flash" if device.type == "cpu" else "reference"
-    if name == "cpu-flash" and device.type != "cpu":
-        raise BackendUnavailable(f"kernel 'cpu-flash' computes on the CPU; the tensors are on {device}: use 'auto'")
+        name = FASTEST.get(device.type, "reference")
+    home = next((kind for kind, each in FASTEST.items() if each == name), device.type)
+    if home != device.type:
+        raise BackendUnavailable(f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'")
     return cast(AttentionKernel, _load("kernel", name, KERNELS)())
 
 
