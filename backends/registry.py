@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 
 from tokenring.backends.base import AttentionKernel, Capabilities, Transport
 from tokenring.errors import BackendUnavailable, ConfigurationError
@@ -18,11 +19,17 @@ LOG = logging.getLogger("tokenring")
 TRANSPORTS = {
     "gloo": "tokenring.backends.gloo:GlooTransport",
     "shm": "tokenring.backends.shm:ShmTransport",
+    "hccl": "tokenring.backends.hccl:HcclTransport",
+    "hccl/channel": "tokenring.backends.hccl:HcclChannelTransport",
+    "hccl/pair": "tokenring.backends.hccl:HcclPairTransport",
 }
+OF_DEVICE = {"npu": "hccl"}  # what "auto" takes for tensors there
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
+    "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
     "reference": "tokenring.backends.kernels.reference:Reference",
 }
+FASTEST = {"cpu": "cpu-flash", "npu": "npu-fusion"}  # by device type; reference elsewhere
 
 
 def _load(kind: str, name: str, known: dict[str, str]) -> Any:
@@ -36,6 +43,17 @@ def transport_capabilities(name: str) -> Capabilities:
     """What the transport called `name` can do, without starting it."""
     name = "gloo" if name == "auto" else name
     return cast(Capabilities, _load("transport", name, TRANSPORTS).capabilities)
+
+
+def automatic(group: ProcessGroup, device: torch.device | None) -> str:
+    """The transport that "auto" stands for: by the tensors' device; before there are any, by what the group serves.
+
+    A group that serves CPU tensors too is taken for one of these, until a call brings others.
+    """
+    if device is not None:
+        return OF_DEVICE.get(device.type, "auto")
+    served = {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
+    return next((OF_DEVICE[kind] for kind in sorted(served) if kind in OF_DEVICE and "cpu" not in served), "auto")
 
 
 def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Transport:
@@ -55,9 +73,10 @@ def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Tr
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:
     """The kernel `name`; "auto" takes the fastest one for the device. Raises BackendUnavailable."""
     if name == "auto":
-        name = "cpu-flash" if device.type == "cpu" else "reference"
-    if name == "cpu-flash" and device.type != "cpu":
-        raise BackendUnavailable(f"kernel 'cpu-flash' computes on the CPU; the tensors are on {device}: use 'auto'")
+        name = FASTEST.get(device.type, "reference")
+    home = next((kind for kind, each in FASTEST.items() if each == name), device.type)
+    if home != device.type:
+        raise BackendUnavailable(f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'")
     return cast(AttentionKernel, _load("kernel", name, KERNELS)())
 
 

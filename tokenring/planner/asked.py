@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenring.backends.registry import kernel_for_planning
+from tokenring.arguments import check_name
+from tokenring.backends.base import Capabilities
+from tokenring.backends.registry import TRANSPORTS, kernel_for_planning, transport_capabilities
 from tokenring.errors import ConfigurationError
 from tokenring.layout import make_layout
 from tokenring.mask import parse_mask
@@ -18,7 +20,7 @@ from tokenring.planner.devices import device_figures
 from tokenring.planner.group import context_parallel_group, heads_of_group
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import device_rates, machine_of_preset, machine_of_topology
-from tokenring.planner.predict import Setting
+from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.presets import PREFIX, find, preset
 from tokenring.planner.rates import Machine, constant
 from tokenring.planner.wiring import REACHED, interconnect_of
@@ -56,6 +58,7 @@ def ask(options: argparse.Namespace) -> Asked:
     """The options as a call. Raises ConfigurationError for what cannot be planned."""
     dtype = DTYPES[options.dtype]
     net, machine = where(options.topology, dtype, options)
+    able = _transport(options.transport, machine)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     length = read_size("--seq", options.seq)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
@@ -65,12 +68,19 @@ def ask(options: argparse.Namespace) -> Asked:
     layout = make_layout(
         options.layout or ("zigzag" if "causal" in options.mask else "contiguous"), net.world_size, length
     )
-    setting = Setting(
-        heads_of_group(whole, options.tp), net, machine, PASSES[options.passes], kernel_for_planning().supports_patch
-    )
+    heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
+    setting = Setting(heads, net, machine.over(able), passes, kernel_for_planning().supports_patch, able)
     limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
     families = tuple(options.schedules.split(",")) if options.schedules else ()
     return Asked(Call(setting, layout, layout, mask, families, limit, options.all), options.topology, options.tp)
+
+
+def _transport(asked: str | None, machine: Machine) -> Capabilities:
+    """Of the transport that was asked for, else of the one that such devices have."""
+    if asked is not None:
+        check_name("transport", asked, TRANSPORTS, "")
+    name = machine.transport if asked in (None, "auto") else asked
+    return IDEAL if name is None else transport_capabilities(name)
 
 
 def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[Interconnect, Machine]:

@@ -98,6 +98,8 @@ def _parser() -> Parser:
     add("--memory-limit", metavar="N", help="bytes a rank for buffers and what forward keeps, such as 8G")
     add("--device", metavar="NAME", help="reckon with this device's figures (docs/presets.md)")
     add("--tflops", type=float, metavar="N", help="reckon with this rate of attention, whatever the device")
+    add("--transport", metavar="NAME",
+        help="whose queues and communicators count: hccl, hccl/channel, ... (hccl on Ascend)")  # fmt: skip
     add("--all", action="store_true", help="simulate and show also what cannot win")
     add("--json", action="store_true", help="the plan as JSON, for schedule=Plan.load(...)")
     add("--save", metavar="FILE", help="write the plan's JSON to a file")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
+from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError
 from tokenring.region import Patch
 from tokenring.schedule.ir import Pass
@@ -81,23 +82,29 @@ class Messages:
 
     latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
-    channel.
+    channel; channels: 1 if requests and partials share it as well.
     """
 
     latency_seconds: float = 0.0
     post_seconds: float = 0.0
     flow_gbs: float = math.inf
     pair_serial: bool = False
+    channels: int = 2
     source: str = "ideal"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """All that the simulator asks beside the interconnect."""
+    """All that the simulator asks beside the interconnect. transport: what moves messages there, where known."""
 
     rates: Rates
     messages: Messages = field(default_factory=Messages)
+    transport: str | None = None
 
     @cached_property
     def source(self) -> str:
         return f"{self.rates.source}; messages: {self.messages.source}"
+
+    def over(self, able: Capabilities) -> Machine:
+        """The same with messages in the queues of this transport."""
+        return replace(self, messages=replace(self.messages, pair_serial=able.pair_serial, channels=able.channels))

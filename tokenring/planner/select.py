@@ -138,8 +138,13 @@ def _candidate(each: Judged, best: Judged, bound: Bound | None, limit: int | Non
         return Candidate(each.name, None, None, None, None, None, seconds, reason)
     return Candidate(
         each.name, found.seconds, found.compute_seconds, found.exposed_seconds, found.worst_wire_bytes,
-        found.peak_bytes, seconds, reason,
+        found.peak_bytes, seconds, reason, *connected(found.connections, found.connection_bytes),
     )  # fmt: skip
+
+
+def connected(connections: int, connection_bytes: int) -> tuple[int | None, int | None]:
+    """What a candidate says of its connections."""
+    return (connections, connection_bytes) if connection_bytes else (None, None)
 
 
 def _why(each: Judged, best: Judged, limit: int | None) -> str:

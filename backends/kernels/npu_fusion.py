@@ -1,0 +1,136 @@
+"""npu_fusion_attention of torch_npu, forward and backward, by its documented contract.
+
+Its ways, normalised here: the statistics are a maximum and a sum for each row, in eight equal copies; a row with
+every key masked comes back as (0, lowest, highest) or as the mean of v, with a maximum of the lowest fp32 either
+way; masks hide where they are True. Its backward rebuilds p as exp(s - maximum) / sum, so that the lse of the whole
+row serves as maximum with a sum of 1, and wants the whole row's output, or a stand-in that carries delta. Results
+are in the input's dtype; they are merged and added up in fp32 outside. Gradients are not deterministic unless
+torch.use_deterministic_algorithms is on. Dropout is never asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenring.backends.kernels import npu_packed
+from tokenring.backends.kernels.npu_masks import EXPLICIT, common_mode, every_row_sees, options
+from tokenring.backends.kernels.npu_operator import find
+from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics, whole_out
+from tokenring.region import Patch
+
+LARGEST_HEAD_DIM = 768
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MASK_BYTES = 64 << 20  # of a mask of its own that a patch may need
+
+Made = tuple[torch.Tensor, ...]
+
+
+class NpuFusion:
+    """torch.ops.npu.npu_fusion_attention and its gradient, or their second versions. Raises BackendUnavailable."""
+
+    name = "npu-fusion"
+
+    def __init__(self) -> None:
+        self._forward = find("npu_fusion_attention", "npu_fusion_attention_v2")
+        self._gradient = find("npu_fusion_attention_grad", "npu_fusion_attention_grad_v2")
+
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        if head_dim > LARGEST_HEAD_DIM:
+            return f"npu_fusion_attention takes head dimensions up to {LARGEST_HEAD_DIM}, not {head_dim}"
+        if dtype not in DTYPES:
+            return f"npu_fusion_attention takes float16, bfloat16 and float32, not {dtype}"
+        return None
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        if common_mode((patch,)) is not None or patch.rows * patch.cols <= MASK_BYTES:
+            return None
+        return f"its mask of {patch.rows} × {patch.cols} bytes is larger than {MASK_BYTES >> 20} MiB"
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if patch.pairs() == 0:
+            lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+            return torch.zeros_like(q), lse
+        layout, how = _layout(q, k, v), options(patch, q.device)
+        operands = [_in_layout(x, layout) for x in (q, k, v)]
+        out, largest, total = self._forward(*operands, q.shape[1], layout, scale=scale, **how)[:3]
+        lse = row_lse(largest, total)
+        out = _in_layout_back(out, layout)
+        if how.get("sparse_mode") == EXPLICIT and not every_row_sees(patch):
+            return canonical(out, lse)
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patch: Patch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if patch.pairs() == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        layout = _layout(q, k, v)
+        operands = [_in_layout(x, layout) for x in (q, k, v, dout.to(q.dtype))]
+        made = self._gradient(
+            *operands, q.shape[1], layout, scale=scale,
+            attention_in=_in_layout(whole_out(dout, delta, out, q.dtype), layout),
+            **statistics(lse), **options(patch, q.device),
+        )  # fmt: skip
+        dq, dk, dv = (_in_layout_back(x, layout) for x in made[:3])
+        return dq, dk, dv
+
+    # ---------- several patches in one call
+
+    def packs(self, patches: Sequence[Patch]) -> bool:
+        """Whether one mode goes for all of them, so that each is one sequence of the layout TND."""
+        return common_mode(tuple(_at_corner(patch) for patch in patches)) is not None
+
+    def forward_packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float
+    ) -> list[Made]:
+        how = npu_packed.Packing(patches, q.shape[0])
+        return how.forward(self._forward, q, k, v, scale)
+
+    def backward_packed(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patches: Sequence[Patch],
+        scale: float,
+    ) -> list[Made]:
+        how = npu_packed.Packing(patches, q.shape[0])
+        whole = whole_out(dout, delta, out, q.dtype)
+        return how.backward(self._gradient, (q, k, v, dout.to(q.dtype), whole), lse, scale)
+
+
+def _layout(*operands: torch.Tensor) -> str:
+    """The layout in which no copy is needed; token-major memory, as the caller's, is BSND."""
+    return "BNSD" if all(x.is_contiguous() for x in operands) else "BSND"
+
+
+def _in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """[B, H, S, D] as the operator wants it."""
+    return (x if layout == "BNSD" else x.transpose(1, 2)).contiguous()
+
+
+def _in_layout_back(x: torch.Tensor, layout: str) -> torch.Tensor:
+    return x if layout == "BNSD" else x.transpose(1, 2)
+
+
+def _at_corner(patch: Patch) -> Patch:
+    return patch.shifted(-patch.row0, -patch.col0)

@@ -1,0 +1,97 @@
+"""How a patch is said to npu_fusion_attention: a sparse mode with the one 2048 × 2048 mask, or a mask of its own.
+
+In its masks True is hidden. Without a mask it ignores the mode and computes full attention, so that every mode but
+"full" comes with one (Ascend/cann ops-transformer, sparse_mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from tokenring.backends.kernels.reference import dense_mask
+from tokenring.region import Patch
+
+SIDE = 2048  # of the mask that the compressed modes take, whatever the lengths
+EXPLICIT, TOP_LEFT, BOTTOM_RIGHT, BAND = 1, 2, 3, 4
+FOREVER = 2147483647
+Options = dict[str, object]
+
+
+@lru_cache(maxsize=16)
+def compressed_mask(device: torch.device) -> torch.Tensor:
+    """The upper triangle above the diagonal, made once for each device: 4 MiB."""
+    with torch.inference_mode(False):
+        return torch.ones(SIDE, SIDE, dtype=torch.bool, device=device).triu(1)
+
+
+def options(patch: Patch, device: torch.device) -> Options:
+    """What makes the operator compute this patch."""
+    compressed = packed_options((patch,), device)
+    return {"atten_mask": _hidden(patch, device), "sparse_mode": EXPLICIT} if compressed is None else compressed
+
+
+def packed_options(patches: tuple[Patch, ...], device: torch.device) -> Options | None:
+    """One mode for all of these patches, or None."""
+    found = common_mode(patches)
+    if found is None:
+        return None
+    mode, before, after = found
+    if mode == 0:
+        return {}
+    options: Options = {"atten_mask": compressed_mask(device), "sparse_mode": mode}
+    return options | ({"before": before, "after": after} if mode == BAND else {})
+
+
+@lru_cache(maxsize=4096)
+def common_mode(patches: tuple[Patch, ...]) -> tuple[int, int, int] | None:
+    """(mode, before, after) in which every one of these patches is computed as it is; mode 0 is no mask at all."""
+    if all(patch.is_full for patch in patches):
+        return 0, FOREVER, FOREVER
+    if not all(map(every_row_sees, patches)):
+        return None
+    if all(patch.is_causal and patch.rows == patch.cols for patch in patches):
+        return BOTTOM_RIGHT, FOREVER, FOREVER
+    if all(patch.is_causal for patch in patches):
+        return TOP_LEFT, FOREVER, FOREVER
+    band = _common_band(patches)
+    return None if band is None else (BAND, *band)
+
+
+def every_row_sees(patch: Patch) -> bool:
+    """Of steps of 1, and without a row that sees nothing: what compressed modes compute."""
+    if patch.row_step != 1 or patch.col_step != 1:
+        return False
+    return bool(patch.columns_of(0)) and bool(patch.columns_of(patch.rows - 1))
+
+
+def _common_band(patches: Sequence[Patch]) -> tuple[int, int] | None:
+    """(before, after), counted from each patch's last row and column, which is where the band mode counts from."""
+    before = _agreed(
+        [(patch.cols - 1, None) if patch.low is None else (0, patch.cols - patch.rows - patch.low) for patch in patches]
+    )
+    after = _agreed(
+        [(patch.rows - 1, None) if patch.high is None else (0, patch.high - patch.cols + patch.rows) for patch in patches]
+    )
+    return None if before is None or after is None else (before, after)
+
+
+def _agreed(limits: list[tuple[int, int | None]]) -> int | None:
+    """The number that all bounded ones have, if it hides nothing of those that have no bound (at least so much)."""
+    exact = {value for _, value in limits if value is not None}
+    least = max((least for least, value in limits if value is None), default=None)
+    if len(exact) > 1:
+        return None
+    if not exact:
+        return least
+    (value,) = exact
+    return value if least is None or value >= least else None
+
+
+def _hidden(patch: Patch, device: torch.device) -> torch.Tensor:
+    """[rows, cols] booleans, True where hidden."""
+    visible = dense_mask(patch, device)
+    assert visible is not None  # full patches need no mask
+    return ~visible

@@ -1,0 +1,111 @@
+"""Several patches in one call of npu_fusion_attention: each is a sequence of the layout TND.
+
+Lengths go as lists on the host, of each sequence's end, without a leading 0. The statistics look like [T, N, 8];
+unless softmax_layout="TND" is there to be asked for, their memory holds a block [N, S, 8] for each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from tokenring.backends.kernels.npu_masks import packed_options
+from tokenring.backends.kernels.npu_operator import Operator
+from tokenring.backends.kernels.npu_rows import row_lse, statistics
+from tokenring.region import Patch
+
+LAYOUT = "TND"
+Made = tuple[torch.Tensor, ...]
+
+
+class Packing:
+    """Patches with rows and columns one after another, as sequences; every entry of a batch has all of them."""
+
+    def __init__(self, patches: Sequence[Patch], batch: int) -> None:
+        self.patches = tuple(patch.shifted(-patch.row0, -patch.col0) for patch in patches)
+        self.batch = batch
+        self.rows = [(patch.row0, patch.row1) for patch in patches]
+        self.cols = [(patch.col0, patch.col1) for patch in patches]
+
+    def forward(
+        self, operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> list[Made]:
+        """(out [B, H, rows, D], lse [B, H, rows]) of each patch."""
+        made = operator(
+            self._tokens(q, self.rows), self._tokens(k, self.cols), self._tokens(v, self.cols), q.shape[1], LAYOUT,
+            scale=scale, **self._options(operator, q.device),
+        )  # fmt: skip
+        out, largest, total = made[:3]
+        outs = self._parts(out, self.rows)
+        lses = self._row_lses(row_lse(largest, total), operator.takes("softmax_layout"))
+        return list(zip(outs, lses, strict=True))
+
+    def backward(
+        self, operator: Operator, operands: tuple[torch.Tensor, ...], lse: torch.Tensor, scale: float
+    ) -> list[Made]:
+        """(dq, dk, dv) of each patch, [B, H, rows or columns, D]. operands: q, k, v, dout, out."""
+        q, k, v, dout, out = operands
+        lse = self._packed_lse(lse, operator.takes("softmax_layout"))
+        made = operator(
+            self._tokens(q, self.rows), self._tokens(k, self.cols), self._tokens(v, self.cols),
+            self._tokens(dout, self.rows), q.shape[1], LAYOUT, scale=scale,
+            attention_in=self._tokens(out, self.rows), **statistics(lse), **self._options(operator, q.device),
+        )  # fmt: skip
+        dq, dk, dv = (self._parts(x, which) for x, which in zip(made, (self.rows, self.cols, self.cols), strict=False))
+        return list(zip(dq, dk, dv, strict=True))
+
+    def _options(self, operator: Operator, device: torch.device) -> dict[str, object]:
+        options = packed_options(self.patches, device)
+        assert options is not None  # `packs` said so
+        options |= {
+            "actual_seq_qlen": self._ends(self.rows),
+            "actual_seq_kvlen": self._ends(self.cols),
+        }
+        return options | ({"softmax_layout": LAYOUT} if operator.takes("softmax_layout") else {})
+
+    def _ends(self, spans: list[tuple[int, int]]) -> list[int]:
+        return list(accumulate([stop - start for start, stop in spans] * self.batch))
+
+    # ---------- tokens
+
+    def _tokens(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
+        """[B, H, S, D] as [T, H, D]: the spans' rows, without those that belong to none."""
+        gaps = any(stop != start for (_, stop), (start, _) in pairwise(spans))
+        if gaps:
+            x = torch.cat([x[:, :, start:stop] for start, stop in spans], dim=2)
+        else:
+            x = x[:, :, spans[0][0] : spans[-1][1]]
+        return x.transpose(1, 2).contiguous().flatten(0, 1)
+
+    def _parts(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """The opposite: [B, H, rows, D] of each span."""
+        entries = x.unflatten(0, (self.batch, -1))
+        return [entries[:, start:stop].transpose(1, 2) for start, stop in _joined(spans)]
+
+    # ---------- statistics
+
+    def _row_lses(self, lse: torch.Tensor, in_token_order: bool) -> list[torch.Tensor]:
+        """[B, H, rows] of each patch, from [T, H]."""
+        heads = lse.shape[1]
+        spans = list(_joined(self.rows))
+        if in_token_order:
+            entries = lse.unflatten(0, (self.batch, -1))
+            return [entries[:, start:stop].transpose(1, 2) for start, stop in spans]
+        entries = lse.reshape(self.batch, -1)
+        return [
+            entries[:, start * heads : stop * heads].unflatten(1, (heads, stop - start)) for start, stop in spans
+        ]
+
+    def _packed_lse(self, lse: torch.Tensor, in_token_order: bool) -> torch.Tensor:
+        """[T, H], in either order, from [B, H, S]."""
+        heads, parts = lse.shape[1], [lse[:, :, start:stop] for start, stop in self.rows]
+        if in_token_order:
+            return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
+        return torch.cat([part.flatten(1) for part in parts], dim=1).reshape(-1, heads)
+
+
+def _joined(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Where the spans lie once the gaps between them are gone."""
+    yield from pairwise(accumulate([stop - start for start, stop in spans], initial=0))

@@ -1,0 +1,43 @@
+"""What npu_fusion_attention says about rows, and what its gradient wants to know about them."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenring.backends.kernels.cpu_flash import stand_in
+from tokenring.backends.kernels.reference import given
+
+EMPTY = -1e30  # an lse below is that of a row with every key masked
+COPIES = 8  # of each statistic, all equal
+
+
+def row_lse(largest: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """[...] from the eight copies [..., 8] of maximum and sum."""
+    return largest[..., 0] + total[..., 0].log()
+
+
+def canonical(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with every key masked, in whichever way they came back, as out 0 and lse -inf."""
+    empty = lse <= EMPTY
+    return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf"))
+
+
+def statistics(lse: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The statistics of the whole row for the gradient: a maximum of lse and a sum of 1.
+
+    A row that sees nothing anywhere has lse -inf: any finite value gives its hidden pairs exp(lowest) = 0.
+    """
+    finite = lse.masked_fill(lse == float("-inf"), 0.0)
+    largest = finite[..., None].expand(*lse.shape, COPIES).contiguous()
+    return {"softmax_max": largest, "softmax_sum": torch.ones_like(largest)}
+
+
+def whole_out(
+    dout: torch.Tensor, delta: torch.Tensor | None, out: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What the gradient works delta out of: the merged output, or a stand-in, which is never larger than it.
+
+    In bf16 the stand-in carries delta to 2⁻⁸ of |delta|, and less far off the more dimensions share it; the
+    merged output carries it to 2⁻⁸ of the sum of |dout · out|, which is larger.
+    """
+    return (given(out) if delta is None else stand_in(dout.float(), delta)).to(dtype)
