@@ -85,14 +85,11 @@ def kernel_for_planning() -> AttentionKernel:
     return make_kernel("auto", torch.device("cpu"))
 
 
-HOMES = {"cuda": "nccl", "npu": "hccl"}  # the transport of a device type
-
-
 def transport_for(device_type: str) -> tuple[str | None, str]:
     """What "auto" takes for tensors of a device type, and why; None: nothing here moves them. Nothing is started."""
     if device_type == "cpu":
         return "shm", "ranks of one machine share memory; gloo where they do not, or where there is no room"
-    name = HOMES.get(device_type)
-    if name in TRANSPORTS:
+    name = OF_DEVICE.get(device_type)
+    if name is not None:
         return name, f"it moves {device_type} tensors from device to device"
     return None, f"this release has no transport for {device_type} tensors: {', '.join(TRANSPORTS)} move those of a CPU"
