@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 MARK = "@npu-smoke "
 STORE_SECONDS = 90.0
@@ -16,8 +16,11 @@ STORE_SECONDS = 90.0
 def main(argument: str) -> None:
     """Run the tasks of one start. A task that fails on any rank ends this start: the ranks are out of step then."""
     asked = json.loads(argument)
-    here = _join(asked)
-    _say("joined", None, {"device": here.device.name})
+    try:
+        here = _join(asked)
+        _say("joined", None, {"device": here.device.name})
+    except BaseException as error:
+        _failed(asked["rank"], None, error)
     for task in asked["tasks"]:
         if here.rank == 0:
             _say("begun", task, None)
@@ -26,15 +29,19 @@ def main(argument: str) -> None:
             here.device.synchronize()
             here.meet()
         except BaseException as error:
-            traceback.print_exc()
-            _say("failed", task, f"rank {here.rank}: {type(error).__name__}: {' '.join(str(error).split())[:600]}")
-            _end(1)
+            _failed(here.rank, task, error)
         if here.rank == 0:
             _say("done", task, found)
     _end(0)
 
 
-def _end(code: int) -> None:
+def _failed(rank: int, task: str | None, error: BaseException) -> NoReturn:
+    traceback.print_exception(type(error), error, error.__traceback__)
+    _say("failed", task, f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())[:600]}")
+    _end(1)
+
+
+def _end(code: int) -> NoReturn:
     """At once: HCCL's threads, or a device that hangs, would hold up an ordinary end."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,10 +67,9 @@ def _join(asked: dict[str, Any]) -> Any:
         torch.npu.set_device(here.rank % here.device_count)  # type: ignore[attr-defined,unused-ignore]
     else:
         torch.set_num_threads(1)
-    backend = "cpu:gloo,npu:hccl" if here.kind == "npu" else "gloo"
     store = dist.FileStore(asked["store"], asked["ranks"])
     limit = timedelta(seconds=STORE_SECONDS)
-    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.ranks, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=here.rank, world_size=here.ranks, timeout=limit)
     here.meet()
     here.say = lambda text: _say("step", None, text) if here.rank == 0 else None
     return here

@@ -31,7 +31,7 @@ def names(ranks: int, tokens: int, heads: int, dim: int) -> list[str]:
 
 def schedule(here: Here, name: str) -> dict[str, Any]:
     """One schedule: its errors in fp32 and bf16, and its seconds forward and backward."""
-    cp = tr.ContextParallel(layout=LAYOUT, schedule=name, transport=_transport(here))
+    cp = tr.ContextParallel(here.group("schedules"), LAYOUT, name, _transport(here))
     found: dict[str, Any] = {"exact": True, "errors": {}}
     for dtype in (torch.float32, torch.bfloat16):
         each = _errors(here, cp, dtype)
@@ -43,14 +43,13 @@ def schedule(here: Here, name: str) -> dict[str, Any]:
 
 
 @cache
-def _transport_of(rank: int, ranks: int) -> Any:
-    made = tr.ContextParallel(transport="auto", timeout_seconds=60.0)
-    return made.transport
+def _transport_of(group: Any) -> Any:
+    return tr.ContextParallel(group, timeout_seconds=60.0).transport
 
 
 def _transport(here: Here) -> Any:
     """One for all schedules: each would take its own pairs of ranks else."""
-    return "auto" if here.ranks == 1 else _transport_of(here.rank, here.ranks)
+    return "auto" if here.ranks == 1 else _transport_of(here.group("schedules"))
 
 
 def size(here: Here, which: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -78,6 +78,7 @@ def run(asked: Asked, tasks: list[str], tell: Callable[[str, dict[str, Any]], No
         if without >= STARTS:
             for task in left:
                 tell(task, {"status": "failed", "error": f"the ranks cannot be started: {error[1]}", "log": log})
+                log = {}  # once is enough
             break
     return device
 
