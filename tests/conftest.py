@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ascend.ranks import NpuPools
 from ranks import RankPools
 
 from tokenring.launch import ENDING_SIGNALS
@@ -18,6 +19,16 @@ torch.set_num_threads(1)  # on a busy machine, threads that wait for each other 
 def ranks() -> Iterator[RankPools]:
     """`ranks(P)(function, *args)`: a function run by P processes of one Gloo group, kept for the session."""
     pools = RankPools()
+    try:
+        yield pools
+    finally:
+        pools.close()
+
+
+@pytest.fixture(scope="module")
+def npus() -> Iterator[NpuPools]:
+    """The same with emulated NPUs, kept for a module: the device cannot be taken out of a process again."""
+    pools = NpuPools()
     try:
         yield pools
     finally:

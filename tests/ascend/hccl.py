@@ -44,7 +44,7 @@ def install() -> None:
     if not hasattr(dist.Backend, "HCCL"):
         dist.Backend.register_backend("hccl", _create, extended_api=True, devices=["npu"])
         for module in (dist, dist.distributed_c10d):
-            module.batch_isend_irecv = batch_isend_irecv  # type: ignore[assignment,attr-defined]
+            module.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
 
 
 def _create(options: Any, pg_options: Any) -> HcclGroup:
@@ -135,7 +135,7 @@ class Collective:
         mail.store.set(self._key(self.group.rank()), self._described())
 
     def poll(self, mail: Mail) -> None:
-        if not mail.store.check([self._key(rank) for rank in range(self.group.size())]):
+        if not self.await_any(mail, 0.0):
             return
         for rank in range(self.group.size()):
             theirs = mail.store.get(self._key(rank)).decode()
@@ -145,11 +145,7 @@ class Collective:
         self.done = True
 
     def await_any(self, mail: Mail, seconds: float) -> bool:
-        try:
-            mail.store.wait([self._key(rank) for rank in range(self.group.size())], timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            return False
-        return True
+        return mail.await_keys([self._key(rank) for rank in range(self.group.size())], seconds)
 
     def missing(self) -> str:
         return f"rank {self.group.rank()} waited {limits.execute:g} s for all ranks in {self.name}"
@@ -158,7 +154,7 @@ class Collective:
         for use in self.uses:
             ledger.in_use.remove(use)
         shared = {x.data_ptr() for x in self.inputs}
-        for x, made in zip(self.outputs, self.made, strict=True):
+        for x in self.outputs:
             if x.data_ptr() not in shared and not is_poisoned(x):
                 raise HcclError(f"rank {self.group.rank()}: an output of {self.name} was written before its wait")
         for x, before in zip(self.inputs, self.before, strict=True):

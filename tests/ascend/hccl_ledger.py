@@ -68,7 +68,9 @@ class Ledger:
     in_use: list[InUse] = field(default_factory=list)
 
     def clear(self) -> None:
-        self.messages.clear(), self.dropped.clear()
+        """Forget messages; communicators stay."""
+        self.messages.clear()
+        self.dropped.clear()
 
     @property
     def nbytes(self) -> int:

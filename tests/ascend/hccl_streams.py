@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ascend.hccl_ledger import Communicator, HcclError, InUse, Noted, extent, label, ledger, limits
 
 PART_BYTES = 4 << 20  # a store takes no larger values
-SLICE_SECONDS = 0.02
+SLICE_SECONDS = 0.002
 
 
 class Transfer:
@@ -29,7 +29,7 @@ class Transfer:
 
     def __init__(self, kind: str, memory: torch.Tensor, rank: int, peer: int, group: str) -> None:
         self.kind, self.memory, self.rank, self.peer = kind, memory, rank, peer
-        self.number = -1  # among the messages of this pair on its communicator
+        self.number = ""  # among the messages of this pair on its communicator: the same at both ends
         nbytes = memory.numel() * memory.element_size()
         way = f"send to rank {peer}" if kind == "send" else f"receive from rank {peer}"
         self.name = f"{way} ({label.get() or 'no label'}; {memory.numel()} × {memory.dtype}; group {group})"
@@ -97,28 +97,37 @@ class Mail:
 
     def __init__(self, store: Any, rank: int, name: str) -> None:
         self.store, self.rank = dist.PrefixStore(name, store), rank  # type: ignore[attr-defined]
-        self.counts: dict[int, int] = defaultdict(int)  # by peer
+        self.counts: dict[tuple[int, str], int] = defaultdict(int)  # by peer, and of batches by direction
 
-    def number(self, transfer: Transfer) -> None:
-        transfer.number = self.counts[transfer.peer]
-        self.counts[transfer.peer] += 1
+    def number(self, transfer: Transfer, batched: bool = False) -> None:
+        """Both directions share an order, but in a batch, where they move together."""
+        ends = (self.rank, transfer.peer) if transfer.kind == "send" else (transfer.peer, self.rank)
+        queue = f"batched {ends[0]} to {ends[1]} " if batched else ""
+        transfer.number = f"{queue}{self.counts[transfer.peer, queue]}"
+        self.counts[transfer.peer, queue] += 1
 
-    def _key(self, of: int, to: int, number: int) -> str:
+    def _key(self, of: int, to: int, number: str) -> str:
         return f"{of}>{to}/{number}"
 
     def publish(self, transfer: Transfer) -> None:
         key = self._key(self.rank, transfer.peer, transfer.number)
         data = transfer.before
         for part, start in enumerate(range(0, len(data), PART_BYTES)):
-            self.store.set(f"{key}/{part}", data[start : start + PART_BYTES])
+            self.store.set(f"{key}/{part}", data[start : start + PART_BYTES])  # type: ignore[arg-type]
         self.store.set(key, json.dumps(transfer.said()))
 
     def is_there(self, transfer: Transfer) -> bool:
-        return bool(self.store.check([self._key(transfer.peer, self.rank, transfer.number)]))
+        return self.await_peer(transfer, 0.0)
 
     def await_peer(self, transfer: Transfer, seconds: float) -> bool:
+        return self.await_keys([self._key(transfer.peer, self.rank, transfer.number)], seconds)
+
+    def await_keys(self, keys: list[str], seconds: float) -> bool:
+        """Whether all are there within so many seconds; with 0, now."""
+        if not seconds:
+            return bool(self.store.check(keys))
         try:
-            self.store.wait([self._key(transfer.peer, self.rank, transfer.number)], timedelta(seconds=seconds))
+            self.store.wait(keys, timedelta(seconds=seconds))
         except dist.DistStoreError:
             return False
         return True
@@ -149,7 +158,7 @@ class PairStream:
     def _connect(self, nbytes: int) -> None:
         """Blocks until the peer touches this communicator too. Raises HcclError at the time limit."""
         store = self.mail.store
-        store.set(f"here {self.rank}", b"1")
+        store.set(f"here {self.rank}", "1")
         try:
             store.wait([f"here {self.peer}"], timedelta(seconds=limits.connect))
         except dist.DistStoreError:
@@ -180,14 +189,12 @@ class PairStream:
 
 def await_with_others(there: Callable[[float], bool], missing: Callable[[], str], deadline: float) -> None:
     """Wait for other ends, while queues of whole groups move on. Raises HcclError at the time limit."""
-    while True:
-        left = deadline - time.monotonic()
-        if there(max(0.001, min(left, SLICE_SECONDS) if GroupStream.busy else left)):
-            return
-        for stream in list(GroupStream.busy):
-            stream.move_on()
+    while not there(0.0 if GroupStream.busy else max(0.001, deadline - time.monotonic())):
         if time.monotonic() >= deadline:
             raise HcclError(f"HCCL_EXEC_TIMEOUT: {missing()}")
+        time.sleep(SLICE_SECONDS)
+        for stream in list(GroupStream.busy):
+            stream.move_on()
 
 
 class Entry(Protocol):
@@ -254,7 +261,7 @@ class GroupStream:
     def post(self, entry: Entry) -> None:
         if isinstance(entry, Batch):
             for transfer in entry.transfers:
-                self.mail.number(transfer)
+                self.mail.number(transfer, batched=len(entry.transfers) > 1)
         self.entries.append(entry)
         if self not in GroupStream.busy:
             GroupStream.busy.append(self)
@@ -272,7 +279,8 @@ class GroupStream:
                 return
             self.told = 0
             self.entries.popleft()
-        GroupStream.busy.remove(self)
+        if self in GroupStream.busy:
+            GroupStream.busy.remove(self)
 
     def finish(self, entry: Entry) -> None:
         deadline = time.monotonic() + limits.execute

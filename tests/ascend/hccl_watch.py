@@ -1,25 +1,32 @@
-"""Watches every operator: none may touch the buffer of a message between its post and its wait."""
+"""Watches every operator on NPU tensors: none may touch a message's buffer between its post and its wait."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ascend.device import NpuTensor, raw
+from ascend import device
 from ascend.hccl_ledger import ledger
 
 
-class Watch(TorchDispatchMode):
-    """Inside it HcclError names the rank, the message and the operator at fault, at once."""
+@contextmanager
+def watch() -> Iterator[None]:
+    """Inside, HcclError names the rank, the message and the operator at fault, at once."""
+    run = device._run
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def watched(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if ledger.in_use and not func.is_view:
             _check(func, args, kwargs)
-        return func(*args, **kwargs)
+        return run(func, args, kwargs)
+
+    device._run = watched
+    try:
+        yield
+    finally:
+        device._run = run
 
 
 def _check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -28,5 +35,5 @@ def _check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         for leaf in tree_leaves(given.get(argument.name)):
-            if isinstance(leaf, NpuTensor) and isinstance(leaf, torch.Tensor):
-                (ledger.check_write if writes else ledger.check_read)(raw(leaf), f"operator {func.name()}")
+            if isinstance(leaf, device.NpuTensor):
+                (ledger.check_write if writes else ledger.check_read)(device.raw(leaf), f"operator {func.name()}")

@@ -116,9 +116,10 @@ def _candidate(name: str, each: Figures, best: Figures, bound: Bound, limit: flo
     reason = "the fastest" if each is best else f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
     if each.peak_bytes > limit:
         reason = f"needs {mb_text(int(each.peak_bytes))} a rank"
+    connections = connected(round(each.connections), round(each.connection_bytes))
     return Candidate(
         name, each.seconds, each.compute_seconds, each.exposed_seconds, round(each.worst_wire_bytes),
-        round(each.peak_bytes), bound.seconds, reason, *connected(round(each.connections), round(each.connection_bytes)),
+        round(each.peak_bytes), bound.seconds, reason, *connections,
     )  # fmt: skip
 
 
@@ -206,7 +207,9 @@ class _World:
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
         compute = max(map(kernel_seconds_of, costs))
         wire_bytes = 0.0 if slowest is None else loads[slowest]
-        return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, max(held), most, most * able.connection_bytes)
+        return Figures(
+            outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, max(held), most, most * able.connection_bytes
+        )
 
 
 def _masked(rates: Rates, share: float) -> Rates:
