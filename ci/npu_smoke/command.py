@@ -49,7 +49,7 @@ def _everything(options: argparse.Namespace, kind: str, began: float, document: 
 
         document["doctor"] = asdict(examine(os.environ, DOCTOR_SECONDS))
         save()
-    ranks = options.ranks or _count(kind, options)
+    ranks = options.ranks or _count(kind, options, document)
     document["ranks"] = ranks
     emulate = str(TESTS) if options.emulate else None
     asked = Asked(kind, ranks, emulate, began + 60 * options.minutes, options.task_seconds)
@@ -84,16 +84,16 @@ class _Saver:
         beside.replace(self.path)
 
 
-def _count(kind: str, options: argparse.Namespace) -> int:
+def _count(kind: str, options: argparse.Namespace, document: dict[str, Any]) -> int:
     """As many ranks as NPUs; by the doctor, as this process imports no torch_npu."""
     if kind == "cpu" or options.emulate:
         return 4
-    from tokenring.doctor.examine import examine
-
-    npus = [each for each in examine(os.environ, DOCTOR_SECONDS).accelerators if each.type == "npu"]
+    if "doctor" not in document:
+        raise RuntimeError("with --no-doctor, say how many NPUs: --ranks 8")
+    npus = [each for each in document["doctor"]["accelerators"] if each["type"] == "npu"]
     if not npus:
         raise RuntimeError("no NPU was found here: `tokenring doctor` says why; --device cpu tries the script itself")
-    return len(npus[0].names)
+    return len(npus[0]["names"])
 
 
 def _schedules(options: argparse.Namespace, kind: str, ranks: int) -> list[str]:
@@ -114,8 +114,9 @@ def _judge(document: dict[str, Any]) -> None:
     tasks = dict(document["tasks"])
     tasks["schedules"] = _all_schedules(tasks)
     document["verdicts"] = []
+    real = document["kind"] == "npu" and not document["emulated"]
     for each in UNKNOWNS:
-        word, text = verdict(each, tasks)
+        word, text = verdict(each, tasks, real)
         document["verdicts"].append(
             {"key": each.key, "question": each.question, "assumed": each.assumed, "verdict": word, "text": text}
         )
@@ -133,8 +134,8 @@ def _all_schedules(tasks: dict[str, Any]) -> dict[str, Any]:
 
 def _show(document: dict[str, Any]) -> None:
     where = f"{document['ranks']} × {document['device'] or document['kind']}"
-    print(f"\nnpu-smoke on {where}, {document['seconds']} s" + (", EMULATED: no figure means anything" * bool(
-        document["emulated"])))  # fmt: skip
+    real = document["kind"] == "npu" and not document["emulated"]
+    print(f"\nnpu-smoke on {where}, {document['seconds']} s" + ("" if real else ": A TRIAL, no NPU was there"))
     for each in document["verdicts"]:
         print(f"{each['verdict']:<12} {each['key']:<20} {each['text']}")
 

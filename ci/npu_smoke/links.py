@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from npu_smoke.here import Here, pair_buffer_bytes, wait_all
 
 DELAY_SECONDS = 0.5
@@ -110,16 +111,23 @@ def _exchanges(here: Here) -> tuple[dict[str, tuple[Post, int]], dict[str, Any]]
         return works + [here.message(into[by], by, False, "down" if by > here.rank else "up") for by in others]
 
     def batched() -> list[Any]:
-        operations = [dist.P2POp(dist.isend, out[to], to, batch) for to in others]
-        operations += [dist.P2POp(dist.irecv, into[by], by, batch) for by in others]
+        operations = []
+        for peer in others:  # at both ends the lower rank's message comes first, should order be the match here too
+            ends = [dist.P2POp(dist.isend, out[peer], peer, batch), dist.P2POp(dist.irecv, into[peer], peer, batch)]
+            operations += ends if here.rank < peer else ends[::-1]
         works = list(dist.batch_isend_irecv(operations))
         counted["works"] = len(works)
         return works
 
     def all_to_all() -> list[Any]:
+        if here.emulated:  # which has the forms of lists alone
+            lists = list(whole_in.chunk(here.ranks)), list(whole_out.chunk(here.ranks))
+            return [dist.all_to_all(*lists, group=collective, async_op=True)]
         return [dist.all_to_all_single(whole_in, whole_out, group=collective, async_op=True)]
 
     def all_gather() -> list[Any]:
+        if here.emulated:
+            return [dist.all_gather(list(whole_in.chunk(here.ranks)), gathered, group=collective, async_op=True)]
         return [dist.all_gather_into_tensor(whole_in, gathered, group=collective, async_op=True)]
 
     sent = size * len(others)

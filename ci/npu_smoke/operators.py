@@ -5,9 +5,11 @@ T tokens, N heads, D head dim; statistics come eight times a row.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
+
 from npu_smoke.here import Here
 
 LOWEST, HIGHEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
@@ -50,12 +52,18 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str = "B
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
-    scores = q.cpu().double() @ k.cpu().double().mT * D**-0.5
+    scores: torch.Tensor = q.cpu().double() @ k.cpu().double().mT * D**-0.5
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
 def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
     return bool(((a.double() - b.double()).norm() <= tolerance * b.double().norm().clamp(min=1e-30)).item())
+
+
+def _parts(x: torch.Tensor, lengths: tuple[int, ...], dim: int = 0) -> list[torch.Tensor]:
+    """One after another along an axis."""
+    ends = list(accumulate(lengths))
+    return [x.narrow(dim, end - length, length) for end, length in zip(ends, lengths, strict=True)]
 
 
 def _triangle(here: Here) -> torch.Tensor:
@@ -113,8 +121,8 @@ def packed(here: Here) -> dict[str, Any]:
     lengths = (3, 5)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in _inputs(here, 8, 8))  # [T, N, D]
     wanted = torch.cat([_scores(a.transpose(0, 1), b.transpose(0, 1)).amax(-1).T
-                        for a, b in zip(q.split(lengths), k.split(lengths), strict=True)])  # fmt: skip
-    by_sequence = torch.cat([part.T.reshape(-1) for part in wanted.split(lengths)])
+                        for a, b in zip(_parts(q, lengths), _parts(k, lengths), strict=True)])  # fmt: skip
+    by_sequence = torch.cat([part.T.reshape(-1) for part in _parts(wanted, lengths)])
     ends = [3, 8]
     order: dict[str, str] = {}
     for layout in ("", "TND"):
@@ -173,7 +181,7 @@ def _halves(here: Here) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
     """Attention over each half of 64 keys: out [N, T, D], maximum and sum [N, T] in fp32; and over all, in float64."""
     q, k, v = (x.cpu()[0] for x in _inputs(here, 16, 64))
     parts = []
-    for keys, values in zip(k.split(32, 1), v.split(32, 1), strict=True):
+    for keys, values in zip(k.chunk(2, 1), v.chunk(2, 1), strict=True):
         scores = _scores(q, keys)
         largest = scores.amax(-1)
         weights = (scores - largest[..., None]).exp()
@@ -201,7 +209,7 @@ def _ring_update(here: Here) -> dict[str, Any]:
     if not has("npu_ring_attention_update"):
         return {"absent": True}
     parts, whole = _halves(here)
-    forms = {}
+    forms: dict[str, bool | str] = {}
     for name, ends in (("a leading 0", [0, 6, 16]), ("no leading 0", [6, 16])):
         try:
             given = [x for part in parts for x in _packed_form(part, (6, 10))]
@@ -220,7 +228,7 @@ def _ring_update(here: Here) -> dict[str, Any]:
 def _packed_form(part: list[torch.Tensor], lengths: tuple[int, int]) -> list[torch.Tensor]:
     """out [T, N, D]; maximum and sum [T, N, 8] whose memory is sequence by sequence, heads first."""
     out, *statistics = part
-    packed = [torch.cat([x.reshape(-1) for x in each.split(lengths, 1)]) for each in statistics]
+    packed = [torch.cat([x.reshape(-1) for x in _parts(each, lengths, 1)]) for each in statistics]
     eight = [x.reshape(-1, 1).expand(-1, 8).reshape(out.shape[1], N, 8).contiguous() for x in packed]
     return [out.transpose(0, 1).contiguous(), *eight]
 

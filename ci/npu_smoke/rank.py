@@ -60,6 +60,7 @@ def _join(asked: dict[str, Any]) -> Any:
     if asked["kind"] == "npu" and not asked["emulate"]:
         import torch_npu  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     import torch.distributed as dist
+
     from npu_smoke.here import Here
 
     here = Here(asked["rank"], asked["ranks"], asked["kind"], bool(asked["emulate"]), lambda text: None)
@@ -67,9 +68,8 @@ def _join(asked: dict[str, Any]) -> Any:
         torch.npu.set_device(here.rank % here.device_count)  # type: ignore[attr-defined,unused-ignore]
     else:
         torch.set_num_threads(1)
-    store = dist.FileStore(asked["store"], asked["ranks"])
     limit = timedelta(seconds=STORE_SECONDS)
-    dist.init_process_group("gloo", store=store, rank=here.rank, world_size=here.ranks, timeout=limit)
+    dist.init_process_group("gloo", f"file://{asked['store']}", rank=here.rank, world_size=here.ranks, timeout=limit)
     here.meet()
     here.say = lambda text: _say("step", None, text) if here.rank == 0 else None
     return here

@@ -9,16 +9,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from npu_smoke.here import Here
 
 import tokenring as tr
+from npu_smoke.here import Here
 from tokenring.bench.reference import errors, reference
 from tokenring.layout import make_layout
 from tokenring.schedule.families.registry import misfit, variants
 from tokenring.workload import Workload
 
 LAYOUT = "zigzag"
-LIMIT = {torch.float32: 2e-4, torch.bfloat16: 3e-2}  # relative Frobenius errors; NPUs multiply fp32 in fewer bits
+LIMIT = {torch.float32: 2e-4, torch.bfloat16: 2e-2}  # relative Frobenius errors; NPUs multiply fp32 in fewer bits
 ROUNDS = 3
 
 

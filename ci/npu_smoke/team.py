@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,9 @@ def _process(start: _Start, rank: int, writing: int) -> subprocess.Popen[bytes]:
     }  # fmt: skip
     paths = [str(Path(__file__).resolve().parent.parent), *(path for path in sys.path if path)]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
     if asked.kind == "cpu" or asked.emulate:
-        environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environment |= {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with open(start.folder / f"log{rank}", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "npu_smoke.rank", json.dumps(argument)],
@@ -152,10 +154,8 @@ def _verdict(start: _Start) -> tuple[str, str] | None:
     now, asked = time.monotonic(), start.asked
     if start.failed is not None and now - start.since > LAST_WORDS_SECONDS:
         return "failed", start.failed
-    dead = [rank for rank, each in enumerate(start.processes) if each.poll() not in (None, 0)]
-    if dead and start.failed is None:
-        start.failed = f"rank {dead[0]} ended with {start.processes[dead[0]].returncode}{start.step}"
-        start.since = now
+    if start.failed is None and (dead := _first_dead(start)) is not None:
+        start.failed, start.since = dead, now
     limit = asked.task_seconds if start.task else asked.start_seconds
     if now - start.since > limit:
         what = f"no answer in {limit:g} s{start.step}"
@@ -167,7 +167,15 @@ def _ended(start: _Start, left: list[str]) -> tuple[str, str] | None:
     """All ranks have ended."""
     if not left:
         return None
-    return "failed", start.failed or "all ranks ended before the task did"
+    return "failed", start.failed or _first_dead(start) or "all ranks ended before the task did"
+
+
+def _first_dead(start: _Start) -> str | None:
+    """The lowest rank that ended badly."""
+    for rank, each in enumerate(start.processes):
+        if each.poll() not in (None, 0):
+            return f"rank {rank} ended with {each.returncode}{start.step}"
+    return None
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -179,10 +187,8 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
                 each.kill()
     deadline = time.monotonic() + END_SECONDS
     for each in processes:
-        try:
+        with suppress(subprocess.TimeoutExpired):  # a process that the kernel cannot end is left to it
             each.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass  # a process that the kernel cannot end is left to it
 
 
 def _logs(start: _Start) -> dict[str, str]:
