@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import vendor
-from vendor import ABORT, ALIASES, CLASH, EXIT, HANG, NO_CANN, STUB_TORCH, UNLIKE, WORKS, tokenring, torch_npu
+from vendor import ABORT, ALIASES, CLASH, EMULATED, EXIT, HANG, NO_CANN, STUB_TORCH, UNLIKE, WORKS, tokenring, torch_npu
 
 from tokenring import cli
 from tokenring.doctor import ask, examine
@@ -125,6 +125,41 @@ def test_operators_come_from_schemas(tmp_path: Path) -> None:
     assert set(operators.values()) == {None}
     assert (found["torch_npu"]["imports"], found["torch_npu"]["autoload"]) == (True, "works")
     assert "torch_npu imports, and sees no NPU" in problems(found)["npu"]
+
+
+def test_npus(tmp_path: Path) -> None:
+    """All is there: what would be used for tensors on them."""
+    found = doctor(torch_npu(tmp_path / "site", EMULATED))
+    assert [(each["type"], each["names"]) for each in found["accelerators"]] == [("npu", ["Ascend910B3"] * 8)]
+    choices = {each["device"]: each for each in found["choices"]}
+    assert (choices["npu"]["transport"]["name"], choices["npu"]["kernel"]["name"]) == ("hccl", "npu-fusion")
+    assert (choices["cpu"]["transport"]["name"], choices["cpu"]["kernel"]["name"]) == ("shm", "cpu-flash")
+    operators = {each["name"]: each["arguments"] for each in found["operators"]}
+    assert "softmax_layout" in operators["npu_fusion_attention"] and operators["npu_ring_attention_update"]
+    assert [each for each in found["problems"] if each["hurts"]] == []
+
+
+def test_what_is_left_of_a_device_without_operators(tmp_path: Path) -> None:
+    """A mutant of the machine above: the report says that nothing computes there, and why."""
+    found = doctor(torch_npu(tmp_path / "site", EMULATED.replace('operators.register("2.13.0")', "")))
+    assert {each["arguments"] for each in found["operators"]} == {None}
+    choice = next(each for each in found["choices"] if each["device"] == "npu")
+    assert choice["kernel"] is None or choice["kernel"]["name"] != "npu-fusion"
+    assert found["problems"] or any("npu_fusion_attention" in each["why"] for each in choice["others"])
+
+
+def test_nothing_of_torch_is_imported_by_the_command_itself(tmp_path: Path) -> None:
+    code = "import sys, tokenring.cli, tokenring.doctor.command; print('torch' in sys.modules)"
+    assert vendor.run(tmp_path, "-c", code).out == "False\n"
+
+
+def test_variables_are_checked_without_torch(tmp_path: Path) -> None:
+    """TOKENRING_SCHEDULE is checked by what other parts share: none of that may need torch."""
+    folder = torch_npu(tmp_path / "site", NO_CANN)
+    found = doctor(folder, TOKENRING_SCHEDULE="spiral", P2P_HCCL_BUFFSIZE="0")
+    assert [each["name"] for each in found["environment"]] == ["P2P_HCCL_BUFFSIZE", "TOKENRING_SCHEDULE"]
+    assert all(each["warning"] for each in found["environment"])
+    assert "examination failed" not in str(found["problems"])
 
 
 def test_aliases_are_no_devices(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def status(ran: Ran) -> dict[str, str]:
     return {name: told["status"] for name, told in ran.document["tasks"].items()}
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--schedules", "ring,ulysses")
     assert (ran.code, set(status(ran).values())) == (0, {"done"})

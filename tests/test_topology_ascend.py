@@ -285,6 +285,14 @@ def test_nic_rows_are_no_accelerators() -> None:
     assert len(mutant.accelerators) == 10 and classify(mutant).name != "full-mesh"
 
 
+def test_a_ring_in_quads() -> None:
+    """910A: two meshes of four. Behind a switch (A3) nothing of the kind is said."""
+    graph = merge([facts_of("npu-910a.txt")])
+    assert report(graph, classify(graph)).count("; a ring uses 1 of the 3 links of each") == 2
+    graph = merge([facts_of("npu-a3.txt")])
+    assert "a ring uses" not in report(graph, classify(graph))
+
+
 def test_a_rank_is_a_die() -> None:
     """Sixteen ranks on eight packages, not eight: what the topology gives to the planner."""
     graph = merge([facts_of("npu-a3.txt")])

@@ -30,6 +30,15 @@ LIBRARY = torch.library.Library("npu", "DEF")
 LIBRARY.define("npu_fusion_attention(Tensor query, int head_num, *, float scale=1., int pre_tockens=1) -> Tensor")
 LIBRARY.define("npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)")
 """
+# The emulated NPU, as far as a process can tell: devices, operators, HCCL.
+EMULATED = f"""
+import sys
+sys.path.insert(0, {str(REPO / "tests")!r})
+from ascend import device, hccl, operators
+device.install(8)
+operators.register("2.13.0")
+hccl.install()
+"""
 # As torch_npu.contrib.transfer_to_npu: torch.cuda answers for NPUs, and what is made there is none of its.
 ALIASES = """
 import torch

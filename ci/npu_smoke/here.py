@@ -42,6 +42,7 @@ class Here:
     emulated: bool
     say: Callable[[str], None]
     _groups: dict[str, Any] = field(default_factory=dict)
+    _met: set[tuple[int, int, str]] = field(default_factory=set)
 
     @property
     def sizes(self) -> Sizes:
@@ -94,14 +95,17 @@ class Here:
                 times.append(seconds)
         return sorted(times)[len(times) // 2]
 
-    def warm_up(self, *groups: str) -> None:
-        """The first message of every pair, as rounds of a tournament, so that nobody waits in a circle."""
+    def warm_up(self, groups: Sequence[str], pairs: Sequence[tuple[int, int]] | None = None) -> None:
+        """The first message of these pairs (None: of all), in rounds of a tournament: so nobody waits in a circle."""
         from tokenring.backends.hccl import warm_up_order
 
-        pairs = [(a, b, name) for name in groups for a in range(self.ranks) for b in range(a + 1, self.ranks)]
+        if pairs is None:
+            pairs = [(low, high) for low in range(self.ranks) for high in range(low + 1, self.ranks)]
         for name in groups:
             self.group(name)
-        for low, high, name in warm_up_order(pairs, self.ranks):
+        wanted = {(low, high, name) for name in groups for low, high in pairs} - self._met
+        self._met |= wanted
+        for low, high, name in warm_up_order(wanted, self.ranks):
             if self.rank in (low, high):
                 peer = high if self.rank == low else low
                 self.message(self.buffer(1), peer, self.rank == low, name).wait()

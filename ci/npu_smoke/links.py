@@ -20,7 +20,7 @@ def pair(here: Here) -> dict[str, Any]:
     if here.ranks < 2:
         return {"left out": "one rank has no peer"}
     size = here.sizes.message_bytes
-    here.warm_up("up", "down")
+    here.warm_up(["up", "down"], [(0, 1)])
     out, into = here.buffer(size), here.buffer(size)
     mine, peer = here.rank < 2, 1 - here.rank
 
@@ -51,7 +51,7 @@ def peers(here: Here) -> dict[str, Any]:
     if here.ranks < 2:
         return {"left out": "one rank has no peer"}
     size = here.sizes.message_bytes
-    here.warm_up("up")
+    here.warm_up(["up"], [(0, to) for to in range(1, here.ranks)])
     buffers = [here.buffer(size) for _ in range(here.ranks - 1)]
 
     def to(last: int) -> None:
@@ -100,7 +100,7 @@ def _exchanges(here: Here) -> tuple[dict[str, tuple[Post, int]], dict[str, Any]]
     """By name: how to post it, and the bytes that a rank sends."""
     others = [rank for rank in range(here.ranks) if rank != here.rank]
     size = max(1, here.sizes.message_bytes // len(others))
-    here.warm_up("up", "down")
+    here.warm_up(["up", "down"])
     out, into = {to: here.buffer(size) for to in others}, {by: here.buffer(size) for by in others}
     whole_out, whole_in, gathered = here.buffer(size * here.ranks), here.buffer(size * here.ranks), here.buffer(size)
     batch, collective = here.group("batch"), here.group("collective")
@@ -140,7 +140,7 @@ def wait(here: Here) -> dict[str, Any]:
     """How long the host of rank 1 is in wait for a message that rank 0 posts late."""
     if here.ranks < 2:
         return {"left out": "one rank has no peer"}
-    here.warm_up("up")
+    here.warm_up(["up"], [(0, 1)])
     data, seconds = here.buffer(1024), 0.0
     here.device.synchronize()
     here.meet()

@@ -19,10 +19,11 @@ from typing import Any
 from npu_smoke.rank import MARK
 
 START_SECONDS = 120.0  # until all ranks have joined: a first import of torch_npu takes long
-TASK_SECONDS = 60.0
+TASK_SECONDS = 120.0  # pairs of ranks take seconds to meet first
 LAST_WORDS_SECONDS = 3.0  # for other ranks, after one has failed
 END_SECONDS = 5.0
-STARTS = 2  # that may fail before anything was done, before all the rest is given up
+PAUSE_SECONDS = 1.0  # until a device has noticed that its process is gone
+STARTS = 3  # that may fail before anything was done, before all the rest is given up
 
 
 @dataclass
@@ -70,6 +71,8 @@ def run(asked: Asked, tasks: list[str], tell: Callable[[str, dict[str, Any]], No
                 _end(start.processes)
             log = _logs(start)
         device = start.device or device
+        if error is not None:
+            time.sleep(PAUSE_SECONDS)
         if error is None:
             continue
         if start.task is not None:

@@ -107,7 +107,7 @@ def _rank_table(value: str, environment: Mapping[str, str]) -> str | None:
 
 
 def _schedule(value: str, environment: Mapping[str, str]) -> str | None:
-    from tokenring.arguments import check_schedule_name
+    from tokenring.arguments import check_schedule_name  # neither of these needs torch
     from tokenring.errors import TokenRingError
 
     try:
