@@ -61,6 +61,7 @@ def _join(asked: dict[str, Any]) -> Any:
         import torch_npu  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     import torch.distributed as dist
 
+    from npu_smoke import links, operators, schedules  # noqa: F401  (not in the time of the first task)
     from npu_smoke.here import Here
 
     here = Here(asked["rank"], asked["ranks"], asked["kind"], bool(asked["emulate"]), lambda text: None)
