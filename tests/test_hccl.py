@@ -15,12 +15,11 @@ import pytest
 import test_transports as conformance
 import torch
 import torch.distributed as dist
-from ascend.hccl_ledger import MEGABYTE, ledger, limits
+from ascend.hccl_ledger import MEGABYTE, Communicator, Noted, ledger, limits
 from ascend.hccl_ranks import fresh, run_case, small_case
 from ascend.ranks import NpuPools
 from cases import Case
 from every_link import new
-from nets import full_mesh
 from ranks import Here, RankError
 
 import tokenring as tr
@@ -29,12 +28,13 @@ from tokenring.backends import control, members
 from tokenring.backends.base import Capabilities
 from tokenring.backends.hccl import connection_bytes, warm_up_order
 from tokenring.backends.registry import make_transport, transport_capabilities
+from tokenring.planner.interconnect import full_mesh
 from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS
 from tokenring.schedule.measure import connections, links
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
 BUFFER = 40 * MEGABYTE
-NPU = torch.device("npu")
+NPU = "npu"  # no torch.device: only ranks know it
 
 
 # ---------- what every transport must do
@@ -100,7 +100,7 @@ def dies(here: Here) -> tuple[int | None, bool, str]:
     if here.rank == 1:
         os._exit(7)
     with pytest.raises(PeerLost) as caught:
-        transport.prepare([(0, 1, REQUESTS), (1, 2, REQUESTS)], NPU)
+        transport.prepare([(0, 1, REQUESTS), (1, 2, REQUESTS)], torch.device(NPU))
     return caught.value.rank, caught.value.certain, str(caught.value)
 
 
@@ -135,11 +135,11 @@ def test_errors_that_come_late_name_the_peer(npus: NpuPools) -> None:
 # ---------- communicators
 
 
-def communicators(here: Here, case: Case, transport: str) -> tuple[list[tuple[str, str, int]], list[Any]]:
+def communicators(here: Here, case: Case, transport: str) -> tuple[list[Communicator], list[Noted]]:
     fresh()
     here.memory.pop(transport, None)
     run_case(here, case, transport)
-    return [tuple(each) for each in ledger.communicators], [tuple(each) for each in ledger.messages]
+    return list(ledger.communicators), list(ledger.messages)
 
 
 def lanes(case: Case, rank: int, transport: str) -> set[tuple[str, ...]]:
@@ -204,9 +204,9 @@ def crossing(here: Here, change: str) -> list[str]:
         order = [(min(here.rank, peer), max(here.rank, peer), "all") for peer in (after, before)]
         with pytest.raises(PeerLost, match="HCCL_CONNECT_TIMEOUT"):
             for low, high, _ in order:
-                transport._touch(low, high, "requests up", NPU)  # type: ignore[attr-defined]
+                transport._touch(low, high, "requests up", torch.device(NPU))  # type: ignore[attr-defined]
     else:
-        transport.prepare(everyone, NPU)
+        transport.prepare(everyone, torch.device(NPU))
         if change == "barrier":
             transport._groups["requests up"].barrier().wait()  # type: ignore[attr-defined]
     return [each.peers for each in ledger.communicators]
@@ -287,7 +287,7 @@ def taken(here: Here) -> list[str]:
     fresh()
     with ContextParallel(timeout_seconds=20.0) as cp:
         names = [type(cp.transport_for(torch.device(kind))).__name__ for kind in ("cpu", "npu", "npu")]
-        assert cp.transport_for(NPU) is cp.transport_for(NPU) is not cp.transport
+        assert cp.transport_for(torch.device(NPU)) is not cp.transport
     for backend in ("hccl", "cpu:gloo,npu:hccl"):
         with ContextParallel(dist.new_group(backend=backend), timeout_seconds=20.0) as cp:
             names.append(type(cp.transport).__name__)
@@ -304,7 +304,8 @@ def planned(here: Here, limit: int | None) -> tuple[str, int | None, int | None]
     fresh()
     length = 32 * here.world_size
     q = torch.zeros(1, length // here.world_size, 4, 8, device=NPU)
-    with ContextParallel(topology=full_mesh(here.world_size, 1.0), memory_limit_bytes=limit, timeout_seconds=20.0) as cp:
+    net = full_mesh(here.world_size, 1.0)
+    with ContextParallel(topology=net, memory_limit_bytes=limit, kernel="reference") as cp:
         try:
             found = tr.plan(q, q, q, cp)
         except ConfigurationError as error:
@@ -348,7 +349,7 @@ def test_again_and_again(npus: NpuPools) -> None:
 def apart(here: Here) -> list[bytes]:
     """Ranks that share no memory exchange over Gloo, on the CPU."""
     fresh()
-    whole, me = control.this_member, replace(members.this_member(), boot_id=f"machine {here.rank}")
+    whole, me = members.this_member, replace(members.this_member(), boot_id=f"machine {here.rank}")
     control.this_member = lambda: me  # type: ignore[attr-defined]
     try:
         transport = new("hccl")

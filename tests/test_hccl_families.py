@@ -9,9 +9,10 @@ import torch
 from ascend.hccl_ranks import run_case
 from ascend.ranks import NpuPools
 from cases import Case, check_bytes, check_exact
-from families import length_of, parse, points, sample
+from families import length_of, points, sample
 
 from tokenring import Causal, Full
+from tokenring.schedule.families import parse
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
 CHUNKS = {"zigzag": 2, "contiguous": 1}
@@ -24,8 +25,9 @@ def cases(ranks: int) -> list[tuple[Case, str]]:
     for point, transport, mask, layout in sample(points([ranks], ("", "/late")), FACTORS):
         length = length_of(point, CHUNKS[layout], None, 4)
         case = Case(
-            ranks, point.name, layout, "", *point.heads, 1, 8, torch.float32, None, mask, length, length, seed=ranks
-        )
+            ranks, point.name, layout, "", point.heads[0], point.heads[1], 1, 8, torch.float32, None,
+            given_mask=mask, given_length=length, seed=ranks,
+        )  # fmt: skip
         found.append((case, transport))
     return found
 

@@ -80,7 +80,7 @@ def test_json_is_a_plan() -> None:
     assert Plan.from_json(text).name == json.loads(text)["name"] == json.loads(text)["candidates"][0]["name"]
     assert list(json.loads(text)["candidates"][0]) == [
         "name", "predicted_seconds", "compute_seconds", "exposed_seconds", "worst_link_bytes", "peak_bytes",
-        "bound_seconds", "reason",
+        "bound_seconds", "reason", "connections", "connection_bytes",
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from nets import BOTH, clusters, full_mesh, named, setting, workload
+from nets import BOTH, clusters, named, setting, workload
 
 import tokenring as tr
 from tokenring import ConfigurationError
@@ -16,6 +16,7 @@ from tokenring.backends.registry import transport_capabilities
 from tokenring.cli import main
 from tokenring.layout import contiguous
 from tokenring.planner.fold import folded, symmetry_of
+from tokenring.planner.interconnect import full_mesh
 from tokenring.planner.large import figures
 from tokenring.planner.plan import Plan
 from tokenring.planner.predict import Setting, predict
@@ -43,7 +44,10 @@ def printed(*options: str) -> str:
 # ---------- memory
 
 
-@pytest.mark.parametrize(("name", "counts"), [("ring", (4, 4, 2)), ("direct-q", (28, 14, 7)), ("tokenring", (16, 8, 7))])
+COUNTS = {"ring": (4, 4, 2), "direct-q": (28, 14, 7), "tokenring": (0, 0, 7)}
+
+
+@pytest.mark.parametrize(("name", "counts"), COUNTS.items())
 def test_peak_bytes_have_the_communicators_in_them(name: str, counts: tuple[int, ...]) -> None:
     """Eight ranks: by hand for a ring (KV on, dKV on) and for one hop to all (q, dq both ways, o, dkv both ways)."""
     size = workload(8, (8, 8), 64)
@@ -52,8 +56,7 @@ def test_peak_bytes_have_the_communicators_in_them(name: str, counts: tuple[int,
     assert (bare.connection_bytes, bare.peak_bytes) == (0, max(schedule.peak_bytes(size, each) for each in PASSES))
     for transport, count in zip(TRANSPORTS, counts, strict=True):
         found = predict(schedule, over(asked, transport))
-        if name != "tokenring":
-            assert found.connections == count
+        assert count in (0, found.connections)
         assert found.connections == most_connections(schedule, transport_capabilities(transport), BOTH)
         assert found.connection_bytes == found.connections * CONNECTION_BYTES
         assert found.connection_bytes < found.peak_bytes <= bare.peak_bytes * 2 + found.connection_bytes
@@ -132,9 +135,9 @@ def test_one_queue_for_both_directions_halves_direct_schedules() -> None:
 
 def test_one_queue_for_both_channels_is_slower_where_they_meet() -> None:
     size = workload(4, (4, 4), 256)
-    schedule, asked = named("direct-q", 4, size.q_length), setting(full_mesh(4, 1.0), size, BOTH, tflops=0.01)
-    times = [predict(schedule, over(asked, each)).seconds for each in TRANSPORTS]
-    assert times == sorted(times) and times[0] < times[-1]
+    schedule, asked = named("tokenring", 4, size.q_length), setting(full_mesh(4, 1.0), size, BOTH)
+    apart, together, one = (predict(schedule, over(asked, each)).seconds for each in TRANSPORTS)
+    assert apart < together < one
 
 
 def test_other_capabilities_than_the_three_have_no_meaning() -> None:
