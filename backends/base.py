@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,7 +19,9 @@ class Capabilities:
     early_receives: the two directions of a pair are matched apart, so receives may be posted
     before sends. channels: how many channels move at once. pair_serial: both directions with one
     peer share one queue in each channel. one_sided: the sender writes into the receiver's slot.
-    zero_sm: moves take no compute units. multicast, collectives: natively offered.
+    zero_sm: moves take no compute units. multicast, collectives: natively offered. connection_bytes: device memory
+    that a connection of two ranks takes at each of them, beside the pool: one for each channel (if there are
+    several), and for each direction unless they share a queue.
     """
 
     early_receives: bool
@@ -29,6 +31,10 @@ class Capabilities:
     zero_sm: bool = False
     multicast: bool = False
     collectives: bool = False
+    connection_bytes: int = 0
+
+
+Link = tuple[int, int, str]  # source, destination, channel
 
 
 class Handle(Protocol):
@@ -56,6 +62,12 @@ class Transport(Protocol):
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         """Post the receive into a contiguous tensor; never blocks."""
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """Connect for messages on these links, between tensors on this device; all ranks call it alike.
+
+        What is connected already stays so. Raises ConfigurationError for a device that it does not serve; PeerLost.
+        """
 
     def close(self) -> None:
         """Give back what it holds, such as connections; closing twice is fine. Nothing moves afterwards."""

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,10 @@ from tokenring.backends.segments import Segment
 from tokenring.errors import ConfigurationError, PeerLost
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
+
+    from tokenring.backends.base import Link
 
 TAG_BYTES = 4  # of an exchange: what it is about
 PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1
@@ -249,6 +252,9 @@ class Controlled:
     """What transports take over from their control as it is."""
 
     control: Control
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """Nothing: all ranks are connected from the start."""
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         return self.control.exchange(payload, what)

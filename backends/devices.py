@@ -212,4 +212,6 @@ class Accelerator:
 
     def memory(self) -> Memory:
         free, total = self._module.mem_get_info(self._index)
-        return Memory(self._module.memory_allocated(self._index), free, total)
+        free, total = self._module.mem_get_info(self._index)
+        in_use = getattr(self._module, "memory_allocated", None)
+        return Memory(None if in_use is None else in_use(self._index), free, total)

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 
 from tokenring.backends.base import AttentionKernel, Capabilities, Transport
 from tokenring.errors import BackendUnavailable, ConfigurationError
@@ -18,7 +19,11 @@ LOG = logging.getLogger("tokenring")
 TRANSPORTS = {
     "gloo": "tokenring.backends.gloo:GlooTransport",
     "shm": "tokenring.backends.shm:ShmTransport",
+    "hccl": "tokenring.backends.hccl:HcclTransport",
+    "hccl/channel": "tokenring.backends.hccl:HcclChannelTransport",
+    "hccl/pair": "tokenring.backends.hccl:HcclPairTransport",
 }
+OF_DEVICE = {"npu": "hccl"}  # what "auto" takes for tensors there
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",
@@ -38,6 +43,17 @@ def transport_capabilities(name: str) -> Capabilities:
     """What the transport called `name` can do, without starting it."""
     name = "gloo" if name == "auto" else name
     return cast(Capabilities, _load("transport", name, TRANSPORTS).capabilities)
+
+
+def automatic(group: ProcessGroup, device: torch.device | None) -> str:
+    """The transport that "auto" stands for: by the tensors' device; before there are any, by what the group serves.
+
+    A group that serves CPU tensors too is taken for one of these, until a call brings others.
+    """
+    if device is not None:
+        return OF_DEVICE.get(device.type, "auto")
+    served = {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
+    return next((OF_DEVICE[kind] for kind in sorted(served) if kind in OF_DEVICE and "cpu" not in served), "auto")
 
 
 def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Transport:
@@ -69,3 +85,13 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
 def kernel_for_planning() -> AttentionKernel:
     """The kernel whose cuts count when a schedule is measured without tensors at hand."""
     return make_kernel("auto", torch.device("cpu"))
+
+
+def transport_for(device_type: str) -> tuple[str | None, str]:
+    """What "auto" takes for tensors of a device type, and why; None: nothing here moves them. Nothing is started."""
+    if device_type == "cpu":
+        return "shm", "ranks of one machine share memory; gloo where they do not, or where there is no room"
+    name = OF_DEVICE.get(device_type)
+    if name is not None:
+        return name, f"it moves {device_type} tensors from device to device"
+    return None, f"this release has no transport for {device_type} tensors: {', '.join(TRANSPORTS)} move those of a CPU"

@@ -25,9 +25,9 @@ def ranks() -> Iterator[RankPools]:
         pools.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def npus() -> Iterator[NpuPools]:
-    """The same, where every process has emulated NPUs (tests/ascend)."""
+    """The same with emulated NPUs, kept for a module: the device cannot be taken out of a process again."""
     pools = NpuPools()
     try:
         yield pools

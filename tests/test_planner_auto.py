@@ -241,7 +241,7 @@ class TestJson:
         first = json.loads(plan.to_json())["candidates"][0]
         assert list(first) == [
             "name", "predicted_seconds", "compute_seconds", "exposed_seconds", "worst_link_bytes", "peak_bytes",
-            "bound_seconds", "reason",
+            "bound_seconds", "reason", "connections", "connection_bytes",
         ]  # fmt: skip
 
     @pytest.mark.parametrize(

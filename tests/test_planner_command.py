@@ -41,6 +41,33 @@ def test_text(name: str) -> None:
     assert printed(*GOLDEN[name]) == (DATA / f"{name}.txt").read_text(encoding="utf-8")
 
 
+MESHES = {
+    "atlas-800t-a2": "a ring uses 1 of the 7 links of each rank; direct schedules use all of them",
+    "atlas-850": "a ring uses 1 of the 7 links of each rank",
+    "atlas-800-910a": "a ring uses 1 of the 3 links of each rank",
+    "atlas-800t-a2*2": "a ring uses 1 of the 7 links of each rank",
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_says_how_many_links_a_ring_uses(name: str) -> None:
+    options = ("--seq", "4k", "--heads", "8", "--schedules", "ring", "--pass", "forward", "--dtype", "fp16")
+    assert MESHES[name] in printed("--topology", f"preset:{name}", *options)
+
+
+@pytest.mark.parametrize("name", ["atlas-a3", "hgx-h100", "a10-pix-4"])
+def test_says_nothing_of_the_kind_where_ports_are_shared(name: str) -> None:
+    options = ("--seq", "4k", "--heads", "16", "--schedules", "ring", "--pass", "forward")
+    assert "a ring uses" not in printed("--topology", f"preset:{name}", *options)
+
+
+def test_part_of_a_mesh_has_fewer_links() -> None:
+    """Four ranks of an A2 mesh have three links each, and two have one: of that a ring uses all."""
+    options = ("--topology", "preset:atlas-800t-a2", "--seq", "4k", "--heads", "8", "--schedules", "ring")
+    assert "a ring uses 1 of the 3 links" in printed(*options, "--ranks", "4")
+    assert "a ring uses" not in printed(*options, "--ranks", "2")
+
+
 def test_all_shows_all() -> None:
     few, every = printed(*SMALL), printed(*SMALL, "--all")
     assert "more were simulated" in few or "more cannot win" in few
@@ -53,7 +80,7 @@ def test_json_is_a_plan() -> None:
     assert Plan.from_json(text).name == json.loads(text)["name"] == json.loads(text)["candidates"][0]["name"]
     assert list(json.loads(text)["candidates"][0]) == [
         "name", "predicted_seconds", "compute_seconds", "exposed_seconds", "worst_link_bytes", "peak_bytes",
-        "bound_seconds", "reason",
+        "bound_seconds", "reason", "connections", "connection_bytes",
     ]  # fmt: skip
 
 

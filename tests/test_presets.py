@@ -39,6 +39,7 @@ WANTED = {
     "atlas-800-910a": ("islands", 8, 30.0, 31.0, 8, 12.5),
     "atlas-800t-a2": ("full-mesh", 8, 28.0, 28.0, 8, 25.0),
     "atlas-a3": ("switch", 16, 224.0, 196.0, 16, 25.0),
+    "atlas-850": ("full-mesh", 8, 50.0, 50.0, 8, 400.0),
     "mi300x-8": ("full-mesh", 8, 64.0, 64.0, 8, 50.0),
 }
 # Accelerators that send through one NIC; first and last NIC of the first and last accelerator; the way there.
@@ -54,6 +55,7 @@ NICS = {
     "atlas-800-910a": (1, "NIC0", "NIC7", "network"),
     "atlas-800t-a2": (1, "NIC0", "NIC7", "network"),
     "atlas-a3": (1, "NIC0", "NIC15", "network"),
+    "atlas-850": (1, "NIC0", "NIC7", "network"),
     "mi300x-8": (1, "NIC0", "NIC7", "pix"),
 }
 
@@ -116,6 +118,7 @@ def test_what_each_is(known: Preset) -> None:
         ("atlas-800-910a", "npu-910a.txt", "hccs"),
         ("atlas-800t-a2", "npu-910b.txt", "hccs"),
         ("atlas-a3", "npu-a3.txt", "sio"),
+        ("atlas-850", "npu-950-mesh-nics.txt", "ub"),
         ("mi300x-8", "rccl-mesh.xml", "xgmi"),
     ],
 )

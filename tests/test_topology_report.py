@@ -75,7 +75,7 @@ def test_report_in_full() -> None:
         (
             "npu-910b.txt",
             "8 × Ascend 910B, full mesh: every pair has links of its own (28 GB/s one way); "
-            "a single ring would use 1 of 7",
+            "a ring uses 1 of the 7 links of each",
         ),
         (
             "nccl-switch.xml",

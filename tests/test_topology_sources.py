@@ -73,6 +73,8 @@ CASES = [
     Case("npu-a3.txt", "switch", 16, {"sio": 8, "hccs→": 112}),
     Case("npu-950-pairs.txt", "islands", 4, {"ub": 2, "sys": 4}),
     Case("npu-a3-rows-missing.txt", "switch", 4, {"sio": 1, "hccs→": 4}),
+    Case("npu-a3-xlink.txt", "switch", 4, {"sio": 2, "hccs→": 4}),
+    Case("npu-950-mesh-nics.txt", "full-mesh", 8, {"ub": 28}),
     Case("npu-nic.txt", "full-mesh", 2, {"ub": 1}),
     Case("npu-refused.txt", "unknown", 0, {}),
     Case("nccl-switch.xml", "switch", 4, {"sys": 4}),

@@ -1,4 +1,7 @@
-"""What every transport must do, whatever it moves bytes with. A new transport is one more name in NAMES."""
+"""What every transport must do, whatever it moves bytes with. A new transport is one more name in NAMES.
+
+Transports between accelerators run the same functions on ranks that have some: test_hccl.py.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,15 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PEER_SECONDS, Here, RankPools
+from every_link import CHANNELS, device_of, new
+from ranks import Here, RankPools
 
 from tokenring import ConfigurationError, PeerLost
 from tokenring.backends.base import Handle, Transport
 from tokenring.backends.control import PAYLOAD_BYTES
-from tokenring.backends.registry import make_transport
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 NAMES = ("gloo", "shm")
-CHANNELS: tuple[str, ...] = (REQUESTS, PARTIALS)
 LIMIT_SECONDS = 1.0  # of transports whose peers do not answer
 LARGEST = 1 << 20
 PATTERN = torch.randint(256, (2 * LARGEST,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -32,15 +34,10 @@ named = pytest.mark.parametrize("name", NAMES)
 # ---------- what ranks do
 
 
-def new(name: str, seconds: float = PEER_SECONDS) -> Transport:
-    assert dist.group.WORLD is not None
-    return make_transport(name, dist.group.WORLD, seconds)
-
-
 def buffer(transport: Transport, nbytes: int) -> torch.Tensor:
     """Memory of a new transport to receive into. All ranks call it with the same size."""
     if not transport.capabilities.one_sided:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device_of(getattr(transport, "name", "")))
     return cast(torch.Tensor, cast(Any, transport).allocate(nbytes))[:nbytes]
 
 
@@ -69,12 +66,13 @@ def size_of(number: int) -> int:
 
 
 def send(transport: Transport, dst: int, channel: str, number: int, size: int) -> Handle:
-    return transport.send(content(transport.rank, dst, channel, number, size), dst, channel, f"message {number}")
+    data = content(transport.rank, dst, channel, number, size).to(device_of(getattr(transport, "name", "")))
+    return transport.send(data, dst, channel, f"message {number}")
 
 
 def check(transport: Transport, got: torch.Tensor, src: int, channel: str, number: int) -> None:
     wanted = content(src, transport.rank, channel, number, got.numel())
-    assert torch.equal(got, wanted), f"rank {transport.rank}: message {number} of {channel} from rank {src}"
+    assert torch.equal(got.cpu(), wanted), f"rank {transport.rank}: message {number} of {channel} from rank {src}"
 
 
 def in_order(here: Here, name: str, count: int) -> None:
@@ -144,7 +142,7 @@ def all_at_once(here: Here, name: str, size: int, sent_first: bool) -> None:
     others = [rank for rank in range(here.world_size) if rank != here.rank]
     lines = list(product(CHANNELS, others))
     transport, memory = opened(here, name, len(lines) * size)
-    whole = torch.empty(size, dtype=torch.uint8)
+    whole = torch.empty(size, dtype=torch.uint8, device=device_of(name))
     sent, received = [], []
 
     def post_sends() -> None:
@@ -162,7 +160,7 @@ def all_at_once(here: Here, name: str, size: int, sent_first: bool) -> None:
         handle.wait()
     for line, (channel, peer) in enumerate(lines):
         start = random.Random(f"{peer} {here.rank} {channel}").randrange(256)
-        assert bool((memory.view(len(lines), size)[line] == start).all()), (channel, peer)
+        assert bool((memory.view(len(lines), size)[line].cpu() == start).all()), (channel, peer)
 
 
 def channels_apart(here: Here, name: str, held: str, moves: str, size: int) -> None:

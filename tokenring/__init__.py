@@ -87,13 +87,26 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
+def _imported(module: str) -> ModuleType:
+    """A module of ours. Raises BackendUnavailable, in one sentence, where torch cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError) as error:  # what torch loads by itself, as torch_npu, may raise either
+        from tokenring.doctor.explain import import_failure
+        from tokenring.errors import BackendUnavailable
+
+        if (known := import_failure(error)) is None:
+            raise
+    raise BackendUnavailable(known)
+
+
 class _Package(ModuleType):
     """This package, whose public names come when they are wanted."""
 
     def __getattr__(self, name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(_imported(f"{__name__}.{_HOMES[name]}"), name)
         self.__dict__[name] = value
         return value
 

@@ -41,6 +41,13 @@ def main(
     except TokenRingError as error:
         print(f"tokenring: {' '.join(str(error).split())}", file=err)
         return USAGE_ERROR
+    except (ImportError, RuntimeError) as error:  # of torch, or of what torch loads
+        from tokenring.doctor.explain import import_failure
+
+        if (known := import_failure(error)) is None:
+            raise
+        print(f"tokenring: {known}", file=err)
+        return USAGE_ERROR
     except UnicodeEncodeError as error:
         print(f"tokenring: {error.encoding} has no {error.object[error.start]!a}: use PYTHONIOENCODING=utf-8", file=err)
         return USAGE_ERROR
@@ -75,6 +82,10 @@ def _run(argv: list[str], stdin: TextIO) -> int:
         from tokenring.planner.rates_command import main as rates_main
 
         return rates_main(argv[1:])
+    if argv[:1] == ["doctor"]:
+        from tokenring.doctor import main as doctor_main
+
+        return doctor_main(argv[1:])
     if argv[:1] == ["topology"]:
         from tokenring.topology.command import main as topology_main
 
@@ -95,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("trace", help="what every rank does when, as a table and as pictures", add_help=False)
     commands.add_parser("plan", help="which schedule is fastest on which machine, and why", add_help=False)
     commands.add_parser("rates", help="measure this machine's attention kernel for the planner", add_help=False)
+    commands.add_parser("doctor", help="what is installed, what would be used, what is missing", add_help=False)
     commands.add_parser("topology", help="what links the accelerators, here or in a dump", add_help=False)
     schedule = commands.add_parser(
         "schedule",

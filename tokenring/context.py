@@ -23,6 +23,7 @@ from tokenring.arguments import (
     seconds_limit,
 )
 from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
+from tokenring.groups import process_group
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.runtime.agreement import Description, agree
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from tokenring.runtime.pool import Pool
     from tokenring.topology.ranks import Topology
 
-NOT_A_MEMBER = "this rank is not a member of the group; only members make a ContextParallel"
 SCHEDULE_VARIABLE = "TOKENRING_SCHEDULE"
 TIMEOUT_SECONDS = 60.0
 CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
@@ -76,7 +76,7 @@ class ContextParallel:
     topology: what joins the ranks, for "auto": a Topology, or an Interconnect. None: probed at the first call on
         accelerators; on a CPU, what docs/planner.md says is assumed.
     memory_limit_bytes: of each rank, for buffers and what forward keeps: "auto" chooses what fits.
-    transport: "auto", a name, or the `transport` of another ContextParallel of the same group.
+    transport: "auto", a name (docs/transports.md), or the `transport` of another ContextParallel of the same group.
     kernel: "auto" or a name.
     pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
     timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
@@ -104,8 +104,8 @@ class ContextParallel:
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.memory_limit_bytes = topology, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
-        self._transport = self._asked_transport = transport
-        self._made_here: Transport | None = None
+        self._transport = transport
+        self._made_here: dict[str, Transport] = {}
         self._closed = False
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
@@ -173,9 +173,9 @@ class ContextParallel:
         self._closed = True
         self._executor.cache_clear()
         self._pools.clear()
-        if self._made_here is not None:
-            self._made_here.close()
-        self._made_here, self._transport = None, self._asked_transport
+        for made in self._made_here.values():
+            made.close()
+        self._made_here.clear()
 
     def __enter__(self) -> ContextParallel:
         return self
@@ -195,16 +195,28 @@ class ContextParallel:
 
     @property
     def transport(self) -> Transport | None:
-        """The transport, made when first needed; None for one rank. All ranks must get here together."""
-        self._check_open()
-        if isinstance(self._transport, str):
-            if self.group is None or self.world_size == 1:
-                return None
-            from tokenring.backends.registry import make_transport
+        """The transport, made when first needed; None for one rank. All ranks must get here together.
 
-            self._made_here = make_transport(self._transport, self.group, self.timeout_seconds)
-            self._transport = self._made_here
-        return self._transport
+        "auto" is what suits the group: a group of NPUs alone gets "hccl".
+        """
+        return self.transport_for(None)
+
+    def transport_for(self, device: torch.device | None) -> Transport | None:
+        """The transport for tensors on this device; "auto" is another one for those on NPUs. None: before any are seen.
+
+        All ranks must get here together.
+        """
+        self._check_open()
+        if not isinstance(self._transport, str):
+            return self._transport
+        if self.group is None or self.world_size == 1:
+            return None
+        from tokenring.backends.registry import automatic, make_transport
+
+        name = automatic(self.group, device) if self._transport == "auto" else self._transport
+        if name not in self._made_here:
+            self._made_here[name] = make_transport(name, self.group, self.timeout_seconds)
+        return self._made_here[name]
 
     def plan(self, request: Request) -> Plan:
         """The schedule for a call, and why: what the ranks agreed on at the first call, else what this rank would take.
@@ -216,7 +228,7 @@ class ContextParallel:
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
         self._check_open()
-        transport = self.transport
+        transport = self.transport_for(request.device)
         if transport is None:
             return self._bound(request, direction)
         self._agree(transport, self._description(request, direction), direction)
@@ -251,7 +263,7 @@ class ContextParallel:
         from tokenring.runtime.pool import Pool
 
         if device not in self._pools:
-            self._pools[device] = Pool.of(self.transport, device)
+            self._pools[device] = Pool.of(self.transport_for(device), device)
         return self._pools[device]
 
     @contextmanager
@@ -290,7 +302,7 @@ class ContextParallel:
         if not self._plans:
             made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
             return Plan(made, size, f"asked for by name: {asked}", ())
-        transport = self.transport
+        transport = self.transport_for(request.device)
         able = None if transport is None else transport.capabilities
         return self._planner.plan(request, (q_layout, kv_layout), self.kernel(request.device), able)
 
@@ -322,6 +334,7 @@ class ContextParallel:
     def _make_executor(self, request: Request, direction: Pass) -> Executor:
         from tokenring.runtime.executor import Executor
         from tokenring.schedule.lower import lower
+        from tokenring.schedule.measure import links
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
         if reason := kernel.supports(request.workload.head_dim, request.workload.dtype):
@@ -329,8 +342,10 @@ class ContextParallel:
                 f"kernel {kernel.name!r} cannot compute this call: {reason}; "
                 f"choose another, as in ContextParallel(kernel='reference')"
             )
-        transport = self.transport
+        transport = self.transport_for(request.device)
         early = transport is None or transport.capabilities.early_receives
+        if transport is not None:
+            transport.prepare(links(schedule, (direction,)), request.device)
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, early)
         pool = self.pool(request.device)
         with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
@@ -371,25 +386,3 @@ def _named_digest(some: Layout | Schedule) -> str:
     """A name, and what tells apart those that share it."""
     text = some.to_json() if isinstance(some, Schedule) else repr(some)
     return f"{some.name!r} ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
-
-
-def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """What a user gives as a group, as the group itself; None where there is one process only."""
-    if group is None:
-        ready = dist.is_available() and dist.is_initialized()
-        return dist.group.WORLD if ready else None
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, int) and not isinstance(group, bool):  # dist.GroupMember.NON_GROUP_MEMBER
-        raise ConfigurationError(NOT_A_MEMBER)
-    if not hasattr(group, "get_group"):
-        raise ConfigurationError(
-            f"group is of type {type(group).__name__}; give a ProcessGroup, a one-dimensional DeviceMesh or None"
-        )
-    if group.ndim != 1:
-        raise ConfigurationError(
-            f"a DeviceMesh of {group.ndim} dimensions was given; name the one for context parallelism, as mesh['cp']"
-        )
-    if group.get_coordinate() is None:
-        raise ConfigurationError(NOT_A_MEMBER)
-    return group.get_group()

@@ -37,7 +37,7 @@ def probe(
     timeout_seconds: float,
 ) -> Topology:
     """What Topology.probe does."""
-    from tokenring.context import process_group
+    from tokenring.groups import process_group
 
     seat = this_seat(device)
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from tokenring.errors import TopologyError
@@ -27,7 +27,11 @@ class NoAnswer(Exception):
 
 
 class Hangs(NoAnswer):
-    """A command that took too long: its tool is not asked again."""
+    """A command that took too long: its tool is not asked again. printed: what it had said until then."""
+
+    def __init__(self, message: str = "", printed: str = "") -> None:
+        super().__init__(message)
+        self.printed = printed
 
 
 def probe(
@@ -69,6 +73,19 @@ def _ask(source: Source, run: Run, silent: set[str]) -> Facts | None:
 
 def run_command(command: tuple[str, ...], seconds: float = TIMEOUT_SECONDS) -> str:
     """What a command prints. FileNotFoundError where there is none."""
+    code, text = ended_command(command, seconds)
+    if code != 0:
+        raise NoAnswer(f"exit code {code}: {' '.join(text.split())[:200]}")
+    return text
+
+
+def ended_command(
+    command: tuple[str, ...], seconds: float, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """The exit code of a command, and what it prints. FileNotFoundError where there is none.
+
+    Raises Hangs at the time limit, with what was printed until then in `printed`. Nothing of it is left running.
+    """
     path = shutil.which(command[0]) or shutil.which(command[0], os.F_OK)
     if path is None:
         raise FileNotFoundError(command[0])
@@ -78,30 +95,27 @@ def run_command(command: tuple[str, ...], seconds: float = TIMEOUT_SECONDS) -> s
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=dict(os.environ, LC_ALL="C", LANG="C"),
+            env=dict(os.environ if environment is None else environment, LC_ALL="C", LANG="C"),
             start_new_session=True,  # what it starts ends with it
         )
     except PermissionError:
         raise NoAnswer("may not be run by this user") from None
     except OSError as error:
         raise NoAnswer(str(error.strerror)) from None
+    printed = bytearray()
     try:
-        text = _output(process, seconds).decode("utf-8", "replace")
-        code = process.wait(seconds)
+        _read_all(process, seconds, printed)
+        return process.wait(seconds), printed.decode("utf-8", "replace")
     except (Hangs, subprocess.TimeoutExpired):
-        raise Hangs(f"no answer in {seconds:g} s") from None
+        raise Hangs(f"no answer in {seconds:g} s", printed.decode("utf-8", "replace")) from None
     finally:
         _end(process)
-    if code != 0:
-        raise NoAnswer(f"exit code {code}: {' '.join(text.split())[:200]}")
-    return text
 
 
-def _output(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+def _read_all(process: subprocess.Popen[bytes], seconds: float, printed: bytearray) -> None:
     """All that it prints."""
     assert process.stdout is not None  # it is a pipe
     deadline = time.monotonic() + seconds
-    printed = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while len(printed) <= MOST_BYTES:
@@ -109,7 +123,7 @@ def _output(process: subprocess.Popen[bytes], seconds: float) -> bytes:
                 raise Hangs
             piece = os.read(process.stdout.fileno(), 1 << 16)
             if not piece:
-                return bytes(printed)
+                return
             printed += piece
     raise NoAnswer(f"it prints more than {MOST_BYTES} bytes")
 

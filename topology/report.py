@@ -90,10 +90,14 @@ def _widths(graph: Graph, verdict: Verdict) -> str:
         ports = _port_widths(graph, peers)
         return f": {ports} GB/s one way" if ports else ""
     widths = {edge.bandwidth_gbs for edge in peers}
-    others = len(graph.accelerators) - 1
     known = _widest(widths)
     text = f" ({known} GB/s one way)" if known else ""
-    return text + (f"; a single ring would use 1 of {others}" if others > 1 else "")
+    return text + _ring_in(len(graph.accelerators))
+
+
+def _ring_in(mesh: int) -> str:
+    """How many of its links a ring would use in a full mesh of so many."""
+    return f"; a ring uses 1 of the {mesh - 1} links of each" if mesh > 2 else ""
 
 
 def _port_widths(graph: Graph, peers: list[Edge]) -> str | None:
@@ -170,7 +174,11 @@ def _table(rows: list[list[str]]) -> list[str]:
 def _islands(verdict: Verdict) -> list[str]:
     if verdict.name != "islands":
         return []
-    return ["islands", *(f"  {island.shape}: {', '.join(island.members)}" for island in verdict.islands)]
+    lines = ["islands"]
+    for island in verdict.islands:
+        links = _ring_in(len(island.members)) if island.shape == "full-mesh" else ""
+        lines.append(f"  {island.shape}: {', '.join(island.members)}{links}")
+    return lines
 
 
 def _places(graph: Graph) -> list[str]:

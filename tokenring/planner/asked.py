@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from tokenring.backends.registry import kernel_for_planning
+from tokenring.arguments import check_name
+from tokenring.backends.base import Capabilities
+from tokenring.backends.registry import TRANSPORTS, kernel_for_planning, transport_capabilities
 from tokenring.errors import ConfigurationError
 from tokenring.layout import make_layout
 from tokenring.mask import parse_mask
@@ -20,7 +22,7 @@ from tokenring.planner.group import context_parallel_group, heads_of_group
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import device_rates, machine_of_preset, machine_of_topology
 from tokenring.planner.measured import read_table
-from tokenring.planner.predict import Setting
+from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.presets import PREFIX, find, preset
 from tokenring.planner.rates import Machine, constant
 from tokenring.planner.wiring import REACHED, interconnect_of
@@ -59,6 +61,7 @@ def ask(options: argparse.Namespace) -> Asked:
     dtype = DTYPES[options.dtype]
     net, machine = where(options.topology, dtype, options)
     machine = _measured(machine, options)
+    able = _transport(options.transport, machine)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     length = read_size("--seq", options.seq)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
@@ -68,12 +71,19 @@ def ask(options: argparse.Namespace) -> Asked:
     layout = make_layout(
         options.layout or ("zigzag" if "causal" in options.mask else "contiguous"), net.world_size, length
     )
-    setting = Setting(
-        heads_of_group(whole, options.tp), net, machine, PASSES[options.passes], kernel_for_planning().supports_patch
-    )
+    heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
+    setting = Setting(heads, net, machine.over(able), passes, kernel_for_planning().supports_patch, able)
     limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
     families = tuple(options.schedules.split(",")) if options.schedules else ()
     return Asked(Call(setting, layout, layout, mask, families, limit, options.all), options.topology, options.tp)
+
+
+def _transport(asked: str | None, machine: Machine) -> Capabilities:
+    """Of the transport that was asked for, else of the one that such devices have."""
+    if asked is not None:
+        check_name("transport", asked, TRANSPORTS, "")
+    name = machine.transport if asked in (None, "auto") else asked
+    return IDEAL if name is None else transport_capabilities(name)
 
 
 def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[Interconnect, Machine]:

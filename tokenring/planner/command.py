@@ -99,6 +99,8 @@ def _parser() -> Parser:
     add("--device", metavar="NAME", help="reckon with this device's figures (docs/presets.md)")
     add("--tflops", type=float, metavar="N", help="reckon with this rate of attention, whatever the device")
     add("--rates", metavar="FILE", help="reckon with a table that `tokenring rates` made")
+    add("--transport", metavar="NAME",
+        help="whose queues and communicators count: hccl, hccl/channel, ... (hccl on Ascend)")  # fmt: skip
     add("--all", action="store_true", help="simulate and show also what cannot win")
     add("--json", action="store_true", help="the plan as JSON, for schedule=Plan.load(...)")
     add("--save", metavar="FILE", help="write the plan's JSON to a file")

@@ -72,6 +72,8 @@ _A10 = "NVIDIA's A10 data sheet, as catalogues repeat it"
 _L40S = "NVIDIA's L40S data sheet (without sparsity), as a dealer reproduces it"
 _L20 = "NVIDIA's L20 data sheet (without sparsity), as catalogues repeat it"
 _MSMODELING = "Ascend's msmodeling, device profiles"
+_950 = "texts on the vendor's announcement of September 2025: 950DT, 144 GB at 4 TB/s, 1 PFLOP/s in FP8"
+_950_HALF = "half of the 1 PFLOP/s that the vendor announced for FP8: no figure of 16-bit formats was found"
 _910A = "a text on the Ascend 910's announcement: 256 TFLOP/s fp16"
 
 _FA2 = "FlashAttention-2's paper, A100: from 50% of the peak, and up to"
@@ -157,6 +159,12 @@ _ALL = (
         Figure(99.5, _MSMODELING, "vendor"), unknown("Ascend has no tf32"), Figure(353.9, _MSMODELING, "vendor"),
         Figure(376, _MSMODELING, "vendor"), Figure(1600, _MSMODELING, "vendor"), Figure(64, _MSMODELING, "vendor"),
         NPU_OTHER, NPU_BACKWARD,
+    ),
+    DeviceFigures(
+        "950dt", "Huawei Ascend 950DT 144 GB",
+        unknown("no figure found"), unknown("no figure found"),
+        Figure(500, _950_HALF, "assumed"), Figure(500, _950_HALF, "assumed"),
+        Figure(4000, _950, "table"), Figure(144, _950, "table"), NPU_OTHER, NPU_BACKWARD,
     ),
     DeviceFigures(
         "mi300x", "AMD Instinct MI300X 192 GB",

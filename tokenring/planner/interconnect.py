@@ -90,6 +90,13 @@ class Interconnect:
         """What one transfer alone gets."""
         return min((self.gbs(wire) for wire in self.way(src, dst)), default=float("inf"))
 
+    def own_links(self, rank: int) -> int:
+        """To how many ranks it has a link that no other pair uses, as in a mesh: a ring sends over one of these."""
+        host, device = self.places[rank]
+        used = {place[1] for place in self.places if place[0] == host}
+        ways = self.fabrics[host].ways
+        return len({ways[device, to] for to in used if len(ways.get((device, to), ())) == 1})
+
     @cached_property
     def hosts(self) -> tuple[int, ...]:
         """Of each rank its host."""

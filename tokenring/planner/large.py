@@ -18,12 +18,13 @@ from tokenring.planner.operations import operations
 from tokenring.planner.plan import Candidate, Forecast
 from tokenring.planner.predict import Setting, kernel_seconds_of
 from tokenring.planner.rates import Rates
-from tokenring.planner.select import mb_text, time_text
+from tokenring.planner.select import connected, mb_text, time_text
 from tokenring.planner.simulate import simulate
 from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.registry import check_heads, parse
 from tokenring.schedule.ir import Pass
-from tokenring.schedule.measure import kept_bytes, program_bytes
+from tokenring.schedule.lower import lower
+from tokenring.schedule.measure import connections, kept_bytes, links, program_bytes
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 2  # times the time of the best so far
@@ -31,6 +32,9 @@ FINAL = 4  # schedules that are looked at on twice as many
 MOST_TILES = 6_000  # of one host, that are folded as they are
 TOO_MANY_TILES = 40_000  # of one host: a schedule with more is not looked at
 GROWS_FIRST = frozenset({"tiles", "mesh-kv", "mesh-q"})  # families whose first parameter grows with the hosts
+
+
+HELD = ("peak_bytes", "connections", "connection_bytes")  # is there all along, and does not add up
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Figures:
     exposed_seconds: float
     worst_wire_bytes: float
     peak_bytes: float
+    connections: float
+    connection_bytes: float
 
     def grown(self, larger: Figures, times: float) -> Figures:
         """On the line from here through `larger`, so many times as far."""
@@ -49,10 +55,10 @@ class Figures:
         return Figures(**{name: max(0.0, mine[name] + (other[name] - mine[name]) * times) for name in mine})
 
     def and_then(self, after: Figures) -> Figures:
-        """Both passes, one after the other; memory is that of the larger."""
+        """Both passes, one after the other; memory is that of the larger. Connections are those of both anyway."""
         mine, other = vars(self), vars(after)
         added = {name: mine[name] + other[name] for name in mine}
-        return Figures(**{**added, "peak_bytes": max(self.peak_bytes, after.peak_bytes)})
+        return Figures(**{**added, **{name: max(mine[name], other[name]) for name in HELD}})
 
 
 def is_large(net: Interconnect, most_ranks: int) -> bool:
@@ -112,9 +118,10 @@ def _candidate(name: str, each: Figures, best: Figures, bound: Bound, limit: flo
     reason = "the fastest" if each is best else f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
     if each.peak_bytes > limit:
         reason = f"needs {mb_text(int(each.peak_bytes))} a rank"
+    connections = connected(round(each.connections), round(each.connection_bytes))
     return Candidate(
         name, each.seconds, each.compute_seconds, each.exposed_seconds, round(each.worst_wire_bytes),
-        round(each.peak_bytes), bound.seconds, reason,
+        round(each.peak_bytes), bound.seconds, reason, *connections,
     )  # fmt: skip
 
 
@@ -172,6 +179,7 @@ class _World:
 
     def __init__(self, name: str, setting: Setting, share: float, hosts: int, unit: int) -> None:
         net, whole = setting.interconnect, setting.workload
+        self.setting = setting
         self.ranks, self.unit, self.messages = hosts * unit, unit, setting.machine.messages
         q_length, kv_length = (n * self.ranks // net.world_size for n in (whole.q_length, whole.kv_length))
         self.size = replace(whole, q_length=q_length, kv_length=kv_length)
@@ -188,15 +196,22 @@ class _World:
 
     def one_pass(self, direction: Pass) -> Figures:
         schedule, size = self.schedule, self.size
-        programs = [schedule.program(size, rank, direction) for rank in range(self.unit)]
+        early = self.setting.early_receives
+        programs = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(self.unit)]
         held = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
+        able, used = self.setting.able, links(schedule, self.setting.passes)
+        counts = [connections(used, able, rank) for rank in range(self.unit)]
+        most = max(counts)
+        held = [pool + count * able.connection_bytes for pool, count in zip(held, counts, strict=True)]
         costs = [operations(schedule, size, program, self.rates) for program in programs]
         outcome = simulate(self.net, costs, self.messages, canonical=self.symmetry.canonical)
         loads = outcome.wire_bytes
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
         compute = max(map(kernel_seconds_of, costs))
         wire_bytes = 0.0 if slowest is None else loads[slowest]
-        return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, max(held))
+        return Figures(
+            outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, max(held), most, most * able.connection_bytes
+        )
 
 
 def _masked(rates: Rates, share: float) -> Rates:

@@ -49,16 +49,16 @@ def device_rates(device: DeviceFigures, dtype: torch.dtype) -> Rates:
     )
 
 
-def messages_of(operation_us: float, ascend: bool) -> Messages:
-    """operation_us: of a message beside its bytes. Ascend's HCCL runs both directions of a pair in one queue."""
-    return Messages(operation_us * 1e-6, 2e-6, pair_serial=ascend, source=f"{operation_us:g} µs a message, published")
+def messages_of(operation_us: float) -> Messages:
+    """operation_us: of a message beside its bytes."""
+    return Messages(operation_us * 1e-6, 2e-6, source=f"{operation_us:g} µs a message, published")
 
 
 def machine_of_preset(name: str, dtype: torch.dtype) -> Machine:
     """What a preset's ranks compute with."""
     found, _ = find(name.removeprefix(PREFIX))
     device = device_figures(found.device)
-    return Machine(device_rates(device, dtype), messages_of(found.operation_us.known(), _is_ascend(device.name)))
+    return Machine(device_rates(device, dtype), messages_of(found.operation_us.known()), transport=_transport_of(device.name))
 
 
 def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
@@ -76,8 +76,9 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
         )
     same = next((each for each in PRESETS.values() if each.device == name), None)
     operation_us = 10.0 if same is None else same.operation_us.known()
-    return Machine(device_rates(device_figures(name), dtype), messages_of(operation_us, _is_ascend(name)))
+    return Machine(device_rates(device_figures(name), dtype), messages_of(operation_us), transport=_transport_of(name))
 
 
-def _is_ascend(device: str) -> bool:
-    return device.startswith("910")
+def _transport_of(device: str) -> str | None:
+    """What moves messages between such devices, where there is one transport for them alone."""
+    return "hccl" if device.startswith("910") else None

@@ -25,7 +25,8 @@ class Candidate:
     predicted_seconds: None where it was not simulated, because its busiest wire alone needs longer than the best.
     compute_seconds: kernels of the rank that computes longest. exposed_seconds: waiting that nothing hides.
     worst_link_bytes: on the wire that needs longest. bound_seconds: what no schedule can be faster than.
-    reason: why it wins or loses.
+    reason: why it wins or loses. connections: of the rank that has most, which take connection_bytes of peak_bytes;
+    None where they take no device memory, or nothing is known of the transport.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Candidate:
     peak_bytes: int | None
     bound_seconds: float | None
     reason: str
+    connections: int | None = None
+    connection_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,4 +135,5 @@ def _dtype(name: object) -> torch.dtype:
 
 
 def _candidate(found: Mapping[str, Any]) -> Candidate:
-    return Candidate(**{field.name: found[field.name] for field in fields(Candidate)})
+    older = {"connections": None, "connection_bytes": None} | dict(found)  # plans written before these were known
+    return Candidate(**{field.name: older[field.name] for field in fields(Candidate)})

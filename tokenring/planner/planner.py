@@ -19,7 +19,7 @@ from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import CPU, CPU_MESSAGES, device_rates, machine_of_topology, messages_of
 from tokenring.planner.measured import kept, key_of
 from tokenring.planner.plan import Candidate, Plan
-from tokenring.planner.predict import Setting
+from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.rates import Machine
 from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.ir import Pass
@@ -92,9 +92,8 @@ class Planner:
             machine = replace(machine, rates=measured)
         backward = request.training or request.differentiable  # so that a checkpoint's two forwards are the same
         passes: tuple[Pass, ...] = ("forward", "backward") if backward else ("forward",)
-        early = able is None or able.early_receives
-        one_sided = able is not None and able.one_sided
-        setting = Setting(request.workload, net, machine, passes, kernel.supports_patch, early, one_sided)
+        able = IDEAL if able is None else able
+        setting = Setting(request.workload, net, machine.over(able), passes, kernel.supports_patch, able)
         return Call(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
 
     # ---------- what rank 0 tells the others
@@ -153,5 +152,5 @@ def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype
         except TokenRingError as error:
             why = str(error).partition(":")[0]
     assumed = device_figures(ASSUMED_DEVICE)
-    machine = Machine(device_rates(assumed, dtype), messages_of(ASSUMED_OPERATION_US, ascend=False))
+    machine = Machine(device_rates(assumed, dtype), messages_of(ASSUMED_OPERATION_US))
     return machine, f"{why}; those of {assumed.title} are assumed"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tokenring.backends.base import Capabilities
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.operations import Compute, Costs, Operation
 from tokenring.planner.rates import Machine
@@ -13,9 +14,11 @@ from tokenring.planner.simulate import Outcome, simulate
 from tokenring.schedule.calls import Supports, anything, calls
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.lower import agenda_of, lower_agenda
-from tokenring.schedule.measure import kept_bytes, link_bytes, program_bytes
+from tokenring.schedule.measure import connections, kept_bytes, link_bytes, links, program_bytes
 from tokenring.schedule.storage import Storage, storage_of
 from tokenring.workload import Workload
+
+IDEAL = Capabilities(early_receives=True, channels=2)  # of a transport of which nothing is known
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Prediction:
 
     compute_seconds: of the rank that computes longest, kernels alone. exposed_seconds: what the passes take beyond
     the busiest rank's own work. worst_wire carries worst_wire_bytes, which take worst_wire_seconds.
-    peak_bytes: buffers, and what forward keeps for backward, of the rank that needs most.
+    peak_bytes: buffers, what forward keeps for backward, and connections, of the rank that needs most in all.
+    connections: of the rank that has most, which take connection_bytes of device memory (0 where they take none).
     """
 
     seconds: float
@@ -34,6 +38,8 @@ class Prediction:
     worst_wire_bytes: int
     worst_wire_seconds: float
     peak_bytes: int
+    connections: int = 0
+    connection_bytes: int = 0
     outcomes: tuple[Outcome, ...] = ()
 
 
@@ -46,8 +52,12 @@ class Setting:
     machine: Machine
     passes: tuple[Pass, ...]
     supports: Supports = anything
-    early_receives: bool = True
-    one_sided: bool = False
+    able: Capabilities = IDEAL
+
+    @property
+    def early_receives(self) -> bool:
+        """Whether receives are posted early: in one queue with sends they would block what they wait for."""
+        return self.able.early_receives and not self.machine.messages.pair_serial
 
 
 class Least(NamedTuple):
@@ -111,6 +121,9 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
     """Lower, simulate and add up."""
     made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
     wire, nbytes, seconds = worst_wire(schedule, setting)
+    used, able = links(schedule, setting.passes), setting.able
+    connected = [connections(used, able, rank) for rank in _ranks(schedule)]
+    held = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
     return Prediction(
         sum(setting.machine.start_seconds + outcome.seconds for outcome, _, _ in made),
         sum(kernels for _, kernels, _ in made),
@@ -118,28 +131,28 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
         wire,
         nbytes,
         seconds,
-        max(peak for _, _, peak in made),
+        max(pool + count * able.connection_bytes for pool, count in zip(held, connected, strict=True)),
+        max(connected),
+        max(connected) * able.connection_bytes,
         tuple(outcome for outcome, _, _ in made) if record else (),
     )
 
 
-def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, int]:
-    """The outcome, the longest time that a rank's kernels take, and the largest pool."""
+def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, list[int]]:
+    """The outcome, the longest time that a rank's kernels take, and what each rank holds."""
     storage, workload = storage_of(schedule), setting.workload
-    # Where both directions share a queue, posts follow one order at both ends: receives posted early would block it.
-    early = setting.early_receives and not setting.machine.messages.pair_serial
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
-    peak = 0
+    held = []
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        program = lower_agenda(agenda, workload, early)
+        program = lower_agenda(agenda, workload, setting.early_receives)
         programs.append(costs.operations(program))
-        held = program_bytes(schedule, workload, program, setting.one_sided) + kept_bytes(schedule, workload, program)
-        peak = max(peak, held)
+        pool = program_bytes(schedule, workload, program, setting.able.one_sided)
+        held.append(pool + kept_bytes(schedule, workload, program))
     machine = setting.machine
     outcome = simulate(setting.interconnect, programs, machine.messages, record, cores=machine.shared_cores)
-    return outcome, max(map(kernel_seconds_of, programs)), peak
+    return outcome, max(map(kernel_seconds_of, programs)), held
 
 
 def _ranks(schedule: Schedule) -> range:

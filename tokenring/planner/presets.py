@@ -38,6 +38,10 @@ HCCS_910A = Figure(
 )
 HCCS_910B = Figure(28, "source of Ascend's npu-smi: 4 lanes of 56 Gbit/s a link", "vendor")
 HCCS_A3 = Figure(28, "Ascend's msmodeling: 196 a die; npu-smi prints seven links of 224 Gbit/s", "vendor")
+UB_950 = Figure(
+    50, "topology file of the Atlas 850 in the driver's source: one port a pair; hccn_tool's page: 400 Gbit/s a port",
+    "vendor",
+)
 SIO_A3 = Figure(224, "Ascend's msmodeling, between the dies of a package", "vendor")
 PCIE_3 = Figure(15.75, "8 GT/s, 128b/130b, x16, computed", "table")
 PCIE_4 = Figure(31, f"{_TABLE}: x16", "table")
@@ -71,6 +75,7 @@ ROCE_200_L20 = Figure(25, "two ports of 200 Gbit/s, one a socket: servers with t
 ROCE_100_A10 = Figure(12.5, "one port of 100 Gbit/s: the TokenRing paper names one machine and no network", "assumed")
 ROCE_100 = Figure(12.5, "summary of a paper's appendix: RoCE of 100 Gbit/s on each 910A", "repeated")
 ROCE_200 = Figure(25, "hccn_tool prints 200000 Mbit/s for each 910B", "measured")
+CLOS_950 = Figure(400, "the Atlas 850's topology file: eight ports of each NPU, of 400 Gbit/s, to CLOS", "vendor")
 ROCE_A3 = Figure(25, "texts on CloudMatrix384: RoCE of 400 Gbit/s a package, taken as 200 a die", "table")
 
 # Shares of a published rate that a copy reached.
@@ -84,6 +89,8 @@ REACHED_910B = Figure(0.94, "ascend-dmi, 910B3: 26.2 of 28 one way, 50.8 both wa
 REACHED_910A = Figure(0.94, "as on 910B: no measurement found", "assumed")
 REACHED_SIO = Figure(0.89, "ascend-dmi's own test data, two dies: 198.9 of 224", "measured")
 REACHED_A3 = Figure(0.94, "as on 910B; ascend-dmi's test data have 391.2 of 392 between packages", "assumed")
+REACHED_950 = Figure(0.94, "as on 910B: no measurement found", "assumed")
+REACHED_CLOS = Figure(0.94, "as between peers: no measurement found", "assumed")
 REACHED_PCIE_3 = Figure(0.76, "NCCL plans with 12 of 15.75", "vendor")
 REACHED_PCIE_4 = Figure(0.85, "p2pBandwidthLatencyTest, RTX 6000 Ada below one host bridge: 26.3 of 31", "measured")
 REACHED_PCIE_5 = Figure(0.88, "ML Engineering, nvbandwidth on H200, host and device: 55.4 of 63", "measured")
@@ -107,6 +114,7 @@ OP_L20 = Figure(7.7, "as on L40S: no measurement found", "assumed")
 OP_A10 = Figure(7.7, "as on L40S: no measurement found", "assumed")
 OP_ASCEND = Figure(10.0, "Ascend's msmodeling: 10 us an operation", "vendor")
 OP_910A = Figure(10.0, "as on 910B: no figure found", "assumed")
+OP_950 = Figure(10.0, "as on 910B: no figure found", "assumed")
 OP_MI300X = Figure(10.0, "as on A100: no measurement found", "assumed")
 
 
@@ -237,6 +245,14 @@ _ALL = (
                switch=Switch("HCCS switch", "hccs", HCCS_A3, 7), dies=2),
         {"sio": REACHED_SIO, "hccs": REACHED_A3, "network": REACHED_ROCE}, OP_ASCEND,
         "Several are joined by RoCE here; a SuperPoD joins them by HCCS at the full rate instead.",
+    ),
+    Preset(
+        "atlas-850", "Huawei Atlas 850, 8 Ascend 950DT: full UB mesh", "950dt", "full-mesh",
+        Server(8, "NPU", "950DT", "huawei", Nics(8, CLOS_950),
+               links=(Links("ub", UB_950, full_mesh(range(8))),)),
+        {"ub": REACHED_950, "network": REACHED_CLOS}, OP_950,
+        "The vendor's figures; none was measured. Several are joined by the eight UB ports of each NPU that lead to "
+        "the CLOS level, which inside one server is left out.",
     ),
     Preset(
         "mi300x-8", "8 AMD MI300X: full xGMI mesh", "mi300x", "full-mesh",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
+from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError
 from tokenring.region import Patch
 from tokenring.schedule.ir import Pass
@@ -81,8 +82,9 @@ class Messages:
 
     latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
-    channel. pipelined: the latency passes while those before it in the queue are on their way (TCP), not after
-    (operations on a stream). handling_seconds: of the machine's cores for a message, where ranks share them.
+    channel; channels: 1 if requests and partials share it as well. pipelined: the latency passes while those before it
+    in the queue are on their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the
+    machine's cores for a message and its bytes, where ranks share them.
     """
 
     latency_seconds: float = 0.0
@@ -92,6 +94,7 @@ class Messages:
     pipelined: bool = False
     handling_seconds: float = 0.0
     handling_gbs: float = math.inf
+    channels: int = 2
     source: str = "ideal"
 
 
@@ -100,14 +103,19 @@ class Machine:
     """All that the simulator asks beside the interconnect.
 
     shared_cores: where all ranks are processes of one machine, on how many cores they copy, merge and post in turns.
-    start_seconds: of a pass, until its first instruction.
+    start_seconds: of a pass, until its first instruction. transport: what moves messages there, where known.
     """
 
     rates: Rates
     messages: Messages = field(default_factory=Messages)
     shared_cores: float = math.inf
     start_seconds: float = 0.0
+    transport: str | None = None
 
     @cached_property
     def source(self) -> str:
         return f"{self.rates.source}; messages: {self.messages.source}"
+
+    def over(self, able: Capabilities) -> Machine:
+        """The same with messages in the queues of this transport."""
+        return replace(self, messages=replace(self.messages, pair_serial=able.pair_serial, channels=able.channels))

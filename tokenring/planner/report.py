@@ -23,6 +23,8 @@ def table(plan: Plan | Forecast, asked: Asked, everything: bool = False) -> str:
     others = [each for each in plan.candidates if each.predicted_seconds is None]
     shown = simulated if everything else simulated[:SHOWN]
     lines += _aligned([COLUMNS, *map(_row, shown)], [""] + [each.reason for each in shown])
+    if shown and shown[0].connections:
+        lines.append(connections_text(shown[0].name, shown[0].connections, shown[0].connection_bytes or 0))
     hidden = len(simulated) - len(shown)
     if hidden:
         lines.append(f"{hidden} more were simulated and are slower; --all shows them")
@@ -33,13 +35,22 @@ def table(plan: Plan | Forecast, asked: Asked, everything: bool = False) -> str:
     return "\n".join(lines)
 
 
+def connections_text(name: str, connections: int, connection_bytes: int) -> str:
+    """What of a schedule's memory is its connections'."""
+    return f"of the memory of {name}, {mb_text(connection_bytes)} are those of {connections} communicators of two ranks"
+
+
 def heading(asked: Asked) -> str:
     """What is planned for."""
     setting = asked.call.setting
     text = f"{workload_text(setting.workload)}, {asked.call.mask}, layout {asked.call.q_layout.name}"
     tensor = f" (tensor parallelism {asked.tensor_parallel})" if asked.tensor_parallel > 1 else ""
     net = setting.interconnect
-    return f"{text}\non {net.name}: {net.world_size} ranks{tensor}; {setting.machine.source}"
+    lines = [text, f"on {net.name}: {net.world_size} ranks{tensor}; {setting.machine.source}"]
+    links = min(net.own_links(rank) for rank in range(net.local or net.world_size))  # hosts are alike
+    if links > 1:
+        lines.append(f"a ring uses 1 of the {links} links of each rank; direct schedules use all of them")
+    return "\n".join(lines)
 
 
 def workload_text(workload: Workload) -> str:
@@ -82,6 +93,8 @@ def explained(name: str, schedule: Schedule, found: Prediction, asked: Asked, bo
         f"transfers {time_text(bound.transfer_seconds)} (into {bound.cut})"
     )
     lines.append(f"memory {mb_text(found.peak_bytes)} a rank for buffers and what is kept")
+    if found.connection_bytes:
+        lines.append(connections_text(name, found.connections, found.connection_bytes))
     for direction, outcome in zip(setting.passes, found.outcomes, strict=True):
         busiest = max(range(schedule.world_size), key=lambda rank: outcome.busy_seconds[rank])
         lines.append(

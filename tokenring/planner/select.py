@@ -138,8 +138,13 @@ def _candidate(each: Judged, best: Judged, bound: Bound | None, limit: int | Non
         return Candidate(each.name, None, None, None, None, None, seconds, reason)
     return Candidate(
         each.name, found.seconds, found.compute_seconds, found.exposed_seconds, found.worst_wire_bytes,
-        found.peak_bytes, seconds, reason,
+        found.peak_bytes, seconds, reason, *connected(found.connections, found.connection_bytes),
     )  # fmt: skip
+
+
+def connected(connections: int, connection_bytes: int) -> tuple[int | None, int | None]:
+    """What a candidate says of its connections."""
+    return (connections, connection_bytes) if connection_bytes else (None, None)
 
 
 def _why(each: Judged, best: Judged, limit: int | None) -> str:
@@ -188,10 +193,13 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
 def _nothing_fits(found: Judgement, limit: int | None) -> str:
     judged, misfits = found.judged, found.misfits
     if judged and limit is not None:
-        least = min(each.prediction.peak_bytes for each in judged if each.prediction is not None)
+        found_all = [each.prediction for each in judged if each.prediction is not None]
+        least = min(found_all, key=lambda each: each.peak_bytes)
+        connected = f", {mb_text(least.connection_bytes)} of it for {least.connections} communicators"
         return (
-            f"no schedule fits in {mb_text(limit)} a rank; the smallest needs {mb_text(least)}: "
-            f"raise the limit, use more ranks or a shorter sequence"
+            f"no schedule fits in {mb_text(limit)} a rank; the smallest needs {mb_text(least.peak_bytes)}"
+            f"{connected if least.connection_bytes else ''}: raise the limit, use more ranks or a shorter sequence"
+            f"{', or a transport with fewer communicators (docs/transports.md)' if least.connection_bytes else ''}"
         )
     if misfits:
         return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"

@@ -252,7 +252,7 @@ class Simulation:
         a, b = transfer.src, transfer.dst
         if self.messages.pair_serial and a > b:
             a, b = b, a
-        return a, b, transfer.channel
+        return a, b, transfer.channel if self.messages.channels > 1 else ""
 
     # ---------- ranks
 

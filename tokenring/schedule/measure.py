@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from tokenring.schedule.ir import PARTIALS, Pass, Schedule
+from tokenring.schedule.ir import PARTIALS, PASSES, Pass, Schedule
 from tokenring.schedule.payload import STATISTIC_BYTES, Records, check_workload
 from tokenring.schedule.program import Program, Recv
 from tokenring.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenring.backends.base import Capabilities, Link
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
 
@@ -20,6 +25,31 @@ def link_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
         full = move.channel == PARTIALS and schedule.in_full_precision(move)
         links[move.src, move.dst] += records(move.block.kind, full).nbytes * schedule.unit_length(move.block.kind)
     return dict(sorted(links.items()))
+
+
+def links(schedule: Schedule, passes: Iterable[Pass] = PASSES) -> set[Link]:
+    """(source, destination, channel) of all messages of these passes."""
+    return {(move.src, move.dst, move.channel) for direction in passes for move in schedule.moves_in(direction)}
+
+
+def connections(some: Iterable[Link], able: Capabilities, rank: int) -> int:
+    """How many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL."""
+    found = {
+        (
+            dst if src == rank else src,
+            channel if able.channels > 1 else "",
+            not able.pair_serial and src < dst,
+        )
+        for src, dst, channel in some
+        if rank in (src, dst)
+    }
+    return len(found)
+
+
+def most_connections(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PASSES) -> int:
+    """Of the rank that has most, in all these passes together: connections stay."""
+    some = links(schedule, passes)
+    return max(connections(some, able, rank) for rank in range(schedule.world_size))
 
 
 def slot_bytes(schedule: Schedule, workload: Workload, program: Program) -> list[int]:
@@ -64,13 +94,14 @@ def aligned(nbytes: int) -> int:
 
 
 def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forward", transport: str = "gloo") -> int:
-    """The pool of the rank that needs most."""
+    """The pool of the rank that needs most, and what the transport's connections take in device memory there."""
     from tokenring.backends.registry import kernel_for_planning, transport_capabilities
     from tokenring.schedule.lower import lower
 
     check_workload(schedule, workload, direction)
     able = transport_capabilities(transport)
     supports = kernel_for_planning().supports_patch
+    used = links(schedule, (direction,))
     return max(
         program_bytes(
             schedule,
@@ -78,6 +109,7 @@ def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
             lower(schedule, rank, direction, workload, supports, able.early_receives),
             able.one_sided,
         )
+        + connections(used, able, rank) * able.connection_bytes
         for rank in range(schedule.world_size)
     )
 

@@ -54,6 +54,11 @@ def peer(post: Post) -> int:
     return post.src if isinstance(post, Recv) else post.dst
 
 
+def _matched(post: Post) -> tuple[str, int, int, str]:
+    """What both ends of a message have in common."""
+    return post.label, post.span.rows, post.span.heads, post.channel
+
+
 def name_of(post: Post) -> str:
     """A message in errors."""
     way = "receive" if isinstance(post, Recv) else "send"
@@ -70,10 +75,13 @@ class Meeting(NamedTuple):
 
 
 class Rendezvous:
-    """The queues of all ranks: each has one for each other rank and channel, or one for each direction of it."""
+    """The queues of all ranks: each has one for each other rank and channel, or one for each direction of it.
 
-    def __init__(self, ranks: Sequence[Rank], one_queue_a_pair: bool) -> None:
-        self.ranks, self.one_queue = ranks, one_queue_a_pair
+    channels: 1 if a pair's channels share a queue as well.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], one_queue_a_pair: bool, channels: int = 2) -> None:
+        self.ranks, self.one_queue, self.channels = ranks, one_queue_a_pair, channels
         self.queues: dict[tuple[int, Key], deque[Post]] = defaultdict(deque)
 
     def post(self, rank: Rank, post: Post) -> Meeting | None:
@@ -93,13 +101,13 @@ class Rendezvous:
 
     def _key(self, rank: int, post: Post) -> Key:
         ends = (post.src, rank) if isinstance(post, Recv) else (rank, post.dst)
-        return (min(ends), max(ends)) if self.one_queue else ends, post.channel
+        return (min(ends), max(ends)) if self.one_queue else ends, post.channel if self.channels > 1 else ""
 
     def _meet(self, a: Rank, b: Rank, here: deque[Post], there: deque[Post]) -> Meeting | None:
         mine, theirs = here[0], there[0]
         if type(mine) is type(theirs):
             return None  # both send, or both receive: this is how orders that cross block each other
-        if (mine.label, mine.span.rows, mine.span.heads) != (theirs.label, theirs.span.rows, theirs.span.heads):
+        if _matched(mine) != _matched(theirs):
             raise a.wrong(f"{name_of(mine)} meets {name_of(theirs)} of rank {b.rank}")
         here.popleft(), there.popleft()
         a.done.add(mine.message)

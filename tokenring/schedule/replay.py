@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,7 +56,10 @@ Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by hea
 
 
 def replay_schedule(schedule: Schedule) -> None:
-    """Lower both passes for every rank, for both kinds of transport, and replay them."""
+    """Lower both passes for every rank, for both kinds of transport, and replay them.
+
+    Programs of the strict kind in one queue a pair for everything: they then run where there are several, too.
+    """
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
     pairs, storage = Pairs(schedule), Storage(schedule)
@@ -65,7 +68,7 @@ def replay_schedule(schedule: Schedule) -> None:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
         for early in (True, False):
             programs = [lower_agenda(agenda, workload, early) for agenda in agendas]
-            kept[early] = replay(schedule, programs, not early, kept.get(early), pairs)
+            kept[early] = replay(schedule, programs, not early, kept.get(early), pairs, 2 if early else 1)
 
 
 def replay(
@@ -74,14 +77,16 @@ def replay(
     one_queue_a_pair: bool,
     kept: Kept | None = None,
     pairs: Pairs | None = None,
+    channels: int = 2,
 ) -> Kept:
     """Run all ranks' programs of one pass; what they keep. Backward is given what forward kept.
 
+    one_queue_a_pair: both directions of a pair share a queue in each channel; channels: 1 if these share it too.
     The programs' head groups have kv heads of their own. Raises ScheduleError, which names step,
     rank and block, when programs deadlock, mismatch or misuse a slot, or when a result does not
     come home once.
     """
-    machine = _Replay(pairs or Pairs(schedule), programs, one_queue_a_pair, kept)
+    machine = _Replay(pairs or Pairs(schedule), programs, Queues(one_queue_a_pair, channels), kept)
     try:
         return machine.run()
     except Wrong as wrong:
@@ -89,8 +94,15 @@ def replay(
         raise ScheduleError(f"{where}: {wrong.text}") from None
 
 
+class Queues(NamedTuple):
+    """How a transport keeps the messages of a pair of ranks."""
+
+    one_for_both_directions: bool
+    channels: int
+
+
 class _Replay:
-    def __init__(self, pairs: Pairs, programs: Sequence[Program], one_queue: bool, kept: Kept | None) -> None:
+    def __init__(self, pairs: Pairs, programs: Sequence[Program], queues: Queues, kept: Kept | None) -> None:
         self.pairs, self.schedule = pairs, pairs.schedule
         self.direction = programs[0].direction
         self.kinds: tuple[Kind, ...] = ("q_partial",) if self.direction == "forward" else ("q_partial", "kv_partial")
@@ -99,7 +111,7 @@ class _Replay:
         for rank, slots in zip(self.ranks, kept or [], strict=bool(kept)):
             for slot, held in zip(_kept_slots(rank.program), slots, strict=True):
                 rank.held[slot].update({heads: dict(rows) for heads, rows in held.items()})
-        self.rendezvous = Rendezvous(self.ranks, one_queue)
+        self.rendezvous = Rendezvous(self.ranks, *queues)
         self.ready = deque(self.ranks)
 
     def run(self) -> Kept:

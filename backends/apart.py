@@ -1,0 +1,109 @@
+"""Exchanges between ranks that share no memory: over a Gloo group of their own, whatever moves the payload."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from tokenring.backends.base import Handle
+from tokenring.backends.control import Control
+from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
+from tokenring.errors import BackendUnavailable
+from tokenring.weak import weakly
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TAG = 0  # messages of one tag keep their order, which is all the matching that programs need
+
+
+def check_gloo(transport: str) -> None:
+    """Raises BackendUnavailable where torch has no Gloo."""
+    if not dist.is_gloo_available():
+        raise BackendUnavailable(f"transport {transport!r} was asked for, but this torch was built without Gloo")
+
+
+def own_store(control: Control, group: ProcessGroup, channel: str) -> Any:
+    """The part of the group's store that no other group and no other transport uses."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return PrefixStore(f"tokenring/{control.name}/{channel}", store)
+
+
+def connect(control: Control, group: ProcessGroup, channel: str) -> Any:
+    """A Gloo group of the members of `group` alone. Raises PeerLost.
+
+    Not by dist.new_group: it wants every rank of the world, or else names groups by how many a rank
+    has made before, on which members of overlapping groups disagree, and then wait for each other.
+    """
+    apart = own_store(control, group, channel)
+    limit = timedelta(seconds=control.timeout_seconds)
+    try:
+        made = dist.ProcessGroupGloo(apart, control.rank, control.world_size, limit)
+    except RuntimeError as error:
+        peer = (control.rank + 1) % control.world_size
+        raise control.lost(peer, "connected to all ranks", first_line(error)) from None
+    addresses = [f"0/{rank}" for rank in range(control.world_size)]  # as Gloo calls them
+    with suppress(StoreSilent):
+        bounded(lambda: forget(apart, "connected", addresses, control.world_size), STORE_SECONDS)
+    return made
+
+
+class GlooHandle:
+    """One Gloo message on its way."""
+
+    def __init__(self, work: Any, control: Control, peer: int, what: str) -> None:
+        self._work, self._control, self._peer, self._what = work, control, peer, what
+
+    def wait(self) -> None:
+        control = self._control
+        control.board.note_waiting(self._peer)
+        try:
+            done = self._work.wait(timedelta(seconds=control.timeout_seconds))
+        except RuntimeError as error:
+            raise control.lost(self._peer, self._what, first_line(error)) from None
+        if done is False:
+            raise control.lost(self._peer, self._what, "no answer")
+        control.board.note_waiting(None)
+
+
+class Apart:
+    """The exchange of a control whose ranks share no memory."""
+
+    def __init__(self, control: Control, group: ProcessGroup) -> None:
+        self._control, self._group = control, connect(control, group, "control")
+        control.gather_apart = weakly(self._gather)
+
+    @staticmethod
+    def where_needed(control: Control, group: ProcessGroup) -> Apart | None:
+        """For whoever made the control to hold; None where ranks share memory."""
+        return Apart(control, group) if control.shared is None else None
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """What all ranks say, in equal sizes. Each tells each: a collective could not say whom it waits for."""
+        rank, world_size = self._control.rank, self._control.world_size
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        heard = [torch.empty_like(mine) for _ in range(world_size)]
+        heard[rank] = mine
+        peers = [(rank + step) % world_size for step in range(1, world_size)]
+        waits = [self._start("recv", heard[peer], peer, "exchanged with all ranks") for peer in peers]
+        waits += [self._start("send", mine, peer, "exchanged with all ranks") for peer in peers]
+        for handle in waits:
+            handle.wait()
+        return [bytes(each.numpy()) for each in heard]
+
+    def _start(self, what: str, data: torch.Tensor, peer: int, label: str) -> Handle:
+        try:
+            work = getattr(self._group, what)([data], peer, TAG)
+        except RuntimeError as error:
+            raise self._control.lost(peer, label, first_line(error)) from None
+        return GlooHandle(work, self._control, peer, label)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

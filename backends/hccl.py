@@ -1,0 +1,247 @@
+"""HCCL: two-sided messages between tensors on Ascend NPUs, over torch_npu's process groups.
+
+HCCL gives the two ranks of a message a communicator of their own in each process group, with one stream: there
+both directions stand in one queue, tags are ignored, and a send is as synchronous as a receive, so that order is
+the match. Different peers and different groups overlap. So requests and partials have groups of their own, and of
+each of them the messages to higher ranks and those to lower ones: no queue then holds both directions. Where the
+communicators' memory is too dear, `hccl/channel` and `hccl/pair` do with half and a quarter of them.
+
+A wait orders streams and never blocks the host: what HCCL finds wrong it says at a later call, or in its logs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tokenring.backends.apart import TAG, Apart, check_gloo, first_line, own_store
+from tokenring.backends.base import Capabilities, Handle, Link
+from tokenring.backends.control import Control, Controlled
+from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
+from tokenring.schedule.ir import PARTIALS, REQUESTS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MEGABYTE = 1 << 20  # as HCCL counts
+P2P_MEGABYTES = 20  # of P2P_HCCL_BUFFSIZE where it is not set
+CONNECTION_BYTES = 2 * P2P_MEGABYTES * MEGABYTE  # in and out, at each end
+LATE = (
+    "on an NPU a failed message is found late: HCCL waits HCCL_EXEC_TIMEOUT (1836 s where it is not set) for the other "
+    "end, and says so at a later call"
+)
+FIRST_CONTACT = "both ranks must make their first contact within HCCL_CONNECT_TIMEOUT (120 s where it is not set)"
+
+
+class HcclTransport(Controlled):
+    """Payload between the ranks of one group, on HCCL groups of its own."""
+
+    name = "hccl"
+    capabilities = Capabilities(early_receives=True, channels=2, connection_bytes=CONNECTION_BYTES)
+
+    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+        create = _creator(self.name)
+        _check_environment(self.name, os.environ)
+        check_gloo(self.name)
+        self.control = Control(self.name, group, timeout_seconds)
+        self.rank, self.world_size = self.control.rank, self.control.world_size
+        self.sent_bytes: dict[int, int] = defaultdict(int)
+        self.capabilities = replace(type(self).capabilities, connection_bytes=connection_bytes(os.environ))
+        self._apart = Apart.where_needed(self.control, group)
+        self._groups = {lane: self._make(create, group, lane) for lane in self._lanes()}
+        self._connected: set[tuple[str, int]] = set()  # lane and peer
+
+    def _make(self, create: Any, group: ProcessGroup, lane: str) -> Any:
+        """A group of the members of `group` alone, by torch_npu's own constructor.
+
+        Not by dist.new_group: as `apart.connect` says; and it gives a group that is made again the name, and so
+        the keys in the store, of the one before.
+        """
+        options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+        options.store = own_store(self.control, group, lane)
+        options.group_rank, options.group_size = self.rank, self.world_size
+        options.timeout = timedelta(seconds=self.control.timeout_seconds)
+        options.group_id = f"tokenring {self.control.name[:8]} {lane}"
+        options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        return create(options, None)
+
+    # ---------- lanes
+
+    def _lanes(self) -> list[str]:
+        """Groups, each with a communicator for each pair that uses it."""
+        return sorted({self._lane(channel, *ends) for channel in (REQUESTS, PARTIALS) for ends in ((0, 1), (1, 0))})
+
+    def _lane(self, channel: str, src: int, dst: int) -> str:
+        """In which group a message goes."""
+        able = self.capabilities
+        of_channel = channel if able.channels > 1 else "all"
+        return of_channel if able.pair_serial else f"{of_channel} {'up' if src < dst else 'down'}"
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """Make the communicators of these links, on all ranks in one order. Raises ConfigurationError, PeerLost.
+
+        HCCL makes one when a message first needs it, and blocks both hosts until they meet there: in the order of
+        a program's messages ranks could wait for each other in a circle.
+        """
+        self.control.check_usable()
+        if device.type != "npu":
+            raise ConfigurationError(
+                f"transport {self.name!r} moves tensors on NPUs, and these are on {device}: use transport='auto'"
+            )
+        for low, high, lane in warm_up_order(
+            {(min(src, dst), max(src, dst), self._lane(channel, src, dst)) for src, dst, channel in links},
+            self.world_size,
+        ):
+            if self.rank in (low, high):
+                self._touch(low, high, lane, device)
+
+    def _touch(self, low: int, high: int, lane: str, device: torch.device) -> None:
+        """A message of one byte, from the lower rank to the higher."""
+        peer = high if self.rank == low else low
+        if (lane, peer) in self._connected:
+            return
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        group = self._groups[lane]
+        try:
+            work = group.send([byte], peer, TAG) if self.rank == low else group.recv([byte], peer, TAG)
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(peer, f"connected ({lane})", f"{first_line(error)}; {FIRST_CONTACT}") from None
+        self._connected.add((lane, peer))
+
+    # ---------- messages
+
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        group = self._group(data, self._lane(channel, self.rank, dst), dst, f"send of {label}")
+        self.sent_bytes[dst] += data.numel() * data.element_size()
+        try:
+            work = group.send([data], dst, TAG)
+        except RuntimeError as error:
+            raise self._lost(dst, f"cannot send {label}", f"{first_line(error)}; {LATE}") from None
+        return _Handle(self, work, data, dst, f"sent {label}")
+
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        group = self._group(data, self._lane(channel, src, self.rank), src, f"receive of {label}")
+        try:
+            work = group.recv([data], src, TAG)
+        except RuntimeError as error:
+            raise self._lost(src, f"cannot receive {label}", f"{first_line(error)}; {LATE}") from None
+        return _Handle(self, work, data, src, f"waited for {label}")
+
+    def _group(self, data: torch.Tensor, lane: str, peer: int, what: str) -> Any:
+        """The group for a message that can go. Raises ConfigurationError."""
+        self.control.check_usable()
+        if data.device.type != "npu" or not data.is_contiguous():
+            found = f"one on {data.device}" if data.device.type != "npu" else "one that is not contiguous"
+            raise ConfigurationError(
+                f"{what}: rank {self.rank} gave {found}, transport {self.name!r} moves contiguous tensors on NPUs"
+            )
+        if (lane, peer) not in self._connected:
+            raise ConfigurationError(
+                f"{what}: ranks {self.rank} and {peer} have no connection for it ({lane}): prepare() makes those of a "
+                f"program before it runs, on all ranks together"
+            )
+        return self._groups[lane]
+
+    def _lost(self, peer: int, what: str, found: str) -> PeerLost:
+        return self.control.lost(peer, what, found)
+
+    def close(self) -> None:
+        """Give back all groups, and with them their communicators."""
+        self.control.closed = True
+        self._groups.clear()
+        self._connected.clear()
+        self._apart = None
+
+
+class HcclChannelTransport(HcclTransport):
+    """Half the communicators: both directions of a pair share a queue in each channel."""
+
+    name = "hccl/channel"
+    capabilities = replace(HcclTransport.capabilities, early_receives=False, pair_serial=True)
+
+
+class HcclPairTransport(HcclTransport):
+    """A quarter of the communicators: one queue for everything between two ranks."""
+
+    name = "hccl/pair"
+    capabilities = replace(HcclChannelTransport.capabilities, channels=1)
+
+
+class _Handle:
+    """A message on its way. Its tensor lives until it is waited for: HCCL may use its memory until then."""
+
+    def __init__(self, transport: HcclTransport, work: Any, data: torch.Tensor, peer: int, what: str) -> None:
+        self._transport, self._work, self._data, self._peer, self._what = transport, work, data, peer, what
+
+    def wait(self) -> None:
+        """The current stream waits, the host does not (but with TORCH_HCCL_BLOCKING_WAIT=1)."""
+        board = self._transport.control.board
+        board.note_waiting(self._peer)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._transport._lost(self._peer, self._what, f"{first_line(error)}; {LATE}") from None
+        board.note_waiting(None)
+
+
+def warm_up_order(pairs: Iterable[tuple[int, int, str]], world_size: int) -> list[tuple[int, int, str]]:
+    """(low, high, lane), one after another: all ranks take them in this order, so that none waits in a circle.
+
+    In rounds in which no rank is in two pairs: as a tournament is drawn, so that all ranks connect at once.
+    """
+    odd = world_size - 1 + world_size % 2  # rounds of all pairs
+
+    def turn(low: int, high: int) -> int:
+        plays_last = world_size % 2 == 0 and high == world_size - 1  # whoever is left over plays the last rank
+        return (2 * low if plays_last else low + high) % odd
+
+    return sorted(pairs, key=lambda each: (each[2], turn(each[0], each[1]), each))
+
+
+def connection_bytes(environment: Mapping[str, str]) -> int:
+    """Device memory of one communicator of two ranks, at each of them."""
+    return 2 * _p2p_megabytes(environment) * MEGABYTE
+
+
+def _p2p_megabytes(environment: Mapping[str, str]) -> int:
+    given = environment.get("P2P_HCCL_BUFFSIZE", str(P2P_MEGABYTES))
+    if not given.isascii() or not given.isdigit():
+        raise ConfigurationError(f"P2P_HCCL_BUFFSIZE={given!r}: HCCL reads a number of MB from it")
+    return int(given)
+
+
+def _check_environment(name: str, environment: Mapping[str, str]) -> None:
+    """Raises BackendUnavailable for settings under which messages of pairs would not go as they must."""
+    if not _p2p_megabytes(environment):
+        raise BackendUnavailable(
+            f"transport {name!r}: with P2P_HCCL_BUFFSIZE=0 all messages of a group stand in one queue, where the ranks "
+            f"would wait for each other: unset it, or give the MB of each pair's buffer"
+        )
+    if environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV":
+        raise BackendUnavailable(
+            f"transport {name!r}: HCCL_OP_EXPANSION_MODE=AIV does not serve send and receive: unset it"
+        )
+
+
+def _creator(name: str) -> Any:
+    """What makes an HCCL group: torch_npu registers it when it is imported. Raises BackendUnavailable."""
+    if not hasattr(dist.Backend, "HCCL"):
+        try:
+            import torch_npu  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+        except Exception as error:  # a broken torch_npu raises anything
+            raise BackendUnavailable(
+                f"transport {name!r} needs torch_npu, which cannot be imported ({first_line(error)}): "
+                f"`tokenring doctor` says what is missing"
+            ) from None
+    plugin = dist.Backend._plugins.get("HCCL")
+    if plugin is None or not plugin.extended_api:
+        raise BackendUnavailable(f"transport {name!r}: this torch_npu registers no HCCL groups that can be made here")
+    return plugin.creator_fn

@@ -1,0 +1,233 @@
+"""What is unknown of Ascend until it has run there: the question, what tokenring assumes, and a verdict from a task.
+
+docs/ascend.md shows this table; a test compares. `python ci/npu_smoke/unknowns.py` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Found = Mapping[str, Any]  # what a task came back with
+
+AS_ASSUMED, OTHERWISE, MEASURED, OPEN = "as assumed", "otherwise", "measured", "not settled"
+SERIAL, AT_ONCE = 1.6, 1.3  # times what one takes: from here on one after another, up to here at once
+ENOUGH = 0.75  # of what all links together would carry
+CLOSE = 0.3  # relative
+
+
+class Verdict(NamedTuple):
+    word: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A question; `assumed`: what the code builds on until then; `task`: who finds out; judge: of what it
+    found; by_time: by how long things took, or by the device's memory, which only a real one has."""
+
+    key: str
+    question: str
+    assumed: str
+    task: str
+    judge: Callable[[Found], Verdict]
+    by_time: bool = False
+
+
+def verdict(unknown: Unknown, tasks: Mapping[str, Mapping[str, Any]], real: bool = True) -> Verdict:
+    """Never fails: a task that failed, or an answer of another form, settles nothing; nor do times where no NPU is."""
+    told = tasks.get(unknown.task)
+    if told is None or told.get("status") != "done":
+        why = "it did not run" if told is None else f"{told['status']}: {told.get('error', '')}"
+        return Verdict(OPEN, f"task {unknown.task}: {why}")
+    result = told.get("result") or {}
+    if "left out" in result:
+        return Verdict(OPEN, str(result["left out"]))
+    try:
+        judged = unknown.judge(result)
+        return judged if real or not unknown.by_time else Verdict(OPEN, f"no NPU, so no matter that {judged.text}")
+    except Exception as error:
+        return Verdict(OPEN, f"task {unknown.task} came back with something else: {type(error).__name__}: {error}")
+
+
+def _yes(condition: bool, text: str) -> Verdict:
+    return Verdict(AS_ASSUMED if condition else OTHERWISE, text)
+
+
+def _serial(found: Found, both: str, wanted: bool) -> Verdict:
+    """Whether both directions take as long as one after another."""
+    times = found[both]["seconds"] / found["one way"]["seconds"]
+    text = f"both directions take {times:.2f} × what one takes"
+    if AT_ONCE < times < SERIAL:
+        return Verdict(OPEN, f"{text}: neither one after another nor at once")
+    return _yes((times >= SERIAL) is wanted, text)
+
+
+def _width(found: Found) -> Verdict:
+    return Verdict(
+        MEASURED,
+        f"{found['one way']['gbs']:.3g} GB/s one way, {found['both, two groups']['gbs']:.3g} each way at once, "
+        f"ranks 0 and 1, messages of {found['bytes']} bytes on {found['device']}",
+    )
+
+
+def _dies(found: Found) -> Verdict:
+    if not str(found["device"]).startswith("Ascend910_93"):
+        return Verdict(OPEN, f"ranks 0 and 1 are no dies of one package on {found['device']}")
+    gbs = found["one way"]["gbs"]
+    return _yes(abs(gbs / 224 - 1) <= CLOSE, f"{gbs:.3g} GB/s one way between the dies of a package")
+
+
+def _peers(found: Found) -> Verdict:
+    alone, peers = found["to one"]["gbs"], found["peers"]
+    if peers < 2:
+        return Verdict(OPEN, "one peer only")
+    share = found["to all"]["gbs"] / alone
+    return _yes(share >= ENOUGH * peers, f"{peers} peers at once get {share:.2f} × what one gets")
+
+
+def _works(found: Found) -> Verdict:
+    return Verdict(MEASURED, f"{found['operations']} operations came back as {found['works']} works")
+
+
+def _ways(found: Found) -> Verdict:
+    shown = ", ".join(f"{way} {each['gbs']:.3g} GB/s" for way, each in found["alone"].items())
+    best = max(found["alone"], key=lambda way: found["alone"][way]["gbs"])
+    return Verdict(MEASURED, f"{best} is the fastest to all peers: {shown}")
+
+
+def _overlap(found: Found) -> Verdict:
+    shown = ", ".join(f"{way} {each:.2f}" for way, each in found["stretch"].items())
+    text = f"both together over the longer one: {shown} (1: hidden, 2: one after another)"
+    return _yes(max(found["stretch"].values()) <= AT_ONCE, text)
+
+
+def _blocks(found: Found) -> Verdict:
+    waited, delay = found["seconds in wait"], found["delay"]
+    return _yes(waited < delay / 2, f"the host spent {waited:.3g} s in wait for a message that came {delay:g} s late")
+
+
+def _memory(found: Found) -> Verdict:
+    if not found.get("bytes"):
+        return Verdict(OPEN, "the device does not tell its free memory")
+    wanted = found["assumed bytes"]
+    text = f"{found['bytes'] / 2**20:.0f} MiB for a pair of ranks, where {wanted / 2**20:.0f} are reckoned"
+    return _yes(abs(found["bytes"] / wanted - 1) <= CLOSE, text)
+
+
+def _contact(found: Found) -> Verdict:
+    return Verdict(MEASURED, f"the first message of a pair takes {found['first contact seconds']:.3g} s")
+
+
+def _rows(which: str, out: str, total: str) -> Callable[[Found], Verdict]:
+    def judge(found: Found) -> Verdict:
+        seen = found[which]
+        text = f"out {seen['out']}, maximum {seen['largest']}, sum {seen['total']}"
+        return _yes(seen["out"] == out and seen["largest"] == "lowest fp32" and seen["total"] == total, text)
+
+    return judge
+
+
+def _flag(name: str, yes: str, no: str) -> Callable[[Found], Verdict]:
+    return lambda found: _yes(bool(found[name]), yes if found[name] else no)
+
+
+def _order(layout: str, wanted: str) -> Callable[[Found], Verdict]:
+    def judge(found: Found) -> Verdict:
+        seen = found["order"].get(layout)
+        if seen is None:
+            return Verdict(OPEN, "this torch_npu has no such argument")
+        return _yes(seen == wanted, f"statistics lie {seen}")
+
+    return judge
+
+
+def _deterministic(found: Found) -> Verdict:
+    text = f"{found['different by default']} of {found['runs']} repeated gradients differ by default"
+    exact = found["different if asked"] == 0
+    text += f", {found['different if asked']} with torch.use_deterministic_algorithms"
+    return _yes(exact, text)
+
+
+def _ring_update(found: Found) -> Verdict:
+    if found.get("absent"):
+        return Verdict(OPEN, "this torch_npu has no npu_ring_attention_update")
+    return Verdict(MEASURED, f"packed: right with {found['packed']}; negative maxima: {found['negative']}")
+
+
+def _update(found: Found) -> Verdict:
+    if found.get("absent"):
+        return Verdict(OPEN, "this torch_npu has no npu_attention_update")
+    return _yes(found["error"] <= 1e-5, f"error {found['error']:.1e} in fp32")
+
+
+def _exact(found: Found) -> Verdict:
+    worst = max(found["schedules"].items(), key=lambda item: item[1]["error"])
+    text = f"{len(found['schedules'])} schedules, the worst {worst[0]} with {worst[1]['error']:.1e} in fp32"
+    failed = [name for name, each in found["schedules"].items() if not each["exact"]]
+    return _yes(not failed and not found["failed"], text + (f"; wrong: {', '.join(failed)}" if failed else "")
+                + (f"; failed: {', '.join(found['failed'])}" if found["failed"] else ""))  # fmt: skip
+
+
+def _times(found: Found) -> Verdict:
+    timed = {name: each["seconds"] for name, each in found["schedules"].items() if each.get("seconds")}
+    order = sorted(timed, key=timed.__getitem__)
+    return Verdict(MEASURED, "fastest: " + ", ".join(f"{name} {1e3 * timed[name]:.3g} ms" for name in order[:4]))
+
+
+UNKNOWNS = (
+    Unknown("pair-width", "how fast is one link, one way and both ways?", "28 GB/s on A2, of which 0.94 is reached",
+            "pair", _width, True),
+    Unknown("pair-one-group", "do both directions with a peer wait for each other in one group?", "yes",
+            "pair", lambda found: _serial(found, "both, one group", True), True),
+    Unknown("pair-two-groups", "do they overlap in two groups?", "yes: channels split by direction",
+            "pair", lambda found: _serial(found, "both, two groups", False), True),
+    Unknown("die-width", "how fast are the two dies of an A3 package joined?", "224 GB/s one way; texts also say 540",
+            "pair", _dies, True),
+    Unknown("all-peers", "do messages to all peers move at once?", "yes on a mesh, one link each",
+            "peers", _peers, True),
+    Unknown("batch-works", "how many works does batch_isend_irecv return?", "one or many: all are waited for",
+            "ways", _works),
+    Unknown("ways", "point to point, in a batch, or as a collective: which is fastest to all peers?",
+            "point to point", "ways", _ways, True),
+    Unknown("overlap", "do transfers hide behind attention?", "yes", "ways", _overlap, True),
+    Unknown("wait-blocks", "does wait block the host?", "no: the stream waits", "wait", _blocks, True),
+    Unknown("pair-memory", "how much memory does a pair of ranks take in a group?", "2 × P2P_HCCL_BUFFSIZE (20 MB)",
+            "memory", _memory, True),
+    Unknown("first-contact", "how long does the first message of a pair take?", "pairs are warmed up before the first "
+            "call", "memory", _contact, True),
+    Unknown("masked-rows-mode-1", "what does a row give that an explicit mask hides wholly?",
+            "mean of v, maximum lowest fp32, sum the number of keys: made (0, -inf) here", "rows",
+            _rows("mode 1", "mean of v", "number of keys")),
+    Unknown("masked-rows-mode-3", "what does a row give above the diagonal of mode 3?",
+            "0, lowest fp32, highest fp32: made (0, -inf) here", "rows",
+            _rows("mode 3", "zero", "highest fp32")),
+    Unknown("no-mask", "is mode 3 without a mask full attention?", "yes, so that masks are always passed", "rows",
+            _flag("no mask is full", "full attention", "not full attention")),
+    Unknown("statistics", "are the eight statistics of a row equal, and lse = maximum + ln(sum)?", "yes", "rows",
+            _flag("statistics", "equal, and the lse is right", "not equal, or another lse")),
+    Unknown("packed-order", "how do TND statistics lie by default?", "sequence by sequence, heads first", "packed",
+            _order("", "by sequence")),
+    Unknown("packed-order-tnd", 'and with softmax_layout="TND"?', "token by token", "packed",
+            _order("TND", "by token")),
+    Unknown("determinism", "are gradients the same every time?",
+            "not by default; with torch.use_deterministic_algorithms they are", "determinism", _deterministic),
+    Unknown("ring-update", "npu_ring_attention_update, packed: with a leading 0 in the lengths, with negative maxima?",
+            "not used where it would lower the precision", "updates", lambda found: _ring_update(found["ring"])),
+    Unknown("attention-update", "does npu_attention_update merge in fp32?", "yes", "updates",
+            lambda found: _update(found["update"])),
+    Unknown("exactness", "is every schedule exact, forward and backward?", "as on the CPU, against float64",
+            "schedules", _exact),
+    Unknown("times", "which schedule is fastest?", "what `tokenring plan` predicts", "schedules", _times, True),
+)  # fmt: skip
+
+
+def page() -> str:
+    """The table, as docs/ascend.md has it."""
+    rows = [f"| `{each.key}` | {each.question} | {each.assumed} |" for each in UNKNOWNS]
+    return "\n".join(["| verdict | question | assumed until then |", "|---|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

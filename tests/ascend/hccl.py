@@ -1,0 +1,290 @@
+"""An emulated HCCL: a process group "hccl" that keeps the real one's rules, and says so where the real one hangs.
+
+`install()` registers it with torch.distributed, after the device (`ascend.device.install`). What it enforces, and
+what it cannot: docs/ascend-hccl.md. Everything it keeps account of is in `hccl_ledger.ledger`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from ascend.device import NpuTensor, raw
+from ascend.hccl_ledger import MEGABYTE, HcclError, InUse, extent, ledger, limits
+from ascend.hccl_streams import (
+    Batch,
+    Entry,
+    GroupStream,
+    Mail,
+    PairStream,
+    Transfer,
+    bytes_of,
+    is_poisoned,
+    poison,
+)  # fmt: skip
+
+# Of Atlas A2 and A3; 910A has no bf16, and only the 950 has fp8.
+DTYPES = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+P2P_MEGABYTES, GROUP_MEGABYTES = 20, 200  # P2P_HCCL_BUFFSIZE and HCCL_BUFFSIZE where they are not set
+
+
+def install() -> None:
+    """Registers "hccl" for device "npu", and its batch_isend_irecv as torch_npu does. Calling it again is fine."""
+    if not hasattr(dist.Backend, "HCCL"):
+        dist.Backend.register_backend("hccl", _create, extended_api=True, devices=["npu"])
+        for module in (dist, dist.distributed_c10d):
+            module.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
+
+
+def _create(options: Any, pg_options: Any) -> HcclGroup:
+    return HcclGroup(options.store, options.group_rank, options.group_size, options.group_id)
+
+
+def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[Any]:
+    """One work for all messages, whatever their number, as torch_npu's fused form gives."""
+    group = operations[0].group or dist.group.WORLD
+    if isinstance(group, HcclGroup):
+        group._start_coalescing(torch.device("npu"))
+        for each in operations:
+            {dist.isend: group.send, dist.irecv: group.recv}[each.op]([each.tensor], each.group_peer, each.tag)
+        return [group._end_coalescing(torch.device("npu"))]
+    return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
+
+
+class HcclWork(Work):
+    """`wait` makes a received message appear. Without it a message counts as dropped."""
+
+    late: HcclError | None = None  # an error that a wait has not raised, because on the device it would not
+
+    def __init__(self, name: str, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self.name, self._finish, self._waited = name, finish, False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._waited:
+            return True
+        self._waited = True
+        HcclWork.raise_late()
+        try:
+            self._finish()
+        except HcclError as error:
+            if not limits.late_errors:
+                raise
+            HcclWork.late = error
+        return True
+
+    @staticmethod
+    def raise_late() -> None:
+        error, HcclWork.late = HcclWork.late, None
+        if error is not None:
+            raise error
+
+    def is_completed(self) -> bool:
+        return self._waited
+
+    def __del__(self) -> None:
+        if not self._waited:
+            ledger.dropped.append(self.name)
+
+
+class Collective:
+    """A collective in the group's queue: begins when every rank has told the same one."""
+
+    def __init__(
+        self, group: HcclGroup, what: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor],
+        run: Callable[[Any, list[torch.Tensor], list[torch.Tensor]], Any],
+    ) -> None:  # fmt: skip
+        """run: on Gloo, from copies of the inputs into copies of the outputs."""
+        self.group, self.what, self.run, self.done = group, what, run, False
+        self.number, group.collectives = group.collectives, group.collectives + 1
+        self.inputs, self.outputs = [raw(x) for x in inputs], [raw(x) for x in outputs]
+        self.before = [x.clone() for x in self.inputs]
+        self.made = [torch.empty_like(x) for x in self.outputs]
+        self.name = f"{what} {self.number} of group {group.group_id}"
+        by = f"rank {group.rank()}: {self.name}"
+        for x in self.inputs:
+            ledger.check_read(x, by)
+        for x in self.outputs:
+            ledger.check_write(x, by)
+        self.uses = [InUse("send", *extent(x), by) for x in self.inputs]
+        self.uses += [InUse("recv", *extent(x), by) for x in self.outputs]
+        for x in self.outputs:
+            if not any(x.data_ptr() == y.data_ptr() for y in self.inputs):
+                poison(x)
+        ledger.in_use += self.uses
+
+    def _key(self, rank: int) -> str:
+        return f"collective {self.number}/{rank}"
+
+    def _described(self) -> str:
+        sizes = [(x.numel(), str(x.dtype)) for x in (*self.inputs, *self.outputs)]
+        return json.dumps([self.what, sizes] if self.what != "all_to_all" else [self.what])
+
+    def tell(self, mail: Mail) -> None:
+        mail.store.set(self._key(self.group.rank()), self._described())
+
+    def poll(self, mail: Mail) -> None:
+        if not self.await_any(mail, 0.0):
+            return
+        for rank in range(self.group.size()):
+            theirs = mail.store.get(self._key(rank)).decode()
+            if theirs != self._described():
+                raise HcclError(f"rank {self.group.rank()} in {self._described()} meets rank {rank} in {theirs}")
+        self.run(self.group.gloo(), self.before, self.made).wait()
+        self.done = True
+
+    def await_any(self, mail: Mail, seconds: float) -> bool:
+        return mail.await_keys([self._key(rank) for rank in range(self.group.size())], seconds)
+
+    def missing(self) -> str:
+        return f"rank {self.group.rank()} waited {limits.execute:g} s for all ranks in {self.name}"
+
+    def finish(self) -> None:
+        for use in self.uses:
+            ledger.in_use.remove(use)
+        shared = {x.data_ptr() for x in self.inputs}
+        for x in self.outputs:
+            if x.data_ptr() not in shared and not is_poisoned(x):
+                raise HcclError(f"rank {self.group.rank()}: an output of {self.name} was written before its wait")
+        for x, before in zip(self.inputs, self.before, strict=True):
+            if x.data_ptr() not in {y.data_ptr() for y in self.outputs} and bytes_of(x) != bytes_of(before):
+                raise HcclError(f"rank {self.group.rank()}: an input of {self.name} was changed before its wait")
+        for x, made in zip(self.outputs, self.made, strict=True):
+            x.copy_(made)
+
+
+class HcclGroup(dist.ProcessGroup):
+    """One process group: a communicator for each peer, made when first used, and one of all ranks."""
+
+    def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.group_id, self.collectives, self._store = name, 0, store
+        self._pairs: dict[int, PairStream] = {}
+        self._all: GroupStream | None = None
+        self._gloo: Any = None
+        self._batch: list[Transfer] | None = None
+        self.p2p_bytes = 2 * MEGABYTE * int(os.environ.get("P2P_HCCL_BUFFSIZE", P2P_MEGABYTES))
+        self.group_bytes = 2 * MEGABYTE * int(os.environ.get("HCCL_BUFFSIZE", GROUP_MEGABYTES))
+
+    def getBackendName(self) -> str:
+        return "hccl"
+
+    # ---------- point to point
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
+        """Tags are ignored: order is the match."""
+        return self._message("send", tensors, dst)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
+        return self._message("recv", tensors, src)
+
+    def _message(self, kind: str, tensors: list[torch.Tensor], peer: int) -> Any:
+        HcclWork.raise_late()
+        if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV":
+            raise HcclError(f"rank {self.rank()}: HCCL_OP_EXPANSION_MODE=AIV does not serve send and receive")
+        (tensor,) = tensors
+        memory = self._checked(tensor, f"{kind} with rank {peer}")
+        if peer == self.rank() or not 0 <= peer < self.size():
+            raise HcclError(f"rank {self.rank()} of {self.size()} has no peer {peer}")
+        transfer = Transfer(kind, memory, self.rank(), peer, self.group_id)
+        if self._batch is not None:
+            self._batch.append(transfer)
+            return None
+        if not self.p2p_bytes:
+            return self._in_turn(Batch([transfer]), transfer.name)
+        if peer not in self._pairs:
+            self._pairs[peer] = PairStream(self._store, self.rank(), peer, self.group_id, self.p2p_bytes)
+        stream = self._pairs[peer]
+        stream.post(transfer)
+        return HcclWork(f"rank {self.rank()}'s {transfer.name}", partial(stream.finish, transfer))
+
+    def _checked(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        what = f"rank {self.rank()}: {what}"
+        if not isinstance(tensor, NpuTensor):
+            raise HcclError(f"{what}: No backend type associated with device type {tensor.device.type}")
+        if not tensor.is_contiguous():
+            raise HcclError(f"{what}: the tensor is not contiguous, with strides {tensor.stride()}")
+        if tensor.dtype not in DTYPES:
+            raise HcclError(f"{what}: HCCL has no data type for {tensor.dtype}")
+        return raw(tensor)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """All messages since the start, on the group's communicator."""
+        batch, self._batch = self._batch or [], None
+        return self._in_turn(Batch(batch), "; ".join(each.name for each in batch))
+
+    # ---------- the whole group
+
+    def _in_turn(self, entry: Entry, name: str) -> HcclWork:
+        if self._all is None:
+            self._all = GroupStream(self._store, self.rank(), self.group_id, self.group_bytes)
+        stream = self._all
+        stream.post(entry)
+        return HcclWork(f"rank {self.rank()}'s {name}", partial(stream.finish, entry))
+
+    def gloo(self) -> Any:
+        """What carries collectives here. All ranks get to it together."""
+        if self._gloo is None:
+            limit = timedelta(seconds=limits.execute)
+            store = dist.PrefixStore("gloo", self._store)  # type: ignore[attr-defined]
+            self._gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), limit)
+        return self._gloo
+
+    def _collective(self, what: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], run: Any) -> HcclWork:
+        HcclWork.raise_late()
+        for each in (*inputs, *outputs):
+            self._checked(each, what)
+        made = Collective(self, what, inputs, outputs, run)
+        return self._in_turn(made, made.name)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:  # type: ignore[override]
+        def run(gloo: Any, given: list[torch.Tensor], into: list[torch.Tensor]) -> Any:
+            into[0].copy_(given[0])
+            return gloo.allreduce([into[0]], opts or dist.AllreduceOptions())
+
+        return self._collective("all_reduce", tensors, tensors, run)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._collective(
+            "all_gather", inputs, outputs[0], lambda gloo, given, into: gloo.allgather([into], given)
+        )
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        """By sends and receives: Gloo has no all_to_all of lists."""
+
+        def run(gloo: Any, given: list[torch.Tensor], into: list[torch.Tensor]) -> Any:
+            others = [rank for rank in range(self.size()) if rank != self.rank()]
+            into[self.rank()].copy_(given[self.rank()])
+            works = [gloo.recv([into[rank]], rank, 1) for rank in others]
+            works += [gloo.send([given[rank]], rank, 1) for rank in others]
+            return _All(works)
+
+        return self._collective("all_to_all", inputs, outputs, run)
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._collective("barrier", [], [], lambda gloo, given, into: gloo.barrier(dist.BarrierOptions()))
+
+
+class _All:
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for each in self._works:
+            each.wait()

@@ -1,0 +1,122 @@
+"""What an emulated HCCL keeps account of: its limits, communicators and their memory, messages, buffers in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+MEGABYTE = 1 << 20
+label: ContextVar[str] = ContextVar("label", default="")  # what the message is that is being posted, for errors
+
+
+class HcclError(RuntimeError):
+    """What the emulation refuses. On the device most of it is a hang until HCCL_EXEC_TIMEOUT."""
+
+
+@dataclass
+class Limits:
+    """Time limits in seconds: short ones, where HCCL_CONNECT_TIMEOUT has at least 120 and HCCL_EXEC_TIMEOUT 1836.
+
+    late_errors: a wait does not raise, as on the device where it only orders streams: the next call does.
+    """
+
+    connect: float = 8.0
+    execute: float = 8.0
+    late_errors: bool = False
+
+
+class Communicator(NamedTuple):
+    """One that this rank has made. peers: "low:high", or "all" for the whole group's."""
+
+    group: str
+    peers: str
+    nbytes: int
+
+
+class Noted(NamedTuple):
+    """A message that this rank has posted."""
+
+    group: str
+    kind: str
+    peer: int
+    nbytes: int
+    label: str
+
+
+@dataclass
+class InUse:
+    """Memory that a message reads ("send") or writes ("recv") from its post to its wait."""
+
+    kind: str
+    start: int
+    stop: int
+    name: str
+
+
+@dataclass
+class Ledger:
+    """Of this process, over all groups."""
+
+    communicators: list[Communicator] = field(default_factory=list)
+    messages: list[Noted] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)  # messages that nobody waited for
+    in_use: list[InUse] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget messages; communicators stay."""
+        self.messages.clear()
+        self.dropped.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of all communicators."""
+        return sum(each.nbytes for each in self.communicators)
+
+    def check_all_waited(self) -> None:
+        """Raises HcclError if a message was never waited for."""
+        left = [*self.dropped, *(each.name for each in self.in_use)]
+        if left:
+            raise HcclError(f"never waited for: {left[0]}" + (f", and {len(left) - 1} more" if left[1:] else ""))
+
+    def check_read(self, memory: torch.Tensor, by: str) -> None:
+        """Raises HcclError if memory is read into which a message may still come."""
+        self._check(memory, by, ("recv",), "reads")
+
+    def check_write(self, memory: torch.Tensor, by: str) -> None:
+        """Raises HcclError if memory is written that a message still uses."""
+        self._check(memory, by, ("recv", "send"), "writes")
+
+    def _check(self, memory: torch.Tensor, by: str, kinds: tuple[str, ...], does: str) -> None:
+        if not self.in_use:
+            return
+        start, stop = extent(memory)
+        for each in self.in_use:
+            if each.kind in kinds and each.start < stop and start < each.stop:
+                raise HcclError(f"{by} {does} the buffer of {each.name}, before that is waited for")
+
+
+limits = Limits()
+ledger = Ledger()
+
+
+def extent(memory: torch.Tensor) -> tuple[int, int]:
+    """The addresses from the first to behind the last element."""
+    if memory.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
+    return memory.data_ptr(), memory.data_ptr() + (last + 1) * memory.element_size()
+
+
+@contextmanager
+def labelled(text: str) -> Iterator[None]:
+    """Messages posted inside are called so in errors."""
+    token = label.set(text)
+    try:
+        yield
+    finally:
+        label.reset(token)

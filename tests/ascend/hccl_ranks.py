@@ -1,0 +1,133 @@
+"""What tests do on ranks with emulated NPUs and HCCL: contexts, calls, and programs with something wrong in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from cases import Case, Local
+from oracle import Attention
+from ranks import Here
+
+from ascend import hccl
+from ascend.hccl_ledger import labelled, ledger, limits
+from ascend.hccl_watch import watch
+from tokenring import ContextParallel, attention, shard
+from tokenring.backends.base import Handle, Transport
+from tokenring.backends.hccl import HcclTransport
+from tokenring.schedule.program import Program
+
+Change = Callable[[Program], Program]
+
+
+def fresh() -> None:
+    """An empty ledger and patient limits."""
+    hccl.install()
+    ledger.communicators.clear()
+    ledger.in_use.clear()
+    ledger.clear()
+    limits.connect = limits.execute = 20.0
+    limits.late_errors = False
+
+
+class Labelled(HcclTransport):
+    """Tells the emulation what each message is, as no argument of torch's functions does."""
+
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        with labelled(label):
+            return super().send(data, dst, channel, label)
+
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        with labelled(label):
+            return super().recv(data, src, channel, label)
+
+
+def labelled_transport(name: str, group: Any, seconds: float) -> Transport:
+    """The transport of that name, with labels."""
+    from tokenring.backends.registry import TRANSPORTS, _load
+
+    made = _load("transport", name, TRANSPORTS)
+    return type("Labelled", (Labelled, made), {})(group, seconds)  # type: ignore[no-any-return]
+
+
+def kept_transport(here: Here, name: str) -> Transport:
+    """One for all calls of these ranks."""
+    if name not in here.memory or here.memory[name].control.broken is not None:
+        fresh()
+        import torch.distributed as dist
+
+        here.memory[name] = labelled_transport(name, dist.group.WORLD, 20.0)
+    return here.memory[name]  # type: ignore[no-any-return]
+
+
+def run_case(
+    here: Here,
+    case: Case,
+    transport: str,
+    change: Change | None = None,
+    kernel: str = "reference",
+    to_host: bool = True,
+) -> Local:
+    """Both passes of a case on NPUs, every operator watched; results and sent bytes on the CPU.
+
+    change: of this rank's programs. Raises what the emulation finds.
+    """
+    moved = kept_transport(here, transport)
+    ledger.in_use.clear()
+    ledger.clear()
+    cp = ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=moved, kernel=kernel)
+    if change is not None:
+        _change_programs(cp, change)
+    q, k, v, dout = (shard(x, cp).to("npu").requires_grad_(index < 3) for index, x in enumerate(case.inputs()))
+    sent, counter = {}, moved.sent_bytes
+    with watch():
+        counter.clear()
+        out, lse = attention(q, k, v, cp, case.mask, return_lse=True)
+        sent["forward"] = dict(counter)
+        counter.clear()
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        sent["backward"] = dict(counter)
+    ledger.check_all_waited()
+    cp.close()
+    results = [x.detach() for x in (out, lse, *gradients)]
+    return Local(Attention(*(x.cpu() if to_host else x for x in results)), sent)
+
+
+def small_case(ranks: int, schedule: str = "direct-q", mask: str = "full") -> Case:
+    """16 tokens a rank in fp32."""
+    return Case(ranks, schedule, "zigzag", mask, 4, 2, 1, 8, torch.float32, None, given_length=16 * ranks)
+
+
+def _change_programs(cp: ContextParallel, change: Change) -> None:
+    """Executors of this context run changed programs."""
+    from tokenring.runtime import executor
+
+    whole = cp._executor
+
+    def changed(request: Any, direction: Any) -> executor.Executor:
+        made = whole(request, direction)
+        views = made.views
+        pool, kernel = views.pool, cp.kernel(request.device)
+        schedule = cp.plan(request).schedule
+        program = change(made.program)
+        moved = cp.transport_for(request.device)
+        return executor.Executor(schedule, request.workload, program, pool, moved, kernel, request.scale)
+
+    changed.cache_clear = whole.cache_clear  # type: ignore[attr-defined]
+    cp._executor = changed  # type: ignore[assignment]
+
+
+def without(program: Program, at: int) -> Program:
+    """The program without one instruction."""
+    instructions = program.instructions[:at] + program.instructions[at + 1 :]
+    return replace(program, instructions=instructions, steps=program.steps[:at] + program.steps[at + 1 :])
+
+
+def swapped(program: Program, one: int, other: int) -> Program:
+    """The program with two instructions in each other's place."""
+    order = list(range(len(program.instructions)))
+    order[one], order[other] = other, one
+    instructions = tuple(program.instructions[at] for at in order)
+    return replace(program, instructions=instructions, steps=tuple(program.steps[at] for at in order))

@@ -1,0 +1,291 @@
+"""Communicators of the emulated HCCL: each has one queue, in which messages meet in the order of their posts.
+
+Ranks tell each other through the group's store what they post: kind, count, dtype and name, and with a send the
+bytes as they are at its post. A message is done when the posts before it in its queue are, and both its ends are
+there: a send is as synchronous as a receive.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ascend.hccl_ledger import Communicator, HcclError, InUse, Noted, extent, label, ledger, limits
+
+PART_BYTES = 4 << 20  # a store takes no larger values
+SLICE_SECONDS = 0.002
+
+
+class Transfer:
+    """One end of a message, from its post to its wait."""
+
+    def __init__(self, kind: str, memory: torch.Tensor, rank: int, peer: int, group: str) -> None:
+        self.kind, self.memory, self.rank, self.peer = kind, memory, rank, peer
+        self.number = ""  # among the messages of this pair on its communicator: the same at both ends
+        nbytes = memory.numel() * memory.element_size()
+        way = f"send to rank {peer}" if kind == "send" else f"receive from rank {peer}"
+        self.name = f"{way} ({label.get() or 'no label'}; {memory.numel()} × {memory.dtype}; group {group})"
+        self.before = bytes_of(memory) if kind == "send" else b""
+        self.arrived: bytes | None = None
+        if kind == "recv":
+            ledger.check_write(memory, f"rank {rank}: {self.name}")
+            poison(memory)
+        else:
+            ledger.check_read(memory, f"rank {rank}: {self.name}")
+        self.use = InUse(kind, *extent(memory), f"rank {rank}'s {self.name}")
+        ledger.in_use.append(self.use)
+        ledger.messages.append(Noted(group, kind, peer, nbytes, label.get()))
+
+    def said(self) -> dict[str, Any]:
+        """What the peer must know of it."""
+        size = len(self.before)
+        described = {"kind": self.kind, "count": self.memory.numel(), "dtype": str(self.memory.dtype)}
+        return {**described, "name": self.name, "nbytes": size}
+
+    def check(self, theirs: dict[str, Any]) -> None:
+        """Raises HcclError if the other end is none of this message."""
+        both = f"rank {self.rank}: {self.name} meets rank {self.peer}'s {theirs['name']}"
+        if theirs["kind"] == self.kind:
+            raise HcclError(f"{both}: both {'send' if self.kind == 'send' else 'receive'}, which would hang")
+        for what in ("count", "dtype"):
+            if theirs[what] != self.said()[what]:
+                raise HcclError(f"{both}: the {what}s differ, {self.said()[what]} and {theirs[what]}")
+
+    def missing(self) -> str:
+        """That the other end is."""
+        waited = f"rank {self.rank} waited {limits.execute:g} s for the other end of {self.name}"
+        return f"{waited}: rank {self.peer} posted no such message"
+
+    def finish(self) -> None:
+        """At the wait: what was received appears; neither end's buffer may have been touched before."""
+        ledger.in_use.remove(self.use)
+        if self.kind == "send":
+            if bytes_of(self.memory) != self.before:
+                raise HcclError(f"rank {self.rank}: the buffer of {self.name} was changed before it was waited for")
+            return
+        if not is_poisoned(self.memory):
+            raise HcclError(f"rank {self.rank}: the buffer of {self.name} was written before it was waited for")
+        assert self.arrived is not None
+        come = torch.frombuffer(bytearray(self.arrived), dtype=torch.uint8) if self.arrived else None
+        if come is not None:
+            self.memory.view(-1).view(torch.uint8).copy_(come)
+
+
+def bytes_of(memory: torch.Tensor) -> bytes:
+    return memory.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def poison(memory: torch.Tensor) -> None:
+    """All bits set: a NaN in every floating-point type."""
+    memory.view(-1).view(torch.uint8).fill_(255)
+
+
+def is_poisoned(memory: torch.Tensor) -> bool:
+    return bool((memory.contiguous().view(-1).view(torch.uint8) == 255).all())
+
+
+class Mail:
+    """Transfers of one communicator, told through the store."""
+
+    def __init__(self, store: Any, rank: int, name: str) -> None:
+        self.store, self.rank = dist.PrefixStore(name, store), rank  # type: ignore[attr-defined]
+        self.counts: dict[tuple[int, str], int] = defaultdict(int)  # by peer, and of batches by direction
+
+    def number(self, transfer: Transfer, batched: bool = False) -> None:
+        """Both directions share an order, but in a batch, where they move together."""
+        ends = (self.rank, transfer.peer) if transfer.kind == "send" else (transfer.peer, self.rank)
+        queue = f"batched {ends[0]} to {ends[1]} " if batched else ""
+        transfer.number = f"{queue}{self.counts[transfer.peer, queue]}"
+        self.counts[transfer.peer, queue] += 1
+
+    def _key(self, of: int, to: int, number: str) -> str:
+        return f"{of}>{to}/{number}"
+
+    def publish(self, transfer: Transfer) -> None:
+        key = self._key(self.rank, transfer.peer, transfer.number)
+        data = transfer.before
+        for part, start in enumerate(range(0, len(data), PART_BYTES)):
+            self.store.set(f"{key}/{part}", data[start : start + PART_BYTES])  # type: ignore[arg-type]
+        self.store.set(key, json.dumps(transfer.said()))
+
+    def is_there(self, transfer: Transfer) -> bool:
+        return self.await_peer(transfer, 0.0)
+
+    def await_peer(self, transfer: Transfer, seconds: float) -> bool:
+        return self.await_keys([self._key(transfer.peer, self.rank, transfer.number)], seconds)
+
+    def await_keys(self, keys: list[str], seconds: float) -> bool:
+        """Whether all are there within so many seconds; with 0, now."""
+        if not seconds:
+            return bool(self.store.check(keys))
+        try:
+            self.store.wait(keys, timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def fetch(self, transfer: Transfer) -> None:
+        """Take over what the other end has said, and what it sent. Raises HcclError."""
+        key = self._key(transfer.peer, self.rank, transfer.number)
+        theirs = json.loads(self.store.get(key))
+        transfer.check(theirs)
+        parts = []
+        for part in range(-(-theirs["nbytes"] // PART_BYTES)):
+            parts.append(self.store.get(f"{key}/{part}"))
+            self.store.delete_key(f"{key}/{part}")
+        self.store.delete_key(key)
+        transfer.arrived = b"".join(parts)
+
+
+class PairStream:
+    """The communicator of two ranks. Its queue is the same at both ends, so posts are told at once."""
+
+    def __init__(self, store: Any, rank: int, peer: int, group: str, nbytes: int) -> None:
+        low, high = sorted((rank, peer))
+        self.name, self.rank, self.peer, self.group = f"{low}:{high}", rank, peer, group
+        self.mail = Mail(store, rank, f"pair {self.name}")
+        self.posted: deque[Transfer] = deque()  # whose other end has not been looked at
+        self._connect(nbytes)
+
+    def _connect(self, nbytes: int) -> None:
+        """Blocks until the peer touches this communicator too. Raises HcclError at the time limit."""
+        store = self.mail.store
+        store.set(f"here {self.rank}", "1")
+        try:
+            store.wait([f"here {self.peer}"], timedelta(seconds=limits.connect))
+        except dist.DistStoreError:
+            raise HcclError(
+                f"HCCL_CONNECT_TIMEOUT: rank {self.rank} made communicator {self.name} of group {self.group} for "
+                f"{label.get() or 'a message'}, but rank {self.peer} did not within {limits.connect:g} s"
+            ) from None
+        ledger.communicators.append(Communicator(self.group, self.name, nbytes))
+
+    def post(self, transfer: Transfer) -> None:
+        self.mail.number(transfer)
+        self.mail.publish(transfer)
+        self.posted.append(transfer)
+        while self.posted and self.mail.is_there(self.posted[0]):
+            self.mail.fetch(self.posted[0])
+            self.posted.popleft()
+
+    def finish(self, transfer: Transfer) -> None:
+        """Until both ends have posted it, and all before it. Raises HcclError at the time limit, or at a mismatch."""
+        deadline = time.monotonic() + limits.execute
+        while transfer.arrived is None:
+            first = self.posted[0]
+            await_with_others(partial(self.mail.await_peer, first), first.missing, deadline)
+            self.mail.fetch(first)
+            self.posted.popleft()
+        transfer.finish()
+
+
+def await_with_others(there: Callable[[float], bool], missing: Callable[[], str], deadline: float) -> None:
+    """Wait for other ends, while queues of whole groups move on. Raises HcclError at the time limit."""
+    while not there(0.0 if GroupStream.busy else max(0.001, deadline - time.monotonic())):
+        if time.monotonic() >= deadline:
+            raise HcclError(f"HCCL_EXEC_TIMEOUT: {missing()}")
+        time.sleep(SLICE_SECONDS)
+        for stream in list(GroupStream.busy):
+            stream.move_on()
+
+
+class Entry(Protocol):
+    """What stands in a whole group's queue."""
+
+    done: bool
+
+    def tell(self, mail: Mail) -> None:
+        """Now it is its turn."""
+
+    def poll(self, mail: Mail) -> None:
+        """Do what can be done without waiting."""
+
+    def await_any(self, mail: Mail, seconds: float) -> bool:
+        """Whether one of those that it waits for has come."""
+
+    def missing(self) -> str:
+        """Who has not."""
+
+    def finish(self) -> None:
+        """At the wait."""
+
+
+class Batch:
+    """One message, or several that move together."""
+
+    def __init__(self, transfers: list[Transfer]) -> None:
+        self.transfers, self.done = transfers, False
+
+    def tell(self, mail: Mail) -> None:
+        for each in self.transfers:
+            mail.publish(each)
+
+    def poll(self, mail: Mail) -> None:
+        for each in self._waiting:
+            if mail.is_there(each):
+                mail.fetch(each)
+        self.done = not self._waiting
+
+    @property
+    def _waiting(self) -> list[Transfer]:
+        return [each for each in self.transfers if each.arrived is None]
+
+    def await_any(self, mail: Mail, seconds: float) -> bool:
+        return not self._waiting or mail.await_peer(self._waiting[0], seconds)
+
+    def missing(self) -> str:
+        return self._waiting[0].missing()
+
+    def finish(self) -> None:
+        for each in self.transfers:
+            each.finish()
+
+
+class GroupStream:
+    """The communicator of a whole group: one queue for everything with all peers, each told when it is its turn."""
+
+    busy: ClassVar[list[GroupStream]] = []
+
+    def __init__(self, store: Any, rank: int, group: str, nbytes: int) -> None:
+        self.mail, self.entries, self.told = Mail(store, rank, "all"), deque[Entry](), 0
+        ledger.communicators.append(Communicator(group, "all", nbytes))
+
+    def post(self, entry: Entry) -> None:
+        if isinstance(entry, Batch):
+            for transfer in entry.transfers:
+                self.mail.number(transfer, batched=len(entry.transfers) > 1)
+        self.entries.append(entry)
+        if self not in GroupStream.busy:
+            GroupStream.busy.append(self)
+        self.move_on()
+
+    def move_on(self) -> None:
+        """As far as the other ends are there."""
+        while self.entries:
+            head = self.entries[0]
+            if not self.told:
+                self.told = 1
+                head.tell(self.mail)
+            head.poll(self.mail)
+            if not head.done:
+                return
+            self.told = 0
+            self.entries.popleft()
+        if self in GroupStream.busy:
+            GroupStream.busy.remove(self)
+
+    def finish(self, entry: Entry) -> None:
+        deadline = time.monotonic() + limits.execute
+        while not entry.done:
+            head = self.entries[0]
+            await_with_others(partial(head.await_any, self.mail), head.missing, deadline)
+            self.move_on()
+        entry.finish()

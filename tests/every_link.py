@@ -1,0 +1,29 @@
+"""Transports that are connected for all that could be sent, and the device whose tensors they move."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import torch
+import torch.distributed as dist
+from ranks import PEER_SECONDS
+
+from tokenring.backends.base import Transport
+from tokenring.backends.registry import make_transport
+from tokenring.schedule.ir import PARTIALS, REQUESTS
+
+CHANNELS: tuple[str, ...] = (REQUESTS, PARTIALS)
+
+
+def device_of(name: str) -> torch.device:
+    """Where the tensors lie that a transport moves."""
+    return torch.device("npu" if name.startswith("hccl") else "cpu")
+
+
+def new(name: str, seconds: float = PEER_SECONDS) -> Transport:
+    """Of all ranks, which call it together."""
+    assert dist.group.WORLD is not None
+    made = make_transport(name, dist.group.WORLD, seconds)
+    pairs = permutations(range(made.world_size), 2)
+    made.prepare([(src, dst, channel) for src, dst in pairs for channel in CHANNELS], device_of(name))
+    return made

@@ -1,0 +1,135 @@
+"""Programs and handles with something wrong in them, on the emulated HCCL: each is found, with rank and step."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from ascend import device, module
+from ascend.hccl_ledger import limits
+from ascend.hccl_ranks import Change, fresh, kept_transport, run_case, small_case, swapped, without
+from ascend.ranks import NpuPools
+from cases import Case
+from ranks import Here
+
+import tokenring as tr
+from tokenring.schedule.program import Attend, Program, Recv, Send, Wait
+
+
+def broken(here: Here, case: Case, transport: str, at: int, change: Change | None) -> str:
+    """What this rank sees when the rank `at` runs a changed program."""
+    fresh()
+    here.memory.pop(transport, None)
+    kept_transport(here, transport)
+    limits.execute = 2.0
+    try:
+        run_case(here, case, transport, change if here.rank == at else None)
+    except (tr.TokenRingError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def posts(program: Program) -> list[int]:
+    return [at for at, each in enumerate(program.instructions) if isinstance(each, Send | Recv)]
+
+
+def swap_order_of_pair(program: Program) -> Program:
+    """A send and the receive from the same peer change places."""
+    found = [(at, program.instructions[at]) for at in posts(program)]
+    for one, first in found:
+        for other, then in found:
+            if one < other and type(first) is not type(then) and _peer(first) == _peer(then):
+                return swapped(program, one, other)
+    return program
+
+
+def _peer(post: Any) -> tuple[int, str]:
+    return (post.dst if isinstance(post, Send) else post.src), post.channel
+
+
+def drop_wait_for_receive(program: Program) -> Program:
+    received = {each.message for each in program.instructions if isinstance(each, Recv)}
+    at = next(at for at, each in enumerate(program.instructions) if isinstance(each, Wait) and each.message in received)
+    return without(program, at)
+
+
+def drop_wait_for_send(program: Program) -> Program:
+    sent = {each.message for each in program.instructions if isinstance(each, Send)}
+    waits = [at for at, each in enumerate(program.instructions) if isinstance(each, Wait) and each.message in sent]
+    return without(program, waits[-1])
+
+
+def compute_before_wait(program: Program) -> Program:
+    """A kernel call goes before the wait for what it reads."""
+    received = {each.message: each for each in program.instructions if isinstance(each, Recv)}
+    waits = {each.message: at for at, each in enumerate(program.instructions) if isinstance(each, Wait)}
+    for at, each in enumerate(program.instructions):
+        if isinstance(each, Attend):
+            for message, post in received.items():
+                if post.span.slot in (each.q.slot, each.kv.slot) and waits[message] < at:
+                    return swapped(program, waits[message], at)
+    return program
+
+
+def reuse_early(program: Program) -> Program:
+    """A receive goes into the rows that are being sent."""
+    send = next(each for each in program.instructions if isinstance(each, Send))
+    instructions = tuple(
+        each._replace(span=send.span) if isinstance(each, Recv) and each.span.rows == send.span.rows else each
+        for each in program.instructions
+    )
+    return Program(
+        program.rank, program.direction, program.slots, instructions, program.home, program.scratch_rows, program.steps
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "transport", "change", "says"),
+    [
+        ("direct-kv", "hccl/channel", swap_order_of_pair, r"both (send|receive), which would hang"),
+        ("direct-kv", "hccl/pair", swap_order_of_pair, r"both (send|receive), which would hang"),
+        ("ring", "hccl", drop_wait_for_receive, r"reads the buffer of rank 1's receive from rank 0"),
+        ("ring", "hccl", drop_wait_for_send, r"never waited for: rank 1's send to rank \d|buffer of rank 1's send"),
+        ("ring", "hccl", compute_before_wait, r"reads the buffer of rank 1's receive from rank 0"),
+        ("ring", "hccl", reuse_early, r"(reads|writes) the buffer of rank 1's (send|receive)"),
+    ],
+)
+def test_mutants_are_detected(schedule: str, transport: str, change: Any, says: str, npus: NpuPools) -> None:
+    """The emulation names rank and step; the right program passes."""
+    case = small_case(3, schedule)
+    assert npus(3)(broken, case, transport, 1, None) == [""] * 3
+    with npus.expendable(3) as some:
+        texts = some(broken, case, transport, 1, change)
+    found = [text for text in texts if re.search(says, text)]
+    assert found and re.search(r"\(step \d+, (kv|q|o)", found[0]), texts
+
+
+
+# ---------- what would stop the device
+
+
+def host_waits(here: Here, case: Case, transport: str, synchronizes: bool) -> list[str]:
+    """Where the host waits for the device in both passes of a call."""
+    fresh()
+    here.memory.pop(transport, None)
+    moved: Any = kept_transport(here, transport)
+    if synchronizes:
+        send = moved.send
+
+        def slow(*args: Any) -> Any:
+            torch.get_device_module("npu").synchronize()
+            return send(*args)
+
+        moved.send = slow
+    device.host_waits.clear()
+    module.noted.clear()
+    run_case(here, case, transport, to_host=False)
+    return [*device.host_waits, *(what for what, _, _ in module.noted if what == "synchronize")]
+
+
+def test_the_host_waits_for_nothing_in_the_step_loop(npus: NpuPools) -> None:
+    case = small_case(3, "tokenring")
+    assert npus(3)(host_waits, case, "hccl", False) == [[]] * 3
+    assert all("synchronize" in found for found in npus(3)(host_waits, case, "hccl", True))

@@ -1,0 +1,189 @@
+"""ci/npu-smoke: its table of unknowns, its verdicts, and that it comes to its end whatever a task does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "ci"))
+
+from npu_smoke import command, team  # noqa: E402
+from npu_smoke.unknowns import AS_ASSUMED, MEASURED, OPEN, OTHERWISE, UNKNOWNS, page, verdict  # noqa: E402
+
+BY_KEY = {each.key: each for each in UNKNOWNS}
+
+
+# ---------- the table
+
+
+def test_the_page_has_the_table() -> None:
+    assert page() in (REPO / "docs" / "ascend.md").read_text(encoding="utf-8")
+
+
+def test_every_unknown_has_a_task() -> None:
+    assert {each.task for each in UNKNOWNS} <= {*command.LINKS, *command.OPERATORS, "schedules"}
+    assert {*command.LINKS, *command.OPERATORS, "schedules"} <= {each.task for each in UNKNOWNS}
+    assert len(BY_KEY) == len(UNKNOWNS)
+
+
+# ---------- verdicts
+
+
+def times(one: float, both: float) -> dict[str, Any]:
+    way = {"seconds": 1.0, "gbs": 20.0}
+    return {
+        "bytes": 1, "device": "Ascend910B3", "one way": way,
+        "both, one group": {"seconds": one, "gbs": 1.0}, "both, two groups": {"seconds": both, "gbs": 1.0},
+    }  # fmt: skip
+
+
+ROW = {"out": "mean of v", "largest": "lowest fp32", "total": "number of keys"}
+JUDGED: list[tuple[str, dict[str, Any], str]] = [
+    ("pair-one-group", times(2.0, 1.0), AS_ASSUMED),
+    ("pair-one-group", times(1.0, 1.0), OTHERWISE),
+    ("pair-one-group", times(1.45, 1.0), OPEN),
+    ("pair-two-groups", times(2.0, 1.1), AS_ASSUMED),
+    ("pair-two-groups", times(2.0, 2.0), OTHERWISE),
+    ("pair-width", times(2.0, 1.0), MEASURED),
+    ("die-width", times(2.0, 1.0), OPEN),
+    ("die-width", {**times(2.0, 1.0), "device": "Ascend910_9392"}, OTHERWISE),
+    ("all-peers", {"peers": 7, "to one": {"gbs": 26.0}, "to all": {"gbs": 170.0}}, AS_ASSUMED),
+    ("all-peers", {"peers": 7, "to one": {"gbs": 26.0}, "to all": {"gbs": 30.0}}, OTHERWISE),
+    ("overlap", {"stretch": {"messages": 1.05, "batch": 1.2}}, AS_ASSUMED),
+    ("overlap", {"stretch": {"messages": 1.05, "batch": 1.9}}, OTHERWISE),
+    ("wait-blocks", {"seconds in wait": 0.001, "delay": 0.5}, AS_ASSUMED),
+    ("wait-blocks", {"seconds in wait": 0.5, "delay": 0.5}, OTHERWISE),
+    ("pair-memory", {"bytes": 41 << 20, "assumed bytes": 40 << 20}, AS_ASSUMED),
+    ("pair-memory", {"bytes": 400 << 20, "assumed bytes": 40 << 20}, OTHERWISE),
+    ("pair-memory", {"bytes": 0, "assumed bytes": 40 << 20}, OPEN),
+    ("masked-rows-mode-1", {"mode 1": ROW}, AS_ASSUMED),
+    ("masked-rows-mode-1", {"mode 1": {**ROW, "out": "zero"}}, OTHERWISE),
+    ("no-mask", {"no mask is full": False}, OTHERWISE),
+    ("packed-order", {"order": {"": "by token"}}, OTHERWISE),
+    ("packed-order-tnd", {"order": {"": "by token"}}, OPEN),
+    ("determinism", {"runs": 5, "different by default": 4, "different if asked": 0}, AS_ASSUMED),
+    ("determinism", {"runs": 5, "different by default": 4, "different if asked": 1}, OTHERWISE),
+    ("ring-update", {"ring": {"absent": True}}, OPEN),
+    ("attention-update", {"update": {"error": 1e-2}}, OTHERWISE),
+    ("exactness", {"schedules": {"ring": {"error": 1e-6, "exact": True}}, "failed": []}, AS_ASSUMED),
+    ("exactness", {"schedules": {"ring": {"error": 1.0, "exact": False}}, "failed": []}, OTHERWISE),
+    ("exactness", {"schedules": {"ring": {"error": 1e-6, "exact": True}}, "failed": ["usp/2"]}, OTHERWISE),
+]
+
+
+@pytest.mark.parametrize(("key", "result", "word"), JUDGED)
+def test_verdicts(key: str, result: dict[str, Any], word: str) -> None:
+    unknown = BY_KEY[key]
+    assert verdict(unknown, {unknown.task: {"status": "done", "result": result}}).word == word
+
+
+@pytest.mark.parametrize("unknown", UNKNOWNS, ids=lambda each: str(each.key))
+def test_what_failed_or_is_of_another_form_settles_nothing(unknown: Any) -> None:
+    late = {unknown.task: {"status": "late", "error": "no answer in 60 s"}}
+    assert verdict(unknown, late) == (OPEN, f"task {unknown.task}: late: no answer in 60 s")
+    assert verdict(unknown, {}) == (OPEN, f"task {unknown.task}: it did not run")
+    for other in ({}, {"one way": None}, {"left out": "one rank"}):
+        assert verdict(unknown, {unknown.task: {"status": "done", "result": other}}).word == OPEN
+
+
+def test_times_without_an_npu_settle_nothing() -> None:
+    told = {"pair": {"status": "done", "result": times(2.0, 1.0)}}
+    assert verdict(BY_KEY["pair-one-group"], told, real=False).word == OPEN
+
+
+# ---------- the script
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    document: dict[str, Any]
+
+
+def smoke(folder: Path, *options: str) -> Ran:
+    path = folder / "found.json"
+    arguments = [sys.executable, str(REPO / "ci" / "npu-smoke"), "--no-doctor", "-o", str(path), *options]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=folder, timeout=110)
+    assert path.exists(), done.stderr
+    return Ran(done.returncode, done.stdout, json.loads(path.read_text(encoding="utf-8")))
+
+
+def status(ran: Ran) -> dict[str, str]:
+    return {name: told["status"] for name, told in ran.document["tasks"].items()}
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path: Path) -> None:
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--schedules", "ring,ulysses")
+    assert (ran.code, set(status(ran).values())) == (0, {"done"})
+    assert [each["key"] for each in ran.document["verdicts"]] == list(BY_KEY)
+    assert {"schedule:ring", "schedule:ulysses"} <= status(ran).keys()
+    words = {each["key"]: each["verdict"] for each in ran.document["verdicts"]}
+    assert (words["exactness"], words["wait-blocks"], words["no-mask"]) == (AS_ASSUMED, OPEN, OPEN)
+    assert all(f"{each.key:<20} " in ran.out for each in UNKNOWNS)
+    assert "A TRIAL, no NPU was there" in ran.out
+
+
+@pytest.mark.slow
+def test_on_emulated_npus(tmp_path: Path) -> None:
+    """All of it, but for the schedules: two of these."""
+    ran = smoke(tmp_path, "--emulate", "--ranks", "3", "--schedules", "tokenring,direct-kv")
+    assert (ran.code, set(status(ran).values())) == (0, {"done"})
+    words = {each["key"]: each["verdict"] for each in ran.document["verdicts"]}
+    by_device = {each.key for each in UNKNOWNS if each.by_time}
+    assert {words[key] for key in by_device} == {OPEN}
+    assert {words[key] for key in words.keys() - by_device} == {AS_ASSUMED, MEASURED}
+    assert ran.document["device"] == "Ascend910B3"
+
+
+def test_a_task_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", "memory,schedule:spiral,rows")
+    assert (ran.code, status(ran)) == (1, {"memory": "done", "schedule:spiral": "failed", "rows": "done"})
+    told = ran.document["tasks"]["schedule:spiral"]
+    assert "unknown schedule 'spiral'" in told["error"] and told["error"].startswith("rank ")
+    assert "ConfigurationError" in told["log"]["0"]
+
+
+def test_a_task_that_hangs_is_ended(tmp_path: Path) -> None:
+    """Here: one that takes longer than it may."""
+    began = time.monotonic()
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", "wait,rows", "--task-seconds", "0.3")
+    assert (ran.code, status(ran)) == (1, {"wait": "late", "rows": "done"})
+    assert ran.document["tasks"]["wait"]["error"] == "no answer in 0.3 s"
+    assert time.monotonic() - began < 60
+
+
+def test_the_time_that_is_used_up(tmp_path: Path) -> None:
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", "rows", "--minutes", "0")
+    assert (ran.code, status(ran)) == (1, {"rows": "left out"})
+
+
+def test_ranks_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    told: dict[str, Any] = {}
+    asked = team.Asked("cpu", 2, None, time.monotonic() + 60)
+    team.run(asked, ["pair", "rows"], lambda task, found: told.update({task: found}))
+    assert {each["status"] for each in told.values()} == {"failed"}
+    assert "the ranks cannot be started: rank 0 ended with 3" in told["pair"]["error"]
+    assert told["pair"]["log"]["0"] == "no such thing"
+
+
+def test_no_npu_is_said(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(REPO / "ci" / "npu-smoke"), "-o", str(tmp_path / "a.json")],
+        capture_output=True, text=True, timeout=110, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "no NPU was found here: `tokenring doctor` says why" in done.stderr
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["doctor"]["torch"] and len(document["verdicts"]) == len(UNKNOWNS)

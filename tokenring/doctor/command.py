@@ -1,0 +1,40 @@
+"""`tokenring doctor`: the command. Exit codes, as docs/doctor.md has them: 0 a report, whatever it says; 2 a wrong
+option, or a file that cannot be written; 130 interrupted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from tokenring.console import Parser, write_file
+from tokenring.doctor.examine import SECONDS, examine
+from tokenring.doctor.report import report
+from tokenring.errors import ConfigurationError
+
+
+def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+    if not 0 < options.seconds <= 3600:
+        raise ConfigurationError(f"--seconds {options.seconds:g}: give a time above 0, and an hour at most")
+    found = examine(environment, options.seconds)
+    text = found.to_json() if options.json else report(found)
+    if options.output is None:
+        print(text, end="")
+    else:
+        write_file(options.output, text)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tokenring doctor",
+        description="What is installed, which transport and kernel would be used, what is missing and what to do.",
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="as JSON (docs/doctor.md)")
+    add("--seconds", type=float, default=SECONDS, metavar="N", help=f"for each import that is tried ({SECONDS:g})")
+    add("-o", "--output", metavar="FILE", help="write to a file instead")
+    return parser

@@ -1,0 +1,171 @@
+"""What is asked in a process of its own: `main(NAME)` prints one line for each part, as soon as it knows.
+
+Of what follows a part that fails only those parts are left out that need it; each failure is told with its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tokenring.doctor.ask import MARK
+
+OPERATORS = (
+    "npu_fusion_attention", "npu_fusion_attention_grad", "npu_fusion_attention_v2", "npu_fusion_attention_grad_v2",
+    "npu_attention_update", "npu_ring_attention_update", "npu_fused_infer_attention_score",
+)  # fmt: skip
+HEAD_DIM = 128  # of the call that kernels are asked about
+
+
+def main(probe: str) -> None:
+    """Run one of PROBES. What the imported packages print goes elsewhere than our lines, which are whole."""
+    for part, function in PROBES[probe]:
+        try:
+            _say(part, True, function())
+        except BaseException as error:
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            _say(part, False, text[-8000:])
+            if part.startswith("import"):
+                break
+    # A vendor's package may end badly: what was said is said.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _say(part: str, well: bool, value: Any) -> None:
+    sys.stdout.flush()
+    os.write(1, f"\n{MARK}{json.dumps([part, well, value])}\n".encode())
+
+
+# ---------- parts
+
+
+def _torch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _torch_npu() -> str | None:
+    import torch_npu  # type: ignore[import-not-found,unused-ignore]
+
+    return getattr(torch_npu, "__version__", None)
+
+
+def _accelerators(kinds: tuple[str, ...]) -> Callable[[], list[dict[str, Any]]]:
+    def found() -> list[dict[str, Any]]:
+        from tokenring.backends.devices import has_device
+
+        return [_devices(kind) for kind in kinds if has_device(kind)]
+
+    return found
+
+
+def _devices(kind: str) -> dict[str, Any]:
+    import torch
+
+    module = getattr(torch, kind)
+    count = int(module.device_count()) if hasattr(module, "device_count") else 1
+    named = [_attempt(lambda i=i: str(module.get_device_name(i))) or kind for i in range(count)]  # type: ignore[misc]
+    memory = [_attempt(lambda i=i: int(module.get_device_properties(i).total_memory)) for i in range(count)]  # type: ignore[misc]
+    return {"type": kind, "names": named, "memory_bytes": memory}
+
+
+def _attempt(function: Callable[[], Any]) -> Any:
+    """None where the device does not tell."""
+    try:
+        return function()
+    except Exception:
+        return None
+
+
+def _transfer() -> bool:
+    """Whether torch.cuda stands for torch.npu: a tensor that is made "on cuda" says what it is on."""
+    import torch
+
+    if "torch_npu.contrib.transfer_to_npu" in sys.modules:
+        return True
+    made = _attempt(lambda: torch.empty(0, device="cuda").device.type)
+    return made not in (None, "cuda")
+
+
+def _operators() -> list[dict[str, Any]]:
+    """Each operator with its arguments, from its schema; None where there is none."""
+    import torch
+
+    found = []
+    for name in OPERATORS:
+        packet = getattr(torch.ops.npu, name, None)
+        overload = getattr(packet, "default", None)
+        arguments = None if overload is None else [each.name for each in overload._schema.arguments]
+        found.append({"name": name, "arguments": arguments})
+    return found
+
+
+def _choices(kinds: tuple[str, ...]) -> Callable[[], list[dict[str, Any]]]:
+    def found() -> list[dict[str, Any]]:
+        from tokenring.backends.devices import has_device
+
+        return [_choice(kind) for kind in kinds if has_device(kind)]
+
+    return found
+
+
+def _choice(kind: str) -> dict[str, Any]:
+    """What the registry takes for tensors of a kind, and why not the others."""
+    import torch
+
+    from tokenring.backends import registry
+
+    device = torch.device(kind)
+    name, why = registry.transport_for(kind)
+    kernel, others = None, []
+    try:
+        made = registry.make_kernel("auto", device)
+        reason = made.supports(HEAD_DIM, torch.bfloat16)
+        kernel = {"name": made.name, "why": reason or f"the fastest here for {kind} tensors"}
+    except Exception as error:
+        others.append({"name": "auto", "why": _one_line(error)})
+    for each in registry.KERNELS:
+        if kernel is not None and each == kernel["name"]:
+            continue
+        try:
+            registry.make_kernel(each, device)
+            others.append({"name": each, "why": f"can be asked for: ContextParallel(kernel={each!r})"})
+        except Exception as error:
+            others.append({"name": each, "why": _one_line(error)})
+    transport = None if name is None else {"name": name, "why": why}
+    if name is None:
+        others.insert(0, {"name": "transport", "why": why})
+    return {"device": kind, "transport": transport, "kernel": kernel, "others": others}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+OTHERS = ("cuda", "xpu", "mps")
+PROBES: dict[str, tuple[tuple[str, Callable[[], Any]], ...]] = {
+    # without torch_npu, unless somebody else imports it
+    "torch": (
+        ("import torch", _torch),
+        ("transfer", _transfer),
+        ("accelerators", _accelerators(OTHERS)),
+        ("choices", _choices(("cpu", *OTHERS))),
+    ),
+    # as a user's program begins
+    "autoload": (("import torch", _torch),),
+    "torch_npu": (
+        ("import torch", _torch),
+        ("import torch_npu", _torch_npu),
+        ("operators", _operators),
+        ("transfer", _transfer),
+        ("accelerators", _accelerators(("npu",))),
+        ("choices", _choices(("npu",))),
+    ),
+}

@@ -1,0 +1,37 @@
+"""What users give as a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from tokenring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+NOT_A_MEMBER = "this rank is not a member of the group; only members make a ContextParallel"
+
+
+def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """What a user gives as a group, as the group itself; None where there is one process only."""
+    if group is None:
+        ready = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if ready else None
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, int) and not isinstance(group, bool):  # dist.GroupMember.NON_GROUP_MEMBER
+        raise ConfigurationError(NOT_A_MEMBER)
+    if not hasattr(group, "get_group"):
+        raise ConfigurationError(
+            f"group is of type {type(group).__name__}; give a ProcessGroup, a one-dimensional DeviceMesh or None"
+        )
+    if group.ndim != 1:
+        raise ConfigurationError(
+            f"a DeviceMesh of {group.ndim} dimensions was given; name the one for context parallelism, as mesh['cp']"
+        )
+    if group.get_coordinate() is None:
+        raise ConfigurationError(NOT_A_MEMBER)
+    return group.get_group()
