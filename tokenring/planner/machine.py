@@ -58,7 +58,8 @@ def machine_of_preset(name: str, dtype: torch.dtype) -> Machine:
     """What a preset's ranks compute with."""
     found, _ = find(name.removeprefix(PREFIX))
     device = device_figures(found.device)
-    return Machine(device_rates(device, dtype), messages_of(found.operation_us.known()), transport=_transport_of(device.name))
+    messages = messages_of(found.operation_us.known())
+    return Machine(device_rates(device, dtype), messages, transport=_transport_of(device.name))
 
 
 def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
@@ -81,4 +82,4 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
 
 def _transport_of(device: str) -> str | None:
     """What moves messages between such devices, where there is one transport for them alone."""
-    return "hccl" if device.startswith("910") else None
+    return "hccl" if device.startswith(("910", "950")) else None
