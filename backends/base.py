@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -134,3 +134,35 @@ class AttentionKernel(Protocol):
         One of the two is given: out where it is at hand, at the rank that owns q; delta elsewhere.
         Results are new tensors, which the caller may change.
         """
+
+
+@runtime_checkable
+class PackingKernel(Protocol):
+    """A kernel that also computes several patches of one rectangle in one call, such as packed documents.
+
+    The rows and columns of each patch lie beyond those of the one before; row0 and col0 count from the operands'
+    corner. Each result is that patch's own, as `forward` and `backward` would give it.
+    """
+
+    def packs(self, patches: Sequence[Patch]) -> bool:
+        """Whether it takes these in one call: asked once, when a program is bound."""
+
+    def forward_packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """(out, lse) of each."""
+
+    def backward_packed(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patches: Sequence[Patch],
+        scale: float,
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """(dq, dk, dv) of each."""

@@ -26,8 +26,8 @@ TRANSPORTS = {
 OF_DEVICE = {"npu": "hccl"}  # what "auto" takes for tensors there
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
-    "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
     "reference": "tokenring.backends.kernels.reference:Reference",
+    "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
 }
 FASTEST = {"cpu": "cpu-flash", "npu": "npu-fusion"}  # by device type; reference elsewhere
 
@@ -76,7 +76,9 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
         name = FASTEST.get(device.type, "reference")
     home = next((kind for kind, each in FASTEST.items() if each == name), device.type)
     if home != device.type:
-        raise BackendUnavailable(f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'")
+        raise BackendUnavailable(
+            f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'"
+        )
     return cast(AttentionKernel, _load("kernel", name, KERNELS)())
 
 

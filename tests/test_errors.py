@@ -204,7 +204,7 @@ CONTEXTS: dict[str, Refusal] = {
     "kernel": (
         lambda: ContextParallel(kernel="flash3"),
         ConfigurationError,
-        "unknown kernel 'flash3'; choose one of auto, cpu-flash, reference",
+        "unknown kernel 'flash3'; choose one of auto, cpu-flash, reference, npu-fusion",
     ),
     "group": (
         lambda: ContextParallel([0, 1]),  # type: ignore[arg-type]

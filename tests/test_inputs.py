@@ -60,8 +60,8 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
         {"transport": "mpi"},
         "unknown transport 'mpi'; choose one of auto, gloo, shm, or the `transport` of another ContextParallel",
     ),
-    ({"kernel": 3}, "kernel is of type int; choose one of auto, cpu-flash, reference"),
-    ({"kernel": Reference()}, "kernel is of type Reference; choose one of auto, cpu-flash, reference"),
+    ({"kernel": 3}, "kernel is of type int; choose one of auto, cpu-flash, reference, npu-fusion"),
+    ({"kernel": Reference()}, "kernel is of type Reference; choose one of auto, cpu-flash, reference, npu-fusion"),
     *(
         (
             {"timeout_seconds": given},

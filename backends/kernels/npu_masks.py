@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -69,19 +70,29 @@ def every_row_sees(patch: Patch) -> bool:
 
 def _common_band(patches: Sequence[Patch]) -> tuple[int, int] | None:
     """(before, after), counted from each patch's last row and column, which is where the band mode counts from."""
-    before = _agreed(
-        [(patch.cols - 1, None) if patch.low is None else (0, patch.cols - patch.rows - patch.low) for patch in patches]
-    )
-    after = _agreed(
-        [(patch.rows - 1, None) if patch.high is None else (0, patch.high - patch.cols + patch.rows) for patch in patches]
-    )
+    before, after = [], []
+    for patch in patches:
+        offset = patch.cols - patch.rows
+        before.append(Limit(patch.cols - 1, None if patch.low is None else offset - patch.low))
+        after.append(Limit(patch.rows - 1, None if patch.high is None else patch.high - offset))
+    return _both(_agreed(before), _agreed(after))
+
+
+def _both(before: int | None, after: int | None) -> tuple[int, int] | None:
     return None if before is None or after is None else (before, after)
 
 
-def _agreed(limits: list[tuple[int, int | None]]) -> int | None:
-    """The number that all bounded ones have, if it hides nothing of those that have no bound (at least so much)."""
-    exact = {value for _, value in limits if value is not None}
-    least = max((least for least, value in limits if value is None), default=None)
+class Limit(NamedTuple):
+    """One side of a band: exactly so far, or, where there is no bound, at least so far."""
+
+    least: int
+    exact: int | None
+
+
+def _agreed(limits: list[Limit]) -> int | None:
+    """The number that all bounded ones have, if it hides nothing of those without a bound."""
+    exact = {each.exact for each in limits if each.exact is not None}
+    least = max((each.least for each in limits if each.exact is None), default=None)
     if len(exact) > 1:
         return None
     if not exact:

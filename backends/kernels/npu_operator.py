@@ -47,6 +47,6 @@ def find(*names: str) -> Operator:
         if packet is not None:
             return Operator(packet.default, packet.default._schema)
     raise BackendUnavailable(
-        f"kernel 'npu-fusion' needs the operator {' or '.join(names)}, and torch.ops.npu has neither: import torch_npu, "
-        f"see `tokenring doctor`, or use ContextParallel(kernel='reference')"
+        f"kernel 'npu-fusion' needs the operator {' or '.join(names)}, and torch.ops.npu has neither: "
+        f"import torch_npu, see `tokenring doctor`, or use ContextParallel(kernel='reference')"
     )

@@ -81,7 +81,7 @@ class Packing:
 
     def _parts(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
         """The opposite: [B, H, rows, D] of each span."""
-        entries = x.unflatten(0, (self.batch, -1))
+        entries = x.view(self.batch, -1, *x.shape[1:])
         return [entries[:, start:stop].transpose(1, 2) for start, stop in _joined(spans)]
 
     # ---------- statistics
@@ -91,12 +91,11 @@ class Packing:
         heads = lse.shape[1]
         spans = list(_joined(self.rows))
         if in_token_order:
-            entries = lse.unflatten(0, (self.batch, -1))
+            entries = lse.view(self.batch, -1, heads)
             return [entries[:, start:stop].transpose(1, 2) for start, stop in spans]
         entries = lse.reshape(self.batch, -1)
-        return [
-            entries[:, start * heads : stop * heads].unflatten(1, (heads, stop - start)) for start, stop in spans
-        ]
+        blocks = ((entries[:, start * heads : stop * heads], stop - start) for start, stop in spans)
+        return [block.view(self.batch, heads, rows) for block, rows in blocks]
 
     def _packed_lse(self, lse: torch.Tensor, in_token_order: bool) -> torch.Tensor:
         """[T, H], in either order, from [B, H, S]."""

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from ascend import module
 from torch.utils import _pytree as pytree
+
+from ascend import module
 
 CROSSING = {"aten::copy_", "aten::_to_copy"}  # what may read one device and write another
 # The host waits for the device in these. `host_waits` counts them: the step loop must not contain any.
@@ -40,7 +41,7 @@ class NpuTensor(torch.Tensor):
     def __new__(cls, inner: torch.Tensor, index: int) -> NpuTensor:
         made: NpuTensor = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            device="npu:0", requires_grad=False,
+            device=torch.device("npu:0"), requires_grad=False,
         )  # fmt: skip
         made._raw, made._index = inner, index
         return made
@@ -48,10 +49,10 @@ class NpuTensor(torch.Tensor):
     def __init__(self, inner: torch.Tensor, index: int) -> None:
         """inner: the memory; index: of the device."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _run(func, args, kwargs or {})
 
     @property
@@ -127,13 +128,13 @@ def install(count: int = 8) -> None:
     _setup_privateuseone_for_python_backend("npu", module)
     torch.Tensor.to = _to  # type: ignore[method-assign,assignment]
     torch.tensor, torch.as_tensor = _over_the_host(torch.tensor), _over_the_host(torch.as_tensor)
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(_fallback, "PrivateUse1")
+    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    library.fallback(_fallback, "PrivateUse1")  # type: ignore[no-untyped-call]
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     _libraries.append(library)
-    factories = torch.library.Library("aten", "IMPL")
+    factories = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in RESIZED:
-        factories.impl(name, _factory(name), "PrivateUse1")
+        factories.impl(name, _factory(name), "PrivateUse1")  # type: ignore[no-untyped-call]
     _libraries.append(factories)
 
 
@@ -250,4 +251,4 @@ def _check_kept_shapes(name: str, tensors: Any) -> None:
     for x in tensors:
         inner = x._raw
         if x.shape != inner.shape or x.stride() != inner.stride() or x.dtype != inner.dtype:
-            raise NotImplementedError(f"{name} changed a tensor's shape in place, from {tuple(x.shape)} to {inner.shape}")
+            raise NotImplementedError(f"{name} changed a tensor's shape in place, {tuple(x.shape)} to {inner.shape}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from ascend.golden import COPIES
 
 
@@ -14,7 +15,7 @@ def heads_first(x: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
         return x
     if layout == "BSND":
         return x.transpose(1, 2)
-    split = x.unflatten(-1, (heads, x.shape[-1] // heads))
+    split = x.reshape(*x.shape[:-1], heads, -1)
     return split.permute(0, 2, 1, 3) if layout == "BSH" else split.permute(1, 2, 0, 3)
 
 

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+
 from ascend import device, golden, layouts, refusals, updates
 from ascend.device import NpuTensor, wrap
 from ascend.schemas import OFFERS
@@ -25,19 +26,24 @@ class Called(NamedTuple):
 
 calls: list[Called] = []
 _registered: list[torch.library.Library] = []
+_offer: list[str] = []  # what is registered now
 Given = dict[str, Any]
 
 
 def register(offer: str) -> None:
     """The operators of a wheel or a branch (schemas.OFFERS), in place of those that were there."""
+    calls.clear()
+    if _offer == [offer]:
+        return
+    _offer[:] = [offer]
     while _registered:
         _registered.pop()._destroy()  # type: ignore[no-untyped-call]
     device.operators.clear()
-    library = torch.library.Library("npu", "DEF")
+    library = torch.library.Library("npu", "DEF")  # type: ignore[no-untyped-call]
     _registered.append(library)
     for name, text in OFFERS[offer].items():
-        library.define(text)
-        library.impl(name, _on_cpu, "CPU")
+        library.define(text)  # type: ignore[no-untyped-call]
+        library.impl(name, _on_cpu, "CPU")  # type: ignore[no-untyped-call]
         schema = torch._C.parse_schema(f"npu::{text}")
         device.operators[f"npu::{name}"] = _noted(name, schema, IMPLEMENTED[name])
 

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from ascend.device import install
 from ranks import Here, RankPools, Ranks
+
+from ascend.device import install
 
 
 def on_npu(here: Here, count: int = 8) -> None:

@@ -36,39 +36,36 @@ def _text(name: str, arguments: list[str], returns: str) -> str:
 
 
 _FORWARD_RETURNS = "Tensor, Tensor, Tensor, Tensor, int, int, int"
+_FORWARD = [*_OPERANDS, *_HOW, *_MASKS, *_numbers("scale", "tockens"), *_LENGTHS, *_PARALLEL, *_LATER, *_DROPOUT]
+_FORWARD_2 = [
+    *_OPERANDS, *_HOW, "*", *_MASKS, *_ROPE, *_numbers("scale", "tokens"), *_LENGTHS, *_PARALLEL, *_STARTS, *_LATER,
+    *_DROPOUT,
+]  # fmt: skip
+_GRAD = [
+    *_OPERANDS, "Tensor dy", *_HOW, "*", *_MASKS, *_STATISTICS, *_numbers("scale_value", "tockens"), *_COUNTERS,
+    *_LENGTHS, *_PARALLEL, *_LATER,
+]  # fmt: skip
+_GRAD_2 = [
+    *_OPERANDS, "Tensor dy", *_HOW, "*", *_MASKS, *_STATISTICS, *_ROPE, *_numbers("scale_value", "tokens"),
+    *_COUNTERS, *_LENGTHS, *_PARALLEL, *_STARTS, *_LATER,
+]  # fmt: skip
+_UPDATE = ["Tensor[] lse", "Tensor[] local_out", "int update_type"]
+_RING = [
+    "Tensor prev_attn_out", "Tensor prev_softmax_max", "Tensor prev_softmax_sum", "Tensor cur_attn_out",
+    "Tensor cur_softmax_max", "Tensor cur_softmax_sum", "*", "Tensor? actual_seq_qlen=None",
+    'str input_layout="SBH"', 'str input_softmax_layout=""',
+]  # fmt: skip
 CURRENT = {
-    "npu_fusion_attention": _text(
-        "npu_fusion_attention",
-        [*_OPERANDS, *_HOW, *_MASKS, *_numbers("scale", "tockens"), *_LENGTHS, *_PARALLEL, *_LATER, *_DROPOUT],
-        _FORWARD_RETURNS,
-    ),
-    "npu_fusion_attention_grad": _text(
-        "npu_fusion_attention_grad",
-        [*_OPERANDS, "Tensor dy", *_HOW, "*", *_MASKS, *_STATISTICS, *_numbers("scale_value", "tockens"), *_COUNTERS,
-         *_LENGTHS, *_PARALLEL, *_LATER],
-        ", ".join(["Tensor"] * 5),
-    ),  # fmt: skip
-    "npu_fusion_attention_v2": _text(
-        "npu_fusion_attention_v2",
-        [*_OPERANDS, *_HOW, "*", *_MASKS, *_ROPE, *_numbers("scale", "tokens"), *_LENGTHS, *_PARALLEL, *_STARTS,
-         *_LATER, *_DROPOUT],
-        _FORWARD_RETURNS,
-    ),  # fmt: skip
-    "npu_fusion_attention_grad_v2": _text(
-        "npu_fusion_attention_grad_v2",
-        [*_OPERANDS, "Tensor dy", *_HOW, "*", *_MASKS, *_STATISTICS, *_ROPE, *_numbers("scale_value", "tokens"),
-         *_COUNTERS, *_LENGTHS, *_PARALLEL, *_STARTS, *_LATER],
-        ", ".join(["Tensor"] * 7),
-    ),  # fmt: skip
-    "npu_attention_update": "npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)",
-    "npu_ring_attention_update": _text(
-        "npu_ring_attention_update",
-        ["Tensor prev_attn_out", "Tensor prev_softmax_max", "Tensor prev_softmax_sum", "Tensor cur_attn_out",
-         "Tensor cur_softmax_max", "Tensor cur_softmax_sum", "*", "Tensor? actual_seq_qlen=None",
-         'str input_layout="SBH"', 'str input_softmax_layout=""'],
-        "Tensor, Tensor, Tensor",
-    ),  # fmt: skip
-}  # fmt: skip
+    name: _text(name, arguments, returns)
+    for name, arguments, returns in (
+        ("npu_fusion_attention", _FORWARD, _FORWARD_RETURNS),
+        ("npu_fusion_attention_grad", _GRAD, ", ".join(["Tensor"] * 5)),
+        ("npu_fusion_attention_v2", _FORWARD_2, _FORWARD_RETURNS),
+        ("npu_fusion_attention_grad_v2", _GRAD_2, ", ".join(["Tensor"] * 7)),
+        ("npu_attention_update", _UPDATE, "Tensor, Tensor"),
+        ("npu_ring_attention_update", _RING, "Tensor, Tensor, Tensor"),
+    )
+}
 RING = "npu_ring_attention_update"
 WHEELS: dict[str, dict[str, str]] = {
     "2.7.1.post11": CURRENT,

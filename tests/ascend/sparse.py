@@ -114,7 +114,7 @@ def check_mask(mask: torch.Tensor, mode: int, shapes: Sequence[tuple[int, ...]])
         if tuple(mask.shape) != (SIDE, SIDE):
             raise RuntimeError(f"sparse mode {mode} takes a mask of [{SIDE}, {SIDE}], not {list(mask.shape)}")
         if not torch.equal(mask.bool(), triangle()):
-            raise RuntimeError(f"sparse mode {mode} takes the upper triangle above the diagonal as mask: True is hidden")
+            raise RuntimeError(f"sparse mode {mode} takes the triangle above the diagonal as mask: True is hidden")
     elif mode == 6:
         if tuple(mask.shape) != PREFIX_SHAPE:
             raise RuntimeError(f"sparse mode 6 takes a mask of {list(PREFIX_SHAPE)}, not {list(mask.shape)}")

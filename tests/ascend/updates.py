@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
+
 from ascend.device import wrap
 from ascend.golden import COPIES
 from ascend.layouts import copies, pack_statistics, unpack_statistics
@@ -69,7 +71,7 @@ def _partial(given: Given, which: str, layout: str) -> tuple[torch.Tensor, torch
     inner = out._raw.double()
     if layout == "SBH":
         heads = found[0].shape[1]
-        inner = inner.unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
+        inner = inner.reshape(*inner.shape[:2], heads, -1).permute(1, 2, 0, 3)
     return inner, found[0], found[1]
 
 
@@ -82,7 +84,7 @@ def _unpacked(given: Given, x: torch.Tensor, layout: str) -> torch.Tensor:
 def _statistics(given: Given, x: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "SBH" or given["input_softmax_layout"] == "TND":
         return copies(x)
-    parts = [part.transpose(0, 1) for part in x.split(_lengths(given, x.shape[0]))]
+    parts = [part.transpose(0, 1) for part in torch.split(x, _lengths(given, x.shape[0]))]
     return pack_statistics(parts, x.shape[0], "")
 
 
@@ -93,4 +95,4 @@ def _lengths(given: Given, tokens: int) -> list[int]:
     refuse(ends.dtype != torch.int64, f"actual_seq_qlen must be int64, not {ends.dtype}")
     bounds: list[int] = ends._raw.tolist()
     refuse(bounds[0] != 0 or bounds[-1] != tokens, f"actual_seq_qlen {bounds} must go from 0 to {tokens}")
-    return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [stop - start for start, stop in pairwise(bounds)]

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 
-from tokenring.backends.base import AttentionKernel, Handle, Transport
+from tokenring.backends.base import AttentionKernel, Handle, PackingKernel, Transport
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.merge import merge_
-from tokenring.runtime.pool import Pool, Views
+from tokenring.runtime.packing import patches, spanned, together
+from tokenring.runtime.pool import Landed, Pool, Views
 from tokenring.runtime.trace import Event, Trace
 from tokenring.schedule.ir import Kind, Schedule
 from tokenring.schedule.program import (
@@ -51,6 +53,7 @@ class Call:
 Step = Callable[[Call], None]
 Made = tuple[torch.Tensor, ...]  # what a kernel returns
 Sink = Callable[[Call, Made], None]
+Operands = Callable[[Call], tuple[tuple[Any, ...], dict[str, torch.Tensor]]]  # by position, by name
 Accept = Callable[[Call, list[torch.Tensor]], None]
 
 
@@ -73,7 +76,7 @@ class Executor:
         # Nothing is done for releases: the posted receive is the credit, on all transports there are.
         numbered = zip(program.instructions, program.steps, strict=True)
         self.instructions = [each for each in numbered if not isinstance(each[0], Release)]
-        self.steps: list[Step] = [binder.bind(instruction) for instruction, _ in self.instructions]
+        self.steps = binder.bind_all([instruction for instruction, _ in self.instructions])
         self.adopted = binder.adopted
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
@@ -148,6 +151,15 @@ class _Binder:
         self.program, self.head_range = views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
 
+    def bind_all(self, instructions: list[Instruction]) -> list[Step]:
+        """A step for each; kernel calls that go together are made at the first of them."""
+        steps: list[Step] = []
+        for group in together(instructions, self.kernel):
+            packed = [each for each in group if isinstance(each, Attend)] if len(group) > 1 else []
+            steps.append(self._attend_packed(tuple(packed)) if packed else self.bind(group[0]))
+            steps += [_nothing] * (len(group) - 1)
+        return steps
+
     def bind(self, instruction: Instruction) -> Step:
         match instruction:
             case Attend():
@@ -185,7 +197,7 @@ class _Binder:
 
             def recv_landing(call: Call) -> None:
                 handle = transport.recv(landing, source, channel, label)
-                call.handles[message] = _Landed(handle, landing, data(call))
+                call.handles[message] = Landed(handle, landing, data(call))
 
             return recv_landing
 
@@ -240,32 +252,49 @@ class _Binder:
 
     def _attend(self, attend: Attend) -> Step:
         kernel, patch, scale = self.kernel, attend.patch, self.scale
-        k, v = self._operand(attend.kv, "k", "kv"), self._operand(attend.kv, "v", "kv")
-        q = self._operand(attend.kept_q or attend.q, "q", "q")
+        operands = self._operands(attend, attend)
         sinks = [self._sink(attend, result) for result in attend.results]
-        if self.forward:
+        compute = kernel.forward if self.forward else kernel.backward
 
-            def forward(call: Call) -> None:
-                made = kernel.forward(q(call), k(call), v(call), patch=patch, scale=scale)
-                for sink in sinks:
-                    sink(call, made)
-
-            return forward
-        dout, lse = self._operand(attend.q, "dout", "q"), self._operand(attend.q, "lse", "q")
-        # The owner of q has out; elsewhere delta came with q.
-        at_home = attend.q.slot == OWN
-        out = self._operand(attend.q, "out", "q") if at_home else None
-        delta = None if at_home else self._operand(attend.q, "delta", "q")
-
-        def backward(call: Call) -> None:
-            made = kernel.backward(
-                dout(call), q(call), k(call), v(call), lse(call), delta and delta(call), out=out and out(call),
-                patch=patch, scale=scale,
-            )  # fmt: skip
+        def attend_tile(call: Call) -> None:
+            given, out = operands(call)
+            made = compute(*given, **out, patch=patch, scale=scale)
             for sink in sinks:
                 sink(call, made)
 
-        return backward
+        return attend_tile
+
+    def _attend_packed(self, attends: tuple[Attend, ...]) -> Step:
+        """Several patches of a tile, in one kernel call."""
+        assert isinstance(self.kernel, PackingKernel)  # else nothing goes together
+        parts, scale = patches(attends), self.scale
+        operands = self._operands(attends[0], attends[-1])
+        sinks = [[self._sink(attend, result) for result in attend.results] for attend in attends]
+        compute = self.kernel.forward_packed if self.forward else self.kernel.backward_packed
+
+        def attend_patches(call: Call) -> None:
+            given, out = operands(call)
+            for made, each in zip(compute(*given, **out, patches=parts, scale=scale), sinks, strict=True):
+                for sink in each:
+                    sink(call, made)
+
+        return attend_patches
+
+    def _operands(self, first: Attend, last: Attend) -> Operands:
+        """What a kernel is given for the rows and columns from one call to another of the same tile."""
+        q_span, kv_span = spanned(first.q, last.q), spanned(first.kv, last.kv)
+        kept_q = spanned(first.kept_q, last.kept_q) if first.kept_q and last.kept_q else q_span
+        q = self._operand(kept_q, "q", "q")
+        k, v = self._operand(kv_span, "k", "kv"), self._operand(kv_span, "v", "kv")
+        if self.forward:
+            return lambda call: ((q(call), k(call), v(call)), {})
+        dout, lse = self._operand(q_span, "dout", "q"), self._operand(q_span, "lse", "q")
+        # The owner of q has out; elsewhere delta came with q.
+        if q_span.slot == OWN:
+            out = self._operand(q_span, "out", "q")
+            return lambda call: ((dout(call), q(call), k(call), v(call), lse(call), None), {"out": out(call)})
+        delta = self._operand(q_span, "delta", "q")
+        return lambda call: ((dout(call), q(call), k(call), v(call), lse(call), delta(call)), {})
 
     def _sink(self, attend: Attend, result: Result) -> Sink:
         """Puts rows of a kernel's result where they belong."""
@@ -353,15 +382,8 @@ class _Binder:
         return clear
 
 
-class _Landed:
-    """A message that is copied to where it belongs when it has arrived."""
-
-    def __init__(self, handle: Handle, landing: torch.Tensor, into: torch.Tensor) -> None:
-        self._handle, self._landing, self._into = handle, landing, into
-
-    def wait(self) -> None:
-        self._handle.wait()
-        self._into.copy_(self._landing)
+def _nothing(call: Call) -> None:
+    """For a kernel call that went with an earlier one."""
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from tokenring.backends.base import OneSided, Transport
+from tokenring.backends.base import Handle, OneSided, Transport
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.measure import aligned, landing_slots, scratch_bytes, slot_bytes
 from tokenring.schedule.payload import Field, Record, Records
@@ -129,6 +129,17 @@ class Views:
     def _touch(self, span: Span, kept: torch.Tensor | None) -> None:
         if kept is None:
             self.pool.touch(self.offsets[span.slot] + aligned(self.nbytes[span.slot]))
+
+
+class Landed:
+    """A message that is copied to where it belongs when it has arrived."""
+
+    def __init__(self, handle: Handle, landing: torch.Tensor, into: torch.Tensor) -> None:
+        self._handle, self._landing, self._into = handle, landing, into
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._into.copy_(self._landing)
 
 
 def _strided(
