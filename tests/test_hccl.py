@@ -34,6 +34,7 @@ from tokenring.schedule.measure import connections, links
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
 BUFFER = 40 * MEGABYTE
+SILENT_SECONDS = 4.0  # the first contact of living ranks must take less on a busy machine
 NPU = "npu"  # no torch.device: only ranks know it
 
 
@@ -44,8 +45,8 @@ def conforms(here: Here, what: str, *args: Any) -> Any:
     if what not in here.memory:
         fresh()
         here.memory[what] = True
-    if what in ("silent",):
-        limits.connect = limits.execute = conformance.LIMIT_SECONDS
+    if what == "silent":
+        limits.execute = SILENT_SECONDS
     return getattr(conformance, what)(here, "hccl", *args)
 
 
@@ -87,7 +88,7 @@ def test_silent_peer(what: str, npus: NpuPools) -> None:
         if rank != 2:
             named_rank, certain, seconds, text = each
             assert (named_rank, certain) == (2, False) and "timeout_seconds" in text, text
-            assert seconds < conformance.LIMIT_SECONDS + 3, (seconds, text)
+            assert seconds < SILENT_SECONDS + 4, (seconds, text)
     assert what == "exchange" or any("HCCL_EXEC_TIMEOUT" in each[3] for each in found if each)
 
 
@@ -105,10 +106,11 @@ def dies(here: Here) -> None:
 
 
 def test_a_peer_that_dies_before_the_first_contact(npus: NpuPools) -> None:
-    """The others raise nothing else than what they expect, or the pool would say so."""
+    """The others raise nothing else than what they expect, or the pool would show their tracebacks."""
     with npus.expendable(3) as some, pytest.raises(RankError) as caught:
         some(dies)
-    assert str(caught.value).strip() == "rank 1: died with exit code 7"
+    text = str(caught.value)
+    assert "rank 1: died with exit code 7" in text and "Traceback" not in text, text
 
 
 def late_error(here: Here) -> tuple[int | None, str]:

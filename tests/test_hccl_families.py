@@ -36,7 +36,7 @@ def cases(ranks: int) -> list[tuple[Case, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_every_family(world_size: int, npus: NpuPools) -> None:
     ranks = npus(world_size)
