@@ -34,6 +34,7 @@ from tokenring.schedule.measure import connections, links
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
 BUFFER = 40 * MEGABYTE
+SILENT_SECONDS = 4.0  # the first contact of living ranks must take less on a busy machine
 NPU = "npu"  # no torch.device: only ranks know it
 
 
@@ -44,8 +45,8 @@ def conforms(here: Here, what: str, *args: Any) -> Any:
     if what not in here.memory:
         fresh()
         here.memory[what] = True
-    if what in ("silent",):
-        limits.connect = limits.execute = conformance.LIMIT_SECONDS
+    if what == "silent":
+        limits.execute = SILENT_SECONDS
     return getattr(conformance, what)(here, "hccl", *args)
 
 
@@ -87,27 +88,29 @@ def test_silent_peer(what: str, npus: NpuPools) -> None:
         if rank != 2:
             named_rank, certain, seconds, text = each
             assert (named_rank, certain) == (2, False) and "timeout_seconds" in text, text
-            assert seconds < conformance.LIMIT_SECONDS + 3, (seconds, text)
+            assert seconds < SILENT_SECONDS + 4, (seconds, text)
     assert what == "exchange" or any("HCCL_EXEC_TIMEOUT" in each[3] for each in found if each)
 
 
-def dies(here: Here) -> tuple[int | None, bool, str]:
+def dies(here: Here) -> None:
     """Rank 1 is gone before anyone meets it in a communicator."""
     fresh()
-    limits.connect = limits.execute = 1.0
+    limits.connect = limits.execute = 0.7
     transport = make_transport("hccl", dist.group.WORLD, 5.0)  # type: ignore[arg-type]
     dist.barrier()
     if here.rank == 1:
         os._exit(7)
-    with pytest.raises(PeerLost) as caught:
+    with pytest.raises(PeerLost, match="HCCL_CONNECT_TIMEOUT") as caught:
         transport.prepare([(0, 1, REQUESTS), (1, 2, REQUESTS)], torch.device(NPU))
-    return caught.value.rank, caught.value.certain, str(caught.value)
+    assert (caught.value.rank, caught.value.certain) == (1, True)
 
 
 def test_a_peer_that_dies_before_the_first_contact(npus: NpuPools) -> None:
-    said: list[str] = []
-    with npus.expendable(3) as some, pytest.raises(RankError, match="rank 1: died with exit code 7"):
-        said += map(str, some(dies))
+    """The others raise nothing else than what they expect, or the pool would show their tracebacks."""
+    with npus.expendable(3) as some, pytest.raises(RankError) as caught:
+        some(dies)
+    text = str(caught.value)
+    assert "rank 1: died with exit code 7" in text and "Traceback" not in text, text
 
 
 def late_error(here: Here) -> tuple[int | None, str]:

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from ascend.hccl_ranks import run_case
+from ascend.operators import register
 from ascend.ranks import NpuPools
-from cases import Case, check_bytes, check_exact
+from ascend.schemas import OFFERS
+from cases import Case, Local, check_bytes, check_exact
 from families import length_of, points, sample
+from ranks import Here
 
 from tokenring import Causal, Full
 from tokenring.schedule.families import parse
@@ -33,7 +36,7 @@ def cases(ranks: int) -> list[tuple[Case, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_every_family(world_size: int, npus: NpuPools) -> None:
     ranks = npus(world_size)
@@ -53,6 +56,21 @@ def test_named_schedules(world_size: int, transport: str, npus: NpuPools) -> Non
         check_bytes(case, case.make_schedule(), parts)
         wanted, got = case.reference(), case.whole(parts)
         assert (got.out.double() - wanted.out).norm() / wanted.out.norm() < 8e-3
+
+
+def with_fused_attention(here: Here, case: Case, transport: str) -> Local:
+    register(next(iter(OFFERS)))
+    return run_case(here, case, transport, kernel="npu-fusion")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_with_the_kernel_of_npus(world_size: int, npus: NpuPools) -> None:
+    """Both emulations together; every operator is watched here too."""
+    for name in ("ring", "tokenring", "direct-q"):
+        length = 16 * world_size
+        case = Case(world_size, name, "zigzag", "causal", 4, 2, 1, 16, torch.float32, None, given_length=length)
+        parts = npus(world_size)(with_fused_attention, case, "hccl")
+        check_exact(case.whole(parts), case.reference())
 
 
 def test_the_sample_meets_all() -> None:
