@@ -21,6 +21,12 @@ from tokenring.schedule.measure import FLOPS_PER_PAIR
 from tokenring.workload import Workload
 
 LEAST_CELLS = 48
+TARGETS = (  # beside the sample: what auto has to gain over a KV ring where that is asked for
+    ("full-mesh", 8, "6:6", "full", "forward", "communication"),
+    ("switch", 8, "8:8", "full", "forward", "communication"),
+    ("switch", 8, "6:6", "full", "forward", "communication"),
+    ("two-node", 8, "8:8", "full", "forward", "communication"),
+)
 HEAD_DIM = 64
 LINK_GBIT = {4: 0.1, 8: 0.05}  # at which links decide, not two cores
 SMALL_LINK_GBIT = {4: 0.04, 8: 0.02}  # where messages are small
@@ -144,5 +150,5 @@ class Cell:
 
 def cells() -> list[Cell]:
     """The sample, grouped so that an emulation is set up once for all its cells."""
-    rows = [Cell(*row) for row in sample(FACTORS, LEAST_CELLS, ("topology", "heads", "regime"))]
+    rows = [Cell(*row) for row in (*sample(FACTORS, LEAST_CELLS, ("topology", "heads", "regime")), *TARGETS)]
     return sorted(dict.fromkeys(rows), key=lambda cell: (cell.topology, cell.ranks, cell.shape.link_gbit, cell.name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +31,7 @@ from tokenring.schedule.families.registry import variants
 from tokenring.schedule.ir import PASSES
 
 SHARE = 0.95
-LEAST_TOKENS, MOST_TOKENS = 64, 1 << 20  # a rank
+POINTS = sorted(tokens for n in range(6, 20) for tokens in (1 << n, 3 << n - 1)) + [1 << 20]  # tokens a rank
 OVER_NICS = 4  # hosts, each with one rank of the group: tensor parallelism has the node
 SHOWN = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "usp", "sub-sharded")
 
@@ -72,12 +73,10 @@ def thresholds(place: Place, model: ModelHeads, families: Sequence[str] = SHOWN)
     for family in families:
         names = [name for name in _members(net, model, tensor) if name.partition("/")[0] == family]
         if names:
-            found[family] = min((_fewest(place, net, model, tensor, mask, name) for name in names), key=_last)
+            found[family] = None
+        for name in names:
+            found[family] = _fewest(place, net, model, tensor, mask, name, found[family])
     return found
-
-
-def _last(tokens: int | None) -> float:
-    return float("inf") if tokens is None else tokens
 
 
 def _members(net: Interconnect, model: ModelHeads, tensor: int) -> Iterator[str]:
@@ -86,19 +85,18 @@ def _members(net: Interconnect, model: ModelHeads, tensor: int) -> Iterator[str]
         yield from variants(net.world_size, size, local)
 
 
-def _fewest(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str) -> int | None:
-    """By halving, on powers of two and their half-way points."""
+def _fewest(
+    place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, known: int | None
+) -> int | None:
+    """The first of POINTS that is enough, if there is one below what is known to be; else that. By bisection."""
 
     def enough(tokens: int) -> bool:
         return share(place, net, model, tensor, mask, name, tokens) >= SHARE
 
-    tokens = LEAST_TOKENS
-    while not enough(tokens):
-        tokens *= 2
-        if tokens > MOST_TOKENS:
-            return None
-    between = tokens * 3 // 4
-    return between if tokens > LEAST_TOKENS and enough(between) else tokens
+    fewer = POINTS if known is None else POINTS[: POINTS.index(known)]
+    if not fewer or not enough(fewer[-1]):
+        return known
+    return fewer[bisect_left(fewer[:-1], True, key=enough)]
 
 
 def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, tokens: int) -> float:

@@ -1,0 +1,49 @@
+"""s*: the fewest tokens a rank at which attention is compute-bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenring.errors import ConfigurationError
+from tokenring.mask import Causal, Full
+from tokenring.planner.models import MODELS, ModelHeads
+from tokenring.planner.threshold import POINTS, SHARE, Place, share, thresholds
+
+NICS = Place("hgx-h100", over_nics=True)
+
+
+def model(heads: int) -> ModelHeads:
+    return next(each for each in MODELS.values() if each.q_heads == heads)
+
+
+@pytest.mark.parametrize("family", ["ring", "direct-kv"])
+def test_it_is_the_first_point_that_is_enough(family: str) -> None:
+    some = model(32)
+    net, tensor = NICS.network()
+    tokens = thresholds(NICS, some, (family,))[family]
+    assert tokens is not None and tokens > POINTS[0]
+    mask = Causal() if some.causal else Full()
+    at, before = (share(NICS, net, some, tensor, mask, family, n) for n in (tokens, POINTS[POINTS.index(tokens) - 1]))
+    assert before < SHARE <= at
+
+
+def test_heads_that_do_not_split_over_the_node() -> None:
+    with pytest.raises(ConfigurationError, match="38 .*heads.* 8|8 .*38"):
+        thresholds(NICS, model(38), ("ring",))
+
+
+def test_a_family_has_the_best_of_its_members() -> None:
+    """No member of usp is compute-bound earlier than the family."""
+    net, tensor = NICS.network()
+    some = model(32)
+    family = thresholds(NICS, some, ("usp",))["usp"]
+    assert family is not None
+    mask = Causal() if some.causal else Full()
+    earlier = POINTS[POINTS.index(family) - 1]
+    assert share(NICS, net, some, tensor, mask, "usp/2", earlier) < SHARE
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    """28 heads over 8 ranks: no Ulysses."""
+    found = thresholds(Place("hgx-h100", over_nics=False), model(28), ("ulysses", "ring"))
+    assert set(found) == {"ring"}
