@@ -28,7 +28,7 @@ def test_it_is_the_first_point_that_is_enough(family: str) -> None:
 
 
 def test_heads_that_do_not_split_over_the_node() -> None:
-    with pytest.raises(ConfigurationError, match="38 .*heads.* 8|8 .*38"):
+    with pytest.raises(ConfigurationError, match=r"38 .*heads.* 8|8 .*38"):
         thresholds(NICS, model(38), ("ring",))
 
 

@@ -31,7 +31,7 @@ from tokenring.schedule.families.registry import variants
 from tokenring.schedule.ir import PASSES
 
 SHARE = 0.95
-POINTS = sorted(tokens for n in range(6, 20) for tokens in (1 << n, 3 << n - 1)) + [1 << 20]  # tokens a rank
+POINTS = [*sorted(tokens for n in range(6, 20) for tokens in (1 << n, 3 << n - 1)), 1 << 20]  # tokens a rank
 OVER_NICS = 4  # hosts, each with one rank of the group: tensor parallelism has the node
 SHOWN = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "usp", "sub-sharded")
 
