@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import tokenring as tr
 from tokenring.backends.kernels.reference import Reference
+from tokenring.backends.registry import make_kernel
 from tokenring.cli import main
 from tokenring.context import Request
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.layout import make_layout
 from tokenring.mask import Mask
 from tokenring.planner import measured
 from tokenring.planner.measured import Key, keep, kept, key_of, measured_rates, read_table
+from tokenring.planner.planner import Planner
 from tokenring.planner.rates import Rates
 from tokenring.region import Patch
 from tokenring.workload import Workload
@@ -76,6 +78,48 @@ def test_a_table_is_what_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(side for side, _ in found.forward) == 512, "the next would take more than 2 s"
 
 
+class Behind(Clock):
+    """A device behind the host's back: a call takes the host 50 µs to launch, and the device works meanwhile."""
+
+    flops_per_second, call_seconds, launched = 3e14, 50e-6, 0.0
+
+    def work(self, seconds: float) -> None:
+        self.now += self.call_seconds
+        self.launched = max(self.launched, self.now) + seconds
+
+    def clock(self) -> float:
+        self.now = max(self.now, self.launched)
+        return super().clock()
+
+
+def test_what_launches_hide_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call takes hardly longer than its launch, no more is claimed than longer calls show."""
+    clock = Behind()
+    monkeypatch.setattr(measured, "device_of", lambda _: clock)
+    monkeypatch.setattr(Ticking, "_pass", lambda self, flops, q, patch: clock.work(_flops(flops, q, patch) / 3e14))
+    for sides in ((64, 512, 1024, 2048), measured.SIDES):  # none, and some of which take long enough
+        monkeypatch.setattr(measured, "SIDES", sides)
+        found = measured_rates(Ticking(clock), CPU, torch.float32, 64, seconds=2.0)
+        assert max(rate for _, rate in found.forward) < 1.35 * 300
+
+
+def _flops(flops: int, q: torch.Tensor, patch: Patch) -> float:
+    return flops * q.shape[1] * q.shape[-1] * patch.rows * patch.cols
+
+
+def test_what_does_not_fit_ends_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(Ticking):
+        def _pass(self, flops: int, q: torch.Tensor, patch: Patch) -> None:
+            if patch.rows > 64:
+                raise torch.OutOfMemoryError("no more memory")
+            super()._pass(flops, q, patch)
+
+    clock = Clock()
+    monkeypatch.setattr(measured, "device_of", lambda _: clock)
+    found = measured_rates(Small(clock), CPU, torch.float32, 64, seconds=2.0)
+    assert [side for side, _ in found.forward] == [16, 32, 64]
+
+
 def test_what_a_kernel_cannot_do_is_not_measured() -> None:
     class Narrow(Reference):
         def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -101,6 +145,7 @@ def test_a_table_is_kept(tmp_path: Path) -> None:
         lambda text: text.replace('"version": 1', '"version": 2'),
         lambda text: text.replace("0.25", "-1"),
         lambda text: text.replace('"call_seconds"', '"calls"'),
+        lambda text: text.replace('"copy_gbs": 9.0', '"copy_gbs": 0'),
         lambda text: "[]",
     ],
 )
@@ -124,19 +169,30 @@ def test_the_command_measures_once_and_auto_takes_it(home: Path, capsys: pytest.
     assert main(["rates", "--device", "cpu", "--dtype", "fp32", "--dim", "64", "--seconds", "0.01"]) == 0
     said = capsys.readouterr().out
     assert "TFLOP/s" in said and str(home) in said
-    key = key_of(tr.ContextParallel().kernel(CPU), CPU, torch.float32, 64)
+    assert torch.get_num_threads() == 1, "as it was"
+    key = key_of(make_kernel("auto", CPU), CPU, torch.float32, 64)
     table = kept(key)
     assert table is not None and table.source == f"measured: {key}" and len(list(home.iterdir())) == 1
-    assert _rates_of_auto(64) == table
-    assert "measured" not in _rates_of_auto(128).source, "no table for these: published figures"
+    rates, reason = auto(64)
+    assert rates == table and "`tokenring rates` measured here" in reason
+    rates, reason = auto(128)
+    assert "measured" not in rates.source + reason, "no table for these: figures of a CPU"
 
 
-def _rates_of_auto(head_dim: int) -> Rates:
-    cp = tr.ContextParallel(schedule="auto", layout="contiguous")
+def auto(head_dim: int) -> tuple[Rates, str]:
+    """What auto reckons with among two ranks of this machine, and what it says."""
+    planner = Planner(None, 2, None, (), None)
     size = Workload(1, 64, 64, 8, 8, head_dim, torch.float32)
-    request = Request(size, Mask(), 1.0, False, CPU)
-    layout = cp.layout_for(64)
-    return cp._planner._call(request, (layout, layout), cp.kernel(CPU), None).setting.machine.rates
+    request, layout = Request(size, Mask(), 1.0, False, CPU), make_layout("contiguous", 2, 64)
+    kernel = make_kernel("auto", CPU)
+    call = planner._call(request, (layout, layout), kernel, None)
+    return call.setting.machine.rates, planner.plan(request, (layout, layout), kernel, None).reason
+
+
+@pytest.mark.parametrize("wrong", [["--dim", "0"], ["--threads", "-1"], ["--seconds", "nan"], ["--device", "random"]])
+def test_wrong_options(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rates", "--device", "cpu", "--seconds", "0.01", *wrong]) == 2
+    assert "give a number above 0" in (said := capsys.readouterr().err) or "torch finds none here" in said
 
 
 def test_plan_reckons_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +205,9 @@ def test_plan_reckons_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture
         assert main([*plan, "--rates", str(path)]) == 0
         compute.append(json.loads(capsys.readouterr().out)["candidates"][0]["compute_seconds"])
     assert compute[0] == pytest.approx(2 * compute[1])
+    for also in (["--tflops", "100"], ["--device", "h100-sxm"]):
+        assert main([*plan, "--rates", str(path), *also]) == 2
+        assert "both say how fast kernels are: leave one out" in capsys.readouterr().err
     other = [*plan[:-5], "--dim", "128", "--dtype", "fp32", "--rates", str(path)]
     assert main(other) == 2
     assert "the plan is for fp32 and head dim 128: measure these with" in capsys.readouterr().err

@@ -128,6 +128,18 @@ class TestByHand:
         assert found.busy_seconds == pytest.approx([1 + 0.5 * times] * 4)
         assert {round(span.end_seconds, 9) for span in found.spans if span.what == "copy"} == {1 + 0.5 * times}
 
+    def test_posts_take_turns_too(self) -> None:
+        """Two ranks post at once on one core: each is done when both are."""
+        programs: list[list[Operation]] = [[send(0, 1, MESSAGE), Await(0)], [receive(0, 0, MESSAGE), Await(0)]]
+        taken = simulate(full_mesh(2, 1.0), programs, Messages(post_seconds=1e-3), cores=1.0)
+        assert taken.busy_seconds == pytest.approx([2e-3, 2e-3])
+
+    def test_long_work_ends(self) -> None:
+        """After hours, a core's last picosecond is shorter than the clock's step."""
+        kernel = Compute(2e4, True, 0, "")
+        programs: list[list[Operation]] = [[kernel, Compute(some, False, 0, "")] for some in (0.1, 0.3, 0.7)]
+        assert simulate(full_mesh(3, 1.0), programs, IDEAL, cores=2.0).seconds == pytest.approx(2e4, rel=1e-3)
+
     def test_short_work_leaves_the_core_to_long_work(self) -> None:
         """One core: both at half speed until the short one is done, after 1 s; the other needs 0.5 s more."""
         programs: list[list[Operation]] = [[Compute(0.5, False, 0, "")], [Compute(1.0, False, 0, "")]]

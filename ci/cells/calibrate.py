@@ -1,4 +1,4 @@
-"""What ranks that share this machine's cores add to the time that links need: the constants of grid.py.
+"""What ranks that share this machine's cores add to the time that links need: Overheads of tokenring/planner/emulated.py.
 
     sudo python ci/cells/calibrate.py [--file /tmp/overheads.json]
 
@@ -26,25 +26,24 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
 
 import torch  # noqa: E402
-from grid import CORES, HEAD_DIM, Costs  # noqa: E402
+from grid import CORES, HEAD_DIM  # noqa: E402
 
 from tokenring.emulate import Emulated  # noqa: E402
-from tokenring.emulate.shapes import Shape  # noqa: E402
+from tokenring.emulate.shapes import MOST_GBIT, Shape  # noqa: E402
 from tokenring.layout import make_layout  # noqa: E402
 from tokenring.mask import parse_mask  # noqa: E402
 from tokenring.planner import operations  # noqa: E402
-from tokenring.planner.emulated import interconnect_of_shape  # noqa: E402
-from tokenring.planner.pieces import default_pieces  # noqa: E402
-from tokenring.planner.rates import Messages, Rates  # noqa: E402
+from tokenring.planner.emulated import Overheads, interconnect_of_shape  # noqa: E402
+from tokenring.planner.pieces import named_schedule  # noqa: E402
+from tokenring.planner.rates import Rates  # noqa: E402
 from tokenring.planner.simulate import simulate  # noqa: E402
 from tokenring.schedule.calls import anything  # noqa: E402
 from tokenring.schedule.ir import PASSES  # noqa: E402
 from tokenring.schedule.lower import agenda_of, lower_agenda  # noqa: E402
-from tokenring.schedule.schemes import make_schedule  # noqa: E402
 from tokenring.schedule.storage import storage_of  # noqa: E402
 from tokenring.workload import Workload  # noqa: E402
 
-WIDE_GBIT = 5.0
+WIDE_GBIT = 5.0  # at which whatever is sent here is in a link's bucket: it passes for free
 FAST_TFLOPS = 1e6
 ROUNDS = 9
 SCHEDULES = (
@@ -52,7 +51,6 @@ SCHEDULES = (
     "ulysses", "ulysses/pieces2", "usp/2", "mesh-kv/2x{half}", "tiles/2x{half}", "sub-sharded/1x1x{ranks}",
 )  # fmt: skip
 STEPS = (2.0, 1.6, 1.4, 1.25, 1.15, 1.1)  # by how much a constant is changed, from round to round
-SLEEPING_CALL_SECONDS = 0.3e-3  # what a kernel that sleeps for nothing takes; longer sleeps contain it
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,7 @@ def cases(measured: Sequence[dict[str, Any]]) -> Iterator[Case]:
         size = Workload(1, tokens, tokens, cell["q_heads"], cell["kv_heads"], HEAD_DIM, torch.float32)
         layout, mask = make_layout(cell["layout"], ranks, tokens), parse_mask(cell["mask"])
         for name, seconds in cell["found"].items():
-            pieces = default_pieces(name, size, layout, layout)
-            schedule = make_schedule(name, layout, layout, mask, pieces=pieces)
+            schedule = named_schedule(name, size, layout, layout, mask, None)
             storage = storage_of(schedule)
             passes = []
             for direction in PASSES[: 2 if "+" in cell["passes"] else 1]:
@@ -115,41 +112,42 @@ def _counted(schedule: Any, size: Workload, program: Any) -> list[Any]:
     ]
 
 
-def predicted(case: Case, costs: Costs) -> float:
-    messages = Messages(
-        costs.latency, costs.post, pipelined=True, handling_seconds=costs.handling, handling_gbs=costs.handling_gbs
-    )
-    net = interconnect_of_shape(Shape("full-mesh", case.ranks, WIDE_GBIT))
+def predicted(case: Case, overheads: Overheads) -> float:
+    # Nothing passes for free where nothing takes time: the latency shows whole.
+    messages = replace(overheads.messages, latency_seconds=overheads.latency)
+    net = interconnect_of_shape(Shape("full-mesh", case.ranks, MOST_GBIT))
     total = 0.0
     for programs in case.passes:
-        timed = [[_timed(each, costs) for each in program] for program in programs]
-        total += costs.start * case.ranks + simulate(net, timed, messages, cores=CORES).seconds
+        timed = [[_timed(each, overheads) for each in program] for program in programs]
+        total += overheads.start * case.ranks + simulate(net, timed, messages, cores=CORES).seconds
     return total
 
 
-def _timed(each: Any, costs: Costs) -> Any:
-    if isinstance(each, operations.Compute):
-        return each._replace(seconds=SLEEPING_CALL_SECONDS, kernel=False)
+def _timed(each: Any, overheads: Overheads) -> Any:
+    if isinstance(each, operations.Compute):  # a kernel that sleeps for nothing: it only costs a call
+        return each._replace(seconds=overheads.call, kernel=False)
     if isinstance(each, operations.Post | operations.Await):
         return each
     count, nbytes = each
-    return operations.Compute(count * costs.operation + nbytes / (costs.copy_gbs * 1e9), False, 0, "copy")
+    return operations.Compute(count * overheads.operation + nbytes / (overheads.copy_gbs * 1e9), False, 0, "copy")
 
 
-def error(some: Sequence[Case], costs: Costs) -> float:
-    return statistics.mean(abs(math.log(predicted(case, costs) / case.seconds)) for case in some)
+def error(some: Sequence[Case], overheads: Overheads) -> float:
+    return statistics.mean(abs(math.log(predicted(case, overheads) / case.seconds)) for case in some)
 
 
-def fit(some: Sequence[Case], costs: Costs) -> Costs:
+def fit(some: Sequence[Case], overheads: Overheads) -> Overheads:
     """One constant after another, up or down as long as it helps."""
-    best = error(some, costs)
+    best = error(some, overheads)
     for step in STEPS:
-        for name in (field.name for field in fields(Costs) if field.name != "call"):
+        for name in (field.name for field in fields(Overheads)):
             for factor in (step, 1 / step):
-                while (less := error(some, tried := replace(costs, **{name: getattr(costs, name) * factor}))) < best:
-                    best, costs = less, tried
+                tried = replace(overheads, **{name: getattr(overheads, name) * factor})
+                while (less := error(some, tried)) < best:
+                    best, overheads = less, tried
+                    tried = replace(overheads, **{name: getattr(overheads, name) * factor})
         print(f"steps of {step}: off by {best:.1%}", flush=True)
-    return costs
+    return overheads
 
 
 def main() -> int:
@@ -163,9 +161,9 @@ def main() -> int:
         if options.file is not None:
             options.file.write_text(json.dumps(measured))
     every = list(cases(measured))
-    found = fit(every[::3], Costs())
+    found = fit(every[::3], Overheads())
     print(f"{len(every)} calls, on the average off by {error(every, found):.1%}")
-    for field, value in zip(fields(Costs), astuple(found), strict=True):
+    for field, value in zip(fields(Overheads), astuple(found), strict=True):
         print(f"{field.name:14} {value:.3g}")
     return 0
 

@@ -12,10 +12,9 @@ from tokenring.emulate.shapes import Shape
 from tokenring.layout import Layout, make_layout
 from tokenring.mask import Mask, parse_mask
 from tokenring.planner.auto import Call, plan_call, visible_pairs
-from tokenring.planner.emulated import interconnect_of_shape
+from tokenring.planner.emulated import interconnect_of_shape, sleeping_machine
 from tokenring.planner.plan import Plan
-from tokenring.planner.predict import Setting
-from tokenring.planner.rates import Machine, Messages, Rates
+from tokenring.planner.predict import Setting, worst_wire
 from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
 from tokenring.workload import Workload
@@ -48,32 +47,7 @@ FACTORS = {
 NO_COMPUTE_TFLOPS = 1e6
 
 
-CORES = 2.0  # of the machine, which all ranks share
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What processes that share the cores add to the time of links and kernels: seconds on a core, if not said.
-
-    latency: that a message waits for (not on a core); post: of each end of a message; handling: of a message, and its
-    handling_gbs; operation: of a copy or merge, and its copy_gbs; call: of a kernel, outside its sleep (not on a core);
-    start: of a pass, for each rank.
-    """
-
-    latency: float = 0.3e-3
-    post: float = 0.038e-3
-    handling: float = 0.08e-3
-    handling_gbs: float = 4.0
-    operation: float = 0.03e-3
-    copy_gbs: float = 20.0
-    call: float = 0.05e-3
-    start: float = 0.45e-3
-
-
-# By ci/cells/calibrate.py, which looks at none of the cells; but a message's latency, 0.94 ms there, is less by what an
-# idle wire's bucket lets pass for free (tokenring/emulate/plan.py), and a kernel that sleeps counts most of its own
-# time as sleep.
-COSTS = Costs()
+CORES = 2.0  # of the machine on which the cells were measured, which all ranks share
 
 
 @dataclass(frozen=True)
@@ -125,27 +99,21 @@ class Cell:
         size = self.workload
         pairs = visible_pairs(self.the_mask, size.q_length, size.kv_length)
         a_pair = sum(FLOPS_PER_PAIR[direction] for direction in self.directions) * size.q_heads * size.head_dim
-        plan = plan_call(self.call(NO_COMPUTE_TFLOPS))
-        wire = min(each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None)
-        seconds = wire / WIRE_OVER_COMPUTE[self.regime]
+        call = self.call(NO_COMPUTE_TFLOPS)
+        _, _, wire_seconds = worst_wire(plan_call(call).schedule, call.setting)
+        seconds = wire_seconds / WIRE_OVER_COMPUTE[self.regime]
         return float(f"{a_pair * pairs / self.ranks / seconds / 1e12:.3g}")
 
     def call(self, tflops: float | None = None, everything: bool = False) -> Call:
         """What is planned for, with the figures of the emulation."""
         rate = self.tflops if tflops is None else tflops
-        costs = COSTS
-        rates = Rates("sleeping kernels", ((1, rate),), ((1, rate),), costs.call, costs.copy_gbs, costs.operation)
-        messages = Messages(
-            costs.latency, costs.post, pipelined=True, handling_seconds=costs.handling,
-            handling_gbs=costs.handling_gbs, source="Gloo between namespaces",
-        )  # fmt: skip
-        machine = Machine(rates, messages, CORES, costs.start * self.ranks)
+        machine = sleeping_machine(rate, self.ranks, cores=CORES)
         setting = Setting(self.workload, interconnect_of_shape(self.shape), machine, self.directions)
         return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)
 
-    def plan(self) -> Plan:
-        """Every schedule that fits, simulated."""
-        return plan_call(self.call(everything=True))
+    def plan(self, tflops: float | None = None) -> Plan:
+        """Every schedule that fits, simulated; tflops: of the kernels, if not those that the cell asks for."""
+        return plan_call(self.call(tflops, everything=True))
 
 
 def cells() -> list[Cell]:

@@ -1,6 +1,6 @@
 """Auto against other people's code on the same emulated links, for every communication-bound cell of the campaign.
 
-    sudo python ci/cells/peers.py [--out docs/cells-peers.csv] [--rounds 9] [--only SUBSTRING]
+    sudo python ci/cells/peers.py [--out docs/cells-peers.csv] [--rounds 9] [--only SUBSTRING] [--regime communication]
 
 Each cell is one run of `tokenring bench --emulate ... --peers auto`: ring-flash-attn (zigzag, stripe, ring, llama3),
 yunchang (Ulysses, USP) and torch (ring with all-gather and all-to-all) where they are installed and fit, with really
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +32,7 @@ from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.schedule.families.registry import misfit, parse  # noqa: E402
 
 SHIPPED = ("ring", "tokenring", "double-ring/2", "case-iii/2", "double-ring/4", "case-iii/4", "multi-ring")
-COLUMNS = ("cell", "heads", "schedule", "kind", "median_ms", "min_ms", "max_ms", "chosen")
+COLUMNS = ("cell", "heads", "schedule", "kind", "status", "median_ms", "min_ms", "max_ms", "what")
 CELL_SECONDS = 900
 
 
@@ -42,6 +44,9 @@ def main() -> int:
     parser.add_argument("--regime", default="communication")
     options = parser.parse_args()
     wanted = [cell for cell in cells() if cell.regime == options.regime and options.only in cell.name]
+    for name in ("ring_flash_attn", "yunchang"):
+        if find_spec(name) is None:
+            parser.error(f"{name} is not installed: see docs/bench.md, Peers on a CPU")
     done = {row["cell"] for row in read(options.out)}
     for cell in wanted:
         if cell.name not in done:
@@ -73,20 +78,32 @@ def race(cell: Cell, options: argparse.Namespace) -> None:
         command += ["--uplink-gbit", str(shape.uplink_gbit), *(["--nic-per-rank"] if shape.nic_per_rank else [])]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "race.json"
-        done = subprocess.run(
-            [*command, "--json", str(file)], cwd=REPO, capture_output=True, text=True, timeout=CELL_SECONDS
-        )
+        # A cache of its own: what somebody measured here is not for this race.
+        environment = {**os.environ, "XDG_CACHE_HOME": folder}
+        try:
+            done = subprocess.run(
+                [*command, "--json", str(file)], cwd=REPO, capture_output=True, text=True, timeout=CELL_SECONDS,
+                env=environment,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"{cell.name}: not done in {CELL_SECONDS} s", flush=True)
+            return
         if not file.exists():
             print(f"{cell.name}: failed: {done.stderr.strip()[-300:]}", flush=True)
             return
         entries = json.loads(file.read_text())["entries"]
+    if not any(entry["name"] == "auto" and entry["status"] == "measured" for entry in entries):
+        print(f"{cell.name}: auto could not be measured: {entries[0]['reason']}", flush=True)
+        return
     rows = []
     for entry in entries:
-        times = [1e3 * seconds for seconds in entry["call_s"]]
-        if entry["status"] == "measured" and times and entry["kind"] != "one process":
-            middle = statistics.median(times)
-            figures = (f"{value:.3f}" for value in (middle, min(times), max(times)))
-            rows.append([cell.name, cell.heads, entry["name"], entry["kind"], *figures, entry["what"]])
+        if entry["kind"] == "one process":
+            continue
+        times = [1e3 * seconds for seconds in entry["call_s"]] if entry["status"] == "measured" else []
+        figures = [statistics.median(times), min(times), max(times)] if times else []
+        texts = [f"{value:.3f}" for value in figures] or [""] * 3
+        why = entry["what"] if times else entry["reason"]
+        rows.append([cell.name, cell.heads, entry["name"], entry["kind"], entry["status"], *texts, why])
     fresh = not options.out.exists()
     with options.out.open("a", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
@@ -108,12 +125,14 @@ def report(rows: list[dict[str, str]]) -> None:
     ratios: dict[str, float] = {}
     of_six: list[float] = []
     for name in dict.fromkeys(row["cell"] for row in rows):
-        some = {row["schedule"]: float(row["median_ms"]) for row in rows if row["cell"] == name}
+        mine = [row for row in rows if row["cell"] == name and row["status"] == "measured"]
+        some = {row["schedule"]: float(row["median_ms"]) for row in mine}
         auto = some.pop("auto", None)
         if auto is None or not some:
+            print(f"{name}: nothing to compare")
             continue
         best = min(some, key=lambda each: some[each])
-        peers = [row["schedule"] for row in rows if row["cell"] == name and row["kind"] == "peer"]
+        peers = [row["schedule"] for row in mine if row["kind"] == "peer"]
         theirs = min(peers, key=lambda each: some[each], default=None)
         ratios[name] = auto / some[best]
         if " 6:6 " in name:

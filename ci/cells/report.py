@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Row:
     cell: str
     regime: str
     topology: str
+    tflops: float  # of the kernels that slept
     schedule: str
     auto: bool
     predicted: float
@@ -46,7 +47,7 @@ def read(path: Path) -> list[Row]:
     with path.open(newline="") as lines:
         return [
             Row(
-                row["cell"], row["regime"], row["topology"], row["schedule"], row["auto"] == "1",
+                row["cell"], row["regime"], row["topology"], float(row["tflops"]), row["schedule"], row["auto"] == "1",
                 *(float(row[name]) for name in ("predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms")),
             )
             for row in csv.DictReader(lines)
@@ -54,24 +55,27 @@ def read(path: Path) -> list[Row]:
 
 
 def again(rows: Sequence[Row]) -> list[Row]:
-    """The same measurements with predictions made now; schedules that are no candidates any more are left out."""
+    """The same measurements with predictions made now; schedules that are no candidates any more are left out.
+
+    Where what would be chosen now was not raced, the best of what was counts as chosen, and a line says so.
+    """
     from grid import cells
 
     known = {cell.name: cell for cell in cells()}
     made = []
     for name, group in by_cell(rows).items():
-        plan = known[name].plan()
+        plan = known[name].plan(group[0].tflops)
         new = {each.name: each for each in plan.candidates if each.predicted_seconds is not None}
         measured = {row.schedule for row in group}
-        chosen = next(name for name in new if name in measured)  # best first; a new favourite may not have been raced
+        chosen = next((name for name in new if name in measured), None)
+        if chosen != plan.name:
+            print(f"{name}: {plan.name} would be chosen now, but was not raced; {chosen} counts")
         for row in group:
             each = new.get(row.schedule)
             if each is not None and each.predicted_seconds is not None:
-                made.append(Row(
-                    row.cell, row.regime, row.topology, row.schedule, row.schedule == chosen,
-                    1e3 * each.predicted_seconds, row.compute, 1e3 * (each.bound_seconds or 0.0), row.measured,
-                    row.best,
-                ))  # fmt: skip
+                bound = 1e3 * (each.bound_seconds or 0.0)
+                predicted = 1e3 * each.predicted_seconds
+                made.append(replace(row, auto=row.schedule == chosen, predicted=predicted, bound=bound))
     return made
 
 

@@ -18,11 +18,13 @@ import tokenring as tr
 from tokenring.bench.results import ONE, OURS, Case
 from tokenring.bench.sleeping import SleepingContext
 from tokenring.console import cores
-from tokenring.emulate.shapes import Fabric
+from tokenring.emulate.shapes import Fabric, Shape
 from tokenring.emulate.ways import Load, heaviest
 from tokenring.layout import make_layout
 from tokenring.mask import Mask, parse_mask
-from tokenring.planner.emulated import interconnect_of_shape
+from tokenring.planner.emulated import computing_machine, interconnect_of_shape, sleeping_machine
+from tokenring.planner.interconnect import Interconnect
+from tokenring.planner.machine import CPU
 from tokenring.schedule.ir import PASSES
 
 if TYPE_CHECKING:
@@ -129,6 +131,12 @@ def our_candidates(case: Case) -> list[Candidate]:
     ]
 
 
+def _emulated(shape: Shape, tflops: float | None) -> Interconnect:
+    """The links, and what ranks on one machine do with them: kernels that sleep, or compute on its cores."""
+    machine = computing_machine(CPU, shape.ranks) if tflops is None else sleeping_machine(tflops, shape.ranks)
+    return interconnect_of_shape(shape, machine)
+
+
 def _schedule_runner(setting: Setting, name: str) -> Runner:
     case, mask = setting.case, setting.mask
     options: dict[str, Any] = {
@@ -137,7 +145,7 @@ def _schedule_runner(setting: Setting, name: str) -> Runner:
         "transport": setting.transport,
         "pieces": case.pieces,
         "timeout_seconds": WAIT_SECONDS,
-        "topology": None if case.emulate is None else interconnect_of_shape(case.emulate),
+        "topology": None if case.emulate is None else _emulated(case.emulate, case.compute_tflops),
     }
     rate = case.compute_tflops
     cp = tr.ContextParallel(**options) if rate is None else SleepingContext(rate, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,18 +14,24 @@ import torch
 from tokenring.arguments import check_name
 from tokenring.backends.base import Capabilities
 from tokenring.backends.registry import TRANSPORTS, kernel_for_planning, transport_capabilities
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
 from tokenring.mask import parse_mask
 from tokenring.planner.auto import Call
 from tokenring.planner.devices import device_figures
 from tokenring.planner.group import context_parallel_group, heads_of_group
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.machine import device_rates, machine_of_preset, machine_of_topology
+from tokenring.planner.machine import (
+    ASSUMED_OPERATION_US,
+    device_rates,
+    machine_of_preset,
+    machine_of_topology,
+    messages_of,
+)  # fmt: skip
 from tokenring.planner.measured import read_table
 from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.presets import PREFIX, find, preset
-from tokenring.planner.rates import Machine, constant
+from tokenring.planner.rates import Machine, Rates, constant
 from tokenring.planner.wiring import REACHED, interconnect_of
 from tokenring.schedule.ir import Pass
 from tokenring.topology.ranks import Topology
@@ -60,7 +67,6 @@ def ask(options: argparse.Namespace) -> Asked:
     """The options as a call. Raises ConfigurationError for what cannot be planned."""
     dtype = DTYPES[options.dtype]
     net, machine = where(options.topology, dtype, options)
-    machine = _measured(machine, options)
     able = _transport(options.transport, machine)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     length = read_size("--seq", options.seq)
@@ -91,34 +97,40 @@ def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[I
     if name.startswith(PREFIX):
         reached = {**REACHED, **{kind: share.known() for kind, share in find(name)[0].reached.items()}}
         net = replace(interconnect_of(preset(name), reached), name=name.removeprefix(PREFIX))
-        return net, _reckoned(options, dtype, None) or machine_of_preset(name, dtype)
+        return net, _machine(options, dtype, lambda: machine_of_preset(name, dtype))
     topology = _read(name)
-    net = interconnect_of(topology)
-    return net, _reckoned(options, dtype, topology) or machine_of_topology(topology, dtype)
+    return interconnect_of(topology), _machine(options, dtype, lambda: machine_of_topology(topology, dtype))
 
 
-def _reckoned(options: argparse.Namespace, dtype: torch.dtype, topology: Topology | None) -> Machine | None:
-    """The rates that were asked for."""
+def _machine(options: argparse.Namespace, dtype: torch.dtype, known: Callable[[], Machine]) -> Machine:
+    """What was asked to be reckoned with; else what is known of the topology. Raises ConfigurationError."""
+    asked = [name for name in ("tflops", "device", "rates") if getattr(options, name) is not None]
+    if len(asked) > 1:
+        raise ConfigurationError(f"--{asked[0]} and --{asked[1]} both say how fast kernels are: leave one out")
     if options.tflops is not None:
         if not options.tflops > 0:
             raise ConfigurationError(f"--tflops {options.tflops}: give a rate above 0")
         return Machine(constant(options.tflops, f"{options.tflops:g} TFLOP/s, as asked"))
     if options.device is not None:
         return Machine(device_rates(device_figures(options.device), dtype))
-    return None
-
-
-def _measured(machine: Machine, options: argparse.Namespace) -> Machine:
-    """With the rates of a table, if one was asked for. Raises ConfigurationError where it is of other calls."""
     if options.rates is None:
-        return machine
+        return known()
+    rates = _table(options)
+    try:
+        return replace(known(), rates=rates)
+    except TokenRingError:  # nothing is known of these accelerators, and nothing but a message's cost is needed
+        return Machine(rates, messages_of(ASSUMED_OPERATION_US))
+
+
+def _table(options: argparse.Namespace) -> Rates:
+    """The rates of --rates FILE. Raises ConfigurationError where it is of other calls."""
     key, rates = read_table(Path(options.rates))
     if (key.dtype, key.head_dim) != (str(DTYPES[options.dtype]).removeprefix("torch."), options.dim):
         raise ConfigurationError(
             f"--rates {options.rates} is of {key}; the plan is for {options.dtype} and head dim {options.dim}: "
             f"measure these with `tokenring rates --dtype {options.dtype} --dim {options.dim}`"
         )
-    return replace(machine, rates=rates)
+    return rates
 
 
 def _read(path: str) -> Topology:

@@ -1,16 +1,71 @@
-"""Emulated links as the planner sees them: the same wires and ways that the emulation is made of."""
+"""Emulated links as the planner sees them: the same wires and ways, and what processes on one machine add to them."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, replace
+
+from tokenring.emulate.plan import LATE_SECONDS
 from tokenring.emulate.shapes import Shape
 from tokenring.emulate.ways import ways, wires
 from tokenring.planner.interconnect import Fabric, Interconnect, of_one_host
+from tokenring.planner.rates import Machine, Messages, Rates, constant
 
 BITS_OF_A_BYTE = 8
 
 
-def interconnect_of_shape(shape: Shape) -> Interconnect:
-    """The interconnect of an emulated shape."""
+@dataclass(frozen=True)
+class Overheads:
+    """What processes that share a machine's cores add to the time of links and kernels; seconds on a core, if not said.
+
+    latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, and its
+    handling_gbs; operation: of a copy or merge, and its copy_gbs; call: of a kernel; start: of a pass, for each rank.
+    """
+
+    latency: float = 0.78e-3
+    post: float = 0.035e-3
+    handling: float = 0.08e-3
+    handling_gbs: float = 2.0
+    operation: float = 0.05e-3
+    copy_gbs: float = 20.0
+    call: float = 0.27e-3
+    start: float = 0.57e-3
+
+    @property
+    def messages(self) -> Messages:
+        """An idle wire's bucket lets pass for free what takes LATE_SECONDS: that much of a latency does not show."""
+        return Messages(
+            max(0.0, self.latency - LATE_SECONDS), self.post, pipelined=True, handling_seconds=self.handling,
+            handling_gbs=self.handling_gbs, source="Gloo between namespaces",
+        )  # fmt: skip
+
+
+# What ci/cells/calibrate.py printed on two cores of an AMD EPYC, from runs in which links and kernels take no time; taken
+# for any machine. Copies are too small there to tell: their rate is that of one core's memory.
+OVERHEADS = Overheads()
+
+
+def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Interconnect:
+    """The interconnect of an emulated shape; machine: what its ranks compute with."""
     fabric = shape.fabric
     gbs = {name: gbit / BITS_OF_A_BYTE for name, gbit in wires(fabric).items()}
-    return of_one_host(str(shape), Fabric(shape.ranks, ways(fabric), gbs))
+    net = of_one_host(str(shape), Fabric(shape.ranks, ways(fabric), gbs))
+    return net if machine is None else replace(net, machine=machine)
+
+
+def sleeping_machine(
+    tflops: float, ranks: int, overheads: Overheads = OVERHEADS, cores: float | None = None
+) -> Machine:
+    """Kernels that sleep (`tokenring bench --compute`), whose own time is part of the sleep."""
+    rates = replace(constant(tflops, "sleeping kernels"), copy_gbs=overheads.copy_gbs, op_seconds=overheads.operation)
+    return _machine(rates, ranks, overheads, cores)
+
+
+def computing_machine(rates: Rates, ranks: int, overheads: Overheads = OVERHEADS) -> Machine:
+    """Kernels that compute, on the cores that all ranks share."""
+    return _machine(rates, ranks, overheads, None)
+
+
+def _machine(rates: Rates, ranks: int, overheads: Overheads, cores: float | None) -> Machine:
+    shared = float(os.cpu_count() or 1) if cores is None else cores
+    return Machine(rates, overheads.messages, shared, overheads.start * ranks)

@@ -12,8 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tokenring.planner.rates import Machine
 
 Way = tuple[str, ...]
 
@@ -44,13 +48,14 @@ class Fabric:
 class Interconnect:
     """Ranks 0 to world_size-1 in hosts. `places`: of each rank its host and its device there.
 
-    notes: what was assumed where the topology did not say.
+    notes: what was assumed where the topology did not say. machine: what its ranks compute with, where that is known.
     """
 
     name: str
     fabrics: tuple[Fabric, ...]  # of each host
     places: tuple[tuple[int, int], ...]
     notes: tuple[str, ...] = ()
+    machine: Machine | None = None
     _ways: dict[tuple[int, int], Way] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -14,6 +14,7 @@ from tokenring.topology.ranks import Topology
 # How a flash kernel's rate grows with the length of its tile: shares of the rate at 16k tokens on A100, forward,
 # head dim 128 (FlashAttention-2, arXiv:2307.08691, figure 4: 16k tokens in batches of sequences of this length).
 RAMP = ((128, 0.4), (512, 0.75), (1024, 0.87), (2048, 0.94), (4096, 0.97), (16384, 1.0))
+ASSUMED_OPERATION_US = 10.0  # of a message, where nothing is known
 LAUNCH_SECONDS = 8e-6  # of a kernel from Python, assumed for every accelerator
 COPY_SHARE = 0.8  # of the memory's published rate, assumed
 CPU_FORWARD = ((32, 0.045), (64, 0.058), (128, 0.068), (1024, 0.075))  # one core of the machine of docs/measurements.md
@@ -22,7 +23,7 @@ CPU = Rates(
     "one core of an AMD EPYC, torch's CPU kernel in fp32 (taken for any CPU)", CPU_FORWARD, CPU_BACKWARD,
     call_seconds=25e-6, copy_gbs=8.0, op_seconds=10e-6,
 )  # fmt: skip
-CPU_MESSAGES = Messages(latency_seconds=30e-6, post_seconds=15e-6, source="Gloo on one machine")
+CPU_MESSAGES = Messages(latency_seconds=30e-6, post_seconds=15e-6, pipelined=True, source="Gloo on one machine")
 MODELS_OF = {  # what probes call a device's model → its figures; the first that the name contains
     "V100": "v100-sxm2", "A100": "a100-sxm", "A800": "a100-sxm", "H100": "h100-sxm", "H800": "h100-sxm",
     "H200": "h100-sxm", "L40S": "l40s", "L20": "l20", "A10": "a10", "910B2": "910b2", "910B": "910b3",
@@ -76,7 +77,7 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
             f"or --tflops N"
         )
     same = next((each for each in PRESETS.values() if each.device == name), None)
-    operation_us = 10.0 if same is None else same.operation_us.known()
+    operation_us = ASSUMED_OPERATION_US if same is None else same.operation_us.known()
     return Machine(device_rates(device_figures(name), dtype), messages_of(operation_us), transport=_transport_of(name))
 
 

@@ -32,13 +32,14 @@ HEADS = 8
 SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens on a side of a square tile
 ROUNDS = 5
 SECONDS = 1.0  # of one call of a pass: larger tiles are not measured
-WARM_UP = 2
+QUEUED_SECONDS, MOST_QUEUED = 0.02, 50  # calls between two readings of the clock
+KNOWN = 4  # times a call's own cost: above, the rest is the kernel's
 COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a table is of. device: the model's name, as torch or the operating system tells it."""
+    """What a table is of. device: the model's name, as torch or the operating system tells it; a CPU's with threads."""
 
     device: str
     kernel: str
@@ -55,8 +56,11 @@ class Key:
 
 
 def key_of(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Key:
-    """The key of the table for such calls on this machine."""
-    return Key(device_of(device).name, kernel.name, str(dtype).removeprefix("torch."), head_dim, torch.__version__)
+    """The key of the table for such calls on this machine, with as many threads as this process has."""
+    name = device_of(device).name
+    if device.type == "cpu":
+        name += f", {torch.get_num_threads()} threads"
+    return Key(name, kernel.name, str(dtype).removeprefix("torch."), head_dim, torch.__version__)
 
 
 # ---------- measuring
@@ -87,8 +91,10 @@ def _samples(
 ) -> Iterator[tuple[int, float]]:  # fmt: skip
     """Tokens on a side, and the seconds of a call."""
     for side in SIDES:
-        call = _call(kernel, device, dtype, head_dim, side, direction)
-        taken = timed(call, clock)
+        try:
+            taken = timed(_call(kernel, device, dtype, head_dim, side, direction), clock)
+        except torch.OutOfMemoryError:  # what is measured so far will do
+            return
         yield side, taken
         if 4 * taken > limit:  # what the next one would take
             return
@@ -107,14 +113,21 @@ def _call(
 
 
 def timed(call: Callable[[], object], clock: Device) -> float:
-    """Seconds of a call: the median of some, after a warm-up."""
-    for _ in range(WARM_UP):
-        call()
+    """Seconds of a call among others: the median of some rounds, after a warm-up.
+
+    Short calls are queued one after another, as schedules do: between two readings of the clock a device that works
+    behind the host's back would be waited for each time.
+    """
+    call()
+    began = clock.clock()
+    call()
+    many = max(1, min(MOST_QUEUED, round(QUEUED_SECONDS / max(clock.clock() - began, 1e-9))))
     taken = []
     for _ in range(ROUNDS):
         began = clock.clock()
-        call()
-        taken.append(clock.clock() - began)
+        for _ in range(many):
+            call()
+        taken.append((clock.clock() - began) / many)
     return median(taken)
 
 
@@ -132,11 +145,18 @@ def _call_seconds(found: list[tuple[int, float]], head_dim: int, direction: Pass
 def _without_call(
     found: list[tuple[int, float]], head_dim: int, direction: Pass, call_seconds: float
 ) -> tuple[Sample, ...]:
-    """TFLOP/s by side, so that a call and its flops together take what was measured."""
-    return tuple(
-        (side, _flops(side, head_dim, direction) / max(taken - call_seconds, 0.05 * taken) / 1e12)
+    """TFLOP/s by side, so that a call and its flops together take what was measured.
+
+    Where a call takes little longer than any, nothing is known of the rate: it is at most that of the longer ones.
+    """
+    rates = {
+        side: _flops(side, head_dim, direction) / max(taken - call_seconds, 0.05 * taken) / 1e12
         for side, taken in found
-    )
+    }
+    side, taken = found[-1]
+    known = [rates[side] for side, taken in found if taken > KNOWN * call_seconds]
+    known = known or [_flops(side, head_dim, direction) / taken / 1e12]
+    return tuple((side, min(rate, max(known))) for side, rate in rates.items())
 
 
 def _copies(device: torch.device, clock: Device) -> tuple[float, float]:

@@ -16,11 +16,18 @@ from tokenring.layout import Layout
 from tokenring.planner.auto import Call, make_in_order, order_of, plan_call
 from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.machine import CPU, CPU_MESSAGES, device_rates, machine_of_topology, messages_of
+from tokenring.planner.machine import (
+    ASSUMED_OPERATION_US,
+    CPU,
+    CPU_MESSAGES,
+    device_rates,
+    machine_of_topology,
+    messages_of,
+)  # fmt: skip
 from tokenring.planner.measured import kept, key_of
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import IDEAL, Setting
-from tokenring.planner.rates import Machine
+from tokenring.planner.rates import Machine, Rates
 from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.schemes import make_schedule
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"
 ASSUMED_DEVICE = "a100-sxm"  # what ranks compute with where nothing is known of their accelerators
-ASSUMED_OPERATION_US = 10.0
+MEASURED_HERE = "kernels at the rates that `tokenring rates` measured here"
 
 
 class Planner:
@@ -56,13 +63,22 @@ class Planner:
         check_topology(topology, world_size)
         check_memory_limit(memory_limit_bytes)
 
-    def look(self, device: torch.device, dtype: torch.dtype) -> tuple[Interconnect, Machine]:
-        """The interconnect, and what ranks compute with; where it has to be probed, all ranks do it together."""
+    def look(
+        self, device: torch.device, dtype: torch.dtype, measured: Rates | None = None
+    ) -> tuple[Interconnect, Machine]:
+        """The interconnect, and what ranks compute with; where it has to be probed, all ranks do it together.
+
+        measured: what this machine's kernel was found to do; taken where the interconnect does not say itself.
+        """
         if device not in self._seen:
             self._seen[device] = self._look(device)
         net, topology = self._seen[device]
-        machine, assumed = _machine(topology, device, dtype)
-        return (replace(net, notes=(*net.notes, assumed)) if assumed else net), machine
+        if net.machine is not None:
+            return net, net.machine
+        machine, note = _machine(topology, device, dtype)
+        if measured is not None:
+            machine, note = replace(machine, rates=measured), MEASURED_HERE
+        return (replace(net, notes=(*net.notes, note)) if note else net), machine
 
     def _look(self, device: torch.device) -> tuple[Interconnect, Topology | None]:
         given = self._given
@@ -86,10 +102,9 @@ class Planner:
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
     ) -> Call:
-        net, machine = self.look(request.device, request.workload.dtype)
-        measured = kept(key_of(kernel, request.device, request.workload.dtype, request.workload.head_dim))
-        if measured is not None:
-            machine = replace(machine, rates=measured)
+        size = request.workload
+        measured = kept(key_of(kernel, request.device, size.dtype, size.head_dim))
+        net, machine = self.look(request.device, size.dtype, measured)
         backward = request.training or request.differentiable  # so that a checkpoint's two forwards are the same
         passes: tuple[Pass, ...] = ("forward", "backward") if backward else ("forward",)
         able = IDEAL if able is None else able

@@ -44,6 +44,9 @@ class Rates:
                     f"rates {self.source!r}: {name} is {samples!r}; give (tokens, TFLOP/s) with rising tokens"
                 )
 
+        if not (self.copy_gbs > 0 and self.call_seconds >= 0 and self.op_seconds >= 0):
+            raise ConfigurationError(f"rates {self.source!r}: copies need a rate above 0, costs must not be negative")
+
     def tflops(self, direction: Pass, side: int) -> float:
         """The rate of a tile whose shorter side has so many tokens."""
         samples = self.forward if direction == "forward" else self.backward

@@ -5,15 +5,17 @@ Exit codes: 0 measured and kept; 2 a wrong option, or a device or kernel that is
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
 
 import torch
 
-from tokenring.backends.devices import accelerator_types, has_device
+from tokenring.backends.devices import accelerator_types
 from tokenring.backends.registry import make_kernel
 from tokenring.console import Console, Parser
-from tokenring.errors import BackendUnavailable
+from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.planner.asked import DTYPES
 from tokenring.planner.measured import SECONDS, keep, key_of, measured_rates
 from tokenring.planner.rates import Rates
@@ -25,11 +27,27 @@ def main(argv: list[str]) -> int:
     except SystemExit as done:  # --help
         return int(done.code or 0)
     console = Console(sys.stdout, sys.stderr, os.environ)
+    _check(options)
     kind = options.device or next(iter(accelerator_types()), "cpu")
-    if not has_device(kind):
+    if kind != "cpu" and kind not in accelerator_types():
         raise BackendUnavailable(f"--device {kind}: torch finds none here; `tokenring doctor` says what is missing")
+    threads = torch.get_num_threads()
     if kind == "cpu":
         torch.set_num_threads(options.threads)  # as many as a rank will have
+    try:
+        _measure(kind, options, console)
+    finally:
+        torch.set_num_threads(threads)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("dim", "threads", "seconds"):
+        if not 0 < (value := getattr(options, name)) < math.inf:
+            raise ConfigurationError(f"--{name} {value}: give a number above 0")
+
+
+def _measure(kind: str, options: argparse.Namespace, console: Console) -> None:
     device = torch.device(kind)
     kernel, dtype = make_kernel(options.kernel, device), DTYPES[options.dtype]
     key = key_of(kernel, device, dtype, options.dim)
@@ -38,7 +56,6 @@ def main(argv: list[str]) -> int:
     console.say("\n".join([str(key), "", *table(found)]))
     path = keep(found, key, os.environ)
     console.say("\nnot kept: there is no home folder" if path is None else f"\nkept in {path}")
-    return 0
 
 
 def table(rates: Rates) -> list[str]:

@@ -171,13 +171,13 @@ class Simulation:
 
     def _progress(self, seconds: float) -> None:
         """So much of each piece of work is done."""
-        ended = []
+        # What passes between two moments that are one as floats: else it would never end.
+        least = max(EPSILON_SECONDS, 1e-15 * self.now)
         for each in self.working:
             each.left_seconds -= seconds
-            if each.left_seconds <= EPSILON_SECONDS:
-                ended.append(each)
+        ended = [each for each in self.working if each.left_seconds <= least]
         if ended:
-            self.working = [each for each in self.working if each.left_seconds > EPSILON_SECONDS]
+            self.working = [each for each in self.working if each.left_seconds > least]
         for each in ended:
             if each.transfer is not None:
                 self._ready(each.transfer)
@@ -265,13 +265,13 @@ class Simulation:
                 case Compute():
                     self.at[rank] += 1
                     if each.seconds > 0:
-                        self._work(rank, each)
+                        self._work(rank, each.seconds, each)
                         return
                 case Post():
                     self.at[rank] += 1
                     self._post(rank, each)
                     if self.messages.post_seconds > 0:
-                        self._take(rank, self.messages.post_seconds)
+                        self._work(rank, self.messages.post_seconds)
                         return
                 case Await(message):
                     transfer = self.of_message[rank][message]
@@ -284,18 +284,9 @@ class Simulation:
                         self.spans.append(Span(rank, "wait", transfer.label, transfer.step, self.since[rank], self.now))
                     self.at[rank] += 1
 
-    def _work(self, rank: int, each: Compute) -> None:
-        if not each.kernel:
-            self._take(rank, each.seconds, each)
-            return
-        self.busy[rank] += each.seconds
-        if self.record:
-            self._note(rank, each, self.now, self.now + each.seconds)
-        self._at_time(self.now + each.seconds, rank)
-
-    def _take(self, rank: int, seconds: float, each: Compute | None = None) -> None:
-        """The rank is busy with something else than a kernel: on the shared cores, if there are any."""
-        if self.cores < math.inf:
+    def _work(self, rank: int, seconds: float, each: Compute | None = None) -> None:
+        """The rank is busy: what is not a kernel is done on the shared cores, if there are any."""
+        if self.cores < math.inf and not (each and each.kernel):
             self.working.append(_Work(seconds, self.now, rank, each))
             return
         self.busy[rank] += seconds
