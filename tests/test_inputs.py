@@ -54,11 +54,11 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"transport": 3},
-        "transport is of type int; choose one of auto, gloo, shm, or the `transport` of another ContextParallel",
+        "transport is of type int; choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, or the `transport` of another ContextParallel",
     ),
     (
         {"transport": "mpi"},
-        "unknown transport 'mpi'; choose one of auto, gloo, shm, or the `transport` of another ContextParallel",
+        "unknown transport 'mpi'; choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, or the `transport` of another ContextParallel",
     ),
     ({"kernel": 3}, "kernel is of type int; choose one of auto, cpu-flash, reference, npu-fusion"),
     ({"kernel": Reference()}, "kernel is of type Reference; choose one of auto, cpu-flash, reference, npu-fusion"),
@@ -278,7 +278,7 @@ def no_transport(here: Here) -> str:
 
 
 def test_no_transport_for_several_ranks(ranks: RankPools) -> None:
-    says = "transport is of type NoneType; choose one of auto, gloo, shm, or the `transport` of another ContextParallel"
+    says = "transport is of type NoneType; choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, or the `transport` of another ContextParallel"
     assert ranks(2)(no_transport) == [says] * 2
 
 
