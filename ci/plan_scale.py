@@ -1,6 +1,6 @@
 """How long planning takes, and how much memory, by the number of hosts; and where the straight line is checked.
 
-    python ci/plan_scale.py [--preset hgx-h100] [--hosts 4 8 ... 512] [--tokens 4096]
+    python ci/plan_scale.py [--preset hgx-h100] [--hosts 4 8 ... 512] [--tokens 4096] [--svg docs/plan-scale.svg]
 
 Each plan is made in a process of its own: seconds include starting Python and importing torch.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -16,6 +17,44 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from tokenring.svg import box, opening, style, text_at  # noqa: E402
+
+WIDTH, HEIGHT, MARGIN = 560, 340, 56
+COLOURS = {
+    "paper": ("#ffffff", "#14181d"), "ink": ("#22282f", "#e8ecf0"), "grey": ("#66707b", "#9aa5b1"),
+    "dot": ("#2f6db5", "#3f7fcb"),
+}  # fmt: skip
+LINES = {"rule": ("#dfe4e9", "#2c333b"), "curve": ("#2f6db5", "#3f7fcb")}
+
+
+def picture(found: list[tuple[int, float]], preset: str) -> str:
+    """Seconds by ranks, both in logarithms."""
+    (few, _), (many, _) = min(found), max(found)
+    seconds = [took for _, took in found]
+    low, high = 10 ** math.floor(math.log10(min(seconds))), 10 ** math.ceil(math.log10(max(seconds)))
+
+    def x(ranks: float) -> float:
+        return MARGIN + math.log(ranks / few) / math.log(many / few) * (WIDTH - 2 * MARGIN)
+
+    def y(took: float) -> float:
+        return HEIGHT - MARGIN - math.log(took / low) / math.log(high / low) * (HEIGHT - 2 * MARGIN)
+
+    title = f"Seconds to plan, by ranks ({preset}, with Python's start)"
+    lines = [*opening(WIDTH, HEIGHT, title), *style(COLOURS, LINES), box(0, 0, WIDTH, HEIGHT, "paper")]
+    lines.append(text_at(MARGIN, 30, title, 15, weight="bold"))
+    tick = low
+    while tick <= high:
+        lines.append(f'<path class="rule" d="M{MARGIN} {y(tick):.1f}H{WIDTH - MARGIN}"/>')
+        lines.append(text_at(MARGIN - 8, y(tick) + 4, f"{tick:g}", 11, "grey", "end"))
+        tick *= 10
+    lines.append(f'<path class="curve" fill="none" d="M{"L".join(f"{x(n):.1f} {y(took):.1f}" for n, took in found)}"/>')
+    for ranks, took in found:
+        lines.append(f'<circle class="dot" cx="{x(ranks):.1f}" cy="{y(took):.1f}" r="3.5"/>')
+        lines.append(text_at(x(ranks), y(took) - 9, f"{took:.1f}", 10, "grey", "middle"))
+        lines.append(text_at(x(ranks), HEIGHT - MARGIN + 18, f"{ranks}", 11, "grey", "middle"))
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def main() -> int:
@@ -24,7 +63,9 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--tokens", type=int, default=4096, help="a rank")
     parser.add_argument("--ranks-a-host", type=int, default=8)
+    parser.add_argument("--svg", type=Path)
     options = parser.parse_args()
+    found: list[tuple[int, float]] = []
     print(f"{'hosts':>6} {'ranks':>6} {'seconds':>8} {'MB':>6}  plan")
     for hosts in options.hosts:
         ranks = hosts * options.ranks_a_host
@@ -38,6 +79,9 @@ def main() -> int:
             print(f"{hosts:6} {ranks:6} {seconds:8.1f} {memory:6.0f}  failed: {done.stderr.strip()}")
             continue
         print(f"{hosts:6} {ranks:6} {seconds:8.1f} {memory:6.0f}  {json.loads(done.stdout)['reason'][:90]}", flush=True)
+        found.append((ranks, seconds))
+    if options.svg is not None:
+        options.svg.write_text(picture(found, options.preset), encoding="utf-8")
     return 0
 
 
