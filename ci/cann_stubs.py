@@ -21,6 +21,7 @@ from pathlib import Path
 
 HOLDER = "libascendcl.so"
 CHIP = "Ascend910B1"  # what aclrtGetSocName says: the import asks for it
+LOOKED_UP = {"aclrtSetOpWaitTimeout"}  # by name, when torch_npu makes an HCCL group
 COMPILE = ["gcc", "-shared", "-fPIC", "-w", "-fno-builtin"]
 
 
@@ -34,7 +35,7 @@ def main() -> None:
     stubs = where / "stubs"
     stubs.mkdir(exist_ok=True)
     held = [*wheel, *libraries_of("torch")]
-    symbols = missing_symbols(wheel, held)
+    symbols = sorted(missing_symbols(wheel, held) | LOOKED_UP)
     libraries = missing_libraries(wheel, {each.name for each in held}) | {HOLDER}
     build(stubs, symbols, libraries)
     print(f"{len(symbols)} symbols in {stubs}/{HOLDER}, of {len(libraries)} libraries: {', '.join(sorted(libraries))}")
@@ -48,14 +49,14 @@ def libraries_of(package: str) -> list[Path]:
     return sorted(Path(found.origin).parent.glob("lib/*.so*"))
 
 
-def missing_symbols(wheel: Iterable[Path], held: Iterable[Path]) -> list[str]:
+def missing_symbols(wheel: Iterable[Path], held: Iterable[Path]) -> set[str]:
     """What the wheel must find and neither it, nor torch, nor this process (Python and the C library) defines.
 
     A version ("@GLIBCXX_3.4") means that a system library had the name when the wheel was linked; CANN has none.
     """
     wanted = {name for each in wheel for kind, name in symbols_of(each, "--undefined-only") if kind == "U"}
     defined = {name.partition("@")[0] for each in held for _, name in symbols_of(each, "--defined-only")}
-    return sorted(name for name in wanted - defined if "@" not in name and not in_this_process(name))
+    return {name for name in wanted - defined if "@" not in name and not in_this_process(name)}
 
 
 def symbols_of(library: Path, which: str) -> set[tuple[str, str]]:

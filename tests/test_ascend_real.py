@@ -6,6 +6,9 @@ docs/ascend-emulation.md has the two commands that make such a folder, and what 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from test_ascend_kernel import BY_NAME
 from test_ascend_packed import CASES, Checked, tile_of
 from test_ascend_schemas import BAD_CALLS, canonical
 
+from tokenring.backends.hccl import HcclTransport
 from tokenring.backends.kernels import npu_fusion, npu_masks
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.region import Patch
@@ -180,6 +184,76 @@ def packed_on_meta(kernel: NpuFusion, parts: tuple[Patch, ...]) -> None:
         assert out.shape == dq.shape == (batch, heads, part.rows, head_dim)
         assert lse.shape == (batch, heads, part.rows)
         assert dk.shape == dv.shape == (batch, kv_heads, part.cols, head_dim)
+
+
+# ---------- around the operators
+
+
+def test_hccl_groups(npu_wheel: RealPools) -> None:
+    npu_wheel(2)(hccl_groups)
+
+
+def hccl_groups(here: Here) -> None:
+    """torch_npu makes the groups of the transport in the way in which it asks for them. No message can go."""
+    transport = here.transport("hccl")
+    assert isinstance(transport, HcclTransport)
+    assert len(transport._groups) == 4
+    for group in transport._groups.values():
+        assert type(group).__name__ == "ProcessGroupHCCL"
+        for message in (group.send, group.recv):
+            with pytest.raises(RuntimeError, match="Tensors must be NPU and dense"):
+                message([torch.zeros(3)], 1 - here.rank, 0)
+
+
+def process(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, with the wheel installed as a user's would be."""
+    paths = [*sys.path, str(FOLDER)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+    return subprocess.run(
+        [sys.executable, *arguments, code], env=environment, capture_output=True, text=True, timeout=100
+    )
+
+
+def with_stubs() -> dict[str, str]:
+    return {"LD_LIBRARY_PATH": str(Path(str(FOLDER), "stubs").resolve())}
+
+
+def test_doctor() -> None:
+    """Of the real package, with stubs for CANN and without."""
+    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    found = process("doctor", "-m", "tokenring", **off, **with_stubs())
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"^torch_npu \S+, imports; autoload is off$", found.stdout, re.MULTILINE)
+    assert "torch_npu imports, and sees no NPU" in found.stdout
+    names = re.findall(r"^  (npu_\w+)\(query, key, value, dy, .*softmax_layout", found.stdout, re.MULTILINE)
+    assert names == ["npu_fusion_attention_grad", "npu_fusion_attention_grad_v2"]
+    broken = process("doctor", "-m", "tokenring", **off)
+    assert "torch_npu cannot be imported: libhccl.so, a library of CANN, is not found" in broken.stdout
+
+
+ON_CPU = """
+import sys
+import torch, torch.distributed as dist
+import tokenring as tr
+assert "torch_npu" in sys.modules and not torch.npu.is_available()
+if TRANSFER:
+    from torch_npu.contrib import transfer_to_npu
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+q, k, v = (torch.randn(1, 64, heads, 32).requires_grad_() for heads in (4, 2, 2))
+out = tr.attention(q, k, v, tr.ContextParallel(), mask=tr.Causal())
+heads_first = (x.transpose(1, 2) for x in (q, k, v))
+right = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+torch.testing.assert_close(out, right)
+out.sum().backward()
+print("exact", flush=True)
+"""
+
+
+@pytest.mark.parametrize("transfer", [False, True])
+def test_the_cpu_is_not_affected(transfer: bool) -> None:
+    """torch loads torch_npu by itself, and with transfer_to_npu it takes torch.cuda for torch.npu."""
+    found = process(f"TRANSFER = {transfer}\n{ON_CPU}", "-c", TORCH_DEVICE_BACKEND_AUTOLOAD="1", **with_stubs())
+    assert (found.returncode, found.stdout[-6:]) == (0, "exact\n"), found.stderr[-2000:]
 
 
 # ---------- mutants: what the real operators refuse
