@@ -45,9 +45,9 @@ CASES: dict[str, tuple[Patch, ...]] = {
 class Checked:
     """What a packed call gives, against float64 patch by patch."""
 
-    def __init__(self, kernel: NpuFusion, parts: Sequence[Patch], tile: Tile) -> None:
-        self.kernel, self.parts, self.tile, self.scale = kernel, parts, tile, 0.3
-        self.given = operands(tile, torch.device("npu"))
+    def __init__(self, kernel: NpuFusion, parts: Sequence[Patch], tile: Tile, device: str = "npu") -> None:
+        self.kernel, self.parts, self.tile, self.scale, self.device = kernel, parts, tile, 0.3, device
+        self.given = operands(tile, torch.device(device))
 
     def check(self) -> None:
         made = self.kernel.forward_packed(self.given.q, *self.given.tile, patches=self.parts, scale=self.scale)
@@ -98,10 +98,10 @@ class Checked:
             rows = slice(part.row0, part.row1)
             lse[:, :, rows], delta[:, :, rows] = right["whole lse"].float(), right["delta"].float()
             out[:, :, rows] = right["whole out"].to(self.tile.dtype)
-        kept = {"out": out.to("npu")} if by == "out" else {}
+        kept = {"out": out.to(self.device)} if by == "out" else {}
         made = self.kernel.backward_packed(
-            given.dout, given.q, *given.tile, lse.to("npu"), delta.to("npu") if by == "delta" else None,
-            patches=self.parts, scale=self.scale, **kept,
+            given.dout, given.q, *given.tile, lse.to(self.device),
+            delta.to(self.device) if by == "delta" else None, patches=self.parts, scale=self.scale, **kept,
         )  # fmt: skip
         for part, (dq, dk, dv), right in zip(self.parts, made, wanted, strict=True):
             assert dq.shape == right["out"].shape

@@ -13,6 +13,16 @@ from test_topology_dumps import shared
 FIRST = CURRENT["npu_fusion_attention"]
 X = torch.zeros(1)
 FORWARD = (X, X, X, 2, "BNSD")
+BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    (FORWARD, {"pre_tokens": 3}, "unknown keyword argument .'pre_tokens'"),
+    (FORWARD, {"scale_value": 0.5}, "unknown keyword argument .'scale_value'"),
+    (FORWARD, {"query": X}, "twice"),
+    (FORWARD[:4], {}, "missing .'input_layout'"),
+    (FORWARD, {"actual_seq_qlen": X}, "actual_seq_qlen is Optional.List.int.., got Tensor"),
+    (FORWARD, {"sparse_mode": True}, "sparse_mode is int, got bool"),
+    (FORWARD, {"scale": X}, "scale is float, got Tensor"),
+    (FORWARD, {"atten_mask": [X]}, "atten_mask is Optional.Tensor., got list"),
+]
 
 
 def canonical(text: str) -> str:
@@ -56,19 +66,7 @@ class TestBinding:
             "query": X, "key": X, "value": X, "head_num": 2, "input_layout": "BNSD", **named,
         }  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("positional", "named", "says"),
-        [
-            (FORWARD, {"pre_tokens": 3}, "unknown keyword argument .'pre_tokens'"),
-            (FORWARD, {"scale_value": 0.5}, "unknown keyword argument .'scale_value'"),
-            (FORWARD, {"query": X}, "twice"),
-            (FORWARD[:4], {}, "missing .'input_layout'"),
-            (FORWARD, {"actual_seq_qlen": X}, "actual_seq_qlen is Optional.List.int.., got Tensor"),
-            (FORWARD, {"sparse_mode": True}, "sparse_mode is int, got bool"),
-            (FORWARD, {"scale": X}, "scale is float, got Tensor"),
-            (FORWARD, {"atten_mask": [X]}, "atten_mask is Optional.Tensor., got list"),
-        ],
-    )
+    @pytest.mark.parametrize(("positional", "named", "says"), BAD_CALLS)
     def test_refuses(self, positional: tuple[Any, ...], named: dict[str, Any], says: str) -> None:
         with pytest.raises(TypeError, match=says):
             bind(FIRST, positional, named)

@@ -45,24 +45,50 @@ def register(offer: str) -> None:
         library.define(text)  # type: ignore[no-untyped-call]
         library.impl(name, _on_cpu, "CPU")  # type: ignore[no-untyped-call]
         schema = torch._C.parse_schema(f"npu::{text}")
-        device.operators[f"npu::{name}"] = _noted(name, schema, IMPLEMENTED[name])
+        device.operators[f"npu::{name}"] = _noted(name, schema)
 
 
 def _on_cpu(*args: Any, **_: Any) -> Any:
     refusals.check_device([args[0][0] if isinstance(args[0], list) else args[0]])
 
 
-def _noted(name: str, schema: Any, compute: Callable[[Given], Any]) -> Callable[..., Any]:
+def _noted(name: str, schema: Any) -> Callable[..., Any]:
+    """The operator on NPU tensors."""
+    compute = on_cpu_tensors(schema)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        passed = dict(zip([each.name for each in schema.arguments], args, strict=False)) | kwargs
+        passed = by_name(schema, args, kwargs)
         calls.append(Called(name, passed))
-        given = {each.name: each.default_value for each in schema.arguments} | passed
-        tensors = [x for value in given.values() for x in (value if isinstance(value, list) else [value])]
+        tensors = [x for value in passed.values() for x in (value if isinstance(value, list) else [value])]
         tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
         refusals.check_device(tensors)
-        return compute(_first_spelling(given))
+        made = compute(**{each: _inner(value) for each, value in passed.items()})
+        return tuple(wrap(x, tensors[0]._index) if isinstance(x, torch.Tensor) else x for x in made)
 
     return call
+
+
+def on_cpu_tensors(schema: Any) -> Callable[..., tuple[Any, ...]]:
+    """What computes the operator of this schema, given CPU tensors in the way of the dispatcher."""
+    compute = IMPLEMENTED[schema.name.removeprefix("npu::")]
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = {each.name: each.default_value for each in schema.arguments} | by_name(schema, args, kwargs)
+        return tuple(compute(_first_spelling(given)))
+
+    return call
+
+
+def by_name(schema: Any, args: tuple[Any, ...], kwargs: Given) -> Given:
+    """The arguments of a call by name."""
+    return dict(zip([each.name for each in schema.arguments], args, strict=False)) | kwargs
+
+
+def _inner(value: Any) -> Any:
+    """The CPU memory of NPU tensors; everything else as it is."""
+    if isinstance(value, list):
+        return [_inner(each) for each in value]
+    return value._raw if isinstance(value, NpuTensor) else value
 
 
 def _first_spelling(given: Given) -> Given:
@@ -95,13 +121,13 @@ class Padded(NamedTuple):
 def _padded(given: Given) -> Padded:
     layout, heads = given["input_layout"], given["head_num"]
     refusals.refuse(heads <= 0, f"head_num must be greater than 0, got {heads}")
-    fewer = layouts.kv_heads(given["key"]._raw, layout, given["query"]._raw, heads)
-    q = layouts.heads_first(given["query"]._raw, layout, heads)
-    k, v = (layouts.heads_first(given[name]._raw, layout, fewer) for name in ("key", "value"))
+    fewer = layouts.kv_heads(given["key"], layout, given["query"], heads)
+    q = layouts.heads_first(given["query"], layout, heads)
+    k, v = (layouts.heads_first(given[name], layout, fewer) for name in ("key", "value"))
     refusals.check_heads(q, k, v, heads)
     if given["atten_mask"] is None:  # then everything is visible, whatever the sparse mode says
         return Padded(q, k, v, None, False)
-    band, mask = _band(given), given["atten_mask"]._raw
+    band, mask = _band(given), given["atten_mask"]
     batch, rows, cols = q.shape[0], q.shape[2], k.shape[2]
     check_mask(mask, band.mode, [(batch, heads, rows, cols), (batch, 1, rows, cols), (1, 1, rows, cols), (rows, cols)])
     if band.prefix is not None:
@@ -123,8 +149,7 @@ def _forward(given: Given) -> tuple[Any, ...]:
         made = golden.forward(held.q, held.k, held.v, held.hidden, given["scale"], held.treat)
         out = layouts.in_layout(made.out.to(held.q.dtype), given["input_layout"])
         largest, total = layouts.copies(made.largest), layouts.copies(made.total)
-    index = given["query"]._index
-    return (*(wrap(x, index) for x in (out, largest, total, torch.empty(0))), 0, 0, 0)
+    return out, largest, total, torch.empty(0), 0, 0, 0
 
 
 def _gradients(given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -136,8 +161,8 @@ def _gradients(given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return _packed_gradients(given)
     held = _padded(given)
     refusals.check_statistics(given, (held.q.shape[0], given["head_num"], held.q.shape[2]))
-    dy, out = (layouts.heads_first(given[name]._raw, layout, given["head_num"]) for name in ("dy", "attention_in"))
-    statistics = (given["softmax_max"]._raw[..., 0], given["softmax_sum"]._raw[..., 0])
+    dy, out = (layouts.heads_first(given[name], layout, given["head_num"]) for name in ("dy", "attention_in"))
+    statistics = (given["softmax_max"][..., 0], given["softmax_sum"][..., 0])
     made = golden.backward(dy, held.q, held.k, held.v, out, statistics, held.hidden, given["scale"])
     dq, dk, dv = (layouts.in_layout(x.to(held.q.dtype), layout) for x in made)
     return dq, dk, dv
@@ -147,10 +172,8 @@ def _backward(count: int) -> Callable[[Given], tuple[Any, ...]]:
     """The gradient with so many results: dq, dk, dv, and empty ones for what was not given."""
 
     def compute(given: Given) -> tuple[Any, ...]:
-        index = given["query"]._index
-        made = [wrap(x, index) for x in _gradients(given)]
         returned = count if "sink" in given else count - 1
-        return (*made, *(wrap(torch.empty(0), index) for _ in range(returned - 3)))
+        return (*_gradients(given), *(torch.empty(0) for _ in range(returned - 3)))
 
     return compute
 
@@ -187,7 +210,7 @@ def _hidden_in_sequence(given: Given, lengths: list[tuple[int, int]], number: in
     rows, cols = lengths[number]
     if given["atten_mask"] is None or rows == 0 or cols == 0:
         return None
-    band, mask = _band(given), given["atten_mask"]._raw
+    band, mask = _band(given), given["atten_mask"]
     check_mask(mask, band.mode, [(max(q for q, _ in lengths), max(kv for _, kv in lengths))])
     mode = mode_of_sequence(band.mode, number, lengths)
     refusals.refuse(mode == 3 and rows > cols, f"mode {band.mode} in TND: a sequence of {rows} queries, {cols} keys")
@@ -197,13 +220,13 @@ def _hidden_in_sequence(given: Given, lengths: list[tuple[int, int]], number: in
 
 
 def _check_packed(given: Given) -> None:
-    q, k, v = (given[name]._raw.transpose(0, 1)[None] for name in ("query", "key", "value"))
+    q, k, v = (given[name].transpose(0, 1)[None] for name in ("query", "key", "value"))
     refusals.check_heads(q, k, v, given["head_num"])
 
 
-def _part(x: NpuTensor, rows: slice) -> torch.Tensor:
+def _part(x: torch.Tensor, rows: slice) -> torch.Tensor:
     """[1, N, S_i, D]"""
-    return x._raw[rows].transpose(0, 1)[None]
+    return x[rows].transpose(0, 1)[None]
 
 
 def _packed_forward(given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -233,7 +256,7 @@ def _packed_gradients(given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.T
     sequences = _sequences(given)
     lengths = [each.q.stop - each.q.start for each in sequences]
     statistics = zip(
-        *(layouts.unpack_statistics(given[name]._raw, lengths, layout) for name in ("softmax_max", "softmax_sum")),
+        *(layouts.unpack_statistics(given[name], lengths, layout) for name in ("softmax_max", "softmax_sum")),
         strict=True,
     )
     for each, (largest, total) in zip(sequences, statistics, strict=True):

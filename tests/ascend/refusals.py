@@ -117,7 +117,7 @@ def check_statistics(given: dict[str, Any], shape: tuple[int, ...]) -> None:
         refuse(x.dtype != torch.float32, f"{name} must be float32, not {x.dtype}")
         refuse(tuple(x.shape) != (*shape, COPIES), f"{name} is {list(x.shape)}, not {[*shape, COPIES]}")
         refuse(not x.is_contiguous(), f"{name} is not contiguous")
-        inner = x._raw.view(-1, COPIES)
+        inner = x.view(-1, COPIES)
         if given["input_layout"] == "TND":
             inner = inner[: max(given["actual_seq_qlen"]) * shape[1]]
         refuse(not torch.equal(inner, inner[..., :1].expand_as(inner)), f"{name}: its {COPIES} copies differ")

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ascend.device import wrap
 from ascend.golden import COPIES
 from ascend.layouts import copies, pack_statistics, unpack_statistics
 from ascend.refusals import DTYPES, refuse
@@ -29,14 +28,13 @@ def attention_update(given: Given) -> tuple[Any, Any]:
         refuse(out.dtype not in DTYPES or out.dtype != outs[0].dtype, "outs must share fp32, fp16 or bf16")
         refuse(out.shape != outs[0].shape, "outs differ in shape")
         refuse(not (lse.is_contiguous() and out.is_contiguous()), "lse and outs must be contiguous")
-    stacked = torch.stack([x._raw for x in lses]).double()
+    stacked = torch.stack([x for x in lses]).double()
     total = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - total)
-    merged = sum(w[:, None] * x._raw.double() for w, x in zip(weights, outs, strict=True))
+    merged = sum(w[:, None] * x.double() for w, x in zip(weights, outs, strict=True))
     assert isinstance(merged, torch.Tensor)
-    index = outs[0]._index
     kept = total.float() if update == 1 else torch.full((rows,), float("nan"))  # then only out is valid
-    return wrap(merged.to(outs[0].dtype), index), wrap(kept, index)
+    return merged.to(outs[0].dtype), kept
 
 
 def ring_attention_update(given: Given) -> tuple[Any, Any, Any]:
@@ -46,16 +44,15 @@ def ring_attention_update(given: Given) -> tuple[Any, Any, Any]:
     before = _partial(given, "prev", layout)
     after = _partial(given, "cur", layout)
     refuse(before[0].shape != after[0].shape or before[0].dtype != after[0].dtype, "the two outs differ")
-    prev, cur = given["prev_attn_out"], given["cur_attn_out"]
+    dtype = given["prev_attn_out"].dtype
     refuse(before[1].shape != after[1].shape, "the two statistics differ in shape")
     largest = torch.maximum(before[1], after[1])
     parts = [(out, total * torch.exp(most - largest)) for out, most, total in (before, after)]
     total = parts[0][1] + parts[1][1]
     merged = sum(out * (weight / total)[..., None] for out, weight in parts)
     assert isinstance(merged, torch.Tensor)
-    out = (merged.permute(2, 0, 1, 3).flatten(2) if layout == "SBH" else merged).to(prev.dtype).contiguous()
-    made = (out, *(_statistics(given, x, layout) for x in (largest, total)))
-    return tuple(wrap(x, cur._index) for x in made)  # type: ignore[return-value]
+    out = (merged.permute(2, 0, 1, 3).flatten(2) if layout == "SBH" else merged).to(dtype).contiguous()
+    return out, _statistics(given, largest, layout), _statistics(given, total, layout)
 
 
 def _partial(given: Given, which: str, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,8 +64,8 @@ def _partial(given: Given, which: str, layout: str) -> tuple[torch.Tensor, torch
         x = given[name]
         refuse(x.dtype != torch.float32 or x.shape[-1] != COPIES, f"{name} must be fp32 with {COPIES} copies")
         refuse(x.dim() != (4 if layout == "SBH" else 3), f"{name} has {x.dim()} dimensions for {layout}")
-        found.append(_unpacked(given, x._raw, layout).double())
-    inner = out._raw.double()
+        found.append(_unpacked(given, x, layout).double())
+    inner = out.double()
     if layout == "SBH":
         heads = found[0].shape[1]
         inner = inner.reshape(*inner.shape[:2], heads, -1).permute(1, 2, 0, 3)
@@ -93,6 +90,6 @@ def _lengths(given: Given, tokens: int) -> list[int]:
     ends = given["actual_seq_qlen"]
     refuse(ends is None, "TND needs actual_seq_qlen, an int64 tensor on the device")
     refuse(ends.dtype != torch.int64, f"actual_seq_qlen must be int64, not {ends.dtype}")
-    bounds: list[int] = ends._raw.tolist()
+    bounds: list[int] = ends.tolist()
     refuse(bounds[0] != 0 or bounds[-1] != tokens, f"actual_seq_qlen {bounds} must go from 0 to {tokens}")
     return [stop - start for start, stop in pairwise(bounds)]
