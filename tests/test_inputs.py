@@ -28,6 +28,10 @@ SCHEDULES = (
 ALONE = ContextParallel()
 X = torch.zeros(1, 8, 2, 16)
 
+CHOICE = (
+    "choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, or the `transport` of another ContextParallel"
+)
+
 
 def refused(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -54,11 +58,11 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"transport": 3},
-        "transport is of type int; choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, or the `transport` of another ContextParallel",
+        f"transport is of type int; {CHOICE}",
     ),
     (
         {"transport": "mpi"},
-        "unknown transport 'mpi'; choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, or the `transport` of another ContextParallel",
+        f"unknown transport 'mpi'; {CHOICE}",
     ),
     ({"kernel": 3}, "kernel is of type int; choose one of auto, cpu-flash, reference, npu-fusion"),
     ({"kernel": Reference()}, "kernel is of type Reference; choose one of auto, cpu-flash, reference, npu-fusion"),
@@ -278,7 +282,7 @@ def no_transport(here: Here) -> str:
 
 
 def test_no_transport_for_several_ranks(ranks: RankPools) -> None:
-    says = "transport is of type NoneType; choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, or the `transport` of another ContextParallel"
+    says = f"transport is of type NoneType; {CHOICE}"
     assert ranks(2)(no_transport) == [says] * 2
 
 

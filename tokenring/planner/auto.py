@@ -11,11 +11,11 @@ from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
-from tokenring.planner.large import forecast, is_large
+from tokenring.planner.large import forecast, has_equal_hosts, is_large, promising
 from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
 from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
-from tokenring.planner.select import Choice, decide, judge
+from tokenring.planner.select import Choice, Judgement, decide, judge
 from tokenring.region import Patch
 from tokenring.schedule.families.registry import FAMILIES, check_heads, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
@@ -24,6 +24,7 @@ from tokenring.schedule.schemes import make_schedule
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
 REFINED = 4  # schedules of the first round that are tried in finer pieces
+MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks fewer: each takes seconds
 PIECES = (2, 4)
 
 
@@ -50,10 +51,31 @@ def plan_call(call: Call) -> Plan:
     if is_large(setting.interconnect, EXACT_RANKS):
         found = forecast_call(call)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
-    first = judge(_choices(call, first_names(call)), setting, limit, call.everything)
+    first = _first_round(call)
     names = [each.name for each in first.judged if each.prediction is not None]
-    both = judge(_choices(call, _finer(names[:REFINED])), setting, limit, call.everything, first)
+    both = judge(_choices(call, _finer(names[: _refined(call)])), setting, limit, call.everything, first)
     return decide(both, setting, call_bound(call), limit)
+
+
+def _first_round(call: Call) -> Judgement:
+    """Whole blocks. Of many ranks in equal hosts those that look best on one host, and those that cannot be seen so."""
+    setting, names = call.setting, first_names(call)
+    if call.everything or not _is_many(call):
+        return judge(_choices(call, names), setting, call.memory_limit_bytes, call.everything)
+    best, unknown = promising(names, setting, _visible_share(call), MANY_REFINED)
+    found = judge(_choices(call, best), setting, call.memory_limit_bytes, False)
+    return judge(_choices(call, unknown), setting, call.memory_limit_bytes, False, found)
+
+
+def _is_many(call: Call) -> bool:
+    net = call.setting.interconnect
+    limited = call.memory_limit_bytes is not None  # what looks best may not fit
+    return net.world_size > MANY_RANKS and has_equal_hosts(net) and not limited
+
+
+def _refined(call: Call) -> int:
+    """How many schedules of the first round are tried in finer pieces."""
+    return MANY_REFINED if _is_many(call) and not call.everything else REFINED
 
 
 def plan_or_forecast(call: Call) -> Plan | Forecast:
@@ -64,9 +86,15 @@ def plan_or_forecast(call: Call) -> Plan | Forecast:
 
 def forecast_call(call: Call) -> Forecast:
     """The same for worlds of many equal hosts, without making a schedule. Raises ConfigurationError."""
+    return forecast(
+        first_names(call), call.setting, _visible_share(call), call_bound(call), call.memory_limit_bytes
+    )
+
+
+def _visible_share(call: Call) -> float:
+    """Of all (query, key) pairs, how many the mask leaves."""
     size = call.setting.workload
-    share = visible_pairs(call.mask, size.q_length, size.kv_length) / (size.q_length * size.kv_length)
-    return forecast(first_names(call), call.setting, share, call_bound(call), call.memory_limit_bytes)
+    return visible_pairs(call.mask, size.q_length, size.kv_length) / (size.q_length * size.kv_length)
 
 
 def call_bound(call: Call) -> Bound:

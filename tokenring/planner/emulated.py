@@ -40,8 +40,8 @@ class Overheads:
         )  # fmt: skip
 
 
-# What ci/cells/calibrate.py printed on two cores of an AMD EPYC, from runs in which links and kernels take no time; taken
-# for any machine. Copies are too small there to tell: their rate is that of one core's memory.
+# What ci/cells/calibrate.py printed on two cores of an AMD EPYC, from runs in which links and kernels take no time;
+# taken for any machine. Copies are too small there to tell: their rate is that of one core's memory.
 OVERHEADS = Overheads()
 
 
