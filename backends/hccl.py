@@ -6,6 +6,10 @@ the match. Different peers and different groups overlap. So requests and partial
 each of them the messages to higher ranks and those to lower ones: no queue then holds both directions. Where the
 communicators' memory is too dear, `hccl/channel` and `hccl/pair` do with half and a quarter of them.
 
+The streams themselves come round-robin from a pool of the device (32, in older builds of torch_npu 8), so that
+communicators may share one: a receive that is posted early would hold up a send to somebody else behind it. So all
+ranks post in the one total order of `passes.order`, which needs no more than a single stream at each rank.
+
 A wait orders streams and never blocks the host: what HCCL finds wrong it says at a later call, or in its logs.
 """
 
@@ -44,7 +48,7 @@ class HcclTransport(Controlled):
     """Payload between the ranks of one group, on HCCL groups of its own."""
 
     name = "hccl"
-    capabilities = Capabilities(early_receives=True, channels=2, connection_bytes=CONNECTION_BYTES)
+    capabilities = Capabilities(early_receives=False, channels=2, connection_bytes=CONNECTION_BYTES)
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         create = _creator(self.name)
@@ -165,7 +169,7 @@ class HcclChannelTransport(HcclTransport):
     """Half the communicators: both directions of a pair share a queue in each channel."""
 
     name = "hccl/channel"
-    capabilities = replace(HcclTransport.capabilities, early_receives=False, pair_serial=True)
+    capabilities = replace(HcclTransport.capabilities, pair_serial=True)
 
 
 class HcclPairTransport(HcclTransport):

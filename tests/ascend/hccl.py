@@ -233,7 +233,7 @@ class HcclGroup(dist.ProcessGroup):
         if self._all is None:
             self._all = GroupStream(self._store, self.rank(), self.group_id, self.group_bytes)
         stream = self._all
-        stream.post(entry)
+        stream.put(entry)
         return HcclWork(f"rank {self.rank()}'s {name}", partial(stream.finish, entry))
 
     def gloo(self) -> Any:

@@ -23,11 +23,14 @@ class Limits:
     """Time limits in seconds: short ones, where HCCL_CONNECT_TIMEOUT has at least 120 and HCCL_EXEC_TIMEOUT 1836.
 
     late_errors: a wait does not raise, as on the device where it only orders streams: the next call does.
+    streams: that communicators of pairs take round-robin from the device, as torch_npu has a pool of 32 or 8; None:
+    each has its own.
     """
 
     connect: float = 8.0
     execute: float = 8.0
     late_errors: bool = False
+    streams: int | None = None
 
 
 class Communicator(NamedTuple):

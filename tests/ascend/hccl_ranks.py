@@ -13,6 +13,7 @@ from ranks import Here
 
 from ascend import hccl
 from ascend.hccl_ledger import labelled, ledger, limits
+from ascend.hccl_streams import forget_streams
 from ascend.hccl_watch import watch
 from tokenring import ContextParallel, attention, shard
 from tokenring.backends.base import Handle, Transport
@@ -29,7 +30,8 @@ def fresh() -> None:
     ledger.in_use.clear()
     ledger.clear()
     limits.connect = limits.execute = 20.0
-    limits.late_errors = False
+    limits.late_errors, limits.streams = False, None
+    forget_streams()
 
 
 class Labelled(HcclTransport):
