@@ -114,12 +114,12 @@ def test_mutants_are_detected(schedule: str, transport: str, change: Any, says: 
 def shares(here: Here, case: Case, streams: int | None, early: bool) -> str:
     """What a rank sees whose communicators take their streams from so small a pool."""
     fresh()
-    here.memory.pop("hccl", None)
-    moved = kept_transport(here, "hccl")
+    here.memory.clear()
+    moved = kept_transport(here, "hccl", streams)
     moved.capabilities = replace(moved.capabilities, early_receives=early)
-    limits.streams, limits.execute = streams, 1.5 if early else 20.0
+    limits.execute = 1.0 if early and streams else 20.0
     try:
-        run_case(here, case, "hccl")
+        run_case(here, case, "hccl", streams=streams)
     except (tr.TokenRingError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -15,7 +15,13 @@ label: ContextVar[str] = ContextVar("label", default="")  # what the message is 
 
 
 class HcclError(RuntimeError):
-    """What the emulation refuses. On the device most of it is a hang until HCCL_EXEC_TIMEOUT."""
+    """What the emulation refuses. On the device most of it is a hang until HCCL_EXEC_TIMEOUT.
+
+    It says whose error it is, as torch_npu's messages do ("ERR02200 DIST call hccl api failed").
+    """
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} [ERR02200 DIST]"
 
 
 @dataclass
@@ -69,6 +75,8 @@ class Ledger:
     messages: list[Noted] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # messages that nobody waited for
     in_use: list[InUse] = field(default_factory=list)
+    running: dict[str, str] = field(default_factory=dict)  # group → its last message since the device was waited for
+    torn: list[str] = field(default_factory=list)  # groups that were dropped under such a message
 
     def clear(self) -> None:
         """Forget messages; communicators stay."""

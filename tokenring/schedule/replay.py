@@ -2,10 +2,11 @@
 
 A message is done when it stands first in its queue at both ends. Where a transport serialises
 both directions of a pair, there is one queue for each pair and channel, else one for each
-direction; where communicators share streams, one for all messages of a rank. Slots are watched, and what lies in them (`contents`): nothing is read before it has
-arrived, nothing written while it is on its way, nothing overwritten before its slot was released;
-and each visible pair of tokens is computed in one kernel call (`pairs`), whose result is merged
-once into the row of its token's owner.
+direction; where communicators share streams, one for all messages of a rank. Slots are watched,
+and what lies in them (`contents`): nothing is read before it has arrived, nothing written while it
+is on its way, nothing overwritten before its slot was released; and each visible pair of tokens is
+computed in one kernel call (`pairs`), whose result is merged once into the row of its token's
+owner.
 """
 
 from __future__ import annotations
