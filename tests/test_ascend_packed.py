@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ascend import refusals
 from ascend.operators import calls, register
 from ascend.ranks import NpuPools
 from conformance import Tile, operands
@@ -149,17 +150,30 @@ def exact(here: Here, name: str, offer: str, options: dict[str, Any]) -> None:
         assert calls[0].arguments["actual_seq_qlen"] == [5, 8]
 
 
-MANY = tuple(causal(2 * at, 2) for at in range(1300))
+MANY = tuple(causal(2 * at, 2) for at in range(80))
+FEW_SEQUENCES = 32  # where the operator takes 1024, so that tests are short
 
 
-@pytest.mark.parametrize(("count", "batch", "made"), [(1300, 1, 2), (400, 3, 2), (3, 2, 1)])
+@pytest.mark.parametrize(("count", "batch", "made"), [(80, 1, 3), (12, 3, 2), (3, 2, 1)])
 def test_many_documents_take_several_calls(npus: NpuPools, count: int, batch: int, made: int) -> None:
-    """The emulated operator refuses more than 1024 sequences, which is the least that documents say."""
+    """The emulated operator refuses more sequences in a call."""
+    assert npu_packed.MOST_SEQUENCES == refusals.MOST_SEQUENCES == 1024  # the least that documents say
     npus(1)(many, count, batch, made)
 
 
 def many(here: Here, count: int, batch: int, made: int) -> None:
     """As if each document were alone."""
+    with pytest.MonkeyPatch.context() as limits:
+        for module in (refusals, npu_packed):
+            limits.setattr(module, "MOST_SEQUENCES", FEW_SEQUENCES)
+        check_many(count, batch, made)
+        limits.setattr(npu_packed, "MOST_SEQUENCES", 99)
+        if count * batch > FEW_SEQUENCES:
+            with pytest.raises(RuntimeError, match="more than 32 sequences"):  # the mutant: one call for all
+                check_many(count, batch, made)
+
+
+def check_many(count: int, batch: int, made: int) -> None:
     register(WITH_LAYOUT)
     kernel, parts = npu_kernel(), MANY[:count]
     given = operands(tile_of(parts, batch=batch), torch.device("npu"))
