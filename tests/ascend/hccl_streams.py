@@ -115,9 +115,9 @@ class Mail:
     def publish(self, transfer: Transfer) -> None:
         key = self._key(self.rank, transfer.peer, transfer.number)
         data = transfer.before
-        for part, start in enumerate(range(0, len(data), PART_BYTES)):
+        for part, start in enumerate(range(PART_BYTES, len(data), PART_BYTES), 1):
             self.store.set(f"{key}/{part}", data[start : start + PART_BYTES])  # type: ignore[arg-type]
-        self.store.set(key, json.dumps(transfer.said()))
+        self.store.set(key, json.dumps(transfer.said()).encode() + b"\n" + data[:PART_BYTES])  # type: ignore[arg-type]
 
     def is_there(self, transfer: Transfer) -> bool:
         return self.await_peer(transfer, 0.0)
@@ -138,10 +138,11 @@ class Mail:
     def fetch(self, transfer: Transfer) -> None:
         """Take over what the other end has said, and what it sent. Raises HcclError."""
         key = self._key(transfer.peer, self.rank, transfer.number)
-        theirs = json.loads(self.store.get(key))
+        said, _, first = self.store.get(key).partition(b"\n")
+        theirs = json.loads(said)
         transfer.check(theirs)
-        parts = []
-        for part in range(-(-theirs["nbytes"] // PART_BYTES)):
+        parts = [first]
+        for part in range(1, -(-theirs["nbytes"] // PART_BYTES)):
             parts.append(self.store.get(f"{key}/{part}"))
             self.store.delete_key(f"{key}/{part}")
         self.store.delete_key(key)
