@@ -145,7 +145,7 @@ class PackingKernel(Protocol):
     """
 
     def packs(self, patches: Sequence[Patch]) -> bool:
-        """Whether it takes these in one call: asked once, when a program is bound."""
+        """Whether it takes these in one call, and so any fewer of them: asked when a program is bound."""
 
     def forward_packed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float

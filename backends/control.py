@@ -55,7 +55,7 @@ class Control:
 
         room_bytes: of shared memory that it wants for its signals; create_room, on one rank, sets them up.
         """
-        self.timeout_seconds, self._create_room = timeout_seconds, create_room
+        self.transport, self.timeout_seconds, self._create_room = transport, timeout_seconds, create_room
         meeting = Meeting(group, timeout_seconds)
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.name = ""
@@ -254,7 +254,12 @@ class Controlled:
     control: Control
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
-        """Nothing: all ranks are connected from the start."""
+        """All ranks are connected from the start. Raises ConfigurationError for tensors that are not on the CPU."""
+        if device.type != "cpu":
+            raise ConfigurationError(
+                f"transport {self.control.transport!r} moves tensors in the memory of the CPU, and these are on "
+                f"{device}: use transport='auto' for NPUs; tensors of other devices must be moved to the CPU"
+            )
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         return self.control.exchange(payload, what)

@@ -1,4 +1,4 @@
-"""What the library needs of a device: clocks, streams, events, memory, a name; of CPU, CUDA and Ascend alike.
+"""What the library needs of a device: clocks, streams, memory, a name; of CPU, CUDA and Ascend alike.
 
 The type that a tensor says (`tensor.device.type`) decides, and nothing else: under torch_npu's transfer_to_npu
 `is_cuda`, `torch.cuda.is_available()` and even the device string "cuda" answer for an NPU.
@@ -27,30 +27,10 @@ class Memory:
     total_bytes: int | None
 
 
-class Event(Protocol):
-    """A mark in a stream, as torch's own events are."""
-
-    def record(self, stream: Any = None) -> None:
-        """Set the mark behind what is queued on the stream (None: the current one)."""
-
-    def wait(self, stream: Any = None) -> None:
-        """What is queued on the stream from here on waits for the mark; the host does not."""
-
-    def query(self) -> bool:
-        """Whether the mark has been passed."""
-
-    def synchronize(self) -> None:
-        """The host waits for the mark."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this mark to the other; both made with timing=True, recorded and passed."""
-
-
 class Device(Protocol):
-    """One device. `asynchronous`: calls return before their work is done, so that a clock has to wait for it."""
+    """One device. Calls may return before their work is done, so that a clock has to wait for it."""
 
     type: str
-    asynchronous: bool
 
     @property
     def name(self) -> str:
@@ -73,9 +53,6 @@ class Device(Protocol):
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Inside, calls are queued on the stream."""
-
-    def new_event(self, timing: bool = False) -> Event:
-        """A mark to record."""
 
     def memory(self) -> Memory:
         """What is in use, and what is free."""
@@ -109,7 +86,6 @@ class Cpu:
     """Everything is done when a call returns."""
 
     type = "cpu"
-    asynchronous = False
 
     @property
     def name(self) -> str:
@@ -135,33 +111,8 @@ class Cpu:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def new_event(self, timing: bool = False) -> Event:
-        return _Moment()
-
     def memory(self) -> Memory:
         return Memory(None, None, None)
-
-
-class _Moment:
-    """An event where everything before it is done already."""
-
-    def __init__(self) -> None:
-        self.seconds = perf_counter()
-
-    def record(self, stream: Any = None) -> None:
-        self.seconds = perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end_event: Any) -> float:
-        return 1e3 * float(end_event.seconds - self.seconds)
 
 
 class Accelerator:
@@ -169,8 +120,6 @@ class Accelerator:
 
     Raises BackendUnavailable where torch has no such module.
     """
-
-    asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self.type = device.type
@@ -206,12 +155,7 @@ class Accelerator:
         made: AbstractContextManager[object] = self._module.stream(stream)
         return made
 
-    def new_event(self, timing: bool = False) -> Event:
-        made: Event = self._module.Event(enable_timing=timing)
-        return made
-
     def memory(self) -> Memory:
-        free, total = self._module.mem_get_info(self._index)
         free, total = self._module.mem_get_info(self._index)
         in_use = getattr(self._module, "memory_allocated", None)
         return Memory(None if in_use is None else in_use(self._index), free, total)

@@ -6,12 +6,17 @@ the match. Different peers and different groups overlap. So requests and partial
 each of them the messages to higher ranks and those to lower ones: no queue then holds both directions. Where the
 communicators' memory is too dear, `hccl/channel` and `hccl/pair` do with half and a quarter of them.
 
+The streams themselves come round-robin from a pool of the device (32, in older builds of torch_npu 8), so that
+communicators may share one: a receive that is posted early would hold up a send to somebody else behind it. So all
+ranks post in the one total order of `passes.order`, which needs no more than a single stream at each rank.
+
 A wait orders streams and never blocks the host: what HCCL finds wrong it says at a later call, or in its logs.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,6 +29,7 @@ import torch.distributed as dist
 from tokenring.backends.apart import TAG, Apart, check_gloo, first_line, own_store
 from tokenring.backends.base import Capabilities, Handle, Link
 from tokenring.backends.control import Control, Controlled
+from tokenring.backends.devices import device_of
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
@@ -33,6 +39,11 @@ if TYPE_CHECKING:
 MEGABYTE = 1 << 20  # as HCCL counts
 P2P_MEGABYTES = 20  # of P2P_HCCL_BUFFSIZE where it is not set
 CONNECTION_BYTES = 2 * P2P_MEGABYTES * MEGABYTE  # in and out, at each end
+EXECUTE_SECONDS = 1836  # of HCCL_EXEC_TIMEOUT where it is not set
+LEAST_LIMIT_SECONDS = 30 * 60  # torch's own for a group
+MARGIN_SECONDS = 600
+FOREVER_SECONDS = 365 * 24 * 3600
+HCCL_SAYS = re.compile(r"hccl|\bERR02\d{3}\b|\bE[IJ]\d{4}\b", re.IGNORECASE)  # of torch_npu's and CANN's messages
 LATE = (
     "on an NPU a failed message is found late: HCCL waits HCCL_EXEC_TIMEOUT (1836 s where it is not set) for the other "
     "end, and says so at a later call"
@@ -44,7 +55,7 @@ class HcclTransport(Controlled):
     """Payload between the ranks of one group, on HCCL groups of its own."""
 
     name = "hccl"
-    capabilities = Capabilities(early_receives=True, channels=2, connection_bytes=CONNECTION_BYTES)
+    capabilities = Capabilities(early_receives=False, channels=2, connection_bytes=CONNECTION_BYTES)
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         create = _creator(self.name)
@@ -53,10 +64,16 @@ class HcclTransport(Controlled):
         self.control = Control(self.name, group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
-        self.capabilities = replace(type(self).capabilities, connection_bytes=connection_bytes(os.environ))
+        self.capabilities = self.capabilities_in(os.environ)
         self._apart = Apart.where_needed(self.control, group)
         self._groups = {lane: self._make(create, group, lane) for lane in self._lanes()}
         self._connected: set[tuple[str, int]] = set()  # lane and peer
+        self._device: torch.device | None = None  # of the tensors that it moves
+
+    @classmethod
+    def capabilities_in(cls, environment: Mapping[str, str]) -> Capabilities:
+        """With buffers as large as this environment asks for."""
+        return replace(cls.capabilities, connection_bytes=connection_bytes(environment))
 
     def _make(self, create: Any, group: ProcessGroup, lane: str) -> Any:
         """A group of the members of `group` alone, by torch_npu's own constructor.
@@ -67,7 +84,7 @@ class HcclTransport(Controlled):
         options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
         options.store = own_store(self.control, group, lane)
         options.group_rank, options.group_size = self.rank, self.world_size
-        options.timeout = timedelta(seconds=self.control.timeout_seconds)
+        options.timeout = timedelta(seconds=watchdog_seconds(os.environ))
         options.group_id = f"tokenring {self.control.name[:8]} {lane}"
         options.global_ranks_in_group = dist.get_process_group_ranks(group)
         return create(options, None)
@@ -95,6 +112,7 @@ class HcclTransport(Controlled):
             raise ConfigurationError(
                 f"transport {self.name!r} moves tensors on NPUs, and these are on {device}: use transport='auto'"
             )
+        self._device = device
         for low, high, lane in warm_up_order(
             {(min(src, dst), max(src, dst), self._lane(channel, src, dst)) for src, dst, channel in links},
             self.world_size,
@@ -103,17 +121,17 @@ class HcclTransport(Controlled):
                 self._touch(low, high, lane, device)
 
     def _touch(self, low: int, high: int, lane: str, device: torch.device) -> None:
-        """A message of one byte, from the lower rank to the higher."""
+        """A message of one byte, in the direction of the lane: from the lower rank to the higher where it has both."""
         peer = high if self.rank == low else low
         if (lane, peer) in self._connected:
             return
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        group = self._groups[lane]
+        group, sends = self._groups[lane], (self.rank == low) != lane.endswith("down")
         try:
-            work = group.send([byte], peer, TAG) if self.rank == low else group.recv([byte], peer, TAG)
+            work = group.send([byte], peer, TAG) if sends else group.recv([byte], peer, TAG)
             work.wait()
         except RuntimeError as error:
-            raise self._lost(peer, f"connected ({lane})", f"{first_line(error)}; {FIRST_CONTACT}") from None
+            raise self._failed(error, peer, f"connected ({lane})", FIRST_CONTACT) from error
         self._connected.add((lane, peer))
 
     # ---------- messages
@@ -124,7 +142,7 @@ class HcclTransport(Controlled):
         try:
             work = group.send([data], dst, TAG)
         except RuntimeError as error:
-            raise self._lost(dst, f"cannot send {label}", f"{first_line(error)}; {LATE}") from None
+            raise self._failed(error, dst, f"cannot send {label}", LATE) from error
         return _Handle(self, work, data, dst, f"sent {label}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
@@ -132,7 +150,7 @@ class HcclTransport(Controlled):
         try:
             work = group.recv([data], src, TAG)
         except RuntimeError as error:
-            raise self._lost(src, f"cannot receive {label}", f"{first_line(error)}; {LATE}") from None
+            raise self._failed(error, src, f"cannot receive {label}", LATE) from error
         return _Handle(self, work, data, src, f"waited for {label}")
 
     def _group(self, data: torch.Tensor, lane: str, peer: int, what: str) -> Any:
@@ -150,11 +168,29 @@ class HcclTransport(Controlled):
             )
         return self._groups[lane]
 
-    def _lost(self, peer: int, what: str, found: str) -> PeerLost:
-        return self.control.lost(peer, what, found)
+    def _failed(self, error: RuntimeError, peer: int, what: str, hint: str) -> PeerLost:
+        """Who is to blame: the peer, if HCCL says so; else this rank, of which an earlier call was found to fail.
+
+        On an NPU calls return before they are done, and the next one raises their errors, whatever it is for.
+        """
+        if HCCL_SAYS.search(str(error)):
+            return self.control.lost(peer, what, f"{first_line(error)}; {hint}")
+        self.control.fail(error)
+        assert self.control.broken is not None
+        return PeerLost(
+            f"rank {self.rank} (this one) failed, and {what} when it was found: {first_line(error)}. No peer is to "
+            f"blame: an earlier call on this NPU failed, and calls say so late; ASCEND_LAUNCH_BLOCKING=1 finds which",
+            self.rank,
+            True,
+        )
 
     def close(self) -> None:
-        """Give back all groups, and with them their communicators."""
+        """Give back all groups, and with them their communicators, once no message is on its way.
+
+        A host runs ahead of its NPU, so that messages it has waited for may still move.
+        """
+        if self._device is not None and self._groups and self.control.broken is None:
+            device_of(self._device).synchronize()
         self.control.closed = True
         self._groups.clear()
         self._connected.clear()
@@ -165,7 +201,7 @@ class HcclChannelTransport(HcclTransport):
     """Half the communicators: both directions of a pair share a queue in each channel."""
 
     name = "hccl/channel"
-    capabilities = replace(HcclTransport.capabilities, early_receives=False, pair_serial=True)
+    capabilities = replace(HcclTransport.capabilities, pair_serial=True)
 
 
 class HcclPairTransport(HcclTransport):
@@ -188,7 +224,7 @@ class _Handle:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._transport._lost(self._peer, self._what, f"{first_line(error)}; {LATE}") from None
+            raise self._transport._failed(error, self._peer, self._what, LATE) from error
         board.note_waiting(None)
 
 
@@ -204,6 +240,17 @@ def warm_up_order(pairs: Iterable[tuple[int, int, str]], world_size: int) -> lis
         return (2 * low if plays_last else low + high) % odd
 
     return sorted(pairs, key=lambda each: (each[2], turn(each[0], each[1]), each))
+
+
+def watchdog_seconds(environment: Mapping[str, str]) -> float:
+    """When torch_npu may give a message up, counted from its post on the host.
+
+    Longer than HCCL itself waits, which counts from when the device comes to it: a host may be many layers ahead of
+    its NPU, and newer builds end the process (HCCL_ASYNC_ERROR_HANDLING).
+    """
+    given = environment.get("HCCL_EXEC_TIMEOUT", "").strip()
+    execute = int(given) if given.isascii() and given.isdigit() else EXECUTE_SECONDS
+    return max(LEAST_LIMIT_SECONDS, execute + MARGIN_SECONDS) if execute else FOREVER_SECONDS  # 0: HCCL waits for ever
 
 
 def connection_bytes(environment: Mapping[str, str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,9 +41,10 @@ def _load(kind: str, name: str, known: dict[str, str]) -> Any:
 
 
 def transport_capabilities(name: str) -> Capabilities:
-    """What the transport called `name` can do, without starting it."""
-    name = "gloo" if name == "auto" else name
-    return cast(Capabilities, _load("transport", name, TRANSPORTS).capabilities)
+    """What the transport called `name` can do, without starting it; with buffers as this environment asks for."""
+    made = _load("transport", "gloo" if name == "auto" else name, TRANSPORTS)
+    in_environment = getattr(made, "capabilities_in", None)
+    return cast(Capabilities, made.capabilities if in_environment is None else in_environment(os.environ))
 
 
 def automatic(group: ProcessGroup, device: torch.device | None) -> str:

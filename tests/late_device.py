@@ -32,34 +32,8 @@ class Stream:
         time.sleep(max(0.0, self.busy_until - time.perf_counter()))
 
 
-class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.timing, self.passed_at = enable_timing, 0.0
-
-    def record(self, stream: Stream | None = None) -> None:
-        stream = stream or _module().current_stream()
-        self.passed_at = max(stream.busy_until, time.perf_counter())
-
-    def wait(self, stream: Stream | None = None) -> None:
-        stream = stream or _module().current_stream()
-        stream.busy_until = max(stream.busy_until, self.passed_at)
-
-    def query(self) -> bool:
-        return time.perf_counter() >= self.passed_at
-
-    def synchronize(self) -> None:
-        time.sleep(max(0.0, self.passed_at - time.perf_counter()))
-
-    def elapsed_time(self, end_event: Event) -> float:
-        if not (self.timing and end_event.timing):
-            raise RuntimeError("an event without timing has no time")
-        return 1e3 * (end_event.passed_at - self.passed_at)
-
-
 class LateModule(ModuleType):
     """The names that torch.cuda and torch.npu share."""
-
-    Event = Event
 
     def __init__(self) -> None:
         super().__init__(f"torch.{TYPE}")

@@ -18,7 +18,7 @@ from ranks import Here
 
 from tokenring.backends.kernels.npu_fusion import LARGEST_HEAD_DIM, MASK_BYTES, NpuFusion
 from tokenring.backends.kernels.npu_masks import common_mode
-from tokenring.backends.kernels.npu_rows import whole_out
+from tokenring.backends.kernels.npu_rows import statistics, whole_out
 from tokenring.backends.registry import make_kernel
 from tokenring.errors import BackendUnavailable
 from tokenring.region import Patch, tidy
@@ -254,3 +254,9 @@ def gradient_errors(here: Here, dtype: torch.dtype) -> tuple[dict[str, float], d
 def test_patches_of_the_suite_reach_every_mode() -> None:
     reached = {mode[0] if mode else 1 for mode in (common_mode((each,)) for each in PATCHES.values())}
     assert reached == {0, 1, 2, 3, 4}
+
+
+def test_rows_that_see_nothing_on_a_device_that_saturates() -> None:
+    """910A, and INF_NAN_MODE_ENABLE=0: -inf becomes the lowest fp32, which is no maximum to subtract."""
+    lse = torch.tensor([float("-inf"), torch.finfo(torch.float32).min, -80.0, 3.0])
+    assert statistics(lse)["softmax_max"][..., 0].tolist() == [0.0, 0.0, -80.0, 3.0]

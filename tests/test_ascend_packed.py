@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ascend import refusals
 from ascend.operators import calls, register
 from ascend.ranks import NpuPools
 from conformance import Tile, operands
@@ -15,6 +16,7 @@ from oracle import attention64, relative_error
 from ranks import Here
 from test_ascend_kernel import npu_kernel
 
+from tokenring.backends.kernels import npu_packed
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.kernels.npu_packed import Packing
 from tokenring.region import Patch
@@ -148,6 +150,79 @@ def exact(here: Here, name: str, offer: str, options: dict[str, Any]) -> None:
         assert calls[0].arguments["actual_seq_qlen"] == [5, 8]
 
 
+MANY = tuple(causal(2 * at, 2) for at in range(80))
+FEW_SEQUENCES = 32  # where the operator takes 1024, so that tests are short
+
+
+@pytest.mark.parametrize(("count", "batch", "made"), [(80, 1, 3), (12, 3, 2), (3, 2, 1)])
+def test_many_documents_take_several_calls(npus: NpuPools, count: int, batch: int, made: int) -> None:
+    """The emulated operator refuses more sequences in a call."""
+    assert npu_packed.MOST_SEQUENCES == refusals.MOST_SEQUENCES == 1024  # the least that documents say
+    npus(1)(many, count, batch, made)
+
+
+def many(here: Here, count: int, batch: int, made: int) -> None:
+    """As if each document were alone."""
+    with pytest.MonkeyPatch.context() as limits:
+        for module in (refusals, npu_packed):
+            limits.setattr(module, "MOST_SEQUENCES", FEW_SEQUENCES)
+        check_many(count, batch, made)
+        limits.setattr(npu_packed, "MOST_SEQUENCES", 99)
+        if count * batch > FEW_SEQUENCES:
+            with pytest.raises(RuntimeError, match="more than 32 sequences"):  # the mutant: one call for all
+                check_many(count, batch, made)
+
+
+def check_many(count: int, batch: int, made: int) -> None:
+    register(WITH_LAYOUT)
+    kernel, parts = npu_kernel(), MANY[:count]
+    given = operands(tile_of(parts, batch=batch), torch.device("npu"))
+    found = kernel.forward_packed(given.q, *given.tile, patches=parts, scale=0.3)
+    assert len(calls) == made and len(found) == count
+    for at in (0, count // 2, count - 1):
+        rows, patch = slice(2 * at, 2 * at + 2), Patch(0, 2, 0, 2, None, 0)
+        operand = [x[:, :, rows].contiguous() for x in (given.q, *given.tile)]
+        for x, wanted in zip(found[at], kernel.forward(*operand, patch=patch, scale=0.3), strict=True):
+            assert relative_error(x.cpu(), wanted.cpu()) < 1e-6
+    calls.clear()
+    lse = torch.cat([lse for _, lse in found], dim=2)
+    lse = torch.nn.functional.pad(lse.cpu(), (0, given.q.shape[2] - lse.shape[2])).to("npu")
+    delta = torch.zeros_like(lse)
+    gradients = kernel.backward_packed(
+        given.dout, given.q, *given.tile, lse, delta, patches=parts, scale=0.3
+    )  # fmt: skip
+    assert len(calls) == made and len(gradients) == count
+    last = slice(2 * count - 2, 2 * count)
+    operand = [x[:, :, last].contiguous() for x in (given.dout, given.q, *given.tile, lse, delta)]
+    for x, wanted in zip(gradients[-1], kernel.backward(*operand, patch=patch, scale=0.3), strict=True):
+        assert relative_error(x.cpu(), wanted.cpu()) < 1e-5
+
+
+def test_limits_cut_patches_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each call gets: its patches, and the entries of the batch."""
+
+    def cut(parts: Sequence[Patch], batch: int) -> list[tuple[int, slice]]:
+        found: list[tuple[int, slice]] = []
+
+        def call(how: Packing, entries: slice) -> list[tuple[torch.Tensor, ...]]:
+            assert how.batch == entries.stop - entries.start
+            found.append((len(how.patches), entries))
+            return [(torch.zeros(how.batch),) for _ in how.patches]
+
+        made = npu_packed.in_calls(parts, batch, call)
+        assert [x.shape for (x,) in made] == [(batch,)] * len(parts)
+        return found
+
+    parts = [causal(4 * at, 4) for at in range(5)]
+    assert cut(parts, 2) == [(5, slice(0, 2))]
+    monkeypatch.setattr(npu_packed, "MOST_SEQUENCES", 6)
+    assert cut(parts, 2) == [(3, slice(0, 2)), (2, slice(0, 2))]
+    monkeypatch.setattr(npu_packed, "MOST_TOKENS", 16)
+    assert cut(parts, 2) == [(2, slice(0, 2)), (2, slice(0, 2)), (1, slice(0, 2))]
+    monkeypatch.setattr(npu_packed, "MOST_TOKENS", 4)
+    assert cut(parts[:1], 3) == [(1, slice(at, at + 1)) for at in range(3)]
+
+
 def test_what_goes_together(npus: NpuPools) -> None:
     npus(1)(goes_together)
 
@@ -169,13 +244,14 @@ def attend(step: int, q: Span, kv: Span) -> Attend:
 
 
 class Takes:
-    """A kernel that packs everything, or nothing."""
+    """A kernel that packs everything, or nothing, or up to so many; counts the patches that it was asked about."""
 
-    def __init__(self, everything: bool) -> None:
-        self.everything = everything
+    def __init__(self, most: int) -> None:
+        self.most, self.asked = most, 0
 
     def packs(self, parts: Sequence[Patch]) -> bool:
-        return self.everything
+        self.asked += len(parts)
+        return len(parts) <= self.most
 
     def forward_packed(self) -> None:
         """Not asked for here."""
@@ -192,10 +268,18 @@ class TestTogether:
     B = attend(0, Span(-1, 5, 7), Span(3, 6, 8))
 
     def test_of_one_tile(self) -> None:
-        assert grouped([self.A, self.B, Wait(0), self.A], Takes(True)) == [2, 1, 1]
-        assert grouped([self.A, self.B], Takes(False)) == [1, 1]
+        assert grouped([self.A, self.B, Wait(0), self.A], Takes(99)) == [2, 1, 1]
+        assert grouped([self.A, self.B], Takes(1)) == [1, 1]
         assert grouped([self.A, self.B], object()) == [1, 1]  # a kernel that knows nothing of it
         assert patches((self.A, self.B)) == (Patch(0, 3, 0, 3, None, 0), Patch(3, 5, 6, 8, None, 0))
+
+    @pytest.mark.parametrize(("most", "groups"), [(10_000, [512] * 4 + [452]), (3, [3] * 833 + [1]), (1, [1] * 2500)])
+    def test_of_many_documents(self, most: int, groups: list[int]) -> None:
+        """In time that grows with their number alone: each is asked about a few times, not with all before it."""
+        kernel = Takes(most)
+        found = [attend(0, Span(-1, 2 * at, 2 * at + 2), Span(3, 2 * at, 2 * at + 2)) for at in range(2500)]
+        assert grouped([*found], kernel) == groups
+        assert kernel.asked < 6 * len(found)
 
     @pytest.mark.parametrize(
         "other",
@@ -210,7 +294,7 @@ class TestTogether:
         ],
     )
     def test_apart(self, other: Attend) -> None:
-        assert grouped([self.A, other], Takes(True)) == [1, 1]
+        assert grouped([self.A, other], Takes(99)) == [1, 1]
 
 
 # ---------- mutants: traps 1 and 2

@@ -1,6 +1,6 @@
 """Whole calls on emulated NPUs: schedules, masks, layouts and GQA, forward and backward, against float64.
 
-Messages go over Gloo here; what HCCL asks of them is another matter (test_ascend_hccl).
+Messages go over Gloo here; what HCCL asks of them is another matter (test_hccl_families).
 """
 
 from __future__ import annotations

@@ -103,39 +103,23 @@ def traced_seconds(monkeypatch: pytest.MonkeyPatch, module: LateModule, wait: An
 # ---------- the rest of the interface
 
 
-def test_streams_events_memory_and_name(module: LateModule, device: Device) -> None:
-    assert (device.type, device.asynchronous, device.name) == (TYPE, True, "a late device")
+def test_streams_memory_and_name(module: LateModule, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (device.type, device.name) == (TYPE, "a late device")
     assert (device.new_stream().priority, device.new_stream(high_priority=True).priority) == (0, -1)
     assert device.current_stream() is module.streams[0]
-    began, ended = device.new_event(timing=True), device.new_event(timing=True)
-    began.record()
-    late(module, WORK_SECONDS)(torch.ones(1))
-    ended.record()
-    assert not ended.query()
-    ended.synchronize()
-    assert ended.query() and began.elapsed_time(ended) >= 1e3 * WORK_SECONDS * 0.99
+    asked, told = [], module.mem_get_info
+    monkeypatch.setattr(module, "mem_get_info", lambda index: asked.append(index) or told(index))
     assert device.memory() == Memory(1 << 20, 3 << 30, 4 << 30)
-
-
-def test_an_event_makes_a_stream_wait(module: LateModule, device: Device) -> None:
-    mark, other = device.new_event(), device.new_stream()
-    late(module, WORK_SECONDS)(torch.ones(1))
-    mark.record()
-    mark.wait(other)
-    assert other.busy_until == mark.passed_at  # type: ignore[attr-defined]
+    assert len(asked) == 1
 
 
 def test_cpu_is_never_behind() -> None:
     device: Device = device_of(torch.ones(1))
     assert isinstance(device, Cpu)
-    assert (device.type, device.asynchronous) == ("cpu", False)
-    began, ended = device.new_event(timing=True), device.new_event(timing=True)
-    began.record()
-    ended.record()
+    assert device.type == "cpu"
     device.synchronize()
     with device.on(None):
         assert device.current_stream() is device.new_stream() is None
-        assert ended.query() and 0 <= began.elapsed_time(ended) < 1000
     assert device.stream_clock() <= device.clock() <= perf_counter()
     assert device.memory() == Memory(None, None, None)
     assert device.name

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ascend import hccl
 from ascend.hccl_ledger import MEGABYTE, HcclError, labelled, ledger, limits
+from ascend.hccl_streams import forget_streams
 from ascend.hccl_watch import watch
 from ascend.ranks import NpuPools
 from ranks import Here
@@ -28,7 +29,8 @@ def group(here: Here, name: str = "") -> Any:
     ledger.in_use.clear()
     ledger.clear()
     limits.connect = limits.execute = 8.0
-    limits.late_errors = False
+    limits.late_errors, limits.streams = False, None
+    forget_streams()
     made = dist.new_group(backend="hccl")
     dist.barrier()
     return made
@@ -122,9 +124,10 @@ def test_collectives_and_batches_use_the_communicator_of_the_group(npus: NpuPool
         assert (works, communicators) == (1, 1)
 
 
-def overlapping(here: Here) -> float:
+def overlapping(here: Here, streams: int | None = None) -> float:
     """Rank 0 posts to rank 1, which comes late, then to rank 2, which does not."""
     made = group(here)
+    limits.streams = streams
     for peer in (1, 2):  # connected beforehand
         if here.rank in (0, peer):
             (made.send([npu(1.0)], peer, 0) if here.rank == 0 else made.recv([space(1)], 0, 0)).wait()
@@ -145,6 +148,13 @@ def overlapping(here: Here) -> float:
 def test_different_peers_overlap_and_in_one_queue_they_do_not(npus: NpuPools) -> None:
     assert npus(3)(overlapping)[0] < 0.5
     assert npus(3)(in_one_queue, "P2P_HCCL_BUFFSIZE")[0] > 0.9
+
+
+@pytest.mark.parametrize(("streams", "overlap"), [(2, True), (1, False)])
+def test_communicators_share_the_streams_of_a_small_pool(streams: int, overlap: bool, npus: NpuPools) -> None:
+    """torch_npu takes them round-robin: what stands behind a message to somebody else waits for that one."""
+    seconds = npus(3)(overlapping, streams)[0]
+    assert seconds < 0.5 if overlap else seconds > 0.9
 
 
 def in_one_queue(here: Here, name: str) -> float:

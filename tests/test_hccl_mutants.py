@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,6 +106,34 @@ def test_mutants_are_detected(schedule: str, transport: str, change: Any, says: 
     found = [text for text in texts if re.search(says, text)]
     assert found and re.search(r"\(step \d+, (kv|q|o)", found[0]), texts
 
+
+
+# ---------- streams that communicators share
+
+
+def shares(here: Here, case: Case, streams: int | None, early: bool) -> str:
+    """What a rank sees whose communicators take their streams from so small a pool."""
+    fresh()
+    here.memory.clear()
+    moved = kept_transport(here, "hccl", streams)
+    moved.capabilities = replace(moved.capabilities, early_receives=early)
+    limits.execute = 1.0 if early and streams else 20.0
+    try:
+        run_case(here, case, "hccl", streams=streams)
+    except (tr.TokenRingError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("schedule", ["direct-q", "tokenring"])
+def test_a_single_stream_is_enough_but_not_for_early_receives(schedule: str, npus: NpuPools) -> None:
+    case = small_case(4, schedule)
+    for streams in (1, 3):
+        assert npus(4)(shares, case, streams, False) == [""] * 4
+    assert npus(4)(shares, case, None, True) == [""] * 4
+    with npus.expendable(4) as some:
+        texts = some(shares, case, 1, True)
+    assert any("HCCL_EXEC_TIMEOUT" in text for text in texts), texts
 
 
 # ---------- what would stop the device

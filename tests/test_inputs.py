@@ -307,3 +307,21 @@ def test_schedule(arguments: dict[str, Any], says: str) -> None:
 def test_direction_where_there_is_none() -> None:
     with pytest.raises(ConfigurationError, match=r"direction 1: schedule 'direct-kv' has none.*choose one of ring"):
         tr.schedule("direct-kv", 4, direction=1)
+
+
+def refuses(here: Here, name: str, kind: str) -> str:
+    transport = here.transport(name)
+    assert transport is not None
+    with pytest.raises(ConfigurationError) as caught:
+        transport.prepare([(0, 1, "requests")], torch.device(kind, 0))
+    transport.prepare([(0, 1, "requests")], torch.device("cpu"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gloo", "shm", "auto"])
+def test_tensors_of_other_devices_are_refused(name: str, ranks: RankPools) -> None:
+    """Before anything moves: what was asked, what was found, what to do."""
+    moves = "gloo" if name == "gloo" else "shm"
+    for text in ranks(2)(refuses, name, "cuda"):
+        assert text.startswith(f"transport '{moves}' moves tensors in the memory of the CPU, and these are on cuda:0")
+        assert "transport='auto'" in text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from conformance import PATCHES, TILES, Tile, check, operands, patch, visible
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenring.backends.base import AttentionKernel
 from tokenring.backends.kernels.cpu_flash import BAND_ROWS, CpuFlash, stand_in
@@ -261,3 +262,24 @@ class TestStandIn:
         made = stand_in(dout, delta)
         assert torch.equal(made[3], torch.tensor([2.0, 2.0]))
         torch.testing.assert_close((dout.double() * made.double()).sum(dim=-1)[1], torch.tensor(3e38).double())
+
+
+class Made(TorchDispatchMode):
+    """The largest tensor of another dtype than bool that is made inside."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype != torch.bool:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def test_a_mask_takes_a_byte_for_each_pair() -> None:
+    """And no matrix of numbers on the way to it, which would take eight."""
+    band = Patch(0, 60, 0, 80, -9, 4, 2, 3)
+    with Made() as made:
+        mask = dense_mask(band, torch.device("cpu"))
+    assert made.largest == 80
+    assert mask is not None and torch.equal(mask, visible(band))

@@ -15,6 +15,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "ci"))
 
 from npu_smoke import command, team  # noqa: E402
+from npu_smoke.links import in_one_order  # noqa: E402
 from npu_smoke.unknowns import AS_ASSUMED, MEASURED, OPEN, OTHERWISE, UNKNOWNS, page, verdict  # noqa: E402
 
 BY_KEY = {each.key: each for each in UNKNOWNS}
@@ -163,6 +164,35 @@ def test_a_task_that_hangs_is_ended(tmp_path: Path) -> None:
 def test_the_time_that_is_used_up(tmp_path: Path) -> None:
     ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", "rows", "--minutes", "0")
     assert (ran.code, status(ran)) == (1, {"rows": "left out"})
+
+
+def test_the_time_bounds_a_run_that_goes_well(tmp_path: Path) -> None:
+    """Tasks that all succeed, half a second each: fifty of them are not begun in time."""
+    began = time.monotonic()
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", ",".join(["wait"] * 60), "--minutes", "0.2")
+    assert (ran.code, status(ran)) == (1, {"wait": "left out"})
+    assert time.monotonic() - began < 30
+    assert ran.document["tasks"]["wait"]["error"] == "the time was used up"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_messages_of_an_exchange_have_one_order(ranks: int) -> None:
+    """Each once; worked off one after another at both ends, as in a single stream a rank, none waits for ever."""
+    order = in_one_order(ranks)
+    assert sorted(order) == [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    assert stuck([[each for each in order if rank in each] for rank in range(ranks)]) == []
+    sends_first = [
+        [*((rank, to) for to in range(ranks) if to != rank), *((by, rank) for by in range(ranks) if by != rank)]
+        for rank in range(ranks)
+    ]
+    assert stuck(sends_first)
+
+
+def stuck(queues: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """What is left when no message stands first at both its ends."""
+    while met := {queue[0] for queue in queues if queue and all(queues[end][:1] == [queue[0]] for end in queue[0])}:
+        queues = [queue[1:] if queue and queue[0] in met else queue for queue in queues]
+    return [each for queue in queues for each in queue]
 
 
 def test_ranks_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -106,6 +106,20 @@ class TestPairOrder:
         else:
             run(base, programs, True)
 
+    @pytest.mark.parametrize("base", BASES)
+    def test_strict_programs_need_one_queue_a_rank_and_early_ones_more(self, base: str) -> None:
+        """Where communicators share a stream; an early receive holds up sends to others there."""
+        for early in (False, True):
+            kept: Kept | None = None
+            for direction in PASSES:
+                programs = programs_of(base, direction, early)
+                if not early:
+                    kept = replay(BASES[base], programs, False, kept, one_queue_a_rank=True)
+                elif BASES[base].moves_in(direction):
+                    given = kept_of(base, direction, True)
+                    with pytest.raises(ScheduleError, match=CIRCLE):
+                        replay(BASES[base], programs, False, given, one_queue_a_rank=True)
+
     def test_two_ranks_that_both_receive_first(self) -> None:
         made = make(2, "ring+", "zigzag", "full")
         programs = lower_all(made, Workload(1, 32, 32, 1, 1, 2))

@@ -97,8 +97,10 @@ class NpuFusion:
     def forward_packed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float
     ) -> list[Made]:
-        how = npu_packed.Packing(patches, q.shape[0])
-        return how.forward(self._forward, q, k, v, scale)
+        def call(how: npu_packed.Packing, entries: slice) -> list[Made]:
+            return how.forward(self._forward, q[entries], k[entries], v[entries], scale)
+
+        return npu_packed.in_calls(patches, q.shape[0], call)
 
     def backward_packed(
         self,
@@ -113,9 +115,12 @@ class NpuFusion:
         patches: Sequence[Patch],
         scale: float,
     ) -> list[Made]:
-        how = npu_packed.Packing(patches, q.shape[0])
-        whole = whole_out(dout, delta, out, q.dtype)
-        return how.backward(self._gradient, (q, k, v, dout.to(q.dtype), whole), lse, scale)
+        operands = (q, k, v, dout.to(q.dtype), whole_out(dout, delta, out, q.dtype))
+
+        def call(how: npu_packed.Packing, entries: slice) -> list[Made]:
+            return how.backward(self._gradient, tuple(x[entries] for x in operands), lse[entries], scale)
+
+        return npu_packed.in_calls(patches, q.shape[0], call)
 
 
 def _layout(*operands: torch.Tensor) -> str:

@@ -36,7 +36,7 @@ def options(patch: Patch, device: torch.device) -> Options:
 
 def packed_options(patches: tuple[Patch, ...], device: torch.device) -> Options | None:
     """One mode for all of these patches, or None."""
-    found = common_mode(patches)
+    found = _mode_in_calls(patches)
     if found is None:
         return None
     mode, before, after = found
@@ -46,7 +46,6 @@ def packed_options(patches: tuple[Patch, ...], device: torch.device) -> Options 
     return options | ({"before": before, "after": after} if mode == BAND else {})
 
 
-@lru_cache(maxsize=4096)
 def common_mode(patches: tuple[Patch, ...]) -> tuple[int, int, int] | None:
     """(mode, before, after) in which every one of these patches is computed as it is; mode 0 is no mask at all."""
     if all(patch.is_full for patch in patches):
@@ -59,6 +58,9 @@ def common_mode(patches: tuple[Patch, ...]) -> tuple[int, int, int] | None:
         return TOP_LEFT, FOREVER, FOREVER
     band = _common_band(patches)
     return None if band is None else (BAND, *band)
+
+
+_mode_in_calls = lru_cache(maxsize=1024)(common_mode)  # of patches that calls are made with, again and again
 
 
 def every_row_sees(patch: Patch) -> bool:

@@ -6,7 +6,7 @@ unless softmax_layout="TND" is there to be asked for, their memory holds a block
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -17,7 +17,36 @@ from tokenring.backends.kernels.npu_rows import row_lse, statistics
 from tokenring.region import Patch
 
 LAYOUT = "TND"
+MOST_SEQUENCES = 1024  # of a call, in all entries of its batch: the documents say 1K for some products, 2K for others
+MOST_TOKENS = 1 << 20
 Made = tuple[torch.Tensor, ...]
+
+
+def in_calls(patches: Sequence[Patch], batch: int, call: Callable[[Packing, slice], list[Made]]) -> list[Made]:
+    """What each patch gives, from as few calls as the operator's limits allow; call: of patches, for batch entries."""
+    largest = max(max(patch.rows, patch.cols) for patch in patches)
+    entries = min(batch, MOST_SEQUENCES, max(1, MOST_TOKENS // largest))  # of a call
+    parts = [slice(start, min(start + entries, batch)) for start in range(0, batch, entries)]
+    made: list[Made] = []
+    for group in _groups(patches, MOST_SEQUENCES // entries, MOST_TOKENS // entries):
+        found = [call(Packing(group, part.stop - part.start), part) for part in parts]
+        made += found[0] if len(parts) == 1 else [_joined_entries(each) for each in zip(*found, strict=True)]
+    return made
+
+
+def _groups(patches: Sequence[Patch], most: int, most_tokens: int) -> Iterator[Sequence[Patch]]:
+    """Patches in their order, cut where there would be too many of them, of their rows or of their columns."""
+    start, rows, cols = 0, 0, 0
+    for at, patch in enumerate(patches):
+        rows, cols = rows + patch.rows, cols + patch.cols
+        if at > start and (at - start == most or max(rows, cols) > most_tokens):
+            yield patches[start:at]
+            start, rows, cols = at, patch.rows, patch.cols
+    yield patches[start:]
+
+
+def _joined_entries(parts: Sequence[Made]) -> Made:
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 class Packing:

@@ -25,9 +25,10 @@ def canonical(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch
 def statistics(lse: torch.Tensor) -> dict[str, torch.Tensor]:
     """The statistics of the whole row for the gradient: a maximum of lse and a sum of 1.
 
-    A row that sees nothing anywhere has lse -inf: any finite value gives its hidden pairs exp(lowest) = 0.
+    A row that sees nothing anywhere has lse -inf, or the lowest fp32 where the device saturates (on 910A, and with
+    INF_NAN_MODE_ENABLE=0): any ordinary value gives its hidden pairs exp(lowest) = 0.
     """
-    finite = lse.masked_fill(lse == float("-inf"), 0.0)
+    finite = lse.masked_fill(lse <= EMPTY, 0.0)
     largest = finite[..., None].expand(*lse.shape, COPIES).contiguous()
     return {"softmax_max": largest, "softmax_sum": torch.ones_like(largest)}
 

@@ -19,9 +19,9 @@ def dense_mask(patch: Patch, device: torch.device) -> torch.Tensor | None:
     cols = torch.arange(patch.cols, device=device)[None, :] * patch.col_step
     visible = torch.ones(patch.rows, patch.cols, dtype=torch.bool, device=device)
     if patch.low is not None:
-        visible &= cols - rows >= patch.low
+        visible &= cols >= rows + patch.low  # of vectors: a matrix of differences would take eight bytes a pair
     if patch.high is not None:
-        visible &= cols - rows <= patch.high
+        visible &= cols <= rows + patch.high
     return visible
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -14,7 +15,10 @@ STORE_SECONDS = 90.0
 
 
 def main(argument: str) -> None:
-    """Run the tasks of one start. A task that fails on any rank ends this start: the ranks are out of step then."""
+    """Run the tasks of one start, as far as the time goes.
+
+    A task that fails on any rank ends this start: the ranks are out of step then.
+    """
     asked = json.loads(argument)
     try:
         here = _join(asked)
@@ -22,6 +26,10 @@ def main(argument: str) -> None:
     except BaseException as error:
         _failed(asked["rank"], None, error)
     for task in asked["tasks"]:
+        if _time_is_up(here, asked["until"]):
+            if here.rank == 0:
+                _say("up", None, None)
+            break
         if here.rank == 0:
             _say("begun", task, None)
         try:
@@ -33,6 +41,16 @@ def main(argument: str) -> None:
         if here.rank == 0:
             _say("done", task, found)
     _end(0)
+
+
+def _time_is_up(here: Any, until: float) -> bool:
+    """By rank 0's clock, so that all ranks agree."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor([time.monotonic() >= until])
+    dist.broadcast(found, 0)
+    return bool(found)
 
 
 def _failed(rank: int, task: str | None, error: BaseException) -> NoReturn:

@@ -28,12 +28,12 @@ STARTS = 3  # that may fail before anything was done, before all the rest is giv
 
 @dataclass
 class Asked:
-    """What to run: kind of device, ranks, tasks in order; until is a monotonic clock's."""
+    """What to run: kind of device, ranks, tasks in order."""
 
     kind: str
     ranks: int
     emulate: str | None
-    until: float
+    until: float  # tasks not begun by then are left out; a monotonic clock is the same for all processes
     task_seconds: float = TASK_SECONDS
     start_seconds: float = START_SECONDS
 
@@ -59,8 +59,7 @@ def run(asked: Asked, tasks: list[str], tell: Callable[[str, dict[str, Any]], No
     left, device, without = list(tasks), "", 0
     while left:
         if time.monotonic() >= asked.until:
-            for task in left:
-                tell(task, {"status": "left out", "error": "the time was used up"})
+            _leave_out(left, tell)
             break
         before = len(left)
         with tempfile.TemporaryDirectory(prefix="npu-smoke-") as folder:
@@ -85,6 +84,12 @@ def run(asked: Asked, tasks: list[str], tell: Callable[[str, dict[str, Any]], No
                 log = {}  # once is enough
             break
     return device
+
+
+def _leave_out(left: list[str], tell: Callable[[str, dict[str, Any]], None]) -> None:
+    for task in left:
+        tell(task, {"status": "left out", "error": "the time was used up"})
+    left.clear()
 
 
 def _one_start(start: _Start, left: list[str], tell: Callable[[str, dict[str, Any]], None]) -> tuple[str, str] | None:
@@ -118,7 +123,7 @@ def _process(start: _Start, rank: int, writing: int) -> subprocess.Popen[bytes]:
     asked = start.asked
     argument = {
         "rank": rank, "ranks": asked.ranks, "kind": asked.kind, "emulate": asked.emulate,
-        "tasks": start.tasks, "store": str(start.folder / "store"),
+        "tasks": start.tasks, "store": str(start.folder / "store"), "until": asked.until,
     }  # fmt: skip
     paths = [str(Path(__file__).resolve().parent.parent), *(path for path in sys.path if path)]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
@@ -148,6 +153,8 @@ def _take(start: _Start, line: str, left: list[str], tell: Callable[[str, dict[s
         tell(task, {"status": "done", "seconds": round(now - start.since, 3), "result": value})
         left.remove(task)
         start.task = None
+    elif what == "up":
+        _leave_out(left, tell)
     elif what == "failed" and start.failed is None:
         start.failed, start.since = value, now
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ascend.device import raw
-from tokenring.backends.base import Handle
+from tokenring.backends.base import Handle, Link
 from tokenring.backends.gloo import GlooTransport
 
 
 class OverGloo(GlooTransport):
     """Sends the memory below NPU tensors."""
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """Takes tensors on NPUs, too."""
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
         return super().send(raw(data), dst, channel, label)

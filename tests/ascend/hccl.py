@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -45,10 +46,23 @@ def install() -> None:
         dist.Backend.register_backend("hccl", _create, extended_api=True, devices=["npu"])
         for module in (dist, dist.distributed_c10d):
             module.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
+        _watch_synchronize()
+
+
+def _watch_synchronize() -> None:
+    """Once the host has waited for the whole device, no message is on its way."""
+    module = torch.get_device_module("npu")
+    synchronize = module.synchronize
+
+    def synchronized(*arguments: Any) -> None:
+        synchronize(*arguments)
+        ledger.running.clear()
+
+    module.synchronize = synchronized
 
 
 def _create(options: Any, pg_options: Any) -> HcclGroup:
-    return HcclGroup(options.store, options.group_rank, options.group_size, options.group_id)
+    return HcclGroup(options.store, options.group_rank, options.group_size, options.group_id, options.timeout)
 
 
 def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[Any]:
@@ -167,9 +181,10 @@ class Collective:
 class HcclGroup(dist.ProcessGroup):
     """One process group: a communicator for each peer, made when first used, and one of all ranks."""
 
-    def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.group_id, self.collectives, self._store = name, 0, store
+        self.timeout_seconds = timeout.total_seconds()
         self._pairs: dict[int, PairStream] = {}
         self._all: GroupStream | None = None
         self._gloo: Any = None
@@ -206,8 +221,23 @@ class HcclGroup(dist.ProcessGroup):
         if peer not in self._pairs:
             self._pairs[peer] = PairStream(self._store, self.rank(), peer, self.group_id, self.p2p_bytes)
         stream = self._pairs[peer]
+        ledger.running[self.group_id] = transfer.name
         stream.post(transfer)
-        return HcclWork(f"rank {self.rank()}'s {transfer.name}", partial(stream.finish, transfer))
+        return HcclWork(f"rank {self.rank()}'s {transfer.name}", partial(self._finish, stream, transfer, monotonic()))
+
+    def _finish(self, stream: PairStream, transfer: Transfer, posted: float) -> None:
+        """As the watchdog sees it, a message is as old as its post on the host."""
+        stream.finish(transfer)
+        if monotonic() - posted > self.timeout_seconds:
+            raise HcclError(
+                f"the watchdog of group {self.group_id} ends the process: {transfer.name} is older than its "
+                f"{self.timeout_seconds:g} s"
+            )
+
+    def __del__(self) -> None:
+        """Communicators go with the group: nothing may be on its way."""
+        if self.group_id in ledger.running:
+            ledger.torn.append(f"group {self.group_id} was dropped under {ledger.running.pop(self.group_id)}")
 
     def _checked(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         what = f"rank {self.rank()}: {what}"
@@ -233,7 +263,7 @@ class HcclGroup(dist.ProcessGroup):
         if self._all is None:
             self._all = GroupStream(self._store, self.rank(), self.group_id, self.group_bytes)
         stream = self._all
-        stream.post(entry)
+        stream.put(entry)
         return HcclWork(f"rank {self.rank()}'s {name}", partial(stream.finish, entry))
 
     def gloo(self) -> Any:

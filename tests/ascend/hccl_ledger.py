@@ -15,7 +15,13 @@ label: ContextVar[str] = ContextVar("label", default="")  # what the message is 
 
 
 class HcclError(RuntimeError):
-    """What the emulation refuses. On the device most of it is a hang until HCCL_EXEC_TIMEOUT."""
+    """What the emulation refuses. On the device most of it is a hang until HCCL_EXEC_TIMEOUT.
+
+    It says whose error it is, as torch_npu's messages do ("ERR02200 DIST call hccl api failed").
+    """
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} [ERR02200 DIST]"
 
 
 @dataclass
@@ -23,11 +29,14 @@ class Limits:
     """Time limits in seconds: short ones, where HCCL_CONNECT_TIMEOUT has at least 120 and HCCL_EXEC_TIMEOUT 1836.
 
     late_errors: a wait does not raise, as on the device where it only orders streams: the next call does.
+    streams: that communicators of pairs take round-robin from the device, as torch_npu has a pool of 32 or 8; None:
+    each has its own.
     """
 
     connect: float = 8.0
     execute: float = 8.0
     late_errors: bool = False
+    streams: int | None = None
 
 
 class Communicator(NamedTuple):
@@ -66,6 +75,8 @@ class Ledger:
     messages: list[Noted] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # messages that nobody waited for
     in_use: list[InUse] = field(default_factory=list)
+    running: dict[str, str] = field(default_factory=dict)  # group → its last message since the device was waited for
+    torn: list[str] = field(default_factory=list)  # groups that were dropped under such a message
 
     def clear(self) -> None:
         """Forget messages; communicators stay."""

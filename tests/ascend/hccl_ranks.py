@@ -13,6 +13,7 @@ from ranks import Here
 
 from ascend import hccl
 from ascend.hccl_ledger import labelled, ledger, limits
+from ascend.hccl_streams import forget_streams
 from ascend.hccl_watch import watch
 from tokenring import ContextParallel, attention, shard
 from tokenring.backends.base import Handle, Transport
@@ -29,7 +30,8 @@ def fresh() -> None:
     ledger.in_use.clear()
     ledger.clear()
     limits.connect = limits.execute = 20.0
-    limits.late_errors = False
+    limits.late_errors, limits.streams = False, None
+    forget_streams()
 
 
 class Labelled(HcclTransport):
@@ -52,14 +54,16 @@ def labelled_transport(name: str, group: Any, seconds: float) -> Transport:
     return type("Labelled", (Labelled, made), {})(group, seconds)  # type: ignore[no-any-return]
 
 
-def kept_transport(here: Here, name: str) -> Transport:
-    """One for all calls of these ranks."""
-    if name not in here.memory or here.memory[name].control.broken is not None:
+def kept_transport(here: Here, name: str, streams: int | None = None) -> Transport:
+    """One for all calls of these ranks; its communicators share so many streams."""
+    key = name if streams is None else f"{name}, {streams} streams"
+    if key not in here.memory or here.memory[key].control.broken is not None:
         fresh()
         import torch.distributed as dist
 
-        here.memory[name] = labelled_transport(name, dist.group.WORLD, 20.0)
-    return here.memory[name]  # type: ignore[no-any-return]
+        here.memory[key] = labelled_transport(name, dist.group.WORLD, 20.0)
+    limits.streams = streams
+    return here.memory[key]  # type: ignore[no-any-return]
 
 
 def run_case(
@@ -69,12 +73,13 @@ def run_case(
     change: Change | None = None,
     kernel: str = "reference",
     to_host: bool = True,
+    streams: int | None = None,
 ) -> Local:
     """Both passes of a case on NPUs, every operator watched; results and sent bytes on the CPU.
 
     change: of this rank's programs. Raises what the emulation finds.
     """
-    moved = kept_transport(here, transport)
+    moved = kept_transport(here, transport, streams)
     ledger.in_use.clear()
     ledger.clear()
     cp = ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=moved, kernel=kernel)

@@ -1,5 +1,8 @@
 """Communicators of the emulated HCCL: each has one queue, in which messages meet in the order of their posts.
 
+With `limits.streams` they take their queues round-robin from so many of the rank, as torch_npu takes streams from
+its pool: what stands behind a message to somebody else waits for that one, too.
+
 Ranks tell each other through the group's store what they post: kind, count, dtype and name, and with a send the
 bytes as they are at its post. A message is done when the posts before it in its queue are, and both its ends are
 there: a send is as synchronous as a receive.
@@ -112,9 +115,9 @@ class Mail:
     def publish(self, transfer: Transfer) -> None:
         key = self._key(self.rank, transfer.peer, transfer.number)
         data = transfer.before
-        for part, start in enumerate(range(0, len(data), PART_BYTES)):
+        for part, start in enumerate(range(PART_BYTES, len(data), PART_BYTES), 1):
             self.store.set(f"{key}/{part}", data[start : start + PART_BYTES])  # type: ignore[arg-type]
-        self.store.set(key, json.dumps(transfer.said()))
+        self.store.set(key, json.dumps(transfer.said()).encode() + b"\n" + data[:PART_BYTES])  # type: ignore[arg-type]
 
     def is_there(self, transfer: Transfer) -> bool:
         return self.await_peer(transfer, 0.0)
@@ -135,10 +138,11 @@ class Mail:
     def fetch(self, transfer: Transfer) -> None:
         """Take over what the other end has said, and what it sent. Raises HcclError."""
         key = self._key(transfer.peer, self.rank, transfer.number)
-        theirs = json.loads(self.store.get(key))
+        said, _, first = self.store.get(key).partition(b"\n")
+        theirs = json.loads(said)
         transfer.check(theirs)
-        parts = []
-        for part in range(-(-theirs["nbytes"] // PART_BYTES)):
+        parts = [first]
+        for part in range(1, -(-theirs["nbytes"] // PART_BYTES)):
             parts.append(self.store.get(f"{key}/{part}"))
             self.store.delete_key(f"{key}/{part}")
         self.store.delete_key(key)
@@ -150,6 +154,8 @@ class PairStream:
 
     def __init__(self, store: Any, rank: int, peer: int, group: str, nbytes: int) -> None:
         low, high = sorted((rank, peer))
+        self.shared = shared_stream()
+        self.in_shared: dict[Transfer, Batch] = {}
         self.name, self.rank, self.peer, self.group = f"{low}:{high}", rank, peer, group
         self.mail = Mail(store, rank, f"pair {self.name}")
         self.posted: deque[Transfer] = deque()  # whose other end has not been looked at
@@ -170,6 +176,10 @@ class PairStream:
 
     def post(self, transfer: Transfer) -> None:
         self.mail.number(transfer)
+        if self.shared is not None:
+            self.in_shared[transfer] = Batch([transfer])
+            self.shared.post(self.in_shared[transfer], self.mail)
+            return
         self.mail.publish(transfer)
         self.posted.append(transfer)
         while self.posted and self.mail.is_there(self.posted[0]):
@@ -178,6 +188,9 @@ class PairStream:
 
     def finish(self, transfer: Transfer) -> None:
         """Until both ends have posted it, and all before it. Raises HcclError at the time limit, or at a mismatch."""
+        if self.shared is not None:
+            self.shared.finish(self.in_shared.pop(transfer))
+            return
         deadline = time.monotonic() + limits.execute
         while transfer.arrived is None:
             first = self.posted[0]
@@ -187,13 +200,15 @@ class PairStream:
         transfer.finish()
 
 
-def await_with_others(there: Callable[[float], bool], missing: Callable[[], str], deadline: float) -> None:
-    """Wait for other ends, while queues of whole groups move on. Raises HcclError at the time limit."""
-    while not there(0.0 if GroupStream.busy else max(0.001, deadline - time.monotonic())):
+def await_with_others(
+    there: Callable[[float], bool], missing: Callable[[], str], deadline: float, own: Stream | None = None
+) -> None:
+    """Wait for other ends, while queues but one's own move on. Raises HcclError at the time limit."""
+    while not there(max(0.001, deadline - time.monotonic()) if set(Stream.busy) <= {own} else 0.0):
         if time.monotonic() >= deadline:
             raise HcclError(f"HCCL_EXEC_TIMEOUT: {missing()}")
         time.sleep(SLICE_SECONDS)
-        for stream in list(GroupStream.busy):
+        for stream in list(Stream.busy):
             stream.move_on()
 
 
@@ -249,43 +264,73 @@ class Batch:
             each.finish()
 
 
-class GroupStream:
-    """The communicator of a whole group: one queue for everything with all peers, each told when it is its turn."""
+class Stream:
+    """Entries one after another, each told when it is its turn."""
 
-    busy: ClassVar[list[GroupStream]] = []
+    busy: ClassVar[list[Stream]] = []
 
-    def __init__(self, store: Any, rank: int, group: str, nbytes: int) -> None:
-        self.mail, self.entries, self.told = Mail(store, rank, "all"), deque[Entry](), 0
-        ledger.communicators.append(Communicator(group, "all", nbytes))
+    def __init__(self) -> None:
+        self.entries, self.told = deque[tuple[Entry, Mail]](), False
 
-    def post(self, entry: Entry) -> None:
-        if isinstance(entry, Batch):
-            for transfer in entry.transfers:
-                self.mail.number(transfer, batched=len(entry.transfers) > 1)
-        self.entries.append(entry)
-        if self not in GroupStream.busy:
-            GroupStream.busy.append(self)
+    def post(self, entry: Entry, mail: Mail) -> None:
+        self.entries.append((entry, mail))
+        if self not in Stream.busy:
+            Stream.busy.append(self)
         self.move_on()
 
     def move_on(self) -> None:
         """As far as the other ends are there."""
         while self.entries:
-            head = self.entries[0]
+            head, mail = self.entries[0]
             if not self.told:
-                self.told = 1
-                head.tell(self.mail)
-            head.poll(self.mail)
+                self.told = True
+                head.tell(mail)
+            head.poll(mail)
             if not head.done:
                 return
-            self.told = 0
+            self.told = False
             self.entries.popleft()
-        if self in GroupStream.busy:
-            GroupStream.busy.remove(self)
+        if self in Stream.busy:
+            Stream.busy.remove(self)
 
     def finish(self, entry: Entry) -> None:
         deadline = time.monotonic() + limits.execute
         while not entry.done:
-            head = self.entries[0]
-            await_with_others(partial(head.await_any, self.mail), head.missing, deadline)
+            head, mail = self.entries[0]
+            await_with_others(partial(head.await_any, mail), head.missing, deadline, self)
             self.move_on()
         entry.finish()
+
+
+class GroupStream(Stream):
+    """The communicator of a whole group: one queue for everything with all peers."""
+
+    def __init__(self, store: Any, rank: int, group: str, nbytes: int) -> None:
+        super().__init__()
+        self.mail = Mail(store, rank, "all")
+        ledger.communicators.append(Communicator(group, "all", nbytes))
+
+    def put(self, entry: Entry) -> None:
+        if isinstance(entry, Batch):
+            for transfer in entry.transfers:
+                self.mail.number(transfer, batched=len(entry.transfers) > 1)
+        self.post(entry, self.mail)
+
+
+pool: list[Stream] = []  # of this rank, filled as communicators of pairs ask for them
+
+
+def shared_stream() -> Stream | None:
+    """The next one of the pool; None: every communicator has a stream of its own."""
+    if limits.streams is None:
+        return None
+    at = sum(each.peers != "all" for each in ledger.communicators) % limits.streams
+    while len(pool) <= at:
+        pool.append(Stream())
+    return pool[at]
+
+
+def forget_streams() -> None:
+    """Queues of groups that are gone, and what still stands in them."""
+    pool.clear()
+    Stream.busy.clear()

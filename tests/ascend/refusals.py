@@ -16,7 +16,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 768
 MOST_HEADS = 256
 MOST_TOKENS = 1 << 20
-MOST_SEQUENCES = 2048
+MOST_SEQUENCES = 1024
 NOT_COMPUTED = ("pse", "padding_mask", "sink", "dropout_mask", "query_rope", "key_rope", "q_start_idx", "kv_start_idx")
 
 

@@ -18,11 +18,13 @@ PREFIXES = (
 NAMES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "RANK_TABLE_FILE",
     "TASK_QUEUE_ENABLE", "MULTI_STREAM_MEMORY_REUSE", "INF_NAN_MODE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "STREAMS_PER_DEVICE",
 )  # fmt: skip
 CONNECT_SECONDS = (120, 7200)
 EXEC_SECONDS, EVENT_SECONDS = 1836, 1868  # HCCL's and torch_npu's own
 BUFFER_MB = 200
 MUCH_BUFFER_MB = 1024
+FEW_STREAMS, STREAMS = 8, 32  # of torch_npu's pool: in older builds, and in newer ones
 BLOCKING = "every wait blocks the host, so that nothing overlaps; unset it unless you look for an error"
 EVERY_CALL = "every call waits for its end: good for finding an error, and slow"
 Check = Callable[[str, Mapping[str, str]], "str | None"]  # of a value, in an environment: the warning
@@ -103,7 +105,21 @@ def _whitelist(value: str, environment: Mapping[str, str]) -> str | None:
 
 
 def _rank_table(value: str, environment: Mapping[str, str]) -> str | None:
-    return None if Path(value).is_file() else "no such file: HCCL reads the ranks' addresses from it"
+    if not Path(value).is_file():
+        return "no such file: HCCL reads the ranks' addresses from it"
+    return (
+        "torch_npu then makes every communicator out of one of all ranks: "
+        f"{2 * BUFFER_MB} MB more (2 x HCCL_BUFFSIZE), and the first message waits for all of them; unset it"
+    )
+
+
+def _streams(value: str, environment: Mapping[str, str]) -> str | None:
+    if value != str(FEW_STREAMS):
+        return None if value == str(STREAMS) else f"torch_npu takes {FEW_STREAMS} or {STREAMS}"
+    return (
+        f"communicators share {FEW_STREAMS} streams of each device, where messages to different peers wait for each "
+        f"other: take {STREAMS}"
+    )
 
 
 def _schedule(value: str, environment: Mapping[str, str]) -> str | None:
@@ -132,6 +148,7 @@ CHECKS: Mapping[str, Check] = {
     "HCCL_INTRA_ROCE_ENABLE": _intra,
     "HCCL_WHITELIST_DISABLE": _whitelist,
     "RANK_TABLE_FILE": _rank_table,
+    "STREAMS_PER_DEVICE": _streams,
     "TORCH_HCCL_BLOCKING_WAIT": _is("1", BLOCKING),
     "ASCEND_LAUNCH_BLOCKING": _is("1", EVERY_CALL),
     "TASK_QUEUE_ENABLE": _is("0", "the host launches every operator itself, one after another: slow"),

@@ -13,26 +13,50 @@ from tokenring.region import Patch
 from tokenring.schedule.program import Attend, Instruction, Span
 
 Together = tuple[Instruction, ...]
+MOST_TOGETHER = 512  # whose operands, lists of lengths and results one call is to hold
 
 
 def together(instructions: Iterable[Instruction], kernel: AttentionKernel) -> Iterator[Together]:
     """The instructions in their order: kernel calls that go together in one tuple, others in one each."""
-    waiting: tuple[Attend, ...] = ()
+    run: list[Attend] = []  # of one tile, each beyond the one before
     for instruction in instructions:
         if isinstance(instruction, Attend) and isinstance(kernel, PackingKernel):
-            if waiting and _follows(waiting[-1], instruction) and kernel.packs(patches((*waiting, instruction))):
-                waiting = (*waiting, instruction)
-                continue
-            if waiting:
-                yield waiting
-            waiting = (instruction,)
+            if run and not _follows(run[-1], instruction):
+                yield from _packed(run, kernel)
+                run = []
+            run.append(instruction)
             continue
-        if waiting:
-            yield waiting
-        waiting = ()
+        yield from _packed(run, kernel)
+        run = []
         yield (instruction,)
-    if waiting:
-        yield waiting
+    yield from _packed(run, kernel)
+
+
+def _packed(run: list[Attend], kernel: AttentionKernel) -> Iterator[Together]:
+    """A run, cut where the kernel takes no more."""
+    at = 0
+    while at < len(run):
+        count = _most(run[at : at + MOST_TOGETHER], kernel)
+        yield tuple(run[at : at + count])
+        at += count
+
+
+def _most(run: list[Attend], kernel: AttentionKernel) -> int:
+    """How many from the first on the kernel takes. By doubling, then halving: what it takes, it takes fewer of."""
+    if not isinstance(kernel, PackingKernel):
+        return 1
+
+    def packs(count: int) -> bool:
+        return kernel.packs(patches(tuple(run[:count])))
+
+    taken, refused = 1, len(run) + 1
+    while taken < len(run) and refused > len(run):
+        tried = min(2 * taken, len(run))
+        taken, refused = (tried, refused) if packs(tried) else (taken, tried)
+    while refused - taken > 1 and refused <= len(run):
+        tried = (taken + refused) // 2
+        taken, refused = (tried, refused) if packs(tried) else (taken, tried)
+    return taken
 
 
 def patches(attends: tuple[Attend, ...]) -> tuple[Patch, ...]:

@@ -11,6 +11,7 @@ from tokenring.schedule.program import Instruction, Program, Recv, Send
 
 Post = Recv | Send
 Key = tuple[tuple[int, int], str]  # of a queue: the pair, in order of rank or of direction, and the channel
+ALL: Key = (-1, -1), ""  # of a rank's only queue
 
 
 class Wrong(Exception):
@@ -65,6 +66,18 @@ def name_of(post: Post) -> str:
     return f"{way} {post.message} ({post.label}, rank {peer(post)}, {post.channel})"
 
 
+class Queues(NamedTuple):
+    """How a transport keeps the messages of a rank: in queues, each worked off from its head.
+
+    channels: 1 if a pair's channels share a queue as well. one_a_rank: all that a rank sends and receives stands in
+    one, whatever the peer, as where communicators share a stream of the device.
+    """
+
+    one_for_both_directions: bool
+    channels: int = 2
+    one_a_rank: bool = False
+
+
 class Meeting(NamedTuple):
     """Two messages that have met."""
 
@@ -75,17 +88,14 @@ class Meeting(NamedTuple):
 
 
 class Rendezvous:
-    """The queues of all ranks: each has one for each other rank and channel, or one for each direction of it.
+    """The queues of all ranks."""
 
-    channels: 1 if a pair's channels share a queue as well.
-    """
-
-    def __init__(self, ranks: Sequence[Rank], one_queue_a_pair: bool, channels: int = 2) -> None:
-        self.ranks, self.one_queue, self.channels = ranks, one_queue_a_pair, channels
+    def __init__(self, ranks: Sequence[Rank], how: Queues) -> None:
+        self.ranks, self.how = ranks, how
         self.queues: dict[tuple[int, Key], deque[Post]] = defaultdict(deque)
 
-    def post(self, rank: Rank, post: Post) -> Meeting | None:
-        """Post a message; the meeting, if its other end stands first in its queue already."""
+    def post(self, rank: Rank, post: Post) -> list[Meeting]:
+        """Post a message; the meetings that this leads to: several where it stood before others in a rank's queue."""
         if post.message in rank.posted:
             raise rank.wrong(f"posts {name_of(post)} after {name_of(rank.posted[post.message])} of the same number")
         other = peer(post)
@@ -93,18 +103,32 @@ class Rendezvous:
             raise rank.wrong(f"posts {name_of(post)}, but has no such peer")
         rank.posted[post.message] = post
         key = self._key(rank.rank, post)
-        here, there = self.queues[rank.rank, key], self.queues[other, key]
+        here = self.queues[rank.rank, key]
         here.append(post)
-        if len(here) > 1 or not there:
-            return None  # what stands before it has not met its other end either
-        return self._meet(rank, self.ranks[other], here, there)
+        if len(here) > 1:
+            return []  # what stands before it has not met its other end either
+        met: list[Meeting] = []
+        moved = [rank]  # ranks with another message first in this queue
+        while moved:
+            a = moved.pop()
+            if (here := self.queues[a.rank, key]) and (there := self.queues[peer(here[0]), key]):
+                b = self.ranks[peer(here[0])]
+                if (meeting := self._meet(a, b, here, there)) is not None:
+                    met.append(meeting)
+                    moved += [a, b]
+        return met
 
     def _key(self, rank: int, post: Post) -> Key:
+        if self.how.one_a_rank:
+            return ALL
         ends = (post.src, rank) if isinstance(post, Recv) else (rank, post.dst)
-        return (min(ends), max(ends)) if self.one_queue else ends, post.channel if self.channels > 1 else ""
+        pair = (min(ends), max(ends)) if self.how.one_for_both_directions else ends
+        return pair, post.channel if self.how.channels > 1 else ""
 
     def _meet(self, a: Rank, b: Rank, here: deque[Post], there: deque[Post]) -> Meeting | None:
         mine, theirs = here[0], there[0]
+        if peer(theirs) != a.rank:
+            return None  # a rank's one queue: there, a message with someone else comes first
         if type(mine) is type(theirs):
             return None  # both send, or both receive: this is how orders that cross block each other
         if _matched(mine) != _matched(theirs):
@@ -130,21 +154,26 @@ class Rendezvous:
         while rank is not None:
             if rank.rank in (ranks := [each.rank for each, _ in way]):
                 return self._circle(way[ranks.index(rank.rank) :])
-            assert rank.waits is not None  # nothing else blocks
-            waited = rank.posted[rank.waits]
-            key = self._key(rank.rank, waited)
+            key = self._blocked(rank)
             head = self.queues[rank.rank, key][0]
             other = self.ranks[peer(head)]
             way.append((rank, head))
             if (never := self._never(other, head, rank)) is not None:
                 return never
             theirs = self.queues[other.rank, key]
-            if theirs:
+            if theirs and peer(theirs[0]) == rank.rank:
                 if (never := self._never(rank, theirs[0], other)) is not None:
                     return never
                 return self._circle([(rank, head), (other, theirs[0])])
             rank = other
         return None
+
+    def _blocked(self, rank: Rank) -> Key:
+        """The queue that holds up a rank."""
+        if self.how.one_a_rank:
+            return ALL
+        assert rank.waits is not None  # nothing else blocks
+        return self._key(rank.rank, rank.posted[rank.waits])
 
     def _never(self, rank: Rank, wanted: Post, by: Rank) -> Wrong | None:
         """Whether the rank never posts the other end of what `by` has posted."""

@@ -2,17 +2,18 @@
 
 A message is done when it stands first in its queue at both ends. Where a transport serialises
 both directions of a pair, there is one queue for each pair and channel, else one for each
-direction. Slots are watched, and what lies in them (`contents`): nothing is read before it has
-arrived, nothing written while it is on its way, nothing overwritten before its slot was released;
-and each visible pair of tokens is computed in one kernel call (`pairs`), whose result is merged
-once into the row of its token's owner.
+direction; where communicators share streams, one for all messages of a rank. Slots are watched,
+and what lies in them (`contents`): nothing is read before it has arrived, nothing written while it
+is on its way, nothing overwritten before its slot was released; and each visible pair of tokens is
+computed in one kernel call (`pairs`), whose result is merged once into the row of its token's
+owner.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ from tokenring.schedule.program import (
     Span,
     Wait,
 )  # fmt: skip
-from tokenring.schedule.rendezvous import Rank, Rendezvous, Wrong, name_of
+from tokenring.schedule.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.schedule.storage import Storage
 from tokenring.workload import Workload
 
@@ -58,7 +59,7 @@ Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by hea
 def replay_schedule(schedule: Schedule) -> None:
     """Lower both passes for every rank, for both kinds of transport, and replay them.
 
-    Programs of the strict kind in one queue a pair for everything: they then run where there are several, too.
+    Programs of the strict kind in one queue a rank for everything: they then run where there are several, too.
     """
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
@@ -68,7 +69,7 @@ def replay_schedule(schedule: Schedule) -> None:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
         for early in (True, False):
             programs = [lower_agenda(agenda, workload, early) for agenda in agendas]
-            kept[early] = replay(schedule, programs, not early, kept.get(early), pairs, 2 if early else 1)
+            kept[early] = replay(schedule, programs, not early, kept.get(early), pairs, one_queue_a_rank=not early)
 
 
 def replay(
@@ -78,27 +79,22 @@ def replay(
     kept: Kept | None = None,
     pairs: Pairs | None = None,
     channels: int = 2,
+    one_queue_a_rank: bool = False,
 ) -> Kept:
     """Run all ranks' programs of one pass; what they keep. Backward is given what forward kept.
 
-    one_queue_a_pair: both directions of a pair share a queue in each channel; channels: 1 if these share it too.
+    one_queue_a_pair: both directions of a pair share a queue in each channel; channels: 1 if these share it too;
+    one_queue_a_rank: all messages of a rank share one, whatever the peer.
     The programs' head groups have kv heads of their own. Raises ScheduleError, which names step,
     rank and block, when programs deadlock, mismatch or misuse a slot, or when a result does not
     come home once.
     """
-    machine = _Replay(pairs or Pairs(schedule), programs, Queues(one_queue_a_pair, channels), kept)
+    machine = _Replay(pairs or Pairs(schedule), programs, Queues(one_queue_a_pair, channels, one_queue_a_rank), kept)
     try:
         return machine.run()
     except Wrong as wrong:
         where = f"{schedule.name}, {machine.direction}: step {wrong.step}, rank {wrong.rank}"
         raise ScheduleError(f"{where}: {wrong.text}") from None
-
-
-class Queues(NamedTuple):
-    """How a transport keeps the messages of a pair of ranks."""
-
-    one_for_both_directions: bool
-    channels: int
 
 
 class _Replay:
@@ -111,7 +107,7 @@ class _Replay:
         for rank, slots in zip(self.ranks, kept or [], strict=bool(kept)):
             for slot, held in zip(_kept_slots(rank.program), slots, strict=True):
                 rank.held[slot].update({heads: dict(rows) for heads, rows in held.items()})
-        self.rendezvous = Rendezvous(self.ranks, *queues)
+        self.rendezvous = Rendezvous(self.ranks, queues)
         self.ready = deque(self.ranks)
 
     def run(self) -> Kept:
@@ -150,10 +146,10 @@ class _Replay:
 
     def _post(self, rank: Rank, post: Recv | Send) -> None:
         rank.flying[post.span.slot][post.message] = post
-        met = self.rendezvous.post(rank, post)
-        if met is None:
-            return
-        sender, send, receiver, recv = met
+        for meeting in self.rendezvous.post(rank, post):
+            self._met(*meeting)
+
+    def _met(self, sender: Rank, send: Send, receiver: Rank, recv: Recv) -> None:
         if sender.program.slots[send.span.slot].kind != receiver.program.slots[recv.span.slot].kind:
             raise receiver.wrong(f"{name_of(recv)} goes into a slot of another kind")
         receiver.carried[recv.message] = moved(sender.carried.pop(send.message), recv.span.start - send.span.start)
