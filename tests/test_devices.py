@@ -107,8 +107,14 @@ def test_streams_memory_and_name(module: LateModule, device: Device, monkeypatch
     assert (device.type, device.name) == (TYPE, "a late device")
     assert (device.new_stream().priority, device.new_stream(high_priority=True).priority) == (0, -1)
     assert device.current_stream() is module.streams[0]
-    asked, told = [], module.mem_get_info
-    monkeypatch.setattr(module, "mem_get_info", lambda index: asked.append(index) or told(index))
+    asked: list[int] = []
+    told = module.mem_get_info
+
+    def counted(index: int) -> Any:
+        asked.append(index)
+        return told(index)
+
+    monkeypatch.setattr(module, "mem_get_info", counted)
     assert device.memory() == Memory(1 << 20, 3 << 30, 4 << 30)
     assert len(asked) == 1
 

@@ -264,7 +264,7 @@ class TestStandIn:
         torch.testing.assert_close((dout.double() * made.double()).sum(dim=-1)[1], torch.tensor(3e38).double())
 
 
-class Made(TorchDispatchMode):
+class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The largest tensor of another dtype than bool that is made inside."""
 
     largest = 0
@@ -279,7 +279,7 @@ class Made(TorchDispatchMode):
 def test_a_mask_takes_a_byte_for_each_pair() -> None:
     """And no matrix of numbers on the way to it, which would take eight."""
     band = Patch(0, 60, 0, 80, -9, 4, 2, 3)
-    with Made() as made:
+    with Made() as made:  # type: ignore[no-untyped-call]
         mask = dense_mask(band, torch.device("cpu"))
     assert made.largest == 80
     assert mask is not None and torch.equal(mask, visible(band))
