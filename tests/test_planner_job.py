@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
+from tokenring.planner.aside import Aside
 from tokenring.planner.auto import plan_call
 from tokenring.planner.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring_fabric
 from tokenring.planner.plan import Plan
 
 RANKS, LENGTH, HEADS, DIM = 4, 256, 4, 64
+SHORT_SECONDS = 4.0  # of a wait; long enough for a busy machine
 
 
 def tensors(length: int = LENGTH) -> list[torch.Tensor]:
@@ -107,6 +111,40 @@ def test_one_line_says_what_and_why(ranks: RankPools) -> None:
     for part in (" predicted for forward + backward on ", " × the lower bound", "; next ", "8 GB/s in all are assumed"):
         assert part in first[0]
     assert others == [[], [], []]
+
+
+def slow(here: Here) -> tuple[bool, float]:
+    """A call whose planning takes twice as long as any wait may."""
+    cp = tr.ContextParallel(layout="contiguous", transport="gloo", timeout_seconds=SHORT_SECONDS)
+    plans = cp._planner.plan
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(2 * SHORT_SECONDS)
+        return plans(*arguments)
+
+    cp._planner.plan = late  # type: ignore[method-assign]
+    began = time.perf_counter()
+    with cp:
+        return exact(cp), time.perf_counter() - began
+
+
+def test_who_waits_for_a_plan_hears_that_it_is_made(ranks: RankPools) -> None:
+    for right, seconds in ranks(RANKS)(slow):
+        assert right and seconds > 2 * SHORT_SECONDS
+
+
+def test_work_aside() -> None:
+    def wrong() -> int:
+        raise KeyError("no")
+
+    gate = Event()
+    waiting = Aside(lambda: gate.wait(20) and 7)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.01)
+    gate.set()
+    assert waiting.result(20) == 7
+    with pytest.raises(KeyError, match="no"):
+        Aside(wrong).result(20)
 
 
 def by_variable(here: Here, text: str) -> str:

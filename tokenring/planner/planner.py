@@ -13,6 +13,7 @@ import torch
 from tokenring.arguments import check_memory_limit, check_topology
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
+from tokenring.planner.aside import Aside
 from tokenring.planner.auto import Call, make_in_order, order_of, plan_call
 from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"
+STILL_PLANNING, STILL_SECONDS = b"still planning", 0.5  # what rank 0 says meanwhile, and how often
 ASSUMED_DEVICE = "a100-sxm"  # what ranks compute with where nothing is known of their accelerators
 MEASURED_HERE = "kernels at the rates that `tokenring rates` measured here"
 
@@ -123,16 +125,35 @@ class Planner:
     ) -> Plan:
         """What rank 0 plans, by `plan`, on every rank. Raises ConfigurationError, on all, where nothing fits."""
         self.look(request.device, request.workload.dtype)  # all ranks together, where there is something to probe
-        word = b""
-        if transport.rank == 0:
-            try:
-                word = self.word(plan(), self._call(request, layouts, kernel, None))
-            except TokenRingError as error:
-                word = json.dumps({REFUSAL: str(error)}).encode()
-            except BaseException as error:  # such as Ctrl-C: the others wait for the word
-                transport.fail(error)
-                raise
-        return self.understood(transport.exchange_text(word, "the plan")[0], request, layouts, kernel)
+        told = None if transport.rank != 0 else Aside(lambda: self._said(request, layouts, kernel, plan))
+        while True:
+            word = b"" if told is None else self._so_far(told, transport)
+            if (said := transport.exchange_text(word, "the plan")[0]) != STILL_PLANNING:
+                return self.understood(said, request, layouts, kernel)
+
+    def _said(
+        self,
+        request: Request,
+        layouts: tuple[Layout, Layout],
+        kernel: AttentionKernel,
+        plan: Callable[[], Plan],
+    ) -> bytes:
+        """The plan, or why there is none, as it is told."""
+        try:
+            return self.word(plan(), self._call(request, layouts, kernel, None))
+        except TokenRingError as error:
+            return json.dumps({REFUSAL: str(error)}).encode()
+
+    @staticmethod
+    def _so_far(told: Aside[bytes], transport: Transport) -> bytes:
+        """What rank 0 can tell by now: planning for many ranks takes longer than others may wait for a word."""
+        try:
+            return told.result(STILL_SECONDS)
+        except TimeoutError:
+            return STILL_PLANNING
+        except BaseException as error:  # such as Ctrl-C: the others wait for the word
+            transport.fail(error)
+            raise
 
     @staticmethod
     def word(plan: Plan, call: Call) -> bytes:
