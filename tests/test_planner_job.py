@@ -89,7 +89,7 @@ def test_a_limit_that_nothing_meets_is_refused_everywhere(ranks: RankPools) -> N
 def logged(here: Here) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[assignment, method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("tokenring")
     before, level = log.level, logging.INFO
     log.addHandler(handler)
