@@ -253,11 +253,11 @@ class _Binder:
         kernel, patch, scale = self.kernel, attend.patch, self.scale
         operands = self._operands(attend, attend)
         sinks = [self._sink(attend, result) for result in attend.results]
-        compute = kernel.forward if self.forward else kernel.backward
+        direction = "forward" if self.forward else "backward"
 
         def attend_tile(call: Call) -> None:
             given, out = operands(call)
-            made = compute(*given, **out, patch=patch, scale=scale)
+            made = getattr(kernel, direction)(*given, **out, patch=patch, scale=scale)
             for sink in sinks:
                 sink(call, made)
 
