@@ -136,6 +136,7 @@ def session(folder: Path, hangs: bool) -> tuple[subprocess.Popen[str], list[int]
     folder.joinpath("conftest.py").write_text((TESTS / "conftest.py").read_text())
     folder.joinpath("test_session.py").write_text(SESSION.replace("HANGS", str(hangs)))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_session.py"]
+    command.append(f"--basetemp={folder.with_name(folder.name + '_own')}")  # pytest's own files are not ours
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "TMPDIR": str(folder)}
     made = subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
