@@ -115,6 +115,8 @@ def refusals(here: Here) -> None:
         torch.ones(2, device="npu:8")
     with pytest.raises(RuntimeError, match="generator"):
         torch.randn(2, device="npu", generator=torch.Generator())
+    with pytest.raises(NotImplementedError, match="changes what memory a tensor has"):
+        x.resize_(3)
     with pytest.raises(NotImplementedError, match="changed a tensor's shape"):
         torch.add(x, x, out=torch.empty(0, device="npu"))
     with pytest.raises(TypeError, match="not on an emulated NPU"):

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ascend import hccl
 from ascend.hccl_ledger import MEGABYTE, HcclError, labelled, ledger, limits
-from ascend.hccl_streams import forget_streams
+from ascend.hccl_ranks import fresh
 from ascend.hccl_watch import watch
 from ascend.ranks import NpuPools
 from ranks import Here
@@ -24,13 +23,7 @@ SHORT_SECONDS = 0.7
 
 def group(here: Here, name: str = "") -> Any:
     """A new emulated group of all ranks; the ledger and the limits as in the beginning."""
-    hccl.install()
-    ledger.communicators.clear()
-    ledger.in_use.clear()
-    ledger.clear()
-    limits.connect = limits.execute = 8.0
-    limits.late_errors, limits.streams = False, None
-    forget_streams()
+    fresh(8.0)
     made = dist.new_group(backend="hccl")
     dist.barrier()
     return made

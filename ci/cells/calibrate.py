@@ -15,7 +15,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
 
 import torch  # noqa: E402
 from grid import CORES, HEAD_DIM  # noqa: E402
+from shaped import measured  # noqa: E402
 
 from tokenring.emulate import Emulated  # noqa: E402
 from tokenring.emulate.shapes import MOST_GBIT, Shape  # noqa: E402
@@ -75,18 +75,12 @@ def measure() -> list[dict[str, Any]]:
                     "head_dim": HEAD_DIM, "mask": "full", "passes": "+".join(PASSES[:passes]), "layout": "contiguous",
                     "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0,
                 }  # fmt: skip
-                with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-                    json.dump({"cells": [cell]}, file)
-                    file.flush()
-                    environment = {"PYTHONPATH": f"{REPO}:{HERE}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-                    lines = net.run("worker", [file.name], 300.0, environment=environment, show=lambda line: None)
-                result = json.loads(next(line for line in lines if line.startswith("{")))
-                found.append({**cell, "ranks": ranks, "found": result["seconds"]})
+                found.append({**cell, "ranks": ranks, "found": measured(net, cell, 300.0)["seconds"]})
     return found
 
 
-def cases(measured: Sequence[dict[str, Any]]) -> Iterator[Case]:
-    for cell in measured:
+def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
+    for cell in cells:
         ranks, tokens = cell["ranks"], cell["tokens"]
         size = Workload(1, tokens, tokens, cell["q_heads"], cell["kv_heads"], HEAD_DIM, torch.float32)
         layout, mask = make_layout(cell["layout"], ranks, tokens), parse_mask(cell["mask"])
@@ -155,12 +149,12 @@ def main() -> int:
     parser.add_argument("--file", type=Path, help="where measurements are kept")
     options = parser.parse_args()
     if options.file is not None and options.file.exists():
-        measured = json.loads(options.file.read_text())
+        cells = json.loads(options.file.read_text())
     else:
-        measured = measure()
+        cells = measure()
         if options.file is not None:
-            options.file.write_text(json.dumps(measured))
-    every = list(cases(measured))
+            options.file.write_text(json.dumps(cells))
+    every = list(cases(cells))
     found = fit(every[::3], Overheads())
     print(f"{len(every)} calls, on the average off by {error(every, found):.1%}")
     for field, value in zip(fields(Overheads), astuple(found), strict=True):

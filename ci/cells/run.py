@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
 import sys
-import tempfile
 import time
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +21,7 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
 
 from grid import Cell, cells  # noqa: E402
+from shaped import measured  # noqa: E402
 
 from tokenring.emulate import Emulated  # noqa: E402
 from tokenring.planner.plan import Plan  # noqa: E402
@@ -71,16 +70,7 @@ def measure(net: Emulated, cell: Cell, options: argparse.Namespace) -> None:
     began = time.monotonic()
     plan = cell.plan()
     names = [each.name for each in plan.candidates if each.predicted_seconds is not None]
-    job = {"cells": [description(cell, names, options)]}
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(job, file)
-        file.flush()
-        paths = ":".join(map(str, (REPO, HERE)))
-        lines = net.run(
-            "worker", [file.name], CELL_SECONDS, environment={"PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            show=lambda line: None,
-        )  # fmt: skip
-    found = json.loads(next(line for line in lines if line.startswith("{")))
+    found = measured(net, description(cell, names, options), CELL_SECONDS)
     write(options.out, cell, plan, found["seconds"])
     for name, why in found["failed"].items():
         print(f"  {name} failed: {why}", flush=True)

@@ -18,6 +18,7 @@ from ascend import module
 CROSSING = {"aten::copy_", "aten::_to_copy"}  # what may read one device and write another
 # The host waits for the device in these. `host_waits` counts them: the step loop must not contain any.
 WAITING = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::masked_select"}
+# Refused, with torch's own error for what a device does not offer.
 NO_STORAGE = {"aten::set_", "aten::resize_", "aten::_resize_output_"}
 # Factories that torch composes of an empty tensor that they resize, which a wrapper cannot follow.
 RESIZED = (

@@ -23,13 +23,13 @@ from tokenring.schedule.program import Program
 Change = Callable[[Program], Program]
 
 
-def fresh() -> None:
-    """An empty ledger and patient limits."""
+def fresh(seconds: float = 20.0) -> None:
+    """An empty ledger, and time limits that are patient."""
     hccl.install()
     ledger.communicators.clear()
     ledger.in_use.clear()
     ledger.clear()
-    limits.connect = limits.execute = 20.0
+    limits.connect = limits.execute = seconds
     limits.late_errors, limits.streams = False, None
     forget_streams()
 

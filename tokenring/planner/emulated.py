@@ -53,19 +53,13 @@ def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Inter
     return net if machine is None else replace(net, machine=machine)
 
 
-def sleeping_machine(
-    tflops: float, ranks: int, overheads: Overheads = OVERHEADS, cores: float | None = None
-) -> Machine:
+def sleeping_machine(tflops: float, ranks: int, cores: float | None = None) -> Machine:
     """Kernels that sleep (`tokenring bench --compute`), whose own time is part of the sleep."""
-    rates = replace(constant(tflops, "sleeping kernels"), copy_gbs=overheads.copy_gbs, op_seconds=overheads.operation)
-    return _machine(rates, ranks, overheads, cores)
+    rates = constant(tflops, "sleeping kernels")
+    return computing_machine(replace(rates, copy_gbs=OVERHEADS.copy_gbs, op_seconds=OVERHEADS.operation), ranks, cores)
 
 
-def computing_machine(rates: Rates, ranks: int, overheads: Overheads = OVERHEADS) -> Machine:
-    """Kernels that compute, on the cores that all ranks share."""
-    return _machine(rates, ranks, overheads, None)
-
-
-def _machine(rates: Rates, ranks: int, overheads: Overheads, cores: float | None) -> Machine:
+def computing_machine(rates: Rates, ranks: int, cores: float | None = None) -> Machine:
+    """Kernels that compute, on the cores that all ranks share: so many, or all of this machine."""
     shared = float(os.cpu_count() or 1) if cores is None else cores
-    return Machine(rates, overheads.messages, shared, overheads.start * ranks)
+    return Machine(rates, OVERHEADS.messages, shared, OVERHEADS.start * ranks)

@@ -8,6 +8,7 @@ layouts give to every rank alike; bytes are those without a mask.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tokenring.errors import ConfigurationError
@@ -24,7 +25,7 @@ from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.registry import check_heads, parse
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.lower import lower
-from tokenring.schedule.measure import connections, kept_bytes, links, program_bytes
+from tokenring.schedule.measure import held, kept_bytes, links, program_bytes
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 2  # times the time of the best so far
@@ -73,19 +74,26 @@ def promising(
 
     Far cheaper than simulating all ranks: flows grow with their square, and rates with the flows.
     """
-    found: list[tuple[float, str]] = []
-    unknown: list[str] = []
+    judged = list(_judged(names, setting, share))
+    found = sorted((each.seconds, name) for name, each in judged if isinstance(each, Figures))
+    unknown = [name for name, each in judged if isinstance(each, ConfigurationError)]
+    return [name for _, name in found[:best]], unknown
+
+
+def _judged(
+    names: list[str], setting: Setting, share: float
+) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
+    """The figures of each; None where it is hopelessly slow, or why it has none."""
     fastest = float("inf")
     for name in names:
         try:
             each = figures(name, setting, share, FEW_HOSTS, HOPELESS * fastest)
-        except ConfigurationError:
-            unknown.append(name)
+        except ConfigurationError as error:
+            yield name, error
             continue
         if each is not None:
-            found.append((each.seconds, name))
             fastest = min(fastest, each.seconds)
-    return [name for _, name in sorted(found)[:best]], unknown
+        yield name, each
 
 
 def has_equal_hosts(net: Interconnect) -> bool:
@@ -100,21 +108,16 @@ def forecast(
     found: list[tuple[str, Figures]] = []
     slow: list[Candidate] = []
     misfits: dict[str, Candidate] = {}  # one of a family stands for all
-    fastest = float("inf")
-    for name in names:
-        if name.endswith("/pieces1") and name.removesuffix("/pieces1") in names:
-            continue  # at this size the same: chunks move whole
-        try:
-            each = figures(name, setting, share, FEW_HOSTS, HOPELESS * fastest)
-        except ConfigurationError as error:
-            family = name.partition("/")[0]
-            misfits.setdefault(family, Candidate(name, None, None, None, None, None, None, f"not planned: {error}"))
-            continue
-        if each is None:
+    # With one piece and with pieces it is the same at this size: chunks move whole.
+    names = [name for name in names if not (name.endswith("/pieces1") and name.removesuffix("/pieces1") in names)]
+    for name, each in _judged(names, setting, share):
+        if isinstance(each, Figures):
+            found.append((name, each))
+        elif each is None:
             slow.append(Candidate(name, None, None, None, None, None, bound.seconds, f"over {HOPELESS} × as slow"))
-            continue
-        found.append((name, each))
-        fastest = min(fastest, each.seconds)
+        else:
+            family = name.partition("/")[0]
+            misfits.setdefault(family, Candidate(name, None, None, None, None, None, None, f"not planned: {each}"))
     found.sort(key=lambda each: (each[1].seconds, each[0]))
     again = [(name, figures(name, setting, share, 2 * FEW_HOSTS, float("inf"))) for name, _ in found[:FINAL]]
     found[:FINAL] = [(name, each) for name, each in again if each is not None]
@@ -224,20 +227,15 @@ class _World:
         schedule, size = self.schedule, self.size
         early = self.setting.early_receives
         programs = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(self.unit)]
-        held = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
-        able, used = self.setting.able, links(schedule, self.setting.passes)
-        counts = [connections(used, able, rank) for rank in range(self.unit)]
-        most = max(counts)
-        held = [pool + count * able.connection_bytes for pool, count in zip(held, counts, strict=True)]
+        pools = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
         costs = [operations(schedule, size, program, self.rates) for program in programs]
         outcome = simulate(self.net, costs, self.messages, canonical=self.symmetry.canonical)
         loads = outcome.wire_bytes
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
         compute = max(map(kernel_seconds_of, costs))
         wire_bytes = 0.0 if slowest is None else loads[slowest]
-        return Figures(
-            outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, max(held), most, most * able.connection_bytes
-        )
+        needs = held(links(schedule, self.setting.passes), self.setting.able, pools)
+        return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, *needs)
 
 
 def _masked(rates: Rates, share: float) -> Rates:

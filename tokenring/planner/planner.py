@@ -25,7 +25,7 @@ from tokenring.planner.machine import (
     machine_of_topology,
     messages_of,
 )  # fmt: skip
-from tokenring.planner.measured import kept, key_of
+from tokenring.planner.measured import Key, kept, key_of
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.rates import Machine, Rates
@@ -62,6 +62,7 @@ class Planner:
         self.memory_limit_bytes = memory_limit_bytes
         self._given = topology
         self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}
+        self._kept: dict[Key, Rates | None] = {}  # tables of rates as this planner found them when it first asked
         check_topology(topology, world_size)
         check_memory_limit(memory_limit_bytes)
 
@@ -105,8 +106,10 @@ class Planner:
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
     ) -> Call:
         size = request.workload
-        measured = kept(key_of(kernel, request.device, size.dtype, size.head_dim))
-        net, machine = self.look(request.device, size.dtype, measured)
+        key = key_of(kernel, request.device, size.dtype, size.head_dim)
+        if key not in self._kept:
+            self._kept[key] = kept(key)
+        net, machine = self.look(request.device, size.dtype, self._kept[key])
         backward = request.training or request.differentiable  # so that a checkpoint's two forwards are the same
         passes: tuple[Pass, ...] = ("forward", "backward") if backward else ("forward",)
         able = IDEAL if able is None else able

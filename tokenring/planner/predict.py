@@ -14,7 +14,7 @@ from tokenring.planner.simulate import Outcome, simulate
 from tokenring.schedule.calls import Supports, anything, calls
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.lower import agenda_of, lower_agenda
-from tokenring.schedule.measure import connections, kept_bytes, link_bytes, links, program_bytes
+from tokenring.schedule.measure import held, kept_bytes, link_bytes, links, program_bytes
 from tokenring.schedule.storage import Storage, storage_of
 from tokenring.workload import Workload
 
@@ -121,9 +121,7 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
     """Lower, simulate and add up."""
     made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
     wire, nbytes, seconds = worst_wire(schedule, setting)
-    used, able = links(schedule, setting.passes), setting.able
-    connected = [connections(used, able, rank) for rank in _ranks(schedule)]
-    held = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
+    pools = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
     return Prediction(
         sum(setting.machine.start_seconds + outcome.seconds for outcome, _, _ in made),
         sum(kernels for _, kernels, _ in made),
@@ -131,9 +129,7 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
         wire,
         nbytes,
         seconds,
-        max(pool + count * able.connection_bytes for pool, count in zip(held, connected, strict=True)),
-        max(connected),
-        max(connected) * able.connection_bytes,
+        *held(links(schedule, setting.passes), setting.able, pools),
         tuple(outcome for outcome, _, _ in made) if record else (),
     )
 
@@ -143,16 +139,16 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     storage, workload = storage_of(schedule), setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
-    held = []
+    pools = []
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
         program = lower_agenda(agenda, workload, setting.early_receives)
         programs.append(costs.operations(program))
         pool = program_bytes(schedule, workload, program, setting.able.one_sided)
-        held.append(pool + kept_bytes(schedule, workload, program))
+        pools.append(pool + kept_bytes(schedule, workload, program))
     machine = setting.machine
     outcome = simulate(setting.interconnect, programs, machine.messages, record, cores=machine.shared_cores)
-    return outcome, max(map(kernel_seconds_of, programs)), held
+    return outcome, max(map(kernel_seconds_of, programs)), pools
 
 
 def _ranks(schedule: Schedule) -> range:

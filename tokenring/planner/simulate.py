@@ -27,6 +27,11 @@ Queue = tuple[int, int, str]  # source, destination, channel
 Canonical = Callable[[int, int], tuple[int, int]]  # of equal transfers, the one that stands for all
 
 
+def every_transfer(src: int, dst: int) -> tuple[int, int]:
+    """Canonical where no transfer stands for another."""
+    return src, dst
+
+
 class Wires(Protocol):
     """What is asked of an interconnect."""
 
@@ -102,7 +107,7 @@ class Simulation:
         programs: Sequence[Sequence[Operation]],
         messages: Messages,
         record: bool = False,
-        canonical: Canonical = lambda src, dst: (src, dst),
+        canonical: Canonical = every_transfer,
         cores: float = math.inf,
     ) -> None:
         self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
@@ -320,7 +325,7 @@ def simulate(
     programs: Sequence[Sequence[Operation]],
     messages: Messages,
     record: bool = False,
-    canonical: Canonical | None = None,
+    canonical: Canonical = every_transfer,
     cores: float = math.inf,
 ) -> Outcome:
     """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
@@ -328,6 +333,4 @@ def simulate(
     canonical: where the programs are those of one of many equal hosts, which transfer stands for one (fold.py).
     cores: that all ranks share for what is not a kernel (Machine.shared_cores).
     """
-    if canonical is None:
-        return Simulation(interconnect, programs, messages, record, cores=cores).run()
     return Simulation(interconnect, programs, messages, record, canonical, cores).run()

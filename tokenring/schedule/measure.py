@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenring.schedule.ir import PARTIALS, PASSES, Pass, Schedule
 from tokenring.schedule.payload import STATISTIC_BYTES, Records, check_workload
@@ -46,10 +46,19 @@ def connections(some: Iterable[Link], able: Capabilities, rank: int) -> int:
     return len(found)
 
 
-def most_connections(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PASSES) -> int:
-    """Of the rank that has most, in all these passes together: connections stay."""
-    some = links(schedule, passes)
-    return max(connections(some, able, rank) for rank in range(schedule.world_size))
+class Held(NamedTuple):
+    """Of the rank that holds most: bytes with its connections; of the one that has most: connections, their bytes."""
+
+    peak_bytes: int
+    connections: int
+    connection_bytes: int
+
+
+def held(used: Collection[Link], able: Capabilities, pools: Sequence[int]) -> Held:
+    """used: the links of all passes, since connections stay. pools: of each rank, the bytes of its buffers."""
+    counts = [connections(used, able, rank) for rank in range(len(pools))]
+    peak = max(pool + count * able.connection_bytes for pool, count in zip(pools, counts, strict=True))
+    return Held(peak, max(counts), max(counts) * able.connection_bytes)
 
 
 def slot_bytes(schedule: Schedule, workload: Workload, program: Program) -> list[int]:
@@ -101,17 +110,10 @@ def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
     check_workload(schedule, workload, direction)
     able = transport_capabilities(transport)
     supports = kernel_for_planning().supports_patch
-    used = links(schedule, (direction,))
-    return max(
-        program_bytes(
-            schedule,
-            workload,
-            lower(schedule, rank, direction, workload, supports, able.early_receives),
-            able.one_sided,
-        )
-        + connections(used, able, rank) * able.connection_bytes
-        for rank in range(schedule.world_size)
-    )
+    early = able.early_receives
+    programs = (lower(schedule, rank, direction, workload, supports, early) for rank in range(schedule.world_size))
+    pools = [program_bytes(schedule, workload, program, able.one_sided) for program in programs]
+    return held(links(schedule, (direction,)), able, pools).peak_bytes
 
 
 def flops(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
