@@ -153,6 +153,11 @@ def report(rows: Sequence[Row]) -> None:
 COLOURS = {
     "paper": ("#ffffff", "#14181d"), "ink": ("#22282f", "#e8ecf0"), "grey": ("#66707b", "#9aa5b1"),
     "communication": ("#2f6db5", "#3f7fcb"), "balanced": ("#2f9e6b", "#3fb57f"), "latency": ("#cf4a5e", "#e8687b"),
+    "long": ("#8a5fb5", "#a97fd4"),
+}  # fmt: skip
+LEGEND = {
+    "communication": "communication-bound", "long": "the same, longer", "balanced": "balanced",
+    "latency": "latency-bound",
 }  # fmt: skip
 LINES = {"rule": ("#dfe4e9", "#2c333b")}
 SIZE, MARGIN = 640, 70
@@ -184,10 +189,10 @@ def picture(rows: Sequence[Row]) -> str:
     for row in rows:
         x, y = at(row.measured), SIZE - at(row.predicted)
         lines.append(f'<circle class="{row.regime}" cx="{x:.1f}" cy="{y:.1f}" r="2" opacity="0.7"/>')
-    for number, regime in enumerate(("communication", "balanced", "latency")):
+    for number, regime in enumerate(LEGEND):
         y = MARGIN + 18 * number
         lines.append(f'<circle class="{regime}" cx="{MARGIN + 10}" cy="{y}" r="4"/>')
-        lines.append(text_at(MARGIN + 20, y + 4, f"{regime}-bound" if number != 1 else regime, 12))
+        lines.append(text_at(MARGIN + 20, y + 4, LEGEND[regime], 12))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

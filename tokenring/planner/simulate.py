@@ -69,7 +69,7 @@ class Outcome:
         return self.seconds - max(self.busy_seconds)
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Transfer:
     src: int
     dst: int
@@ -87,7 +87,7 @@ class _Transfer:
     waiting: list[int] = field(default_factory=list)  # ranks
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Work:
     """What is done on shared cores, and what then goes on: a rank, or a transfer."""
 
@@ -109,9 +109,10 @@ class Simulation:
         record: bool = False,
         canonical: Canonical = every_transfer,
         cores: float = math.inf,
+        window_seconds: float = 0.0,
     ) -> None:
         self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
-        self.cores = cores
+        self.cores, self.window_seconds = cores, window_seconds
         self.working: list[_Work] = []
         self.programs = programs
         self.at = [0] * len(programs)
@@ -120,7 +121,7 @@ class Simulation:
         self.events: list[tuple[float, int, int, _Transfer | None]] = []  # time, tie, rank, or a transfer to begin
         self.ties = 0
         self.moving: dict[int, _Transfer] = {}
-        self.changed = False
+        self.stale_since: float | None = None  # since when transfers have begun or ended that do not share yet
         self.queues: dict[Queue, deque[_Transfer]] = defaultdict(deque)
         self.unmatched: dict[tuple[Queue, bool], deque[_Transfer]] = defaultdict(deque)
         self.of_message: list[dict[int, _Transfer]] = [{} for _ in programs]
@@ -141,7 +142,7 @@ class Simulation:
                     self._go_on(rank)
                 else:
                     self._handle(transfer)
-            if self.changed:
+            if self.stale_since is not None and not self._soon_again(self.stale_since):
                 self._share()
         if stuck := [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]:
             raise ScheduleError(f"the programs do not end: ranks {stuck} wait for each other")
@@ -155,7 +156,7 @@ class Simulation:
 
     def _next_moment(self) -> None:
         """Go to what comes first: an event, or the end of a transfer or of work."""
-        ends = min((each.left / each.rate for each in self.moving.values()), default=math.inf)
+        ends = min((each.left / each.rate for each in self.moving.values() if each.rate > 0), default=math.inf)
         speed = self._speed()
         done = min((each.left_seconds for each in self.working), default=math.inf) / speed
         then = min(self.now + min(ends, done), self.events[0][0] if self.events else math.inf)
@@ -197,7 +198,15 @@ class Simulation:
         rates = fair_rates(ways, self._width, self.messages.flow_gbs * 1e9)
         for key, each in self.moving.items():
             each.rate = rates[key]
-        self.changed = False
+        self.stale_since = None
+
+    def _soon_again(self, since: float) -> bool:
+        """Whether something else happens within the window that began then: wires are shared out once for all."""
+        return bool(self.events) and self.events[0][0] < since + self.window_seconds
+
+    def _changed(self) -> None:
+        if self.stale_since is None:
+            self.stale_since = self.now
 
     def _width(self, wire: str) -> float:
         known = self.widths.get(wire)
@@ -215,10 +224,11 @@ class Simulation:
             self._arrived(transfer)
             return
         self.moving[id(transfer)] = transfer
-        self.changed = True
+        self._changed()
 
     def _arrived(self, transfer: _Transfer) -> None:
-        transfer.done, self.changed = True, True
+        transfer.done = True
+        self._changed()
         if self.record:
             self.spans.append(
                 Span(transfer.dst, "transfer", transfer.label, transfer.step, transfer.begin, self.now, transfer.src)
@@ -327,10 +337,12 @@ def simulate(
     record: bool = False,
     canonical: Canonical = every_transfer,
     cores: float = math.inf,
+    window_seconds: float = 0.0,
 ) -> Outcome:
     """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
 
     canonical: where the programs are those of one of many equal hosts, which transfer stands for one (fold.py).
-    cores: that all ranks share for what is not a kernel (Machine.shared_cores).
+    cores: that all ranks share for what is not a kernel (Machine.shared_cores). window_seconds: so long, a transfer
+    that has begun may wait for its share while others begin and end: far fewer times are wires shared out.
     """
-    return Simulation(interconnect, programs, messages, record, canonical, cores).run()
+    return Simulation(interconnect, programs, messages, record, canonical, cores, window_seconds).run()
