@@ -15,6 +15,34 @@ from tokenring.launch import ENDING_SIGNALS
 
 torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take many times longer
 
+# `make test` has two workers. These modules time things, shape links or break processes: the first worker has them
+# alone, one after another; all others go to the second, which has less right to the processor.
+ALONE = frozenset({
+    "ascend_device", "ascend_traps", "bench", "demo", "devices", "emulate", "errors", "faults", "groups", "hccl",
+    "hccl_emulation", "hccl_life", "hccl_mutants", "leaks", "packaging", "planner_job", "planner_rates", "ranks",
+    "shared_memory", "soak", "topology_job", "topology_measure", "topology_testbed", "trace", "transports",
+})  # fmt: skip
+NICENESS = 5  # about a quarter of the processor beside a worker that wants all of it
+
+
+def module_of(item: pytest.Item) -> str:
+    return item.path.stem.removeprefix("test_")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one worker has alone comes first, as one group; each other module is a group."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    items.sort(key=lambda item: module_of(item) not in ALONE)  # stable
+    for item in items:
+        module = module_of(item)
+        item.add_marker(pytest.mark.xdist_group("alone" if module in ALONE else module))
+
+
+def pytest_configure() -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        os.nice(NICENESS)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:

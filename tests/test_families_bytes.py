@@ -6,6 +6,7 @@ X: bytes of a rank's Q or O; Y: of its KV; L: of its lse. P ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 
 import pytest
 from families import make
@@ -49,6 +50,8 @@ FORWARD: dict[str, tuple[int, Callable[[float, float, float], float]]] = {
     "all-gather-kv": (8, lambda x, y, s: 7 * y),
     "ulysses": (8, lambda x, y, s: 7 / 8 * (2 * x + y + s)),
     "ulysses/2": (4, lambda x, y, s: 3 / 4 * (2 * x + y + s)),
+    "packed/2": (8, lambda x, y, s: 1 / 2 * (2 * x + s) + 7 / 2 * y),
+    "packed/4": (8, lambda x, y, s: 3 / 4 * (2 * x + s) + 7 / 4 * y),
     "usp/2": (8, lambda x, y, s: 1 / 2 * (2 * x + y + s) + 3 * y),
     "usp/4": (8, lambda x, y, s: 3 / 4 * (2 * x + y + s) + y),
     "tiles/2x4": (8, lambda x, y, s: 2 * x + s + 3 * y),
@@ -102,6 +105,20 @@ class TestBytes:
     def test_a_rank_sends_to_the_other_node(self, name: str) -> None:
         schedule = schedule_of(name, 8)
         assert sent(schedule, size_of(schedule), crossing=4) == {CROSSING[name](*units(8))}
+
+    @pytest.mark.parametrize(("ranks", "groups"), [(8, 6), (8, 3), (5, 7), (8, 38), (4, 6), (7, 1), (4, 4)])
+    def test_packed_heads(self, ranks: int, groups: int) -> None:
+        """A line of G head groups cut into P shares: each share has its owner's rows; equal work, whatever G."""
+        made = make(f"packed/{groups}", ranks, "contiguous", tr.Full(), 16 * ranks)
+        size = Workload(1, 16 * ranks, 16 * ranks, groups, groups, 32)
+        assert len(set(made.flops(size).values())) == 1
+        x, y, s = 16 * groups * 32 * 4, 2 * 16 * groups * 32 * 4, 16 * groups * 4
+        touched = groups + ranks - gcd(groups, ranks)  # (rank, head group) that meet
+        own = sum(tile.q.count(block) for tile in made.tiles for block in tile.q if made.owner(block) == tile.rank)
+        assert own >= ranks * max(1, groups // ranks)
+        rows = groups * ranks - own
+        wanted = (ranks - 1) * touched * y / groups + rows * (2 * x + s) / groups
+        assert sum(made.link_bytes(size).values()) == pytest.approx(wanted)
 
     def test_gradients_cross_once(self) -> None:
         """KV gradients are added up inside the node: of four partials for an owner one crosses."""

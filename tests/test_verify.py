@@ -30,6 +30,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "mask": MASKS,
     "pieces": (1, 2, 4),
 }
+BIG: dict[str, tuple[Any, ...]] = {
+    "named": NAMED,
+    "pieces": (None, 4),
+    "kind": (("zigzag", "full"), ("zigzag", "causal"), ("contiguous", "full"), ("striped", "causal")),
+}
 
 
 class TestAccepts:
@@ -54,15 +59,11 @@ class TestAccepts:
         assert not made.tiles and not made.moves
         verify(made)
 
-    @pytest.mark.parametrize(
-        ("layout", "mask"), [("zigzag", "full"), ("zigzag", "causal"), ("contiguous", "full"), ("striped", "causal")]
-    )
-    @pytest.mark.parametrize("pieces", [None, 4])
+    @pytest.mark.parametrize(tuple(BIG), sample(BIG, least=0))
     @pytest.mark.parametrize("ranks", [16, 64])
-    @pytest.mark.parametrize("named", NAMED)
-    def test_within_a_second(self, named: str, mask: str, ranks: int, pieces: int | None, layout: str) -> None:
+    def test_within_a_second(self, ranks: int, named: str, pieces: int | None, kind: tuple[str, str]) -> None:
         """In seconds of this process, the best of three: the machine may be busy. 16 ranks are replayed, too."""
-        made = make(ranks, named, layout, mask, pieces)
+        made = make(ranks, named, *kind, pieces)
         taken = []
         for _ in range(3):
             start = time.process_time()

@@ -39,7 +39,7 @@ TOKENS = {  # a rank; so that blocks of KV take 15 ms or more
     8: {"8:8": 96, "6:6": 96, "8:2": 128, "8:1": 192},
 }
 SMALL_TOKENS = 16  # a rank: messages of at most 64 KB
-LONG = 2  # times the tokens: a KV ring of 8 takes 0.7 s, so that what eight processes on two cores add counts less
+LONG = 3  # times the tokens: a KV ring of 8 takes a second, so that what eight processes on two cores add counts less
 WIRE_OVER_COMPUTE = {"communication": 5.0, "long": 5.0, "balanced": 1.1, "latency": 5.0}  # of the best schedule
 FACTORS = {
     "topology": ("full-mesh", "switch", "ring", "pcie-tree", "two-node-nics", "two-node"),

@@ -17,7 +17,7 @@ from tokenring.planner.fold import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.operations import operations
 from tokenring.planner.plan import Candidate, Forecast
-from tokenring.planner.predict import Setting, kernel_seconds_of
+from tokenring.planner.predict import WINDOW_SHARE, Setting, kernel_seconds_of
 from tokenring.planner.rates import Rates
 from tokenring.planner.select import connected, mb_text, time_text
 from tokenring.planner.simulate import simulate
@@ -229,10 +229,12 @@ class _World:
         programs = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(self.unit)]
         pools = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
         costs = [operations(schedule, size, program, self.rates) for program in programs]
-        outcome = simulate(self.net, costs, self.messages, canonical=self.symmetry.canonical)
+        compute = max(map(kernel_seconds_of, costs))
+        outcome = simulate(
+            self.net, costs, self.messages, canonical=self.symmetry.canonical, window_seconds=WINDOW_SHARE * compute
+        )
         loads = outcome.wire_bytes
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
-        compute = max(map(kernel_seconds_of, costs))
         wire_bytes = 0.0 if slowest is None else loads[slowest]
         needs = held(links(schedule, self.setting.passes), self.setting.able, pools)
         return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, *needs)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tokenring.workload import Workload
 
 WAVES = (1, 2, 4)
+PACKINGS = 3  # the most head groups first: fewer move more KV
 LARGEST_SEARCH = 32  # ranks; above, even worlds take too long to look for rings
 LEAST_GAIN = 4  # query heads a kv head from which moving Q never pays
 
@@ -34,6 +35,13 @@ def ulysses(world_size: int, workload: Workload | None, local: int) -> Iterator[
         groups = world_size * waves
         if split_heads(workload, groups) and (waves == 1 or (workload is not None and workload.kv_heads >= groups)):
             yield () if waves == 1 else (waves,)
+
+
+def packed(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
+    """Where Ulysses does not fit: as many head groups as there are kv heads, or a few heads in each."""
+    if workload is not None:
+        fitting = [groups for groups in divisors(workload.kv_heads) if groups > 1 and groups % world_size]
+        yield from ((groups,) for groups in fitting[-PACKINGS:])
 
 
 def usp(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:

@@ -1,6 +1,8 @@
-"""Everything in one hop: Ulysses, tiles, and tiles of everybody's pieces."""
+"""Everything in one hop: Ulysses, also for heads that do not divide, tiles, and tiles of everybody's pieces."""
 
 from __future__ import annotations
+
+from math import gcd
 
 from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.family import refuse
@@ -24,6 +26,43 @@ def ulysses(world_size: int, waves: int = 1) -> Scheme:
     return Scheme(
         "ulysses", lambda pair: pair.heads // waves, gather, gather, head_groups=world_size * waves, keep=KEEP,
         when=lambda pair, due: 1 + pair.heads % waves,
+    )  # fmt: skip
+
+
+def packed(world_size: int, groups: int) -> Scheme:
+    """Ulysses for any number of head groups: a rank computes some of them whole, and of one or two more some rows.
+
+    Each head group is a row of tiles for each owner of queries. All groups × P rows, head group after head group, are
+    cut into P equal shares. So every rank computes equally much, Q and O move once, and the KV of a head group moves
+    to the few ranks that have rows of it. With P groups this is Ulysses; with one, all ranks gather KV.
+    """
+    cycle = world_size // gcd(groups, world_size)
+
+    def rank_of(heads: int, q_owner: int) -> int:
+        """Share s has `groups` neighbouring owners' rows; it is given to one of these, so that its own rows stay."""
+        share = (heads * world_size + q_owner) // groups
+        return (share * groups + share // cycle) % world_size
+
+    def ranks_of(heads: int) -> dict[int, None]:
+        return dict.fromkeys(rank_of(heads, owner) for owner in range(world_size))
+
+    first = {rank: heads for heads in reversed(range(groups)) for rank in ranks_of(heads)}
+
+    def due(heads: int, rank: int) -> int:
+        """A rank's head groups are due one after another: it computes one while the next is on its way."""
+        return 1 + heads - first[rank]
+
+    def gather_q(origin: Origin) -> tuple[Hop, ...]:
+        rank = rank_of(origin.heads, origin.owner)
+        return to(rank, origin, due=due(origin.heads, rank))
+
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
+        ranks = (rank for rank in ranks_of(origin.heads) if rank != origin.owner)
+        return tuple(Hop(0, origin.owner, rank, due(origin.heads, rank)) for rank in ranks)
+
+    return Scheme(
+        "packed", lambda pair: rank_of(pair.heads, pair.q_owner), gather_q, gather_kv, head_groups=groups, keep=KEEP,
+        when=lambda pair, _: due(pair.heads, rank_of(pair.heads, pair.q_owner)),
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ FAMILIES: dict[str, Family] = {
             "ulysses", "Q, KV", "P × 1 × 1", "DeepSpeed Ulysses, arXiv:2309.14509", one_hop.ulysses, ("K",), 1,
             choices=choices.ulysses,
         ),
+        Family("packed", "Q, KV", "P of G × P × 1", MINE, one_hop.packed, ("G",), choices=choices.packed),
         Family(
             "usp", "Q, KV", "U × 1 × P/U", "USP, arXiv:2405.07719", nodes.usp, ("U",), choices=choices.usp, turns=True
         ),
