@@ -28,7 +28,7 @@ TARGETS = (  # beside the sample: what auto has to gain over a KV ring where tha
     ("full-mesh", 8, "6:6", "full", "forward", "long"),
     ("switch", 8, "8:8", "full", "forward", "long"),
     ("switch", 8, "6:6", "full", "forward", "long"),
-    ("two-node", 8, "8:8", "full", "forward", "long"),
+    ("two-node", 8, "8:8", "full", "forward", "communication"),
 )
 HEAD_DIM = 64
 LINK_GBIT = {4: 0.1, 8: 0.05}  # at which links decide, not two cores
