@@ -8,6 +8,7 @@ move slows attention that runs beside it, by a copy engine and by SMs. Needs tor
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "tests")]
+sys.path[:0] = [str(REPO), str(REPO / "tests"), str(REPO / "ci")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -27,6 +28,7 @@ import torch.multiprocessing as mp  # noqa: E402
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, shard  # noqa: E402
 from tokenring.backends import symmetric  # noqa: E402
+from tokenring.backends.devices import device_of  # noqa: E402
 from tokenring.backends.symm import SymmTransport  # noqa: E402
 from tokenring.schedule.ir import PARTIALS, REQUESTS  # noqa: E402
 
@@ -65,7 +67,7 @@ def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool, st
             each.start()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-        deadline, heard = time.monotonic() + SECONDS, {}
+        deadline, heard = time.monotonic() + SECONDS, dict[int, tuple[bool, str]]()
         while len(heard) < world_size and time.monotonic() < deadline:
             if not answers.empty():
                 rank, well, text = answers.get()
@@ -233,7 +235,7 @@ def beside_attention(rank: int) -> str:
     """How much slower attention is while 64 MB move all the time: by a copy engine, and by a few blocks of SMs."""
     q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
     source = torch.ones(MOVED_BYTES, dtype=torch.uint8, device="cuda")
-    target, side = torch.empty_like(source), torch.cuda.Stream(priority=-1)
+    target, side = torch.empty_like(source), device_of("cuda").new_stream(high_priority=True)
     host = torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def attend() -> None:
@@ -245,22 +247,24 @@ def beside_attention(rank: int) -> str:
         "copy engine (to the host)": lambda: host.copy_(source, non_blocking=True),
         "copy inside the GPU": lambda: target.copy_(source),
     }
-    if (by_sms := sm_copy(source, target)) is not None:
-        moves[f"SM copy, {SM_COPY_BLOCKS} blocks"] = by_sms
+    if importlib.util.find_spec("triton") is not None:
+        from gpu_sm_copy import sm_copy
+
+        moves[f"SM copy, {SM_COPY_BLOCKS} blocks"] = lambda: sm_copy(source, target, SM_COPY_BLOCKS)
     ratios = {name: beside(attend, move, side) / alone for name, move in moves.items()}
     text = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
     assert ratios["copy engine (to the host)"] <= SLOWER_AT_MOST, f"attention takes {text} times as long"
     return f"attention alone {alone * 1e3:.2f} ms; beside a 64 MB move times {text}"
 
 
-def beside(attend: Callable[[], object], move: Callable[[], object], side: torch.cuda.Stream) -> float:
+def beside(attend: Callable[[], object], move: Callable[[], object], side: Any) -> float:
     """Median seconds of attention while moves follow each other on a stream of their own."""
     for _ in range(3):
         attend()
-    seconds = []
+    seconds: list[float] = []
     for _ in range(CALLS):
         torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(side):
             for _ in range(8):
                 move()
@@ -270,24 +274,6 @@ def beside(attend: Callable[[], object], move: Callable[[], object], side: torch
         torch.cuda.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3)
     return statistics.median(seconds)
-
-
-def sm_copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object] | None:
-    """A copy by a few persistent thread blocks, as NCCL's kernels copy; None without Triton."""
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:
-        return None
-
-    @triton.jit
-    def copy(src, dst, count, blocks: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-        for start in range(tl.program_id(0) * width, count, blocks * width):
-            at = start + tl.arange(0, width)
-            tl.store(dst + at, tl.load(src + at, mask=at < count), mask=at < count)
-
-    a, b = source.view(torch.int32), target.view(torch.int32)
-    return lambda: copy[(SM_COPY_BLOCKS,)](a, b, a.numel(), SM_COPY_BLOCKS, 4096, num_warps=16)
 
 
 PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
