@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -92,6 +92,28 @@ class OneSided(Transport, Protocol):
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
+
+
+Landing = tuple[int, str, torch.Tensor]  # source, channel, and where a message of theirs goes
+
+
+@runtime_checkable
+class Placing(Protocol):
+    """A one-sided transport whose senders know beforehand where each message goes: those of a bound program."""
+
+    def place(self, receives: Sequence[Landing]) -> object | None:
+        """Tell the other ranks where a program's messages go, in the order of their posts. A collective call."""
+
+    def begin(self, placement: Any) -> None:
+        """What is posted from now on are the messages of the program that was placed so."""
+
+
+@runtime_checkable
+class Grouping(Protocol):
+    """A transport that moves messages in groups: those of one begin together, and are waited for together."""
+
+    def go(self) -> None:
+        """What was posted since the last call begins to move. Waiting for any of it does the same."""
 
 
 class AttentionKernel(Protocol):

@@ -159,11 +159,11 @@ class Control:
             if attempt(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
                 break
             late = time.monotonic() >= deadline
-            if (late or self._is_hopeless(missing)) and not attempt(0.0):
+            if (late or self.is_hopeless(missing)) and not attempt(0.0):
                 raise self.lost(missing, what, f"no answer within {self.timeout_seconds:g} s" if late else "")
         self.board.note_waiting(None)
 
-    def _is_hopeless(self, peer: int) -> bool:
+    def is_hopeless(self, peer: int) -> bool:
         """Whether there is a verdict, or the peer or someone for whom it waits is gone."""
         return self.board.verdict() is not None or self._chain_end(peer)[1] == "gone"
 
@@ -258,7 +258,7 @@ class Controlled:
         if device.type != "cpu":
             raise ConfigurationError(
                 f"transport {self.control.transport!r} moves tensors in the memory of the CPU, and these are on "
-                f"{device}: use transport='auto' for NPUs; tensors of other devices must be moved to the CPU"
+                f"{device}: use transport='auto' for NPUs and CUDA devices; tensors of others must be moved to the CPU"
             )
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:

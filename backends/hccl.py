@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from tokenring.backends.accelerated import Accelerated
 from tokenring.backends.apart import TAG, Apart, check_gloo, first_line, own_store
 from tokenring.backends.base import Capabilities, Handle, Link
-from tokenring.backends.control import Control, Controlled
-from tokenring.backends.devices import device_of
-from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
+from tokenring.backends.control import Control
+from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ EXECUTE_SECONDS = 1836  # of HCCL_EXEC_TIMEOUT where it is not set
 LEAST_LIMIT_SECONDS = 30 * 60  # torch's own for a group
 MARGIN_SECONDS = 600
 FOREVER_SECONDS = 365 * 24 * 3600
-HCCL_SAYS = re.compile(r"hccl|\bERR02\d{3}\b|\bE[IJ]\d{4}\b", re.IGNORECASE)  # of torch_npu's and CANN's messages
 LATE = (
     "on an NPU a failed message is found late: HCCL waits HCCL_EXEC_TIMEOUT (1836 s where it is not set) for the other "
     "end, and says so at a later call"
@@ -51,10 +50,12 @@ LATE = (
 FIRST_CONTACT = "both ranks must make their first contact within HCCL_CONNECT_TIMEOUT (120 s where it is not set)"
 
 
-class HcclTransport(Controlled):
+class HcclTransport(Accelerated):
     """Payload between the ranks of one group, on HCCL groups of its own."""
 
     name = "hccl"
+    device_type, device_name, finds_which = "npu", "NPU", "ASCEND_LAUNCH_BLOCKING=1"
+    vendor_says = re.compile(r"hccl|\bERR02\d{3}\b|\bE[IJ]\d{4}\b", re.IGNORECASE)  # torch_npu's and CANN's messages
     capabilities = Capabilities(early_receives=False, channels=2, connection_bytes=CONNECTION_BYTES)
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
@@ -107,12 +108,7 @@ class HcclTransport(Controlled):
         HCCL makes one when a message first needs it, and blocks both hosts until they meet there: in the order of
         a program's messages ranks could wait for each other in a circle.
         """
-        self.control.check_usable()
-        if device.type != "npu":
-            raise ConfigurationError(
-                f"transport {self.name!r} moves tensors on NPUs, and these are on {device}: use transport='auto'"
-            )
-        self._device = device
+        self._serve(device)
         for low, high, lane in warm_up_order(
             {(min(src, dst), max(src, dst), self._lane(channel, src, dst)) for src, dst, channel in links},
             self.world_size,
@@ -155,12 +151,7 @@ class HcclTransport(Controlled):
 
     def _group(self, data: torch.Tensor, lane: str, peer: int, what: str) -> Any:
         """The group for a message that can go. Raises ConfigurationError."""
-        self.control.check_usable()
-        if data.device.type != "npu" or not data.is_contiguous():
-            found = f"one on {data.device}" if data.device.type != "npu" else "one that is not contiguous"
-            raise ConfigurationError(
-                f"{what}: rank {self.rank} gave {found}, transport {self.name!r} moves contiguous tensors on NPUs"
-            )
+        self._check_movable(data, what)
         if (lane, peer) not in self._connected:
             raise ConfigurationError(
                 f"{what}: ranks {self.rank} and {peer} have no connection for it ({lane}): prepare() makes those of a "
@@ -168,33 +159,9 @@ class HcclTransport(Controlled):
             )
         return self._groups[lane]
 
-    def _failed(self, error: RuntimeError, peer: int, what: str, hint: str) -> PeerLost:
-        """Who is to blame: the peer, if HCCL says so; else this rank, of which an earlier call was found to fail.
-
-        On an NPU calls return before they are done, and the next one raises their errors, whatever it is for.
-        """
-        if HCCL_SAYS.search(str(error)):
-            return self.control.lost(peer, what, f"{first_line(error)}; {hint}")
-        self.control.fail(error)
-        assert self.control.broken is not None
-        return PeerLost(
-            f"rank {self.rank} (this one) failed, and {what} when it was found: {first_line(error)}. No peer is to "
-            f"blame: an earlier call on this NPU failed, and calls say so late; ASCEND_LAUNCH_BLOCKING=1 finds which",
-            self.rank,
-            True,
-        )
-
     def close(self) -> None:
-        """Give back all groups, and with them their communicators, once no message is on its way.
-
-        A host runs ahead of its NPU, so that messages it has waited for may still move.
-        """
-        if self._device is not None and self._groups and self.control.broken is None:
-            device_of(self._device).synchronize()
-        self.control.closed = True
-        self._groups.clear()
+        super().close()
         self._connected.clear()
-        self._apart = None
 
 
 class HcclChannelTransport(HcclTransport):

@@ -23,8 +23,11 @@ TRANSPORTS = {
     "hccl": "tokenring.backends.hccl:HcclTransport",
     "hccl/channel": "tokenring.backends.hccl:HcclChannelTransport",
     "hccl/pair": "tokenring.backends.hccl:HcclPairTransport",
+    "cuda": "tokenring.backends.cuda:CudaTransport",
+    "symm": "tokenring.backends.symm:SymmTransport",
+    "nccl": "tokenring.backends.nccl:NcclTransport",
 }
-OF_DEVICE = {"npu": "hccl"}  # what "auto" takes for tensors there
+OF_DEVICE = {"npu": "hccl", "cuda": "cuda"}  # what "auto" takes for tensors there
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",
@@ -93,7 +96,22 @@ def transport_for(device_type: str) -> tuple[str | None, str]:
     """What "auto" takes for tensors of a device type, and why; None: nothing here moves them. Nothing is started."""
     if device_type == "cpu":
         return "shm", "ranks of one machine share memory; gloo where they do not, or where there is no room"
+    if device_type == "cuda":
+        from tokenring.backends.cuda import choice_here
+
+        return choice_here()
     name = OF_DEVICE.get(device_type)
     if name is not None:
         return name, f"it moves {device_type} tensors from device to device"
     return None, f"this release has no transport for {device_type} tensors: {', '.join(TRANSPORTS)} move those of a CPU"
+
+
+def other_transports(device_type: str) -> dict[str, str]:
+    """The other transports for tensors of a device type: that they can be asked for, or why not. Nothing is started."""
+    if device_type != "cuda":
+        return {}
+    from tokenring.backends.cuda import unavailable
+
+    taken, _ = transport_for(device_type)
+    found = {name: why for name, why in unavailable().items() if name != taken}
+    return {name: why or f"can be asked for: ContextParallel(transport={name!r})" for name, why in found.items()}

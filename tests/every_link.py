@@ -17,7 +17,7 @@ CHANNELS: tuple[str, ...] = (REQUESTS, PARTIALS)
 
 def device_of(name: str) -> torch.device:
     """Where the tensors lie that a transport moves."""
-    return torch.device("npu" if name.startswith("hccl") else "cpu")
+    return torch.device("npu" if name.startswith(("hccl", "nccl")) else "cpu")
 
 
 def new(name: str, seconds: float = PEER_SECONDS) -> Transport:

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -304,7 +304,9 @@ class ContextParallel:
             return Plan(made, size, f"asked for by name: {asked}", ())
         transport = self.transport_for(request.device)
         able = None if transport is None else transport.capabilities
-        return self._planner.plan(request, (q_layout, kv_layout), self.kernel(request.device), able)
+        found = self._planner.plan(request, (q_layout, kv_layout), self.kernel(request.device), able)
+        why = getattr(transport, "why", "")  # of those that are chosen among several
+        return replace(found, reason=f"{found.reason}; {why}") if why else found
 
     @property
     def _plans(self) -> bool:

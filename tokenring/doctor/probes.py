@@ -139,6 +139,7 @@ def _choice(kind: str) -> dict[str, Any]:
             others.append({"name": each, "why": f"can be asked for: ContextParallel(kernel={each!r})"})
         except Exception as error:
             others.append({"name": each, "why": _one_line(error)})
+    others += [{"name": each, "why": text} for each, text in registry.other_transports(kind).items()]
     transport = None if name is None else {"name": name, "why": why}
     if name is None:
         others.insert(0, {"name": "transport", "why": why})

@@ -18,6 +18,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.runtime.merge import merge_
 from tokenring.runtime.packing import patches, spanned, together
 from tokenring.runtime.pool import Landed, Pool, Views
+from tokenring.runtime.posting import grouped, placed
 from tokenring.runtime.trace import Event, Trace
 from tokenring.schedule.ir import Kind, Schedule
 from tokenring.schedule.program import (
@@ -76,7 +77,9 @@ class Executor:
         # Nothing is done for releases: the posted receive is the credit, on all transports there are.
         numbered = zip(program.instructions, program.steps, strict=True)
         self.instructions = [each for each in numbered if not isinstance(each[0], Release)]
-        self.steps = binder.bind_all([instruction for instruction, _ in self.instructions])
+        bare = [instruction for instruction, _ in self.instructions]
+        self.steps = grouped(transport, bare, binder.bind_all(bare))
+        self._begin = placed(transport, self.views, bare)
         self.adopted = binder.adopted
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
@@ -93,6 +96,7 @@ class Executor:
 
     def _run(self, call: Call, trace: Trace | None) -> None:
         self._new_outputs(call)
+        self._begin()
         if trace is None:
             for step in self.steps:
                 step(call)

@@ -1,0 +1,144 @@
+"""What "auto" is for CUDA tensors: one-sided where the ranks reach each other's memory, else NCCL."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokenring.backends import nccl, symmetric
+from tokenring.backends.auto import Preferring
+from tokenring.backends.base import Landing, Link, Transport
+from tokenring.backends.choice import ONE_SIDED, TWO_SIDED, Choice, Domain, choose
+from tokenring.backends.meeting import Meeting
+from tokenring.backends.members import this_member
+from tokenring.backends.nccl import NcclTransport
+from tokenring.backends.symm import SymmTransport
+from tokenring.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+LOG = logging.getLogger("tokenring")
+
+
+class CudaTransport(Preferring):
+    """A SymmTransport where `backends.choice` says so and it can be made, for as long as there is room; else NCCL.
+
+    `why` says what was taken and why, the same on all ranks. Raises BackendUnavailable where neither can be had.
+    """
+
+    auto = "auto"
+    capabilities = SymmTransport.capabilities
+    one_sided: type[SymmTransport] = SymmTransport
+    two_sided: type[NcclTransport] = NcclTransport
+
+    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+        self.why = ""
+        self._links: dict[Link, None] = {}
+        self._device: torch.device | None = None
+        super().__init__(group, timeout_seconds)
+
+    def _first(self) -> Transport:
+        chosen = self._choose()
+        self.why = chosen.reason
+        if chosen.transport is None:
+            raise BackendUnavailable(f"transport 'auto' for CUDA tensors: {chosen.reason}")
+        if chosen.transport == ONE_SIDED:
+            try:
+                made = self.one_sided(self._group, self._timeout_seconds)
+                LOG.info("transport 'auto' takes %s: %s", ONE_SIDED, self.why)
+                return made
+            except BackendUnavailable as error:  # on all ranks alike
+                self.why = f"{ONE_SIDED} cannot be used: {error}"
+        LOG.warning("transport 'auto' takes %s: %s", TWO_SIDED, self.why)
+        return self._second()
+
+    def _second(self) -> Transport:
+        return self.two_sided(self._group, self._timeout_seconds)
+
+    def _choose(self) -> Choice:
+        """By what all ranks tell each other, so that their answers are the same."""
+        meeting = Meeting(self._group, self._timeout_seconds)
+        said = [json.loads(each) for each in meeting.gather("their devices", json.dumps(self._facts()))]
+        unreached = meeting.gather("whom they reach", json.dumps(self._unreached(said)))
+        hosts = {each["boot_id"] for each in said}
+        domain: Domain = "across" if len(hosts) > 1 else "none" if any(map(json.loads, unreached)) else "pcie"
+        return choose(domain, {name: _first_reason(said, name) for name in (ONE_SIDED, TWO_SIDED)})
+
+    def _facts(self) -> dict[str, Any]:
+        """What this rank has."""
+        reasons = unavailable()
+        device = None if reasons[ONE_SIDED] else _uuid(torch.cuda.current_device())
+        return {"boot_id": this_member().boot_id, "device": device, **reasons}
+
+    def _unreached(self, said: Sequence[dict[str, Any]]) -> list[int]:
+        """Ranks whose device this process sees and cannot reach; what it does not see only the rendezvous can tell."""
+        if any(each["device"] is None for each in said):
+            return []
+        own, seen = torch.cuda.current_device(), {_uuid(at): at for at in range(torch.cuda.device_count())}
+        found = [(rank, seen.get(each["device"])) for rank, each in enumerate(said)]
+        return [rank for rank, at in found if at not in (None, own) and not torch.cuda.can_device_access_peer(own, at)]
+
+    # ---------- as a transport
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        self._device = device
+        self._links |= dict.fromkeys(links)
+        self.now.prepare(self._links, device)
+
+    def _own(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _fall_back(self, error: BackendUnavailable) -> None:
+        super()._fall_back(error)
+        self.why = f"{ONE_SIDED} went on as {TWO_SIDED}: {error}"
+        if self._device is not None:
+            self.now.prepare(self._links, self._device)
+
+    def place(self, receives: Sequence[Landing]) -> object | None:
+        return self.now.place(receives) if isinstance(self.now, SymmTransport) else None
+
+    def begin(self, placement: Any) -> None:
+        """Nothing, for a program that was not placed."""
+        if placement is not None and isinstance(self.now, SymmTransport):
+            self.now.begin(placement)
+
+    def go(self) -> None:
+        if isinstance(self.now, NcclTransport):
+            self.now.go()
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        return self.now.exchange(payload, what)
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        return self.now.exchange_text(text, what)
+
+
+def unavailable() -> dict[str, str | None]:
+    """Of each transport for CUDA tensors, None or why it cannot be used in this process. Nothing is started."""
+    return {ONE_SIDED: symmetric.unavailable(), TWO_SIDED: nccl.unavailable()}
+
+
+def choice_here() -> tuple[str | None, str]:
+    """What ranks on all GPUs of this machine would take, and why; by what this process sees of them."""
+    reasons = unavailable()
+    count = 0 if reasons[ONE_SIDED] else torch.cuda.device_count()
+    apart = [
+        (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    found = choose("none" if apart else "pcie", reasons)
+    where = f" (GPU {apart[0][0]} does not reach GPU {apart[0][1]})" if apart else ""
+    return found.transport, f"{found.reason}{where}; nccl between machines"
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _first_reason(said: Sequence[dict[str, Any]], name: str) -> str | None:
+    """Why some rank cannot use a transport."""
+    return next((f"rank {rank}: {each[name]}" for rank, each in enumerate(said) if each[name] is not None), None)

@@ -1,0 +1,249 @@
+"""NCCL: two-sided messages between CUDA tensors, over process groups of torch's own kind.
+
+Requests and partials have a group each, with one communicator of all its ranks and one stream of high priority:
+what is posted on one never stands behind the other. Within a channel the messages that are posted in a row are one
+group of sends and receives (`go` begins it): they move together, in any order, and are waited for together.
+
+A group begins when those before it on its stream have ended. All ranks post in the one total order of
+`passes.order`; cut into groups anyhow, that cannot hang: the first message that has not moved stands in the group
+that is at work at both its ends, since what either end posted before it comes before it in the order.
+
+A wait orders streams and does not block the host, unless TORCH_NCCL_BLOCKING_WAIT is set. What torch's watchdog or
+our own finds wrong is raised at the next call, as PeerLost. docs/cuda-transports.md has the settings. Not yet run on
+a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from tokenring.backends.accelerated import Accelerated
+from tokenring.backends.apart import TAG, Apart, check_gloo, own_store
+from tokenring.backends.base import Capabilities, Handle, Link
+from tokenring.backends.control import Control
+from tokenring.backends.watch import Watch
+from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.schedule.ir import PARTIALS, REQUESTS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import GroupName
+
+LEAST_LIMIT_SECONDS = 600  # torch's own for an NCCL group
+MARGIN_SECONDS = 600
+LATE = "what NCCL finds wrong with a message is said at a later call; TORCH_NCCL_BLOCKING_WAIT=1 says it in place"
+FIRST_CONTACT = "all ranks of the group must make their first contact together"
+
+
+class Post(NamedTuple):
+    """One end of a message: "send" or "recv", the tensor, and the peer."""
+
+    kind: str
+    data: torch.Tensor
+    peer: int
+
+
+class Together:
+    """Messages of one channel that move as one. Their tensors live until it is waited for."""
+
+    def __init__(self) -> None:
+        self.posts: list[Post] = []
+        self.work: Any = None
+
+
+class NcclTransport(Accelerated):
+    """Payload between the ranks of one group, on NCCL groups of its own."""
+
+    name = "nccl"
+    device_type, device_name, finds_which = "cuda", "GPU", "CUDA_LAUNCH_BLOCKING=1"
+    vendor_says = re.compile(r"nccl|\btime[d-]? ?out|remote error|connection", re.IGNORECASE)
+    capabilities = Capabilities(early_receives=False, channels=2, pair_serial=True)
+
+    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+        self._check_available()
+        check_gloo(self.name)
+        self.control = Control(self.name, group, timeout_seconds)
+        self.rank, self.world_size = self.control.rank, self.control.world_size
+        self.sent_bytes: dict[int, int] = defaultdict(int)
+        self._apart = Apart.where_needed(self.control, group)
+        self._groups = {channel: self._make(group, channel) for channel in (REQUESTS, PARTIALS)}
+        self._open: dict[str, Together] = {}  # by channel: what has been posted and has not begun
+        self._connected: set[Link] = set()
+        self._device: torch.device | None = None  # of the tensors that it moves
+        groups = self._groups  # not the transport, which the watch must not hold
+        self._watch = Watch(self.control, lambda: _abort(groups))
+
+    # ---------- groups
+
+    def _check_available(self) -> None:
+        """Raises BackendUnavailable where torch has no NCCL, or no device for it."""
+        if reason := unavailable():
+            raise BackendUnavailable(f"transport {self.name!r} was asked for, but {reason}")
+
+    def _make(self, group: ProcessGroup, channel: str) -> Any:
+        """An NCCL group of the members of `group` alone; not by dist.new_group, as `apart.connect` says."""
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timedelta(seconds=limit_seconds(os.environ, self.control.timeout_seconds))
+        options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        options.group_name = cast("GroupName", f"tokenring {self.control.name[:8]} {channel}")
+        store = own_store(self.control, group, channel)
+        return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+
+    def _begin_group(self, group: Any) -> None:
+        """From now on sends and receives are gathered: ncclGroupStart."""
+        group._start_coalescing()
+
+    def _end_group(self, group: Any) -> Any:
+        """They begin to move, as one work: ncclGroupEnd."""
+        return group._end_coalescing()
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """Connect all links that are new, in one group for each channel. Raises ConfigurationError, PeerLost.
+
+        NCCL makes a communicator at its first use, and connections in it when a message first needs them: both block
+        the host until the other ranks come. In one group of all ranks nobody waits in a circle.
+        """
+        self._serve(device)
+        new = sorted({link for link in links if link not in self._connected})
+        for channel in self._groups:
+            self._touch([link for link in new if link[2] == channel], channel, device)
+        self._connected |= set(new)
+
+    def _touch(self, links: list[Link], channel: str, device: torch.device) -> None:
+        """A byte over each link, and before the first one something that makes the communicator, on all ranks."""
+        if not links:
+            return
+        group, batch, first = self._groups[channel], Together(), next(iter(links))
+        try:
+            if not any(link[2] == channel for link in self._connected):
+                group.allreduce([torch.zeros(1, dtype=torch.int32, device=device)], dist.AllreduceOptions()).wait()
+            for src, dst, _ in links:
+                if self.rank in (src, dst):
+                    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                    sends = self.rank == src
+                    batch.posts.append(Post("send" if sends else "recv", byte, dst if sends else src))
+            if batch.posts:
+                self._start(batch, channel)
+                batch.work.wait()
+        except RuntimeError as error:
+            peer = next((post.peer for post in batch.posts), first[0])
+            raise self._failed(error, peer, f"connected ({channel})", FIRST_CONTACT) from error
+
+    # ---------- messages
+
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        self._check_movable(data, f"send of {label}")
+        self._check_link((self.rank, dst, channel), f"send of {label}")
+        self.sent_bytes[dst] += data.numel() * data.element_size()
+        return self._post(Post("send", data, dst), channel, f"sent {label}")
+
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        self._check_movable(data, f"receive of {label}")
+        self._check_link((src, self.rank, channel), f"receive of {label}")
+        return self._post(Post("recv", data, src), channel, f"waited for {label}")
+
+    def _check_link(self, link: Link, what: str) -> None:
+        self._watch.check()
+        if link not in self._connected:
+            raise ConfigurationError(
+                f"{what}: ranks {link[0]} and {link[1]} have no connection for it ({link[2]}): prepare() makes those "
+                f"of a program before it runs, on all ranks together"
+            )
+
+    def _post(self, post: Post, channel: str, what: str) -> Handle:
+        batch = self._open.setdefault(channel, Together())
+        batch.posts.append(post)
+        return _Handle(self, batch, post.peer, what)
+
+    def go(self) -> None:
+        """What was posted begins to move: requests first, on all ranks."""
+        for channel in self._groups:
+            batch = self._open.pop(channel, None)
+            if batch is not None:
+                self._start(batch, channel)
+
+    def _start(self, batch: Together, channel: str) -> None:
+        group, first = self._groups[channel], batch.posts[0]
+        try:
+            self._begin_group(group)
+            for post in batch.posts:
+                getattr(group, post.kind)([post.data], post.peer, TAG)
+            batch.work = self._end_group(group)
+        except RuntimeError as error:
+            raise self._failed(error, first.peer, f"cannot begin to {first.kind} ({channel})", LATE) from error
+
+    def wait_for(self, batch: Together, peer: int, what: str) -> None:
+        """The current stream waits for the whole group of messages."""
+        self.check()
+        if batch.work is None:
+            self.go()
+        self._watch.add(batch.work.is_completed, peer, what)
+        try:
+            batch.work.wait()
+        except RuntimeError as error:
+            raise self._failed(error, peer, what, LATE) from error
+        batch.posts.clear()  # whatever frees them now does so behind this wait
+
+    # ---------- errors, end
+
+    def check(self) -> None:
+        """Raises PeerLost if the group is broken, or the watch has found that it is."""
+        self.control.check_usable()
+        self._watch.check()
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        self.check()
+        return super().exchange(payload, what)
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        self.check()
+        return super().exchange_text(text, what)
+
+    def close(self) -> None:
+        self._watch.close()
+        self._open.clear()
+        super().close()
+        self._connected.clear()
+
+
+class _Handle:
+    """One message of a group."""
+
+    def __init__(self, transport: NcclTransport, batch: Together, peer: int, what: str) -> None:
+        self._transport, self._batch, self._peer, self._what = transport, batch, peer, what
+
+    def wait(self) -> None:
+        self._transport.wait_for(self._batch, self._peer, self._what)
+
+
+def _abort(groups: dict[str, Any]) -> None:
+    """End what is under way, so that streams go on; the messages bring nothing."""
+    for group in list(groups.values()):
+        group.abort()
+
+
+def unavailable() -> str | None:
+    """None, or why this process has no NCCL. Nothing is started."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return "this torch was built without NCCL"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device here"
+
+
+def limit_seconds(environment: Mapping[str, str], timeout_seconds: float) -> float:
+    """When torch may give a message up, counted from its post on the host.
+
+    Where waits block the host that is our own limit. Else a host may be far ahead of its device, so that a message is
+    old before its turn, and torch's watchdog ends the process by default: later than our own watch.
+    """
+    blocking = environment.get("TORCH_NCCL_BLOCKING_WAIT", environment.get("NCCL_BLOCKING_WAIT", "0")).strip()
+    if blocking not in ("", "0"):
+        return timeout_seconds
+    return max(LEAST_LIMIT_SECONDS, timeout_seconds + MARGIN_SECONDS)

@@ -1,0 +1,111 @@
+"""One-sided messages on streams: the protocol, in three verbs that a memory has: put, signal and wait.
+
+A line is one direction of a pair of ranks on one channel. Each of its messages has a credit, by which the receiver
+says that the place is free, and an arrival, by which the sender says that the bytes are there; both are words of 0
+or 1 in the memory of whoever waits for them, and whoever has waited for a word clears it. Everything is queued:
+
+    receiver, at the post       compute stream   signal the credit of the message, at the sender
+    sender, at the post         line's stream    wait for what the compute stream has made, and for the credit;
+                                                 put the bytes at their place; signal the arrival, at the receiver
+    sender, at the wait         compute stream   wait for the line's stream as it was behind the put
+    receiver, at the wait       compute stream   wait for the arrival
+
+docs/cuda-transports.md says why this is right, and why it cannot hang, on streams that share a queue, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from tokenring.backends.devices import Device
+
+RING = 256  # messages of one line that may be posted and not waited for; the next one waits for the first of these
+
+
+Line = tuple[str, int]  # channel, and the rank at the other end
+
+
+class Memory(Protocol):
+    """Memory that peers put bytes into, and words that they signal with. Each verb is queued on the current stream."""
+
+    def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
+        """Copy contiguous bytes to a place in the peer's memory and then signal its word, never seen before them."""
+
+    def signal(self, peer: int, word: int) -> None:
+        """Set a word at a peer, once all that was queued before is done."""
+
+    def wait(self, word: int) -> None:
+        """Go no further until one's own word is set; then clear it."""
+
+    def release(self) -> None:
+        """Let all waits of this rank go on, on a stream of its own: what comes after them is not to be used."""
+
+
+class Words:
+    """Which word of a rank means what: of each line that it is an end of, RING credits or RING arrivals."""
+
+    def __init__(self, channels: tuple[str, ...], world_size: int) -> None:
+        self._channels, self._world_size = channels, world_size
+        self.count = 2 * len(channels) * world_size * RING
+
+    def credit(self, channel: str, receiver: int, number: int) -> int:
+        """At the sender: that this receiver has a place for its message of this number."""
+        return self._at(self._channels.index(channel), receiver, number)
+
+    def arrival(self, channel: str, sender: int, number: int) -> int:
+        """At the receiver: that this sender has put its message of this number."""
+        return self._at(len(self._channels) + self._channels.index(channel), sender, number)
+
+    def _at(self, row: int, peer: int, number: int) -> int:
+        return (row * self._world_size + peer) * RING + number % RING
+
+
+class Sending:
+    """A line's end at its sender. Its stream is its own: a credit that is missing holds up nothing else."""
+
+    def __init__(self, memory: Memory, device: Device, words: Words, rank: int, line: Line) -> None:
+        self._memory, self._device, self._words, self._rank = memory, device, words, rank
+        self._channel, self._peer = line
+        self._stream: Any = None
+        self._sent = 0
+
+    def send(self, data: torch.Tensor, place: int) -> Any:
+        """Queue the next message; gives the event behind it. What the current stream queued before is sent."""
+        device, number = self._device, self._sent
+        if self._stream is None:
+            self._stream = device.new_stream(high_priority=True)
+        self._sent += 1
+        self._stream.wait_stream(device.current_stream())
+        with device.on(self._stream):
+            self._memory.wait(self._words.credit(self._channel, self._peer, number))
+            self._memory.put(data, self._peer, place, self._words.arrival(self._channel, self._rank, number))
+        return self._stream.record_event()
+
+
+class Receiving:
+    """A line's end at its receiver. All of it happens on the streams that call."""
+
+    def __init__(self, memory: Memory, words: Words, rank: int, line: Line) -> None:
+        self._memory, self._words, self._rank = memory, words, rank
+        self._channel, self._peer = line
+        self._posted = self._waited = 0
+
+    def post(self) -> int:
+        """Give credit for the next message; gives its number.
+
+        Its words are free when the message that used them last has arrived, and that was waited for here. Where it was
+        not, that is waited for now: the credit must go out in the order of the posts, or ranks may wait in a circle.
+        """
+        number = self._posted
+        self._posted += 1
+        self.wait(number - RING)
+        self._memory.signal(self._peer, self._words.credit(self._channel, self._rank, number))
+        return number
+
+    def wait(self, number: int) -> None:
+        """Queue the wait for a message, and for all before it, which come first anyhow."""
+        while self._waited <= number:
+            self._memory.wait(self._words.arrival(self._channel, self._peer, self._waited))
+            self._waited += 1

@@ -1,0 +1,310 @@
+"""Symmetric memory: one-sided puts between accelerators whose memory their peers can reach.
+
+The protocol is that of `onesided`; here are the places of messages and the life of the memory. The ranks tell each
+other where each message of a program goes when they bind it, so that a sender can queue its puts without hearing of
+the receiver's host again: the receiver's credit comes over the device. docs/cuda-transports.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from tokenring.backends.apart import Apart, check_gloo, own_store
+from tokenring.backends.base import Capabilities, Handle, Landing, Link
+from tokenring.backends.control import Control, Controlled
+from tokenring.backends.devices import Device, device_of
+from tokenring.backends.meeting import StoreSilent, bounded
+from tokenring.backends.onesided import Line, Memory, Receiving, Sending, Words
+from tokenring.backends.watch import Watch
+from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.schedule.ir import PARTIALS, REQUESTS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CHANNELS = (REQUESTS, PARTIALS)
+WAITED = re.compile(r"no answer within|time[d-]? ?out", re.IGNORECASE)
+LEAST_HEAP_BYTES = 2 << 20  # what the driver maps at a time
+T = TypeVar("T")
+Places = dict[Line, list[tuple[int, int]]]  # offset and size in bytes of each message, in order
+
+
+class OwnMemory(Memory, Protocol):
+    """One rank's part of a memory that all ranks can put into."""
+
+    def meet(self, words: int) -> None:
+        """Set up so many words, all clear. All ranks call it together."""
+
+    def grow(self, nbytes: int) -> torch.Tensor:
+        """A new heap, uint8, instead of the one before; of the same size on all ranks, which call it together."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the messages of one bound program go: those that this rank receives, and those that it sends."""
+
+    heap: int
+    own: Places
+    theirs: Places
+
+
+class SymmTransport(Controlled):
+    """Payload between the ranks of one group in symmetric memory, which `allocate` gives. Programs are `placed`."""
+
+    name = "symm"
+    device_type = "cuda"
+    capabilities = Capabilities(early_receives=False, channels=2, one_sided=True, zero_sm=True)
+
+    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+        check_gloo(self.name)
+        self.control = Control(self.name, group, timeout_seconds)
+        self.rank, self.world_size = self.control.rank, self.control.world_size
+        self.sent_bytes: dict[int, int] = defaultdict(int)
+        self.pool: object = None  # the one buffer pool of all that use this transport
+        self._apart = Apart.where_needed(self.control, group)
+        self._words = Words(CHANNELS, self.world_size)
+        self._heap = torch.empty(0, dtype=torch.uint8)
+        self._heaps = 0  # how many there were
+        self._placement: Placement | None = None
+        self._counts: dict[tuple[bool, Line], int] = defaultdict(int)  # messages of this pass, sent or received
+        self._where: torch.device | None = None  # the device, where it has a number
+        try:
+            self.device: Device = self._together("its device", self._find_device, here=True)
+            store = self._meeting_place(group)
+            self._memory = self._together("symmetric memory", lambda: self._make_memory(store))
+            self._together("the rendezvous", lambda: self._memory.meet(self._words.count))
+        except BaseException:
+            self.close()
+            raise
+        self._watch = Watch(self.control, self._memory.release)
+        self._sending: dict[Line, Sending] = {}
+        self._receiving: dict[Line, Receiving] = {}
+        for line in [(channel, peer) for channel in CHANNELS for peer in range(self.world_size) if peer != self.rank]:
+            self._sending[line] = Sending(self._memory, self.device, self._words, self.rank, line)
+            self._receiving[line] = Receiving(self._memory, self._words, self.rank, line)
+
+    # ---------- set-up
+
+    def _find_device(self) -> Device:
+        """The device that this rank computes on. Raises RuntimeError for whoever has none that serves."""
+        from tokenring.backends.symmetric import unavailable
+
+        if reason := unavailable():
+            raise RuntimeError(reason)
+        self._where = torch.device("cuda", torch.cuda.current_device())
+        return device_of(self._where)
+
+    def _meeting_place(self, group: ProcessGroup) -> Any:
+        """A store for the rendezvous alone: a rank that waits there in vain must not hold up what else is said."""
+        store = own_store(self.control, group, "symmetric memory").clone()
+        store.set_timeout(timedelta(seconds=self.control.timeout_seconds / 3))
+        return store
+
+    def _make_memory(self, store: Any) -> OwnMemory:
+        from tokenring.backends.symmetric import SymmetricMemory
+
+        assert self._where is not None
+        return SymmetricMemory(f"tokenring {self.control.name}", self.rank, self.world_size, store, self._where)
+
+    def _together(self, what: str, act: Callable[[], T], here: bool = False) -> T:
+        """What all ranks do at once. Where it fails on any, all raise BackendUnavailable.
+
+        With a time limit, in a thread, which has a current device of its own; unless `here`, where it cannot hang.
+        """
+        made: list[T] = []
+        trouble = ""
+        try:
+            made.append(act() if here else bounded(act, self.control.timeout_seconds / 2))
+        except (StoreSilent, RuntimeError, OSError) as error:
+            trouble = f"rank {self.rank}: {str(error).partition(chr(10))[0] or 'no reason given'}"
+        said = [each.decode() for each in self.control.exchange_text(trouble.encode(), what)]
+        # Who only waited in vain does not know why.
+        if first := min(filter(None, said), key=lambda each: bool(WAITED.search(each)), default=""):
+            raise BackendUnavailable(
+                f"transport {self.name!r} needs memory that peers reach, and {what} fails on {first}; "
+                f"use transport='nccl' or 'auto'"
+            )
+        return made[0]
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """All ranks are connected from the start. Raises ConfigurationError for tensors elsewhere."""
+        self.check()
+        elsewhere = self._where is not None and device.index not in (None, self._where.index)
+        if device.type != self.device_type or elsewhere:
+            raise ConfigurationError(
+                f"transport {self.name!r} moves tensors on {self._where or self.device_type}, and these are on "
+                f"{device}: make it when that device is the current one, or use transport='auto'"
+            )
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """This rank's part of a new heap, uint8; None if all ranks' needs fit the last one. A collective call.
+
+        Raises BackendUnavailable, on all ranks, where a device has no room for it.
+        """
+        self.check()
+        needs = [int.from_bytes(each, "little") for each in self.exchange(nbytes.to_bytes(8, "little"), "memory")]
+        if max(needs) <= self._heap.numel():
+            return None
+        part = -(-max(*needs, LEAST_HEAP_BYTES) // LEAST_HEAP_BYTES) * LEAST_HEAP_BYTES
+        self._together("the end of what is under way", self.device.synchronize)  # peers may still put into the old one
+        self._placement, self._heap = None, torch.empty(0, dtype=torch.uint8)
+        self._heap = self._together(f"a heap of {part} bytes", lambda: self._memory.grow(part))
+        self._heaps += 1
+        return self._heap
+
+    def place(self, receives: Sequence[Landing]) -> Placement:
+        """Tell the others where the messages of a program will go, and hear it from them. A collective call."""
+        own: Places = defaultdict(list)
+        for src, channel, data in receives:
+            own[channel, src].append(self._place_of(data, f"from rank {src}"))
+        text = json.dumps([[channel, src, places] for (channel, src), places in own.items()])
+        said = self.exchange_text(zlib.compress(text.encode()), "places")
+        theirs = {
+            (channel, peer): [(int(at), int(size)) for at, size in places]
+            for peer, each in enumerate(said)
+            for channel, src, places in json.loads(zlib.decompress(each))
+            if src == self.rank
+        }
+        return Placement(self._heaps, dict(own), theirs)
+
+    def begin(self, placement: Placement) -> None:
+        """The messages that follow are those of this program, from its first on."""
+        if placement.heap != self._heaps:
+            raise ConfigurationError(
+                f"transport {self.name!r}: this program was bound before the memory grew; bind it again"
+            )
+        self._placement = placement
+        self._counts.clear()
+
+    # ---------- messages
+
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        self.check()
+        if data.device.type != self.device_type or not data.is_contiguous():
+            raise ConfigurationError(
+                f"send of {label}: rank {self.rank} gave a tensor on {data.device}, or one that is not contiguous; "
+                f"transport {self.name!r} moves contiguous tensors on {self.device_type}"
+            )
+        nbytes = data.numel() * data.element_size()
+        place, size = self._next(False, (channel, dst), f"send of {label}")
+        if size != nbytes:
+            raise ConfigurationError(
+                f"send of {label}: rank {self.rank} sends {nbytes} bytes, rank {dst} expects {size}: "
+                f"the ranks run different programs"
+            )
+        self.sent_bytes[dst] += nbytes
+        end = self.watched(dst, f"waited to send {label}")
+        end.event = self._sending[channel, dst].send(data, place)
+        return _Sent(self, end.event, data)
+
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        self.check()
+        told = self._next(True, (channel, src), f"receive of {label}")
+        if told != self._place_of(data, label):
+            raise ConfigurationError(f"receive of {label}: rank {src} was told another place than this for it")
+        line = self._receiving[channel, src]
+        return _Received(self, line, line.post(), src, label)
+
+    def _next(self, received: bool, line: Line, what: str) -> tuple[int, int]:
+        """Place and size of the next message of a line. Raises ConfigurationError if the program has no more."""
+        placement = self._placement
+        places = [] if placement is None else (placement.own if received else placement.theirs).get(line, [])
+        number = self._counts[received, line]
+        if number >= len(places):
+            raise ConfigurationError(
+                f"{what}: message {number} with rank {line[1]} on {line[0]} has no place: transport {self.name!r} "
+                f"moves the messages of a program that all ranks have bound, {len(places)} here"
+            )
+        self._counts[received, line] = number + 1
+        return places[number]
+
+    def _place_of(self, data: torch.Tensor, label: str) -> tuple[int, int]:
+        size = data.numel() * data.element_size()
+        offset = data.data_ptr() - self._heap.data_ptr() if self._heap.numel() else -1
+        if offset < 0 or offset + size > self._heap.numel():
+            raise ConfigurationError(f"receive of {label}: {self.name!r} receives only into memory of its allocate()")
+        return offset, size
+
+    def watched(self, peer: int, what: str) -> End:
+        """The end of a message that the watch looks after; give it its event when that is queued."""
+        end = End()
+        if not self._is_captured():
+            self._watch.add(end.is_reached, peer, what)
+        return end
+
+    def _is_captured(self) -> bool:
+        """Whether calls go into a graph, whose replays nobody looks after."""
+        return self.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    # ---------- errors, end
+
+    def check(self) -> None:
+        """Raises PeerLost if the group is broken, or the watch has found that it is."""
+        self.control.check_usable()
+        self._watch.check()
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        self.check()
+        return super().exchange(payload, what)
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        self.check()
+        return super().exchange_text(text, what)
+
+    def close(self) -> None:
+        """Give back the memory, once nothing is under way on any device that reaches it."""
+        if self.control.closed:
+            return
+        try:
+            if self.control.broken is None and self._heaps:
+                self.device.synchronize()
+        finally:
+            self.control.closed = True
+            if hasattr(self, "_watch"):
+                self._watch.close()
+            self._heap, self.pool, self._placement = torch.empty(0, dtype=torch.uint8), None, None
+            for each in ("_memory", "_sending", "_receiving"):
+                self.__dict__.pop(each, None)
+            self._apart = None
+
+
+class End:
+    """Where a message ends on this rank's device."""
+
+    event: Any = None
+
+    def is_reached(self) -> bool:
+        return self.event is not None and bool(self.event.query())
+
+
+class _Sent:
+    """The tensor lives until the stream that reads it is waited for."""
+
+    def __init__(self, transport: SymmTransport, done: Any, data: torch.Tensor) -> None:
+        self._transport, self._done, self._data = transport, done, data
+
+    def wait(self) -> None:
+        self._transport.device.current_stream().wait_event(self._done)
+        self._transport.check()
+
+
+class _Received:
+    def __init__(self, transport: SymmTransport, line: Receiving, number: int, src: int, label: str) -> None:
+        self._transport, self._line, self._number, self._src, self._label = transport, line, number, src, label
+
+    def wait(self) -> None:
+        transport = self._transport
+        transport.check()
+        end = transport.watched(self._src, f"waited for {self._label}")
+        self._line.wait(self._number)
+        end.event = transport.device.current_stream().record_event()
+        transport.check()

@@ -1,0 +1,302 @@
+"""The transports for CUDA tensors on one GPU, for ci/gpu: `run(report)`; alone: python ci/gpu_transports.py
+
+Several processes share the GPU: symmetric memory allows that with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, and they
+meet over a Gloo group. Checked: that messages arrive whole and in order, that programs are exact, that a captured
+pass replays on new inputs, that a rank that dies is named; measured: a put and its signal, and how much a 64 MB
+move slows attention that runs beside it, by a copy engine and by SMs. Needs torch 2.11 or newer. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "tests"), str(REPO / "ci")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+
+from tokenring import Causal, ContextParallel, PeerLost, attention, shard  # noqa: E402
+from tokenring.backends import symmetric  # noqa: E402
+from tokenring.backends.devices import device_of  # noqa: E402
+from tokenring.backends.symm import SymmTransport  # noqa: E402
+from tokenring.schedule.ir import PARTIALS, REQUESTS  # noqa: E402
+
+Report = Callable[[str, bool, str], None]  # what was looked at, whether it is as it must be, and what was found
+MOVED_BYTES = 64 << 20
+SLOWER_AT_MOST = 1.02
+SM_COPY_BLOCKS = 8  # of a copy as NCCL makes it, by a few thread blocks
+CALLS = 20
+RANKS = (2, 4)
+SECONDS = 120.0  # for each part
+SETTINGS = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def run(report: Report) -> None:
+    """All of it, in processes of their own; what cannot run here is reported, and nothing raises."""
+    if reason := symmetric.unavailable():
+        report("symmetric memory", False, f"not run: {reason}")
+        return
+    for name, check, ranks in PARTS:
+        for world_size in ranks:
+            title = f"{name}, {world_size} ranks on one GPU" if world_size > 1 else name
+            well, found = in_processes(check, world_size)
+            report(title, well, found)
+
+
+def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool, str]:
+    """Whether it went well on all ranks within its time, and what rank 0 says, or the first that fails."""
+    context = mp.get_context("spawn")
+    answers: Any = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (check, world_size, f"{folder}/store", answers)
+        processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
+        before = {name: os.environ.get(name) for name in SETTINGS}
+        os.environ.update(SETTINGS)
+        for each in processes:
+            each.start()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        deadline, heard = time.monotonic() + SECONDS, dict[int, tuple[bool, str]]()
+        while len(heard) < world_size and time.monotonic() < deadline:
+            if not answers.empty():
+                rank, well, text = answers.get()
+                heard[rank] = well, text
+            elif not any(each.is_alive() for each in processes):
+                break
+            else:
+                time.sleep(0.05)
+        for each in processes:
+            each.kill()
+            each.join()
+    failed = [f"rank {rank}: {text}" for rank, (well, text) in sorted(heard.items()) if not well]
+    if silent := [rank for rank in range(world_size) if rank not in heard]:
+        failed.append(f"no answer of ranks {silent} within {SECONDS:g} s")
+    return (False, failed[0]) if failed else (True, heard[0][1])
+
+
+def _rank(rank: int, check: Callable[[int], str], world_size: int, file: str, answers: Any) -> None:
+    try:
+        torch.cuda.set_device(0)
+        store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        answers.put((rank, True, check(rank)))
+    except BaseException:
+        answers.put((rank, False, traceback.format_exc().strip().splitlines()[-1][:300]))
+    os._exit(0)  # a driver that is in trouble must not hold us up
+
+
+def transport(seconds: float = 30.0) -> SymmTransport:
+    assert dist.group.WORLD is not None
+    return SymmTransport(dist.group.WORLD, seconds)
+
+
+# ---------- what must be so
+
+
+def messages(rank: int) -> str:
+    """Both channels, all pairs, places that are used again and again; every byte."""
+    made, size, count = transport(), 1 << 20, 100
+    others = [each for each in range(made.world_size) if each != rank]
+    lines = [(channel, peer) for channel in (REQUESTS, PARTIALS) for peer in others]
+    heap = made.allocate(len(lines) * size)
+    assert heap is not None
+    places = heap[: len(lines) * size].view(len(lines), size)
+    placement = made.place([(peer, channel, place) for (channel, peer), place in zip(lines, places, strict=True)])
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    began = time.perf_counter()
+    for number in range(count):
+        made.begin(placement)
+        data = torch.full((size,), (number + 7 * rank) % 251, dtype=torch.uint8, device="cuda")
+        received = [made.recv(place, peer, channel, "") for (channel, peer), place in zip(lines, places, strict=True)]
+        sent = [made.send(data, peer, channel, "") for channel, peer in lines]
+        for handle in (*received, *sent):
+            handle.wait()
+        for (_, peer), place in zip(lines, places, strict=True):
+            wrong += (place != (number + 7 * peer) % 251).sum()
+    seconds = time.perf_counter() - began
+    assert int(wrong) == 0, f"{int(wrong)} bytes are wrong"
+    made.close()
+    return f"{count * len(lines)} messages of 1 MiB whole; host {seconds / count / len(lines) / 2 * 1e6:.0f} µs a post"
+
+
+def programs(rank: int) -> str:
+    """Both passes over symmetric memory, against one call in float64 on the CPU."""
+    from oracle import allowed, attention64, relative_error
+
+    world = dist.get_world_size()
+    generator, worst = torch.Generator().manual_seed(0), 0.0
+    length = 256 * world
+    q, k, v, dout = (torch.randn(1, length, 4, 64, generator=generator) for _ in range(4))
+    wanted = attention64(q, k, v, dout, allowed(Causal(), length, length))
+    made = transport()
+    for schedule in ("ring", "tokenring", "direct-q", "direct-kv", "ulysses"):
+        with ContextParallel(schedule=schedule, transport=made, kernel="reference") as cp:
+            for _ in range(3):
+                mine = [shard(x, cp).cuda().requires_grad_(at < 3) for at, x in enumerate((q, k, v, dout))]
+                out = attention(mine[0], mine[1], mine[2], cp, Causal())
+                grads = torch.autograd.grad(out, mine[:3], mine[3])
+                pairs = zip((out, *grads), (wanted.out, wanted.dq, wanted.dk, wanted.dv), strict=True)
+                errors = [relative_error(x.detach().cpu(), shard(y, cp)) for x, y in pairs]
+                assert max(errors) < 1e-5, (schedule, errors)
+                worst = max(worst, *errors)
+    made.close()
+    return f"5 schedules, both passes: error {worst:.1e} against float64"
+
+
+def replays(rank: int) -> str:
+    """A captured exchange brings new contents at each replay."""
+    made, size, peer = transport(), 1 << 20, dist.get_world_size() - 1 - rank
+    heap = made.allocate(size)
+    assert heap is not None
+    place, data = heap[:size], torch.zeros(size, dtype=torch.uint8, device="cuda")
+    placement, result = made.place([(peer, REQUESTS, place)]), torch.zeros_like(data)
+
+    def exchange() -> None:
+        made.begin(placement)
+        handles = [made.recv(place, peer, REQUESTS, ""), made.send(data, peer, REQUESTS, "")]
+        for handle in handles:
+            handle.wait()
+        result.copy_(place)
+
+    exchange()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        exchange()
+    for turn in range(10):
+        data.fill_(turn + 20 * rank)
+        graph.replay()
+        assert bool((result == turn + 20 * peer).all()), f"replay {turn}"
+    return "10 replays, each with its own contents"
+
+
+def dies(rank: int) -> str:
+    """Rank 1 goes; rank 0, whose stream waits for it, is told and not left waiting."""
+    made = transport(20.0)
+    heap = made.allocate(1 << 20)
+    assert heap is not None
+    made.begin(made.place([(1 - rank, REQUESTS, heap[: 1 << 20])]))
+    dist.barrier()
+    if rank == 1:
+        return "gone"  # and with it its process
+    began = time.monotonic()
+    made.recv(heap[: 1 << 20], 1, REQUESTS, "kv1").wait()
+    torch.cuda.synchronize()
+    try:
+        made.exchange(b"", "the next call")
+    except PeerLost as error:
+        assert error.rank == 1, error
+        return f"rank 1 named after {time.monotonic() - began:.1f} s"
+    raise AssertionError("nobody was told")
+
+
+# ---------- what is measured
+
+
+def put_and_signal(rank: int) -> str:
+    """A ring's step on the device: put, signal, wait. Processes share the GPU's time, so this is an upper limit."""
+    made, found = transport(), []
+    world, memory = made.world_size, torch.empty(0)
+    for size in (4 << 10, 1 << 20, 16 << 20):
+        heap = made.allocate(2 * size)
+        memory = heap if heap is not None else memory
+        place, data = memory[:size], torch.ones(size, dtype=torch.uint8, device="cuda")
+        before, after = (rank - 1) % world, (rank + 1) % world
+        placement = made.place([(before, REQUESTS, place)])
+        seconds = []
+        for _ in range(CALLS):
+            torch.cuda.synchronize()
+            dist.barrier()
+            began = time.perf_counter()
+            made.begin(placement)
+            handles = [made.recv(place, before, REQUESTS, ""), made.send(data, after, REQUESTS, "")]
+            for handle in handles:
+                handle.wait()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        found.append(f"{size >> 10} KiB {statistics.median(seconds) * 1e6:.0f} µs")
+    made.close()
+    return ", ".join(found)
+
+
+def beside_attention(rank: int) -> str:
+    """How much slower attention is while 64 MB move all the time: by a copy engine, and by a few blocks of SMs."""
+    q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
+    source = torch.ones(MOVED_BYTES, dtype=torch.uint8, device="cuda")
+    target, side = torch.empty_like(source), device_of("cuda").new_stream(high_priority=True)
+    host = torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    alone = beside(attend, lambda: None, side)
+    # Inside one GPU the driver may copy with SMs: only a copy that leaves the device is sure to take an engine.
+    moves: dict[str, Callable[[], object]] = {
+        "copy engine (to the host)": lambda: host.copy_(source, non_blocking=True),
+        "copy inside the GPU": lambda: target.copy_(source),
+    }
+    if importlib.util.find_spec("triton") is not None:
+        from gpu_sm_copy import sm_copy
+
+        moves[f"SM copy, {SM_COPY_BLOCKS} blocks"] = lambda: sm_copy(source, target, SM_COPY_BLOCKS)
+    ratios = {name: beside(attend, move, side) / alone for name, move in moves.items()}
+    text = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+    assert ratios["copy engine (to the host)"] <= SLOWER_AT_MOST, f"attention takes {text} times as long"
+    return f"attention alone {alone * 1e3:.2f} ms; beside a 64 MB move times {text}"
+
+
+def beside(attend: Callable[[], object], move: Callable[[], object], side: Any) -> float:
+    """Median seconds of attention while moves follow each other on a stream of their own."""
+    for _ in range(3):
+        attend()
+    seconds: list[float] = []
+    for _ in range(CALLS):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):
+            for _ in range(8):
+                move()
+        start.record()
+        attend()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
+
+
+PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
+    ("symmetric memory, messages", messages, RANKS),
+    ("symmetric memory, programs", programs, RANKS),
+    ("symmetric memory, a captured exchange", replays, (2,)),
+    ("symmetric memory, a rank that dies", dies, (2,)),
+    ("put, signal and wait", put_and_signal, RANKS),
+    ("attention beside a move", beside_attention, (1,)),
+)
+
+
+def main() -> None:
+    worst = True
+
+    def report(name: str, well: bool, found: str) -> None:
+        nonlocal worst
+        worst = worst and well
+        print(f"{'ok  ' if well else 'FAIL'} {name}: {found}", flush=True)
+
+    run(report)
+    sys.exit(0 if worst else 1)
+
+
+if __name__ == "__main__":
+    main()

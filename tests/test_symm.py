@@ -1,0 +1,295 @@
+"""Transport `symm` between processes without a GPU (symm_ranks): the suite of all transports, programs, failures."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from typing import Any
+
+import pytest
+import symm_ranks
+import test_transports as conformance
+import torch
+import torch.distributed as dist
+from cases import Case, Local, check_exact, compute
+from ranks import Here, RankError, RankPools
+
+from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
+from tokenring.backends import symmetric
+from tokenring.backends.cuda import CudaTransport, choice_here
+from tokenring.backends.nccl import NcclTransport
+from tokenring.backends.registry import make_transport, transport_capabilities
+from tokenring.schedule.ir import PARTIALS, REQUESTS
+
+LIMIT_SECONDS = 1.0
+
+
+# ---------- what every transport must do
+
+
+def conforms(here: Here, what: str, *args: Any) -> Any:
+    symm_ranks.register()
+    return getattr(conformance, what)(here, "told", *args)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "what", "args"),
+    [
+        (2, "in_order", (200,)),
+        (3, "in_order", (40,)),
+        (4, "in_order", (20,)),
+        (2, "one_buffer", (300, 50)),
+        (2, "one_side_first", ("send", 150, 4096)),
+        (2, "one_side_first", ("receive", 150, 4096)),
+        (2, "all_at_once", (8 << 20, False)),
+        (4, "all_at_once", (1 << 20, True)),
+        (2, "channels_apart", (REQUESTS, PARTIALS, 1 << 20)),
+        (2, "channels_apart", (PARTIALS, REQUESTS, 1 << 20)),
+        (2, "out_of_order", (0,)),
+        (2, "out_of_order", (1,)),
+        (4, "exchanged", ()),
+        (2, "exchange_amid_messages", ()),
+        (2, "closed", ()),
+    ],
+)
+def test_conformance(world_size: int, what: str, args: tuple[Any, ...], ranks: RankPools) -> None:
+    ranks(world_size)(conforms, what, *args)
+
+
+def test_different_exchanges(ranks: RankPools) -> None:
+    for text in ranks(3)(conforms, "different_exchanges"):
+        assert re.match(r"ConfigurationError: rank \d exchanges .* the ranks make different calls", text), text
+
+
+@pytest.mark.parametrize("what", ["send", "recv", "exchange"])
+def test_silent_peer(what: str, ranks: RankPools) -> None:
+    """The watch finds it, lets the streams go on, and it is named on every rank."""
+    with ranks.expendable(4) as some:
+        found = some(conforms, "silent", what)
+    for rank, each in enumerate(found):
+        if rank != 2:
+            named_rank, certain, seconds, text = each
+            assert (named_rank, certain) == (2, False) and "timeout_seconds" in text, text
+            assert seconds < LIMIT_SECONDS + 3, (seconds, text)
+
+
+def test_failing_peer(ranks: RankPools) -> None:
+    with ranks.expendable(4) as some:
+        found = some(conforms, "failing")
+    for rank, (named_rank, certain, seconds, text) in enumerate(found):
+        if rank != 1:
+            assert (named_rank, certain) == (1, True) and "ValueError: a kernel found nonsense" in text, text
+            assert seconds < 7, seconds
+
+
+# ---------- programs
+
+
+def computed(here: Here, case: Case, turns: int) -> list[Local]:
+    """Both passes, several times, over one transport."""
+    symm_ranks.register()
+    if "on cpu" not in here.memory:
+        here.memory["on cpu"] = make_transport("on cpu", dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport = here.memory["on cpu"]
+    with ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=transport) as cp:
+        return [compute(cp, case) for _ in range(turns)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "layout", "mask"),
+    [
+        (2, "ring", "zigzag", "causal"),
+        (3, "tokenring", "contiguous", "full"),
+        (4, "direct-q", "zigzag", "causal & documents"),
+        (4, "direct-kv", "striped", "causal"),
+        (4, "ulysses", "zigzag", "causal"),
+        (4, "usp/2", "zigzag", "window to the left"),
+    ],
+)
+def test_programs(world_size: int, schedule: str, layout: str, mask: str, ranks: RankPools) -> None:
+    """Results are as exact as over any transport, in every turn."""
+    case = Case(world_size, schedule, layout, mask, 4, 4, 1, 16, torch.float32, None)
+    turns = zip(*ranks(world_size)(computed, case, 3), strict=True)
+    for parts in turns:
+        check_exact(case.whole(list(parts)), case.reference())
+
+
+# ---------- what it refuses
+
+
+def refusals(here: Here) -> list[str]:
+    symm_ranks.register()
+    transport: Any = make_transport("on cpu", dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    memory, peer = transport.allocate(1 << 12), 1 - here.rank
+    receives = [(peer, REQUESTS, memory[:64]), (peer, PARTIALS, memory[64:96])]
+    placement = transport.place(receives)
+    texts = []
+
+    def refuse(act: Any) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            act()
+        texts.append(str(caught.value))
+
+    refuse(lambda: transport.send(memory[:8], peer, REQUESTS, "step 0, kv0"))
+    transport.begin(placement)
+    refuse(lambda: transport.send(memory[128:136], peer, REQUESTS, "step 0, kv0"))
+    transport.begin(placement)
+    refuse(lambda: transport.recv(memory[64:128], peer, REQUESTS, "step 0, kv1"))
+    transport.begin(placement)
+    refuse(lambda: transport.recv(torch.empty(64, dtype=torch.uint8), peer, REQUESTS, "step 0, kv1"))
+    refuse(lambda: transport.prepare([], torch.device("meta")))
+    refuse(lambda: transport.send(memory[:64].view(8, 8)[:, :4], peer, REQUESTS, "step 0, kv0"))
+    transport.begin(placement)
+    handles = [transport.send(memory[128:192], peer, REQUESTS, "it"), transport.recv(memory[:64], peer, REQUESTS, "it")]
+    refuse(lambda: transport.send(memory[:64], peer, REQUESTS, "more"))
+    for handle in handles:
+        handle.wait()
+    transport.allocate(8 << 20)
+    refuse(lambda: transport.begin(placement))
+    transport.close()
+    refuse(lambda: transport.send(memory[:64], peer, REQUESTS, "more"))
+    transport.close()
+    return texts
+
+
+def test_refusals(ranks: RankPools) -> None:
+    says = (
+        "message 0 with rank 1 on requests has no place", "rank 0 sends 8 bytes, rank 1 expects 64",
+        "was told another place than this", "receives only into memory of its allocate()", "these are on meta",
+        "not contiguous", "message 1 with rank 1 on requests has no place", "bound before the memory grew",
+        "was closed",
+    )  # fmt: skip
+    found = ranks(2)(refusals)[0]
+    assert len(found) == len(says)
+    for text, wanted in zip(found, says, strict=True):
+        assert wanted in text, text
+
+
+def dies(here: Here) -> tuple[int | None, float]:
+    """Rank 1 is gone while rank 0 waits for it on its stream."""
+    symm_ranks.register()
+    transport: Any = make_transport("told", dist.group.WORLD, 30.0)  # type: ignore[arg-type]
+    memory = transport.allocate(4096)
+    dist.barrier()
+    if here.rank == 1:
+        os._exit(7)
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        transport.recv(memory, 1, REQUESTS, "kv1").wait()
+    assert caught.value.certain and "is gone" in str(caught.value)
+    assert caught.value.rank == 1 and time.monotonic() - began < 5.0
+    return caught.value.rank, 0.0
+
+
+def test_a_peer_that_dies_is_named_at_once(ranks: RankPools) -> None:
+    with ranks.expendable(2) as some, pytest.raises(RankError) as caught:
+        some(dies)
+    text = str(caught.value)
+    assert "rank 1: died with exit code 7" in text and "Traceback" not in text, text
+
+
+# ---------- no symmetric memory
+
+
+def broken(here: Here, what: str, at: int) -> str:
+    """One rank fails in one part of the set-up, or is too slow: all say the same, in time, and none hangs."""
+    symm_ranks.register()
+
+    if here.rank == at:
+        symm_ranks.fails(what, "peer access is not supported between these two devices")
+    with pytest.raises(BackendUnavailable) as caught:
+        transport: Any = make_transport("on cpu", dist.group.WORLD, 2.0)  # type: ignore[arg-type]
+        transport.allocate(4096)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["device", "hangs", "meet", "grow"])
+def test_a_set_up_that_fails_somewhere(what: str, ranks: RankPools) -> None:
+    with ranks.expendable(3) as some:
+        texts = some(broken, what, 1)
+    assert len(set(texts)) == 1, texts
+    assert "rank 1: " in texts[0] and "use transport='nccl' or 'auto'" in texts[0]
+    assert ("no answer within 1 s" if what == "hangs" else "peer access is not supported") in texts[0]
+
+
+def goes_on(here: Here, case: Case, what: str, at: int) -> tuple[list[Local], list[str], str, list[str]]:
+    """Auto, where a rank has no symmetric memory, or loses it when a larger heap is wanted."""
+    symm_ranks.register()
+    if here.rank == at:
+        symm_ranks.fails(what, "peer access is not supported between these two devices")
+    heard: list[str] = []
+    logging.getLogger("tokenring").addHandler(Hears(heard))
+    transport: Any = make_transport("auto on cpu", dist.group.WORLD, 5.0)  # type: ignore[arg-type]
+    names, found = [type(transport.now).__name__], []
+    for _ in range(2):
+        with ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=transport) as cp:
+            found.append(compute(cp, case))
+        names.append(type(transport.now).__name__)
+    return found, names, transport.why, heard
+
+
+class Hears(logging.Handler):
+    def __init__(self, heard: list[str]) -> None:
+        super().__init__(logging.INFO)
+        self.heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("", ["OnCpu"] * 3),
+        ("device", ["GlooTransport"] * 3),
+        ("meet", ["GlooTransport"] * 3),
+        ("grow", ["OnCpu", "GlooTransport", "GlooTransport"]),
+    ],
+)
+def test_auto_goes_on(what: str, names: list[str], ranks: RankPools) -> None:
+    """With the two-sided transport, on all ranks, with a reason that is logged; and computes the same."""
+    case = Case(3, "tokenring", "zigzag", "causal", 2, 2, 1, 16, torch.float32, None)
+    with ranks.expendable(3) as some:
+        answers = some(goes_on, case, what, 1)
+    for _, taken, why, heard in answers:
+        assert taken == names, (taken, why)
+        if what:
+            assert "rank 1: " in why and any("peer access is not supported" in each for each in heard), (why, heard)
+    for turn in range(2):
+        check_exact(case.whole([found[turn] for found, *_ in answers]), case.reference())
+
+
+def without_cuda(here: Here, name: str) -> str:
+    with pytest.raises(BackendUnavailable) as caught:
+        make_transport(name, dist.group.WORLD, 5.0)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("symm", "its device fails on rank 0: torch sees no CUDA device here"),
+        ("nccl", "this torch was built without NCCL"),
+        ("cuda", "nothing moves CUDA tensors here: symm: rank 0: torch sees no CUDA device here; nccl: rank 0: this"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda(name: str, says: str, ranks: RankPools) -> None:
+    for text in ranks(2)(without_cuda, name):
+        assert says in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_what_is_said_without_cuda() -> None:
+    assert symmetric.unavailable() == "torch sees no CUDA device here"
+    assert choice_here()[0] is None
+
+
+def test_capabilities() -> None:
+    """Strict order, so that streams may share a queue; what the planner reckons with."""
+    able = transport_capabilities("symm")
+    assert (able.one_sided, able.zero_sm, able.early_receives, able.channels) == (True, True, False, 2)
+    assert transport_capabilities("cuda") == able
+    assert CudaTransport.two_sided is NcclTransport

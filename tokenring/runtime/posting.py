@@ -1,0 +1,61 @@
+"""What transports want to know of a program beside its single messages: where they all go, and which go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from tokenring.backends.base import Grouping, Placing, Transport
+from tokenring.runtime.pool import Views
+from tokenring.schedule.program import Instruction, Pack, Recv, Send
+
+T = TypeVar("T")
+
+
+def placed(transport: Transport | None, views: Views, instructions: Sequence[Instruction]) -> Callable[[], object]:
+    """Tell the ranks where the messages of a program go; gives what is to be called whenever it begins.
+
+    A collective call where the transport is one of these.
+    """
+    if not isinstance(transport, Placing):
+        return lambda: None
+    landings = []
+    for each in instructions:
+        if isinstance(each, Recv):
+            landing = views.landing(each.span)
+            landings.append((each.src, each.channel, views.message(each.span) if landing is None else landing))
+    placement = transport.place(landings)
+    return lambda: transport.begin(placement)
+
+
+def grouped(
+    transport: Transport | None, instructions: Sequence[Instruction], steps: list[Callable[[T], None]]
+) -> list[Callable[[T], None]]:
+    """The steps of instructions, where posts that stand in a row begin to move at the last of them."""
+    if not isinstance(transport, Grouping):
+        return steps
+    made = list(steps)
+    for at in last_posts(instructions):
+        made[at] = _then(made[at], transport.go)
+    return made
+
+
+def last_posts(instructions: Sequence[Instruction]) -> list[int]:
+    """Where rows of posts end that have nothing but copies into what is sent between them."""
+    found: list[int] = []
+    last = None
+    for at, instruction in enumerate([*instructions, None]):
+        if isinstance(instruction, Recv | Send):
+            last = at
+        elif last is not None and not isinstance(instruction, Pack):
+            found.append(last)
+            last = None
+    return found
+
+
+def _then(step: Callable[[T], None], after: Callable[[], Any]) -> Callable[[T], None]:
+    def both(call: T) -> None:
+        step(call)
+        after()
+
+    return both
