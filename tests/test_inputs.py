@@ -29,7 +29,8 @@ ALONE = ContextParallel()
 X = torch.zeros(1, 8, 2, 16)
 
 CHOICE = (
-    "choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, or the `transport` of another ContextParallel"
+    "choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, hccl/collectives, "
+    "or the `transport` of another ContextParallel"
 )
 
 
