@@ -109,11 +109,15 @@ class CollectiveTransport(Transport, Protocol):
         """Post it; never blocks. The same tensor to all; nothing may use it until the wait, as it may be written."""
 
 
+@runtime_checkable
 class ModalTransport(Transport, Protocol):
     """A transport with several ways to divide its messages, each a name of the registry."""
 
     def in_mode(self, name: str) -> Transport:
-        """Another one between the same ranks, of the same control, made when first asked for; closed with this one."""
+        """Another one between the same ranks, of the same control, made when first asked for; closed with this one.
+
+        Itself, where it has no such mode.
+        """
 
 
 class OneSided(Transport, Protocol):

@@ -82,9 +82,12 @@ class HcclTransport(Controlled):
         """Messages between the same ranks divided in another way, as `hccl/pair` does; closed with this one.
 
         All ranks ask together. Its communicators come with its first messages, so that one that is not used has none.
+        What is no mode of this one gives itself.
         """
-        from tokenring.backends.registry import transport_class
+        from tokenring.backends.registry import BOUNDED, transport_class
 
+        if name not in BOUNDED.get(self.name, ()):
+            return self
         if name not in self._modes:
             self._modes[name] = transport_class(name)(self._of, self.control.timeout_seconds, beside=self)
         return self._modes[name]

@@ -60,7 +60,7 @@ def bounded(name: str) -> dict[str, Capabilities]:
 
 
 def modes_of(asked: object, group: ProcessGroup | None, device: torch.device) -> dict[str, Capabilities]:
-    """Those of what "auto" stands for, which plans may take to keep to a limit; none where one was asked for."""
+    """Those of what "auto" stands for, which a plan may take to keep to a limit; none where one was asked for."""
     return bounded(automatic(group, device)) if asked == "auto" and group is not None else {}
 
 

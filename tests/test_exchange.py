@@ -61,7 +61,7 @@ def test_ulysses_is_made_of_them() -> None:
     for mask in (Full(), Causal()):
         schedule = whole("ulysses", 4, mask=mask)
         assert found(schedule, "forward") == [
-            (0, ALL_TO_ALL, "q", EVERYBODY, 1), (0, ALL_TO_ALL, "kv", EVERYBODY, 1),
+            (0, ALL_TO_ALL, "kv", EVERYBODY, 1), (0, ALL_TO_ALL, "q", EVERYBODY, 1),
             (1, ALL_TO_ALL, "q_partial", EVERYBODY, 1),
         ]  # fmt: skip
         assert {kind for _, _, kind, _, _ in found(schedule, "backward")} == {"q", "q_partial", "kv_partial"}
@@ -182,7 +182,7 @@ def alone(program: Program) -> Program:
 
 
 def crossed(program: Program) -> Program:
-    """KV before Q."""
+    """Q before KV."""
     first, second, *_ = program.collectives
     order = list(range(len(program.instructions)))
     places = [[i for i in order if _message(program, i) in each.messages] for each in (first, second)]
@@ -257,7 +257,7 @@ def test_a_group_in_place_of_all_its_pairs() -> None:
 
 
 def test_plans_count_them() -> None:
-    """In the command: one communicator of all ranks, and the same time as with messages of the same queues."""
+    """In the command: one communicator of all ranks; times are those of the same messages in another order."""
     options = ("--topology", "preset:atlas-800t-a2", "--seq", "16k", "--heads", "8", "--mask", "full")
     options = (*options, "--schedules", "ulysses", "--all")
     apart, one = (
@@ -265,7 +265,8 @@ def test_plans_count_them() -> None:
         for name in ("hccl", "hccl/collectives")
     )
     assert (apart["connections"], one["connections"]) == (28, 1)
-    assert one["connection_bytes"] == 400 * MB and one["predicted_seconds"] == pytest.approx(apart["predicted_seconds"])
+    assert one["connection_bytes"] == 400 * MB
+    assert one["predicted_seconds"] == pytest.approx(apart["predicted_seconds"], rel=0.02)
     text = printed(*options, "--transport", "hccl/collectives")
     assert "419 MB are those of 1 communicator of two ranks or of all that exchange" in text
 
@@ -273,7 +274,7 @@ def test_plans_count_them() -> None:
 def test_the_command_shows_exchanges() -> None:
     out = StringIO()
     assert main(["schedule", "ulysses", "--ranks", "4"], out, StringIO()) == 0
-    assert "exchanges step 0, all-to-all of q of ranks 0-3 in 2 parts; step 0, all-to-all of kv of" in out.getvalue()
+    assert "exchanges step 0, all-to-all of kv of ranks 0-3 in 2 parts; step 0, all-to-all of q of" in out.getvalue()
     out = StringIO()
     assert main(["schedule", "ring", "--ranks", "4"], out, StringIO()) == 0
     assert "exchanges" not in out.getvalue()

@@ -126,7 +126,7 @@ def never_waits(program: Program) -> Program:
     ("change", "at", "says"),
     [
         (alone, 1, r"have no connection for it"),
-        (alone, 0, r"for ranks \[1\] in all_to_all \d+ \(step 0, all-to-all of q of ranks 0-2"),
+        (alone, 0, r"for ranks \[1\] in all_to_all \d+ \(step 0, all-to-all of kv of ranks 0-2"),
         (crossed, 1, r'\["all_to_all", "step 0, all-to-all of (q|kv) .* meets rank \d in .*all-to-all of (kv|q) '),
         (gathers_instead, 0, r'"all_to_all", .* meets rank 1 in \["all_gather"'),
         (reads_early, 1, r"reads the buffer of rank 1: all_to_all \d+ \(step 0, all-to-all of"),

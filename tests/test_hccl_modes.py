@@ -87,7 +87,7 @@ def test_a_transport_that_was_asked_for_stays(npus: NpuPools) -> None:
 
 
 def loaded(here: Here, text: str, name: str) -> tuple[str | None, int]:
-    """A plan that was written down says its mode; whoever names a transport gets that one."""
+    """A plan that was written down says its mode of `hccl`; whoever names another gets that one."""
     fresh()
     with context(CASE, None, schedule=Plan.from_json(text), transport=name) as cp:
         _, plan = call(cp, CASE)
@@ -103,7 +103,8 @@ def planned_text(here: Here, limit: int) -> str:
 def test_plans_that_were_saved(npus: NpuPools) -> None:
     text = npus(4)(planned_text, 3 * BUFFER)[0]
     assert npus(4)(loaded, text, "auto") == [("hccl/pair", 2)] * 4
-    assert npus(4)(loaded, text, "hccl") == [("hccl/pair", 4)] * 4
+    assert npus(4)(loaded, text, "hccl") == [("hccl/pair", 2)] * 4
+    assert npus(4)(loaded, text, "hccl/channel") == [("hccl/pair", 4)] * 4
 
 
 def fails(here: Here) -> str:

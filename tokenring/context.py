@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tokenring.backends.base import AttentionKernel, ModalTransport, Transport
+    from tokenring.backends.base import AttentionKernel, Transport
     from tokenring.planner.interconnect import Interconnect
     from tokenring.planner.plan import Plan
     from tokenring.planner.planner import Planner
@@ -220,12 +220,10 @@ class ContextParallel:
 
     def _carrier(self, request: Request) -> Transport | None:
         """What moves the messages of a call: the transport, in the mode that its plan needs."""
-        from tokenring.backends.registry import modes_of
+        from tokenring.backends.base import ModalTransport
 
         transport, mode = self.transport_for(request.device), self.plan(request).transport
-        if transport is None or mode not in modes_of(self._transport, self.group, request.device):
-            return transport
-        return cast("ModalTransport", transport).in_mode(mode)
+        return transport.in_mode(mode) if mode and isinstance(transport, ModalTransport) else transport
 
     def plan(self, request: Request) -> Plan:
         """The schedule for a call, and why: what the ranks agreed on at the first call, else what this rank would take.
