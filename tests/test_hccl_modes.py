@@ -115,7 +115,7 @@ def fails(here: Here) -> str:
     attention(q, k, v, cp, CASE.mask)
     if here.rank == 1:
         executor = cp.executor(make_request(q, k, v, cp, CASE.mask, None), "forward")
-        executor.steps[3] = broken  # type: ignore[call-overload]
+        executor.steps[3] = broken
     else:
         cp.executor(make_request(q, k, v, cp, CASE.mask, None), "forward")
     with pytest.raises((PeerLost, KeyError)) as first:

@@ -88,7 +88,7 @@ def _cut(call: Call, some: list[Data], count: int) -> list[torch.Tensor]:
     """All bytes for or from one rank in so many equal parts; each lies in one message."""
     whole = [data(call) for data in some]
     size = sum(each.numel() for each in whole) // count
-    return [part for each in whole for part in each.split(size)]
+    return [each[start : start + size] for each in whole for start in range(0, each.numel(), size)]
 
 
 def _nothing(call: Call) -> None:
