@@ -24,7 +24,7 @@ from ranks import Here
 from tokenring import Causal, ContextParallel, Full, attention
 from tokenring.schedule.families import FAMILIES, parse
 
-TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair", "hccl/collectives")
+TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
 RANKS = range(2, 9)
 CHUNKS = {"zigzag": 2, "contiguous": 1, "striped": 1}
 FACTORS: dict[str, tuple[Any, ...]] = {
