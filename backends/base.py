@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,9 +19,11 @@ class Capabilities:
     early_receives: the two directions of a pair are matched apart, so receives may be posted
     before sends. channels: how many channels move at once. pair_serial: both directions with one
     peer share one queue in each channel. one_sided: the sender writes into the receiver's slot.
-    zero_sm: moves take no compute units. multicast, collectives: natively offered. connection_bytes: device memory
+    zero_sm: moves take no compute units. multicast: natively offered. connection_bytes: device memory
     that a connection of two ranks takes at each of them, beside the pool: one for each channel (if there are
-    several), and for each direction unless they share a queue.
+    several), and for each direction unless they share a queue. collectives: it is a CollectiveTransport, and exchanges
+    (`schedule.exchange`) go as collectives; not with early receives. group_bytes: what a connection of all ranks of
+    such an exchange takes at each of them.
     """
 
     early_receives: bool
@@ -32,6 +34,7 @@ class Capabilities:
     multicast: bool = False
     collectives: bool = False
     connection_bytes: int = 0
+    group_bytes: int = 0
 
 
 Link = tuple[int, int, str]  # source, destination, channel
@@ -83,6 +86,38 @@ class Transport(Protocol):
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
         """The same for texts of any length, in several exchanges."""
+
+
+class CollectiveTransport(Transport, Protocol):
+    """A transport with collectives of some of its ranks; `sent_bytes` counts what each gives every other one.
+
+    Tensors are given by rank, without one for the rank itself; those of one call have equal sizes and one dtype.
+    `ranks` are in ascending order. Collectives of the same ranks happen in the order in which they are posted.
+    """
+
+    def prepare_groups(self, groups: Iterable[tuple[int, ...]], device: torch.device) -> None:
+        """Connect all ranks of each of these groups, as `prepare` does for links; all ranks call it alike."""
+
+    def all_to_all(
+        self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
+    ) -> Handle:
+        """Post it; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
+
+    def all_gather(
+        self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
+    ) -> Handle:
+        """Post it; never blocks. The same tensor to all; nothing may use it until the wait, as it may be written."""
+
+
+@runtime_checkable
+class ModalTransport(Transport, Protocol):
+    """A transport with several ways to divide its messages, each a name of the registry."""
+
+    def in_mode(self, name: str) -> Transport:
+        """Another one between the same ranks, of the same control, made when first asked for; closed with this one.
+
+        Itself, where it has no such mode.
+        """
 
 
 class OneSided(Transport, Protocol):

@@ -4,7 +4,8 @@ HCCL gives the two ranks of a message a communicator of their own in each proces
 both directions stand in one queue, tags are ignored, and a send is as synchronous as a receive, so that order is
 the match. Different peers and different groups overlap. So requests and partials have groups of their own, and of
 each of them the messages to higher ranks and those to lower ones: no queue then holds both directions. Where the
-communicators' memory is too dear, `hccl/channel` and `hccl/pair` do with half and a quarter of them.
+communicators' memory is too dear, `hccl/channel` and `hccl/pair` do with half and a quarter of them. (With HCCL's own
+collectives: `hccl_collectives`.)
 
 The streams themselves come round-robin from a pool of the device (32, in older builds of torch_npu 8), so that
 communicators may share one: a receive that is posted early would hold up a send to somebody else behind it. So all
@@ -58,16 +59,18 @@ class HcclTransport(Accelerated):
     vendor_says = re.compile(r"hccl|\bERR02\d{3}\b|\bE[IJ]\d{4}\b", re.IGNORECASE)  # torch_npu's and CANN's messages
     capabilities = Capabilities(early_receives=False, channels=2, connection_bytes=CONNECTION_BYTES)
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
-        create = _creator(self.name)
+    def __init__(self, group: ProcessGroup, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
+        """beside: the transport of which this is another mode; they share one control, and what is counted."""
+        self._create, self._of = _creator(self.name), group
         _check_environment(self.name, os.environ)
         check_gloo(self.name)
-        self.control = Control(self.name, group, timeout_seconds)
+        self.control = Control(self.name, group, timeout_seconds) if beside is None else beside.control
         self.rank, self.world_size = self.control.rank, self.control.world_size
-        self.sent_bytes: dict[int, int] = defaultdict(int)
+        self.sent_bytes: dict[int, int] = defaultdict(int) if beside is None else beside.sent_bytes
         self.capabilities = self.capabilities_in(os.environ)
-        self._apart = Apart.where_needed(self.control, group)
-        self._groups = {lane: self._make(create, group, lane) for lane in self._lanes()}
+        self._apart = Apart.where_needed(self.control, group) if beside is None else None
+        self._groups = {lane: self._make(lane, tuple(range(self.world_size))) for lane in self._lanes()}
+        self._modes: dict[str, HcclTransport] = {}
         self._connected: set[tuple[str, int]] = set()  # lane and peer
         self._device: torch.device | None = None  # of the tensors that it moves
 
@@ -76,19 +79,34 @@ class HcclTransport(Accelerated):
         """With buffers as large as this environment asks for."""
         return replace(cls.capabilities, connection_bytes=connection_bytes(environment))
 
-    def _make(self, create: Any, group: ProcessGroup, lane: str) -> Any:
-        """A group of the members of `group` alone, by torch_npu's own constructor.
+    def in_mode(self, name: str) -> HcclTransport:
+        """Messages between the same ranks divided in another way, as `hccl/pair` does; closed with this one.
+
+        All ranks ask together. Its communicators come with its first messages, so that one that is not used has none.
+        What is no mode of this one gives itself.
+        """
+        from tokenring.backends.registry import BOUNDED, transport_class
+
+        if name not in BOUNDED.get(self.name, ()):
+            return self
+        if name not in self._modes:
+            self._modes[name] = transport_class(name)(self._of, self.control.timeout_seconds, beside=self)
+        return self._modes[name]
+
+    def _make(self, lane: str, ranks: tuple[int, ...]) -> Any:
+        """A group of these ranks of the transport's group alone, by torch_npu's own constructor.
 
         Not by dist.new_group: as `apart.connect` says; and it gives a group that is made again the name, and so
         the keys in the store, of the one before.
         """
         options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-        options.store = own_store(self.control, group, lane)
-        options.group_rank, options.group_size = self.rank, self.world_size
+        options.store = own_store(self.control, self._of, f"{self.name}, {lane}")
+        options.group_rank, options.group_size = ranks.index(self.rank), len(ranks)
         options.timeout = timedelta(seconds=watchdog_seconds(os.environ))
         options.group_id = f"tokenring {self.control.name[:8]} {lane}"
-        options.global_ranks_in_group = dist.get_process_group_ranks(group)
-        return create(options, None)
+        everybody = dist.get_process_group_ranks(self._of)
+        options.global_ranks_in_group = [everybody[rank] for rank in ranks]
+        return self._create(options, None)
 
     # ---------- lanes
 
@@ -160,8 +178,12 @@ class HcclTransport(Accelerated):
         return self._groups[lane]
 
     def close(self) -> None:
+        """Give back all groups, and with them their communicators, once no message is on its way."""
+        for mode in self._modes.values():
+            mode.close()
         super().close()
         self._connected.clear()
+        self._modes.clear()
 
 
 class HcclChannelTransport(HcclTransport):
@@ -179,9 +201,9 @@ class HcclPairTransport(HcclTransport):
 
 
 class _Handle:
-    """A message on its way. Its tensor lives until it is waited for: HCCL may use its memory until then."""
+    """A message on its way. What it moves lives until it is waited for: HCCL may use its memory until then."""
 
-    def __init__(self, transport: HcclTransport, work: Any, data: torch.Tensor, peer: int, what: str) -> None:
+    def __init__(self, transport: HcclTransport, work: Any, data: object, peer: int, what: str) -> None:
         self._transport, self._work, self._data, self._peer, self._what = transport, work, data, peer, what
 
     def wait(self) -> None:
@@ -226,9 +248,14 @@ def connection_bytes(environment: Mapping[str, str]) -> int:
 
 
 def _p2p_megabytes(environment: Mapping[str, str]) -> int:
-    given = environment.get("P2P_HCCL_BUFFSIZE", str(P2P_MEGABYTES))
+    return megabytes(environment, "P2P_HCCL_BUFFSIZE", P2P_MEGABYTES)
+
+
+def megabytes(environment: Mapping[str, str], variable: str, unset: int) -> int:
+    """The size of a buffer that a variable says. Raises ConfigurationError."""
+    given = environment.get(variable, str(unset))
     if not given.isascii() or not given.isdigit():
-        raise ConfigurationError(f"P2P_HCCL_BUFFSIZE={given!r}: HCCL reads a number of MB from it")
+        raise ConfigurationError(f"{variable}={given!r}: HCCL reads a number of MB from it")
     return int(given)
 
 

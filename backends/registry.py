@@ -23,10 +23,12 @@ TRANSPORTS = {
     "hccl": "tokenring.backends.hccl:HcclTransport",
     "hccl/channel": "tokenring.backends.hccl:HcclChannelTransport",
     "hccl/pair": "tokenring.backends.hccl:HcclPairTransport",
+    "hccl/collectives": "tokenring.backends.hccl_collectives:HcclCollectivesTransport",
     "cuda": "tokenring.backends.cuda:CudaTransport",
     "symm": "tokenring.backends.symm:SymmTransport",
     "nccl": "tokenring.backends.nccl:NcclTransport",
 }
+BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
 OF_DEVICE = {"npu": "hccl", "cuda": "cuda"}  # what "auto" takes for tensors there
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
@@ -43,11 +45,26 @@ def _load(kind: str, name: str, known: dict[str, str]) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def transport_class(name: str) -> Any:
+    """What makes the transport called `name`, from a group and a time limit."""
+    return _load("transport", name, TRANSPORTS)
+
+
 def transport_capabilities(name: str) -> Capabilities:
     """What the transport called `name` can do, without starting it; with buffers as this environment asks for."""
-    made = _load("transport", "gloo" if name == "auto" else name, TRANSPORTS)
+    made = transport_class("gloo" if name == "auto" else name)
     in_environment = getattr(made, "capabilities_in", None)
     return cast(Capabilities, made.capabilities if in_environment is None else in_environment(os.environ))
+
+
+def bounded(name: str) -> dict[str, Capabilities]:
+    """The modes of a transport that do with fewer connections, most of them first, and what each can do."""
+    return {mode: transport_capabilities(mode) for mode in BOUNDED.get(name, ())}
+
+
+def modes_of(asked: object, group: ProcessGroup | None, device: torch.device) -> dict[str, Capabilities]:
+    """Those of what "auto" stands for, which a plan may take to keep to a limit; none where one was asked for."""
+    return bounded(automatic(group, device)) if asked == "auto" and group is not None else {}
 
 
 def automatic(group: ProcessGroup, device: torch.device | None) -> str:
@@ -71,8 +88,7 @@ def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Tr
         except BackendUnavailable as error:
             LOG.info("transport 'auto' takes gloo: %s", error)
         name = "gloo"
-    made = _load("transport", name, TRANSPORTS)
-    return cast(Transport, made(group, timeout_seconds))
+    return cast(Transport, transport_class(name)(group, timeout_seconds))
 
 
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:

@@ -302,8 +302,8 @@ def test_auto_takes_hccl_for_tensors_on_npus(npus: NpuPools) -> None:
         assert found == ["AutoTransport", "HcclTransport", "HcclTransport", "HcclTransport", "AutoTransport"]
 
 
-def planned(here: Here, limit: int | None) -> tuple[str, int | None, int | None]:
-    """What "auto" chooses on NPUs, and the memory that it reckons with."""
+def planned(here: Here, limit: int | None) -> tuple[str, int | None, int | None, str | None]:
+    """What "auto" chooses on NPUs, the memory that it reckons with, and the mode of the transport that it needs."""
     fresh()
     length = 32 * here.world_size
     q = torch.zeros(1, length // here.world_size, 4, 8, device=NPU)
@@ -312,18 +312,20 @@ def planned(here: Here, limit: int | None) -> tuple[str, int | None, int | None]
         try:
             found = tr.plan(q, q, q, cp)
         except ConfigurationError as error:
-            return str(error), None, None
+            return str(error), None, None, None
         first = found.candidates[0]
-        return found.name, first.connections, first.peak_bytes
+        return found.name, first.connections, first.peak_bytes, found.transport
 
 
 def test_the_planner_reckons_with_communicators(npus: NpuPools) -> None:
     """In a job: they count in peak_bytes, and so in memory_limit_bytes."""
-    name, count, peak = npus(4)(planned, None)[0]
-    assert count is not None and peak is not None and name
+    name, count, peak, mode = npus(4)(planned, None)[0]
+    assert count is not None and peak is not None and name and mode is None
     assert count * BUFFER < peak < (count + 1) * BUFFER
-    text, none, _ = npus(4)(planned, 3 * BUFFER)[0]
-    assert none is None and "no schedule fits in 126 MB a rank" in text and "communicators" in text
+    _, count, peak, mode = npus(4)(planned, 3 * BUFFER)[0]
+    assert mode == "hccl/pair" and count == 2 and peak is not None and 2 * BUFFER < peak < 3 * BUFFER
+    text, none, *_ = npus(4)(planned, BUFFER)[0]
+    assert none is None and "no schedule fits in 41.9 MB a rank" in text and "communicators" in text
 
 
 def again_and_again(here: Here) -> int:

@@ -98,7 +98,7 @@ def test_a_limit_excludes_many_peers_and_names_a_way_out() -> None:
     """What does not fit in four queues a pair may fit in one."""
     limited = (*A2, "--memory-limit", "500M", "--schedules", "direct-q", "--all")
     out, err = StringIO(), StringIO()
-    assert main(["plan", *limited], out, err) == 2
+    assert main(["plan", *limited, "--transport", "hccl"], out, err) == 2
     assert "for 28 communicators" in err.getvalue() and "a transport with fewer communicators" in err.getvalue()
     assert "direct-q" in printed(*limited, "--transport", "hccl/pair")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -227,9 +227,20 @@ def _summary(schedule: Schedule, workload: Workload, options: argparse.Namespace
         ("workload", _workload_text(workload, options.dtype)),
         ("tiles", str(len(schedule.tiles))),
         ("moves", f"{len(moves) - partials} requests, {partials} partials"),
+        *_exchanges(schedule, options),
         ("links", _links_text(schedule.link_bytes(workload, options.direction_of))),
         ("flops", f"busiest rank {busiest}: {_si(flops[busiest])}, idlest rank {idlest}: {_si(flops[idlest])}"),
     ]
+
+
+def _exchanges(schedule: Schedule, options: argparse.Namespace) -> Iterable[tuple[str, str]]:
+    """What transports with collectives move as one operation; nothing is said where there is none."""
+    from tokenring.schedule.exchange import exchanges
+    from tokenring.schedule.storage import storage_of
+
+    found = exchanges(storage_of(schedule), options.direction_of)
+    parts = [each.label + (f" in {each.parts} parts" if each.parts > 1 else "") for each in found]
+    return [("exchanges", "; ".join(parts))] if parts else []
 
 
 def _workload_text(workload: Workload, dtype: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedErro
 from tokenring.groups import process_group
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
-from tokenring.runtime.agreement import Description, agree
+from tokenring.runtime.agreement import Description, agree, named_digest
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Pass, Schedule
@@ -75,7 +74,8 @@ class ContextParallel:
         a Scheme or Schedule of your own, or a Plan. None: what TOKENRING_SCHEDULE says, else "auto".
     topology: what joins the ranks, for "auto": a Topology, or an Interconnect. None: probed at the first call on
         accelerators; on a CPU, what docs/planner.md says is assumed.
-    memory_limit_bytes: of each rank, for buffers and what forward keeps: "auto" chooses what fits.
+    memory_limit_bytes: of each rank, for buffers, connections and what forward keeps: "auto" chooses what fits, over a
+        mode of transport "auto" with fewer connections where that is faster.
     transport: "auto", a name (docs/transports.md), or the `transport` of another ContextParallel of the same group.
     kernel: "auto" or a name.
     pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
@@ -218,6 +218,13 @@ class ContextParallel:
             self._made_here[name] = make_transport(name, self.group, self.timeout_seconds)
         return self._made_here[name]
 
+    def _carrier(self, request: Request) -> Transport | None:
+        """What moves the messages of a call: the transport, in the mode that its plan needs."""
+        from tokenring.backends.base import ModalTransport
+
+        transport, mode = self.transport_for(request.device), self.plan(request).transport
+        return transport.in_mode(mode) if mode and isinstance(transport, ModalTransport) else transport
+
     def plan(self, request: Request) -> Plan:
         """The schedule for a call, and why: what the ranks agreed on at the first call, else what this rank would take.
 
@@ -285,6 +292,7 @@ class ContextParallel:
         return make_kernel(self.kernel_name, device)
 
     def _make_plan(self, request: Request) -> Plan:
+        from tokenring.backends.registry import modes_of
         from tokenring.planner.pieces import named_schedule
         from tokenring.planner.plan import Plan
 
@@ -298,13 +306,15 @@ class ContextParallel:
             return Plan(build(asked, q_layout, kv_layout, mask).verify(), size, "the scheme that was given", ())
         if isinstance(asked, Plan):
             check_made_for(asked.schedule, q_layout, kv_layout, mask)
-            return Plan(asked.schedule.verify(), size, f"the plan that was given: {asked.reason}", asked.candidates)
+            reason = f"the plan that was given: {asked.reason}"
+            return Plan(asked.schedule.verify(), size, reason, asked.candidates, asked.transport)
         if not self._plans:
             made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
             return Plan(made, size, f"asked for by name: {asked}", ())
         transport = self.transport_for(request.device)
         able = None if transport is None else transport.capabilities
-        found = self._planner.plan(request, (q_layout, kv_layout), self.kernel(request.device), able)
+        kernel, modes = self.kernel(request.device), modes_of(self._transport, self.group, request.device)
+        found = self._planner.plan(request, (q_layout, kv_layout), kernel, able, modes)
         why = getattr(transport, "why", "")  # of those that are chosen among several
         return replace(found, reason=f"{found.reason}; {why}") if why else found
 
@@ -334,9 +344,10 @@ class ContextParallel:
         self._agreed[request] = agreed
 
     def _make_executor(self, request: Request, direction: Pass) -> Executor:
+        from tokenring.runtime.collective import connect
         from tokenring.runtime.executor import Executor
         from tokenring.schedule.lower import lower
-        from tokenring.schedule.measure import links
+        from tokenring.schedule.measure import contacts
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
         if reason := kernel.supports(request.workload.head_dim, request.workload.dtype):
@@ -344,11 +355,12 @@ class ContextParallel:
                 f"kernel {kernel.name!r} cannot compute this call: {reason}; "
                 f"choose another, as in ContextParallel(kernel='reference')"
             )
-        transport = self.transport_for(request.device)
-        early = transport is None or transport.capabilities.early_receives
+        transport = self._carrier(request)
+        able = None if transport is None else transport.capabilities
+        ways = (True, False) if able is None else (able.early_receives, able.collectives)
         if transport is not None:
-            transport.prepare(links(schedule, (direction,)), request.device)
-        program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, early)
+            connect(transport, contacts(schedule, transport.capabilities, (direction,)), request.device)
+        program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, *ways)
         pool = self.pool(request.device)
         with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
             return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
@@ -363,7 +375,7 @@ class ContextParallel:
                 "scale": repr(request.scale),
                 "gradients enabled": request.training,
                 "device": request.device.type,
-                "layout": self.layout if isinstance(self.layout, str) else _named_digest(self.layout),
+                "layout": self.layout if isinstance(self.layout, str) else named_digest(self.layout),
                 "schedule": self._schedule_text(request),
                 "pieces": self.pieces,
             }
@@ -375,16 +387,10 @@ class ContextParallel:
         if isinstance(self.schedule, str):
             return self.schedule
         if isinstance(self.schedule, Schedule):
-            return _named_digest(self.schedule)
+            return named_digest(self.schedule)
         if isinstance(self.schedule, Plan):
-            return _named_digest(self.schedule.schedule)
+            return f"{named_digest(self.schedule.schedule)} over {self.schedule.transport or 'any transport'}"
         try:  # a Scheme's functions print differently in each process; what they make does not
-            return _named_digest(self.plan(request).schedule)
+            return named_digest(self.plan(request).schedule)
         except TokenRingError as error:
             return f"{self.schedule.name!r}, which cannot be used: {error}"
-
-
-def _named_digest(some: Layout | Schedule) -> str:
-    """A name, and what tells apart those that share it."""
-    text = some.to_json() if isinstance(some, Schedule) else repr(some)
-    return f"{some.name!r} ({hashlib.sha256(text.encode()).hexdigest()[:16]})"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from ascend.device import NpuTensor, raw
-from ascend.hccl_ledger import MEGABYTE, HcclError, InUse, extent, ledger, limits
+from ascend.hccl_ledger import MEGABYTE, HcclError, InUse, NotedCollective, extent, label, ledger, limits
 from ascend.hccl_streams import (
     Batch,
     Entry,
@@ -125,7 +125,12 @@ class Collective:
         self.inputs, self.outputs = [raw(x) for x in inputs], [raw(x) for x in outputs]
         self.before = [x.clone() for x in self.inputs]
         self.made = [torch.empty_like(x) for x in self.outputs]
-        self.name = f"{what} {self.number} of group {group.group_id}"
+        self.label = label.get()
+        self.name = f"{what} {self.number} ({self.label or 'no label'}; group {group.group_id})"
+        self.missing_ranks: list[int] = []
+        given = sum(x.numel() * x.element_size() for x in self.inputs)
+        others = group.size() - 1 if what == "all_gather" else 1
+        ledger.collectives.append(NotedCollective(group.group_id, what, group.size(), given * others, self.label))
         by = f"rank {group.rank()}: {self.name}"
         for x in self.inputs:
             ledger.check_read(x, by)
@@ -142,8 +147,19 @@ class Collective:
         return f"collective {self.number}/{rank}"
 
     def _described(self) -> str:
-        sizes = [(x.numel(), str(x.dtype)) for x in (*self.inputs, *self.outputs)]
-        return json.dumps([self.what, sizes] if self.what != "all_to_all" else [self.what])
+        given, taken = ([[x.numel(), str(x.dtype)] for x in some] for some in (self.inputs, self.outputs))
+        return json.dumps([self.what, self.label, given, taken])
+
+    def _fits(self, rank: int, theirs: str) -> bool:
+        """HCCL knows no labels: where they differ, the ranks exchange something else than they think."""
+        me = self.group.rank()
+        what, name, given, taken = json.loads(self._described())
+        other, their_name, their_given, their_taken = json.loads(theirs)
+        if (what, name) != (other, their_name):
+            return False
+        if what == "all_to_all":  # other sizes for each pair, the same at its two ends
+            return bool(given[rank] == their_taken[me] and taken[rank] == their_given[me])
+        return bool((given, taken) == (their_given, their_taken))
 
     def tell(self, mail: Mail) -> None:
         mail.store.set(self._key(self.group.rank()), self._described())
@@ -153,16 +169,19 @@ class Collective:
             return
         for rank in range(self.group.size()):
             theirs = mail.store.get(self._key(rank)).decode()
-            if theirs != self._described():
+            if not self._fits(rank, theirs):
                 raise HcclError(f"rank {self.group.rank()} in {self._described()} meets rank {rank} in {theirs}")
         self.run(self.group.gloo(), self.before, self.made).wait()
         self.done = True
 
     def await_any(self, mail: Mail, seconds: float) -> bool:
-        return mail.await_keys([self._key(rank) for rank in range(self.group.size())], seconds)
+        came = mail.await_keys([self._key(rank) for rank in range(self.group.size())], seconds)
+        if not came:
+            self.missing_ranks = [r for r in range(self.group.size()) if not mail.await_keys([self._key(r)], 0.0)]
+        return came
 
     def missing(self) -> str:
-        return f"rank {self.group.rank()} waited {limits.execute:g} s for all ranks in {self.name}"
+        return f"rank {self.group.rank()} waited {limits.execute:g} s for ranks {self.missing_ranks} in {self.name}"
 
     def finish(self) -> None:
         for use in self.uses:
@@ -188,6 +207,7 @@ class HcclGroup(dist.ProcessGroup):
         self._pairs: dict[int, PairStream] = {}
         self._all: GroupStream | None = None
         self._gloo: Any = None
+        self._met = False  # all ranks, in the communicator of the group
         self._batch: list[Transfer] | None = None
         self.p2p_bytes = 2 * MEGABYTE * int(os.environ.get("P2P_HCCL_BUFFSIZE", P2P_MEGABYTES))
         self.group_bytes = 2 * MEGABYTE * int(os.environ.get("HCCL_BUFFSIZE", GROUP_MEGABYTES))
@@ -264,7 +284,7 @@ class HcclGroup(dist.ProcessGroup):
             self._all = GroupStream(self._store, self.rank(), self.group_id, self.group_bytes)
         stream = self._all
         stream.put(entry)
-        return HcclWork(f"rank {self.rank()}'s {name}", partial(stream.finish, entry))
+        return HcclWork(f"rank {self.rank()}'s {name}", partial(stream.queue.finish, entry))
 
     def gloo(self) -> Any:
         """What carries collectives here. All ranks get to it together."""
@@ -278,8 +298,25 @@ class HcclGroup(dist.ProcessGroup):
         HcclWork.raise_late()
         for each in (*inputs, *outputs):
             self._checked(each, what)
+        self._meet(what)
         made = Collective(self, what, inputs, outputs, run)
         return self._in_turn(made, made.name)
+
+    def _meet(self, what: str) -> None:
+        """The first collective blocks until all ranks come to make the communicator. Raises HcclError at the limit."""
+        if self._met:
+            return
+        self._met = True
+        keys = [f"all here {rank}" for rank in range(self.size())]
+        self._store.set(keys[self.rank()], "1")
+        try:
+            self._store.wait(keys, timedelta(seconds=limits.connect))
+        except dist.DistStoreError:
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise HcclError(
+                f"HCCL_CONNECT_TIMEOUT: rank {self.rank()} made the communicator of group {self.group_id} for "
+                f"{label.get() or what}, but ranks {absent} did not within {limits.connect:g} s"
+            ) from None
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:  # type: ignore[override]
         def run(gloo: Any, given: list[torch.Tensor], into: list[torch.Tensor]) -> Any:

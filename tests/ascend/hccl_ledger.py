@@ -57,6 +57,16 @@ class Noted(NamedTuple):
     label: str
 
 
+class NotedCollective(NamedTuple):
+    """A collective that this rank has begun; nbytes: of all that it gives the others."""
+
+    group: str
+    what: str
+    ranks: int
+    nbytes: int
+    label: str
+
+
 @dataclass
 class InUse:
     """Memory that a message reads ("send") or writes ("recv") from its post to its wait."""
@@ -73,6 +83,7 @@ class Ledger:
 
     communicators: list[Communicator] = field(default_factory=list)
     messages: list[Noted] = field(default_factory=list)
+    collectives: list[NotedCollective] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # messages that nobody waited for
     in_use: list[InUse] = field(default_factory=list)
     running: dict[str, str] = field(default_factory=dict)  # group → its last message since the device was waited for
@@ -81,6 +92,7 @@ class Ledger:
     def clear(self) -> None:
         """Forget messages; communicators stay."""
         self.messages.clear()
+        self.collectives.clear()
         self.dropped.clear()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,11 @@ from ascend.hccl_watch import watch
 from tokenring import ContextParallel, attention, shard
 from tokenring.backends.base import Handle, Transport
 from tokenring.backends.hccl import HcclTransport
+from tokenring.backends.hccl_collectives import HcclCollectivesTransport
 from tokenring.schedule.program import Program
 
 Change = Callable[[Program], Program]
+Tensors = Mapping[int, torch.Tensor]
 
 
 def fresh(seconds: float = 20.0) -> None:
@@ -46,11 +48,25 @@ class Labelled(HcclTransport):
             return super().recv(data, src, channel, label)
 
 
+class LabelledCollectives(Labelled, HcclCollectivesTransport):
+    """The same for collectives."""
+
+    def all_to_all(self, sends: Tensors, recvs: Tensors, ranks: tuple[int, ...], label: str) -> Handle:
+        with labelled(label):
+            return super().all_to_all(sends, recvs, ranks, label)
+
+    def all_gather(self, data: torch.Tensor, recvs: Tensors, ranks: tuple[int, ...], label: str) -> Handle:
+        with labelled(label):
+            return super().all_gather(data, recvs, ranks, label)
+
+
 def labelled_transport(name: str, group: Any, seconds: float) -> Transport:
     """The transport of that name, with labels."""
-    from tokenring.backends.registry import TRANSPORTS, _load
+    from tokenring.backends.registry import transport_class
 
-    made = _load("transport", name, TRANSPORTS)
+    made = transport_class(name)
+    if made is HcclCollectivesTransport:
+        return LabelledCollectives(group, seconds)
     return type("Labelled", (Labelled, made), {})(group, seconds)  # type: ignore[no-any-return]
 
 

@@ -303,10 +303,12 @@ class Stream:
 
 
 class GroupStream(Stream):
-    """The communicator of a whole group: one queue for everything with all peers."""
+    """The communicator of a whole group: one queue for everything with all peers, or what else shares its stream."""
 
     def __init__(self, store: Any, rank: int, group: str, nbytes: int) -> None:
         super().__init__()
+        shared = shared_stream()
+        self.queue: Stream = self if shared is None else shared
         self.mail = Mail(store, rank, "all")
         ledger.communicators.append(Communicator(group, "all", nbytes))
 
@@ -314,7 +316,7 @@ class GroupStream(Stream):
         if isinstance(entry, Batch):
             for transfer in entry.transfers:
                 self.mail.number(transfer, batched=len(entry.transfers) > 1)
-        self.post(entry, self.mail)
+        self.queue.post(entry, self.mail)
 
 
 pool: list[Stream] = []  # of this rank, filled as communicators of pairs ask for them
@@ -324,7 +326,7 @@ def shared_stream() -> Stream | None:
     """The next one of the pool; None: every communicator has a stream of its own."""
     if limits.streams is None:
         return None
-    at = sum(each.peers != "all" for each in ledger.communicators) % limits.streams
+    at = len(ledger.communicators) % limits.streams
     while len(pool) <= at:
         pool.append(Stream())
     return pool[at]

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from tokenring.arguments import check_name
-from tokenring.backends.base import Capabilities
-from tokenring.backends.registry import TRANSPORTS, kernel_for_planning, transport_capabilities
+from tokenring.backends.registry import TRANSPORTS, bounded, kernel_for_planning, transport_capabilities
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
 from tokenring.mask import parse_mask
@@ -67,7 +66,8 @@ def ask(options: argparse.Namespace) -> Asked:
     """The options as a call. Raises ConfigurationError for what cannot be planned."""
     dtype = DTYPES[options.dtype]
     net, machine = where(options.topology, dtype, options)
-    able = _transport(options.transport, machine)
+    transport = _transport(options.transport, machine)
+    able = IDEAL if transport is None else transport_capabilities(transport)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     length = read_size("--seq", options.seq)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
@@ -81,15 +81,16 @@ def ask(options: argparse.Namespace) -> Asked:
     setting = Setting(heads, net, machine.over(able), passes, kernel_for_planning().supports_patch, able)
     limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
     families = tuple(options.schedules.split(",")) if options.schedules else ()
-    return Asked(Call(setting, layout, layout, mask, families, limit, options.all), options.topology, options.tp)
+    modes = {} if options.transport not in (None, "auto") or transport is None else bounded(transport)
+    call = Call(setting, layout, layout, mask, families, limit, options.all, modes)
+    return Asked(call, options.topology, options.tp)
 
 
-def _transport(asked: str | None, machine: Machine) -> Capabilities:
-    """Of the transport that was asked for, else of the one that such devices have."""
+def _transport(asked: str | None, machine: Machine) -> str | None:
+    """The transport that was asked for, else the one that such devices have; None: nothing is known of it."""
     if asked is not None:
         check_name("transport", asked, TRANSPORTS, "")
-    name = machine.transport if asked in (None, "auto") else asked
-    return IDEAL if name is None else transport_capabilities(name)
+    return machine.transport if asked in (None, "auto") else asked
 
 
 def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[Interconnect, Machine]:

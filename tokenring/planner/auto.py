@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.large import forecast, has_equal_hosts, is_large, promising
+from tokenring.planner.modes import over, within_limit
 from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
 from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
@@ -30,7 +32,10 @@ PIECES = (2, 4)
 
 @dataclass(frozen=True)
 class Call:
-    """What is planned for: an attention call, and where it runs."""
+    """What is planned for: an attention call, and where it runs.
+
+    modes: of the transport, those with fewer connections that may be taken to keep to the limit.
+    """
 
     setting: Setting
     q_layout: Layout
@@ -39,6 +44,11 @@ class Call:
     families: tuple[str, ...] = ()  # restrict the choice to these; names of members, too
     memory_limit_bytes: int | None = None
     everything: bool = False  # simulate also what cannot win
+    modes: Mapping[str, Capabilities] = field(default_factory=dict)
+
+    def in_mode(self, name: str | None) -> Call:
+        """The same over one of the modes; None: as it is."""
+        return self if name is None else replace(self, setting=over(self.setting, self.modes[name]), modes={})
 
 
 def plan_call(call: Call) -> Plan:
@@ -47,9 +57,18 @@ def plan_call(call: Call) -> Plan:
     First every member of every family in whole blocks, then the best of them in pieces and with part of the local
     tile kept for last. The same input gives the same plan, everywhere.
     """
+    return within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
+
+
+def _limited(call: Call) -> tuple[Setting, int | None, Mapping[str, Capabilities]]:
+    return call.setting, call.memory_limit_bytes, call.modes
+
+
+def _plan(call: Call) -> Plan:
+    """Over one transport."""
     setting, limit = call.setting, call.memory_limit_bytes
     if is_large(setting.interconnect, EXACT_RANKS):
-        found = forecast_call(call)
+        found = _forecast(call)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
     first = _first_round(call)
     names = [each.name for each in first.judged if each.prediction is not None]
@@ -86,6 +105,10 @@ def plan_or_forecast(call: Call) -> Plan | Forecast:
 
 def forecast_call(call: Call) -> Forecast:
     """The same for worlds of many equal hosts, without making a schedule. Raises ConfigurationError."""
+    return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
+
+
+def _forecast(call: Call) -> Forecast:
     return forecast(
         first_names(call), call.setting, _visible_share(call), call_bound(call), call.memory_limit_bytes
     )

@@ -12,7 +12,7 @@ import sys
 from tokenring.console import Console, Parser, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
-from tokenring.planner.auto import call_bound, make, plan_or_forecast
+from tokenring.planner.auto import Call, call_bound, make, plan_or_forecast
 from tokenring.planner.predict import predict
 from tokenring.planner.report import explained, table
 from tokenring.planner.sweep import sweep, sweep_svg, sweep_table
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if options.save is not None:
         write_file(options.save, plan.to_json())
     if options.timeline is not None:
-        _timeline(options.timeline, plan.candidates[0].name, asked)
+        _timeline(options.timeline, plan.candidates[0].name, asked.call.in_mode(plan.transport))
     return 0
 
 
@@ -50,13 +50,13 @@ def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int
     prediction = predict(schedule, asked.call.setting, record=True)
     console.say(explained(options.explain, schedule, prediction, asked, call_bound(asked.call)))
     if options.timeline is not None:
-        _timeline(options.timeline, options.explain, asked)
+        _timeline(options.timeline, options.explain, asked.call)
     return 0
 
 
-def _timeline(path: str, name: str, asked: Asked) -> None:
-    prediction = predict(make(asked.call, name), asked.call.setting, record=True)
-    write_file(path, drawn(path, timeline(name, asked.call.setting, prediction)))
+def _timeline(path: str, name: str, call: Call) -> None:
+    prediction = predict(make(call, name), call.setting, record=True)
+    write_file(path, drawn(path, timeline(name, call.setting, prediction)))
 
 
 def _sweep(options: argparse.Namespace, console: Console) -> int:
@@ -95,7 +95,8 @@ def _parser() -> Parser:
     add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator of the topology)")
     add("--tp", type=int, default=1, metavar="N", help="neighbours that share the heads by tensor parallelism (1)")
     add("--schedules", metavar="NAMES", help="only these families or schedules, separated by commas")
-    add("--memory-limit", metavar="N", help="bytes a rank for buffers and what forward keeps, such as 8G")
+    add("--memory-limit", metavar="N",
+        help="bytes a rank for buffers, communicators and what forward keeps, such as 8G")  # fmt: skip
     add("--device", metavar="NAME", help="reckon with this device's figures (docs/presets.md)")
     add("--tflops", type=float, metavar="N", help="reckon with this rate of attention, whatever the device")
     add("--rates", metavar="FILE", help="reckon with a table that `tokenring rates` made")

@@ -25,7 +25,7 @@ from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.registry import check_heads, parse
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.lower import lower
-from tokenring.schedule.measure import held, kept_bytes, links, program_bytes
+from tokenring.schedule.measure import Contacts, held, kept_bytes, links, program_bytes
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 2  # times the time of the best so far
@@ -236,7 +236,8 @@ class _World:
         loads = outcome.wire_bytes
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
         wire_bytes = 0.0 if slowest is None else loads[slowest]
-        needs = held(links(schedule, self.setting.passes), self.setting.able, pools)
+        # Without collectives: an exchange is more than one host shows.
+        needs = held(Contacts(frozenset(links(schedule, self.setting.passes))), self.setting.able, pools)
         return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, *needs)
 
 

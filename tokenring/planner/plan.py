@@ -43,12 +43,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen schedule, why, and what else there was, best first."""
+    """The chosen schedule, why, and what else there was, best first.
+
+    transport: the mode of the transport that it needs to keep to a memory limit; None: as it is.
+    """
 
     schedule: Schedule
     workload: Workload
     reason: str
     candidates: tuple[Candidate, ...] = ()
+    transport: str | None = None
 
     @property
     def name(self) -> str:
@@ -92,12 +96,14 @@ class Plan:
         try:
             workload = Workload(**found["workload"] | {"dtype": _dtype(found["workload"]["dtype"])})
             candidates = tuple(_candidate(each) for each in found["candidates"])
-            reason = str(found["reason"])
+            reason, transport = str(found["reason"]), found.get("transport")
         except (KeyError, TypeError) as error:
             raise ConfigurationError(
                 f"the plan is not whole ({type(error).__name__}: {error}): write it again with Plan.save"
             ) from None
-        return Plan(Schedule.from_json(json.dumps(found["schedule"])), workload, reason, candidates)
+        if transport is not None and not isinstance(transport, str):
+            raise ConfigurationError(f"the plan's transport is {transport!r}: a name, or null")
+        return Plan(Schedule.from_json(json.dumps(found["schedule"])), workload, reason, candidates, transport)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ class Forecast:
     workload: Workload
     reason: str
     candidates: tuple[Candidate, ...]
+    transport: str | None = None  # as of a plan
 
     def to_json(self) -> str:
         """As of a plan, but for its schedule, which is null."""
@@ -120,6 +127,7 @@ def _document(found: Plan | Forecast, schedule: object) -> str:
         "version": VERSION,
         "name": found.name,
         "reason": found.reason,
+        "transport": found.transport,
         "workload": asdict(found.workload) | {"dtype": str(found.workload.dtype).removeprefix("torch.")},
         "candidates": [asdict(each) for each in found.candidates],
         "schedule": schedule,

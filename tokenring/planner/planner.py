@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -94,13 +94,21 @@ class Planner:
         return interconnect_of(given), given
 
     def plan(
-        self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
+        self,
+        request: Request,
+        layouts: tuple[Layout, Layout],
+        kernel: AttentionKernel,
+        able: Capabilities | None,
+        modes: Mapping[str, Capabilities] | None = None,
     ) -> Plan:
-        """The fastest schedule for a call. Raises ConfigurationError where nothing fits."""
+        """The fastest schedule for a call, over one of these modes of the transport where the limit asks for it.
+
+        Raises ConfigurationError where nothing fits.
+        """
         if self.world_size == 1:
             made = make_schedule(self.families[0] if self.families else "ring", *layouts, request.mask)
             return Plan(made, request.workload, "nothing has to move")
-        return plan_call(self._call(request, layouts, kernel, able))
+        return plan_call(replace(self._call(request, layouts, kernel, able), modes=modes or {}))
 
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
@@ -164,7 +172,7 @@ class Planner:
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
         said = {"name": plan.name, "order": order_of(call), "reason": plan.reason, "candidates": candidates}
-        return json.dumps(said).encode()
+        return json.dumps(said | {"transport": plan.transport}).encode()
 
     def understood(
         self, said: bytes, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel
@@ -176,7 +184,7 @@ class Planner:
         candidates = tuple(Candidate(**each) for each in found["candidates"])
         # In rank 0's order: another rank, which may have been given other figures, could think another one good.
         made = make_in_order(self._call(request, layouts, kernel, None), found["name"], found["order"])
-        return Plan(made, request.workload, found["reason"], candidates)
+        return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 
 def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype) -> tuple[Machine, str | None]:

@@ -14,7 +14,7 @@ from tokenring.planner.simulate import Outcome, simulate
 from tokenring.schedule.calls import Supports, anything, calls
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.lower import agenda_of, lower_agenda
-from tokenring.schedule.measure import held, kept_bytes, link_bytes, links, program_bytes
+from tokenring.schedule.measure import contacts, held, kept_bytes, link_bytes, program_bytes, staged_bytes
 from tokenring.schedule.storage import Storage, storage_of
 from tokenring.workload import Workload
 
@@ -131,7 +131,7 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
         wire,
         nbytes,
         seconds,
-        *held(links(schedule, setting.passes), setting.able, pools),
+        *held(contacts(schedule, setting.able, setting.passes), setting.able, pools),
         tuple(outcome for outcome, _, _ in made) if record else (),
     )
 
@@ -144,9 +144,10 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     pools = []
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        program = lower_agenda(agenda, workload, setting.early_receives)
+        program = lower_agenda(agenda, workload, setting.early_receives, setting.able.collectives)
         programs.append(costs.operations(program))
         pool = program_bytes(schedule, workload, program, setting.able.one_sided)
+        pool += staged_bytes(schedule, workload, program)
         pools.append(pool + kept_bytes(schedule, workload, program))
     machine = setting.machine
     longest = max(map(kernel_seconds_of, programs))

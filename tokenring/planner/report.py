@@ -24,7 +24,7 @@ def table(plan: Plan | Forecast, asked: Asked, everything: bool = False) -> str:
     shown = simulated if everything else simulated[:SHOWN]
     lines += _aligned([COLUMNS, *map(_row, shown)], [""] + [each.reason for each in shown])
     if shown and shown[0].connections:
-        lines.append(connections_text(shown[0].name, shown[0].connections, shown[0].connection_bytes or 0))
+        lines.append(connections_text(shown[0].name, shown[0].connections, shown[0].connection_bytes or 0, asked))
     hidden = len(simulated) - len(shown)
     if hidden:
         lines.append(f"{hidden} more were simulated and are slower; --all shows them")
@@ -35,9 +35,11 @@ def table(plan: Plan | Forecast, asked: Asked, everything: bool = False) -> str:
     return "\n".join(lines)
 
 
-def connections_text(name: str, connections: int, connection_bytes: int) -> str:
+def connections_text(name: str, connections: int, connection_bytes: int, asked: Asked) -> str:
     """What of a schedule's memory is its connections'."""
-    return f"of the memory of {name}, {mb_text(connection_bytes)} are those of {connections} communicators of two ranks"
+    of = "two ranks or of all that exchange" if asked.call.setting.able.collectives else "two ranks"
+    count = f"{connections} communicator{'s' if connections > 1 else ''}"
+    return f"of the memory of {name}, {mb_text(connection_bytes)} are those of {count} of {of}"
 
 
 def heading(asked: Asked) -> str:
@@ -94,7 +96,7 @@ def explained(name: str, schedule: Schedule, found: Prediction, asked: Asked, bo
     )
     lines.append(f"memory {mb_text(found.peak_bytes)} a rank for buffers and what is kept")
     if found.connection_bytes:
-        lines.append(connections_text(name, found.connections, found.connection_bytes))
+        lines.append(connections_text(name, found.connections, found.connection_bytes, asked))
     for direction, outcome in zip(setting.passes, found.outcomes, strict=True):
         busiest = max(range(schedule.world_size), key=lambda rank: outcome.busy_seconds[rank])
         lines.append(

@@ -81,7 +81,7 @@ def decide(found: Judgement, setting: Setting, bound: Bound | None, memory_limit
     """The plan of the best. Raises ConfigurationError where nothing fits."""
     judged = found.judged
     if not judged or not judged[0].fits(memory_limit_bytes):
-        raise ConfigurationError(_nothing_fits(found, memory_limit_bytes))
+        raise ConfigurationError(_nothing_fits(found, setting, memory_limit_bytes))
     best = judged[0]
     candidates = tuple(_candidate(each, best, bound, memory_limit_bytes) for each in judged)
     if best.seconds > (1 + NOTHING) * min(each.seconds for each in judged if each.fits(memory_limit_bytes)):
@@ -203,8 +203,10 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
     return "; ".join([text, *net.notes])
 
 
-def _nothing_fits(found: Judgement, limit: int | None) -> str:
+def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
     judged, misfits = found.judged, found.misfits
+    fewest = setting.able.pair_serial and setting.able.channels == 1  # one connection for all between two ranks
+    way_out = "" if fewest else ", or a transport with fewer communicators (docs/transports.md)"
     if judged and limit is not None:
         found_all = [each.prediction for each in judged if each.prediction is not None]
         least = min(found_all, key=lambda each: each.peak_bytes)
@@ -212,7 +214,7 @@ def _nothing_fits(found: Judgement, limit: int | None) -> str:
         return (
             f"no schedule fits in {mb_text(limit)} a rank; the smallest needs {mb_text(least.peak_bytes)}"
             f"{connected if least.connection_bytes else ''}: raise the limit, use more ranks or a shorter sequence"
-            f"{', or a transport with fewer communicators (docs/transports.md)' if least.connection_bytes else ''}"
+            f"{way_out if least.connection_bytes else ''}"
         )
     if misfits:
         return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"

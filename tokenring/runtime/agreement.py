@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from tokenring.backends.base import Transport
 from tokenring.errors import ConfigurationError
+from tokenring.layout import Layout
+from tokenring.schedule.ir import Schedule
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,12 @@ class Description:
         """Fields must print alike on all ranks."""
         texts = tuple((name, str(value)) for name, value in fields.items())
         return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest())
+
+
+def named_digest(some: Layout | Schedule) -> str:
+    """A name, and what tells apart those that share it."""
+    text = some.to_json() if isinstance(some, Schedule) else repr(some)
+    return f"{some.name!r} ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def agree(transport: Transport, mine: Description) -> None:

@@ -15,6 +15,7 @@ import torch
 from tokenring.backends.base import AttentionKernel, Handle, PackingKernel, Transport
 from tokenring.backends.devices import device_of
 from tokenring.errors import ConfigurationError
+from tokenring.runtime.collective import Collectives
 from tokenring.runtime.merge import merge_
 from tokenring.runtime.packing import patches, spanned, together
 from tokenring.runtime.pool import Landed, Pool, Views
@@ -153,6 +154,7 @@ class _Binder:
         self.views, self.transport, self.kernel, self.scale, self.forward = views, transport, kernel, scale, forward
         self.program, self.head_range = views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
+        self.collectives = Collectives(self.program, transport)
 
     def bind_all(self, instructions: list[Instruction]) -> list[Step]:
         """A step for each; kernel calls that go together are made at the first of them."""
@@ -187,6 +189,8 @@ class _Binder:
             raise ConfigurationError("this schedule sends messages, but there is no process group to send them in")
         span, message, channel, label = post.span, post.message, post.channel, post.label
         data = self._fixed(span, lambda kept: self.views.message(span, kept))
+        if message in self.collectives:
+            return self.collectives.bind(post, data)
         if isinstance(post, Send):
             to = post.dst
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenring.schedule.agenda import Agenda, incoming_key
 from tokenring.schedule.coverage import Coverage
+from tokenring.schedule.exchange import Exchange
 from tokenring.schedule.ir import Block, Kind
 from tokenring.schedule.payload import Records
 from tokenring.schedule.program import Fill, Instruction, Merge, Result, Slot, Span, Wait
@@ -31,8 +32,9 @@ class Listing:
 class Accumulators:
     """The state of lowering, and the part of it that deals with results: at home and on their way there."""
 
-    def __init__(self, agenda: Agenda, workload: Workload, early: bool) -> None:
-        self.agenda, self.early = agenda, early
+    def __init__(self, agenda: Agenda, workload: Workload, early: bool, together: Sequence[Exchange] = ()) -> None:
+        self.agenda, self.early, self.exchanges = agenda, early, together
+        self.turns = {message: turn for turn, each in enumerate(together) for message in each.messages}
         self.schedule, self.storage, self.half = agenda.schedule, agenda.storage, agenda.half
         self.rank, self.direction = agenda.rank, agenda.direction
         schedule = self.schedule

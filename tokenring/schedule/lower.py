@@ -3,7 +3,8 @@
 Steps are worked off in order: receives are posted first (transports that match messages by pair
 order get both ends' posts in the one total order instead), then requests are sent on, tiles
 computed, partials sent, and partials merged that have had `slack` steps to arrive. Every wait is
-for one message, and stands where its content is needed.
+for one message, and stands where its content is needed. Where a transport has collectives, the messages
+of each exchange (`exchange`) are posted together, before the others of their step.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from tokenring.layout import as_integer
 from tokenring.schedule.accumulators import Accumulators
 from tokenring.schedule.agenda import Agenda, incoming_key
 from tokenring.schedule.calls import Call, Supports, anything
+from tokenring.schedule.exchange import exchanges
 from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Pass, Schedule, Tile
 from tokenring.schedule.payload import check_workload
 from tokenring.schedule.program import (
     OWN,
     Attend,
+    Collective,
     Pack,
     Program,
     Recv,
@@ -40,18 +43,21 @@ def lower(
     workload: Workload,
     supports: Supports = anything,
     early_receives: bool = True,
+    collectives: bool = False,
 ) -> Program:
     """The program of one rank in one pass.
 
     supports: says why the kernel refuses a patch; such patches are cut until it does not.
     early_receives: whether the transport matches the two directions of a pair apart, so that
     receives may be posted before sends; else posts follow the total order of `passes.order`.
+    collectives: whether exchanges go as collectives; not with early receives.
     Raises ConfigurationError for a rank, a pass or a workload that the schedule does not have.
     """
     check_workload(schedule, workload, direction)
     if as_integer(rank) not in range(schedule.world_size):
         raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
-    return lower_agenda(agenda_of(storage_of(schedule), rank, direction, workload, supports), workload, early_receives)
+    agenda = agenda_of(storage_of(schedule), rank, direction, workload, supports)
+    return lower_agenda(agenda, workload, early_receives, collectives)
 
 
 def agenda_of(
@@ -61,9 +67,10 @@ def agenda_of(
     return Agenda(storage, rank, direction, supports, half=workload.dtype != torch.float32)
 
 
-def lower_agenda(agenda: Agenda, workload: Workload, early_receives: bool) -> Program:
+def lower_agenda(agenda: Agenda, workload: Workload, early_receives: bool, collectives: bool = False) -> Program:
     """The program that does it."""
-    return _Lowering(agenda, workload, early_receives).run()
+    together = exchanges(agenda.storage, agenda.direction) if collectives and not early_receives else ()
+    return _Lowering(agenda, workload, early_receives, together).run()
 
 
 class _Lowering(Accumulators):
@@ -80,10 +87,25 @@ class _Lowering(Accumulators):
         self._fill_home()
         return Program(
             self.rank, self.direction, tuple(self.slots.specs), tuple(self.listing.instructions),
-            tuple(self.home.items()), self.scratch_rows, tuple(self.listing.steps),
+            tuple(self.home.items()), self.scratch_rows, tuple(self.listing.steps), self._collectives(),
         )  # fmt: skip
 
+    def _collectives(self) -> tuple[Collective, ...]:
+        numbers = {message: number for number, message in enumerate(self.posted)}
+        return tuple(
+            Collective(
+                each.kind,
+                each.ranks,
+                tuple(sorted(numbers[message] for message in each.messages if message in numbers)),
+                each.parts,
+                each.label,
+            )
+            for each in self.exchanges
+            if self.rank in each.ranks
+        )
+
     def _one_step(self, messages: list[Message], tiles: list[tuple[Tile, list[Call]]]) -> None:
+        messages = sorted(messages, key=lambda message: self.turns.get(message, len(self.exchanges)))
         requests = [message for message in messages if message.channel == REQUESTS]
         partials = [message for message in messages if message.channel == PARTIALS]
         leaving = [message for message in requests if message.src == self.rank]

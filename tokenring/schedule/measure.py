@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from tokenring.schedule.exchange import exchanges
 from tokenring.schedule.ir import PARTIALS, PASSES, Pass, Schedule
 from tokenring.schedule.payload import STATISTIC_BYTES, Records, check_workload
-from tokenring.schedule.program import Program, Recv
+from tokenring.schedule.program import ALL_GATHER, Program, Recv, Send
+from tokenring.schedule.storage import storage_of
 from tokenring.workload import Workload
 
 if TYPE_CHECKING:
@@ -32,6 +34,29 @@ def links(schedule: Schedule, passes: Iterable[Pass] = PASSES) -> set[Link]:
     return {(move.src, move.dst, move.channel) for direction in passes for move in schedule.moves_in(direction)}
 
 
+class Contacts(NamedTuple):
+    """Who meets whom: two ranks for messages, and all ranks of an exchange for collectives."""
+
+    links: frozenset[Link]
+    groups: frozenset[tuple[int, ...]] = frozenset()
+
+
+def contacts(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PASSES) -> Contacts:
+    """What a transport has to connect for these passes: with collectives, no two ranks for what goes as one."""
+    if not able.collectives:
+        return Contacts(frozenset(links(schedule, passes)))
+    storage = storage_of(schedule)
+    found: set[Link] = set()
+    groups: set[tuple[int, ...]] = set()
+    for direction in passes:
+        together = exchanges(storage, direction)
+        groups.update(each.ranks for each in together)
+        apart = {message for rank in range(schedule.world_size) for message in storage.messages(rank, direction)}
+        apart.difference_update(message for each in together for message in each.messages)
+        found.update((message.src, message.dst, message.channel) for message in apart)
+    return Contacts(frozenset(found), frozenset(groups))
+
+
 def connections(some: Iterable[Link], able: Capabilities, rank: int) -> int:
     """How many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL."""
     found = {
@@ -47,18 +72,23 @@ def connections(some: Iterable[Link], able: Capabilities, rank: int) -> int:
 
 
 class Held(NamedTuple):
-    """Of the rank that holds most: bytes with its connections; of the one that has most: connections, their bytes."""
+    """Of the rank that holds most: bytes with its connections; of the one whose connections take most: their number,
+    those of more than two ranks with them, and bytes."""
 
     peak_bytes: int
     connections: int
     connection_bytes: int
 
 
-def held(used: Collection[Link], able: Capabilities, pools: Sequence[int]) -> Held:
-    """used: the links of all passes, since connections stay. pools: of each rank, the bytes of its buffers."""
-    counts = [connections(used, able, rank) for rank in range(len(pools))]
-    peak = max(pool + count * able.connection_bytes for pool, count in zip(pools, counts, strict=True))
-    return Held(peak, max(counts), max(counts) * able.connection_bytes)
+def held(used: Contacts, able: Capabilities, pools: Sequence[int]) -> Held:
+    """used: of all passes, since connections stay. pools: of each rank, the bytes of its buffers."""
+    made = []
+    for rank in range(len(pools)):
+        pairs, groups = connections(used.links, able, rank), sum(rank in ranks for ranks in used.groups)
+        made.append((pairs * able.connection_bytes + groups * able.group_bytes, pairs + groups))
+    peak = max(pool + nbytes for pool, (nbytes, _) in zip(pools, made, strict=True))
+    nbytes, count = max(made)
+    return Held(peak, count, nbytes)
 
 
 def slot_bytes(schedule: Schedule, workload: Workload, program: Program) -> list[int]:
@@ -91,6 +121,26 @@ def program_bytes(schedule: Schedule, workload: Workload, program: Program, one_
     return sum(aligned(sizes[slot]) for slot in slots) + aligned(scratch_bytes(schedule, workload, program))
 
 
+def staged_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+    """Device memory beside the pool into which collectives copy what a rank gives and takes, for the largest of them.
+
+    An all-gather takes the rank's own with the others', and gives what lies in the pool.
+    """
+    if not program.collectives:
+        return 0
+    posts = {each.message: each for each in program.instructions if isinstance(each, Send | Recv)}
+    sizes = slot_bytes(schedule, workload, program)
+    most = 0
+    for each in program.collectives:
+        given, taken = 0, 0
+        for post in (posts[message] for message in each.messages):
+            nbytes = sizes[post.span.slot] // program.slots[post.span.slot].rows * post.span.rows
+            given, taken = given + nbytes * isinstance(post, Send), taken + nbytes * isinstance(post, Recv)
+        own = taken // (len(each.ranks) - 1)
+        most = max(most, taken + (own if each.kind == ALL_GATHER else given))
+    return most
+
+
 def kept_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
     """What forward keeps for backward beside the rank's own tensors."""
     sizes = slot_bytes(schedule, workload, program)
@@ -111,9 +161,15 @@ def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
     able = transport_capabilities(transport)
     supports = kernel_for_planning().supports_patch
     early = able.early_receives
-    programs = (lower(schedule, rank, direction, workload, supports, early) for rank in range(schedule.world_size))
-    pools = [program_bytes(schedule, workload, program, able.one_sided) for program in programs]
-    return held(links(schedule, (direction,)), able, pools).peak_bytes
+    programs = (
+        lower(schedule, rank, direction, workload, supports, early, able.collectives)
+        for rank in range(schedule.world_size)
+    )
+    pools = [
+        program_bytes(schedule, workload, program, able.one_sided) + staged_bytes(schedule, workload, program)
+        for program in programs
+    ]
+    return held(contacts(schedule, able, (direction,)), able, pools).peak_bytes
 
 
 def flops(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[int, int]:

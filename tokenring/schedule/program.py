@@ -9,6 +9,7 @@ from tokenring.region import Patch
 from tokenring.schedule.ir import Kind, Pass
 
 OWN = -1  # "slot" of the rank's own tensors
+ALL_TO_ALL, ALL_GATHER = "all-to-all", "all-gather"
 
 
 class Slot(NamedTuple):
@@ -121,6 +122,20 @@ class Release(NamedTuple):
 Instruction = Pack | Recv | Send | Wait | Attend | Merge | Fill | Release
 
 
+class Collective(NamedTuple):
+    """Messages that a transport moves as one operation of these ranks, in `parts` one after another.
+
+    Their posts stand together in the program of every rank, and it begins with the last of them. `messages` are this
+    rank's; part k is the k-th of equal parts of what it gives each other rank, and takes from it.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    messages: tuple[int, ...]
+    parts: int
+    label: str
+
+
 @dataclass(frozen=True)
 class Program:
     """The instructions of one rank. The result is in slots `home` (by kind) when they have run."""
@@ -132,3 +147,4 @@ class Program:
     home: tuple[tuple[Kind, int], ...]
     scratch_rows: int
     steps: tuple[int, ...]  # the step of each instruction, for messages and traces
+    collectives: tuple[Collective, ...] = ()  # where the transport has any

@@ -1,4 +1,7 @@
-"""Where ranks meet in a replay: their messages in queues, each a blocking rendezvous; and why they wait for ever."""
+"""Where ranks meet in a replay: their messages in queues, each a blocking rendezvous; and why they wait for ever.
+
+Messages of a collective stand in a queue together, and are done when they stand first at all its ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenring.schedule.contents import Rows, Run
-from tokenring.schedule.program import Instruction, Program, Recv, Send
+from tokenring.schedule.program import Collective, Instruction, Program, Recv, Send
 
 Post = Recv | Send
-Key = tuple[tuple[int, int], str]  # of a queue: the pair, in order of rank or of direction, and the channel
+Key = tuple[tuple[int, ...], str]  # of a queue: the pair, in order of rank or of direction, and the channel
 ALL: Key = (-1, -1), ""  # of a rank's only queue
 
 
@@ -35,6 +38,7 @@ class Rank:
         self.held: list[dict[int, Rows]] = [defaultdict(dict) for _ in program.slots]  # slot → head group → rows
         self.carried: dict[int, list[Run]] = {}  # message → what it sends, or what has come by it
         self.home = {slot: kind for kind, slot in program.home}
+        self.together = {message: each for each in program.collectives for message in each.messages}
 
     @property
     def step(self) -> int:
@@ -102,31 +106,76 @@ class Rendezvous:
         if other == rank.rank or not 0 <= other < len(self.ranks):
             raise rank.wrong(f"posts {name_of(post)}, but has no such peer")
         rank.posted[post.message] = post
-        key = self._key(rank.rank, post)
+        together = rank.together.get(post.message)
+        key = self._key(rank.rank, post, together)
         here = self.queues[rank.rank, key]
         here.append(post)
-        if len(here) > 1:
+        if len(here) > 1 and (together is None or rank.together.get(here[0].message) != together):
             return []  # what stands before it has not met its other end either
         met: list[Meeting] = []
         moved = [rank]  # ranks with another message first in this queue
         while moved:
             a = moved.pop()
-            if (here := self.queues[a.rank, key]) and (there := self.queues[peer(here[0]), key]):
-                b = self.ranks[peer(here[0])]
-                if (meeting := self._meet(a, b, here, there)) is not None:
-                    met.append(meeting)
-                    moved += [a, b]
+            found = self._first(a, key)
+            met += found
+            moved += {end.rank: end for each in found for end in (each.sender, each.receiver)}.values()
         return met
 
-    def _key(self, rank: int, post: Post) -> Key:
+    def _first(self, a: Rank, key: Key) -> list[Meeting]:
+        """What meets by the message that stands first in a queue of this rank: all of its collective, or itself."""
+        here = self.queues[a.rank, key]
+        if not here:
+            return []
+        if (together := a.together.get(here[0].message)) is not None:
+            return self._meet_all(a, together, key)
+        there = self.queues[peer(here[0]), key]
+        meeting = self._meet(a, self.ranks[peer(here[0])], here, there) if there else None
+        return [] if meeting is None else [meeting]
+
+    def _meet_all(self, a: Rank, together: Collective, key: Key) -> list[Meeting]:
+        """Nothing, until the same collective stands first at all its ranks, whole."""
+        members = [self.ranks[rank] for rank in together.ranks]
+        if not all(self._has_come(member, together, key) for member in members):
+            return []
+        sends: dict[tuple[int, int, str], Send] = {}
+        recvs: dict[tuple[int, int, str], Recv] = {}
+        for member in members:
+            for _ in self._own(member, together):
+                post = self.queues[member.rank, key].popleft()
+                member.done.add(post.message)
+                if isinstance(post, Send):
+                    sends[member.rank, post.dst, post.label] = post
+                else:
+                    recvs[post.src, member.rank, post.label] = post
+        if lone := sends.keys() ^ recvs.keys():
+            src, dst, label = min(lone)
+            raise a.wrong(f"{together.label}: {label} from rank {src} to rank {dst} has one end only")
+        return [Meeting(self.ranks[ends[0]], sends[ends], self.ranks[ends[1]], recvs[ends]) for ends in sends]
+
+    def _own(self, member: Rank, together: Collective) -> tuple[int, ...]:
+        """The messages that a rank has in a collective; none if it has no such."""
+        same = (each for each in member.program.collectives if each.label == together.label)
+        return next((each.messages for each in same if each.ranks == together.ranks), ())
+
+    def _has_come(self, member: Rank, together: Collective, key: Key) -> bool:
+        own, queue = self._own(member, together), self.queues[member.rank, key]
+        return bool(own) and len(queue) >= len(own) and queue[0].message in own and all(
+            message in member.posted for message in own
+        )
+
+    def _key(self, rank: int, post: Post, together: Collective | None) -> Key:
         if self.how.one_a_rank:
             return ALL
+        if together is not None:
+            return together.ranks, "collectives"
         ends = (post.src, rank) if isinstance(post, Recv) else (rank, post.dst)
         pair = (min(ends), max(ends)) if self.how.one_for_both_directions else ends
         return pair, post.channel if self.how.channels > 1 else ""
 
     def _meet(self, a: Rank, b: Rank, here: deque[Post], there: deque[Post]) -> Meeting | None:
         mine, theirs = here[0], there[0]
+        if theirs.message in b.together:
+            return None  # a collective: its messages meet no others
         if peer(theirs) != a.rank:
             return None  # a rank's one queue: there, a message with someone else comes first
         if type(mine) is type(theirs):
@@ -155,7 +204,7 @@ class Rendezvous:
             if rank.rank in (ranks := [each.rank for each, _ in way]):
                 return self._circle(way[ranks.index(rank.rank) :])
             key = self._blocked(rank)
-            head = self.queues[rank.rank, key][0]
+            head = self._held_up(rank, key)
             other = self.ranks[peer(head)]
             way.append((rank, head))
             if (never := self._never(other, head, rank)) is not None:
@@ -173,7 +222,15 @@ class Rendezvous:
         if self.how.one_a_rank:
             return ALL
         assert rank.waits is not None  # nothing else blocks
-        return self._key(rank.rank, rank.posted[rank.waits])
+        return self._key(rank.rank, rank.posted[rank.waits], rank.together.get(rank.waits))
+
+    def _held_up(self, rank: Rank, key: Key) -> Post:
+        """The message first in a queue; of a collective, the first whose other end is not there."""
+        head = self.queues[rank.rank, key][0]
+        if (together := rank.together.get(head.message)) is None:
+            return head
+        posts = [rank.posted[message] for message in together.messages if message in rank.posted]
+        return next((post for post in posts if not self._has_come(self.ranks[peer(post)], together, key)), head)
 
     def _never(self, rank: Rank, wanted: Post, by: Rank) -> Wrong | None:
         """Whether the rank never posts the other end of what `by` has posted."""

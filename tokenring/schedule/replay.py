@@ -33,6 +33,7 @@ from tokenring.schedule.contents import (
     results,
     tokens_of,
 )
+from tokenring.schedule.exchange import exchanges
 from tokenring.schedule.ir import PASSES, REQUEST_OF, Kind, Schedule, Tile
 from tokenring.schedule.lower import agenda_of, lower_agenda
 from tokenring.schedule.pairs import Pairs, Tally
@@ -57,19 +58,24 @@ Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by hea
 
 
 def replay_schedule(schedule: Schedule) -> None:
-    """Lower both passes for every rank, for both kinds of transport, and replay them.
+    """Lower both passes for every rank, for all kinds of transport, and replay them.
 
-    Programs of the strict kind in one queue a rank for everything: they then run where there are several, too.
+    Programs of the strict kind in one queue a rank for everything: they then run where there are several, too. So do
+    those with collectives, of schedules that have exchanges.
     """
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
     pairs, storage = Pairs(schedule), Storage(schedule)
-    kept: dict[bool, Kept] = {}
+    kinds = [(True, False), (False, False)]  # early receives, collectives
+    if any(exchanges(storage, direction) for direction in PASSES):
+        kinds.append((False, True))
+    kept: dict[tuple[bool, bool], Kept] = {}
     for direction in PASSES:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
-        for early in (True, False):
-            programs = [lower_agenda(agenda, workload, early) for agenda in agendas]
-            kept[early] = replay(schedule, programs, not early, kept.get(early), pairs, one_queue_a_rank=not early)
+        for kind in kinds:
+            early, _ = kind
+            programs = [lower_agenda(agenda, workload, *kind) for agenda in agendas]
+            kept[kind] = replay(schedule, programs, not early, kept.get(kind), pairs, one_queue_a_rank=not early)
 
 
 def replay(

@@ -1,0 +1,297 @@
+"""Exchanges: which moves go as one collective, programs with collectives, and what they connect and hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+import torch
+from families import length_of, make, points
+from programs import lower_all
+from test_planner_hccl import A2, printed
+
+from tokenring import Causal, Full, Mask
+from tokenring.backends.registry import TRANSPORTS, transport_capabilities
+from tokenring.cli import main
+from tokenring.errors import ScheduleError
+from tokenring.schedule.exchange import exchanges
+from tokenring.schedule.ir import PASSES, Pass, Schedule
+from tokenring.schedule.lower import lower
+from tokenring.schedule.measure import contacts, links, peak_bytes, staged_bytes
+from tokenring.schedule.program import ALL_GATHER, ALL_TO_ALL, OWN, Attend, Program, Recv, Send, Wait
+from tokenring.schedule.replay import Kept, replay
+from tokenring.schedule.storage import storage_of
+from tokenring.workload import Workload
+
+Found = list[tuple[int, str, str, tuple[int, ...], int]]
+EVERYBODY = (0, 1, 2, 3)
+MB = 1 << 20
+
+
+def size_of(schedule: Schedule) -> Workload:
+    groups = schedule.head_groups
+    return Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 2, torch.bfloat16)
+
+
+def together(schedule: Schedule, direction: Pass) -> list[Program]:
+    size, ranks = size_of(schedule), range(schedule.world_size)
+    return [lower(schedule, rank, direction, size, early_receives=False, collectives=True) for rank in ranks]
+
+
+def found(schedule: Schedule, direction: Pass) -> Found:
+    some = exchanges(storage_of(schedule), direction)
+    first = [each.messages[0] for each in some]
+    return [
+        (m.step, each.kind, m.kind, each.ranks, each.parts) for each, m in zip(some, first, strict=True)
+    ]  # fmt: skip
+
+
+def whole(name: str, ranks: int, layout: str = "contiguous", mask: Mask | None = None, tokens: int = 16) -> Schedule:
+    """With so many tokens a rank: direct schedules with few of them compute all that has arrived in one tile."""
+    return make(name, ranks, layout, Full() if mask is None else mask, tokens * ranks)
+
+
+# ---------- which there are, by hand
+
+
+def test_ulysses_is_made_of_them() -> None:
+    for mask in (Full(), Causal()):
+        schedule = whole("ulysses", 4, mask=mask)
+        assert found(schedule, "forward") == [
+            (0, ALL_TO_ALL, "kv", EVERYBODY, 1), (0, ALL_TO_ALL, "q", EVERYBODY, 1),
+            (1, ALL_TO_ALL, "q_partial", EVERYBODY, 1),
+        ]  # fmt: skip
+        assert {kind for _, _, kind, _, _ in found(schedule, "backward")} == {"q", "q_partial", "kv_partial"}
+
+
+def test_chunks_that_lie_apart_go_in_parts() -> None:
+    """Zigzag: both chunks of a rank, though the last rank's two are neighbours and would be one message."""
+    schedule = whole("ulysses", 4, "zigzag", Causal())
+    assert {(kind, parts) for _, kind, _, _, parts in found(schedule, "forward")[:2]} == {(ALL_TO_ALL, 2)}
+
+
+def test_the_same_to_all_is_a_gather_and_its_gradients_are_not() -> None:
+    schedule = whole("all-gather-kv", 4)
+    assert found(schedule, "forward") == [(0, ALL_GATHER, "kv", EVERYBODY, 1)]
+    assert [each[1:3] for each in found(schedule, "backward")] == [(ALL_GATHER, "kv"), (ALL_TO_ALL, "kv_partial")]
+
+
+def test_groups_of_some_ranks() -> None:
+    """USP: all-to-all of the heads in each group of neighbours; what goes round the ring between groups stays."""
+    schedule = whole("usp/3", 6)
+    groups = {ranks for _, _, kind, ranks, _ in found(schedule, "forward") if kind == "q"}
+    assert groups == {(0, 1, 2), (3, 4, 5)}
+    apart = contacts(schedule, transport_capabilities("hccl/collectives"), ("forward",))
+    assert apart.groups == groups
+    assert {(src, dst) for src, dst, _ in apart.links} == {(a, (a + 3) % 6) for a in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layout", "mask", "tokens", "why"),
+    [
+        ("ring", 4, "contiguous", Full(), 16, "a rank gives one other"),
+        ("tokenring", 4, "contiguous", Full(), 16, "a rank gives one other"),
+        ("direct-kv", 4, "contiguous", Full(), 512, "tiles begin as blocks arrive"),
+        ("all-gather-kv", 4, "zigzag", Causal(), 16, "the mask leaves some more to give than others"),
+        ("ulysses", 2, "contiguous", Full(), 16, "two ranks"),
+    ],
+)
+def test_none(name: str, ranks: int, layout: str, mask: Mask, tokens: int, why: str) -> None:
+    assert not found(whole(name, ranks, layout, mask, tokens), "forward"), why
+
+
+def test_direct_with_one_tile_for_all_is_a_gather() -> None:
+    """What test_none's direct schedule is with small tiles, which wait for everything."""
+    assert found(whole("direct-kv", 4, tokens=16), "forward")[0][:3] == (0, ALL_GATHER, "kv")
+
+
+def test_memory_that_is_read_before_is_no_operand_of_a_gather() -> None:
+    """The operation may write where the rank's own lies: with a tile that reads it there alone, an all-to-all."""
+    schedule = whole("all-gather-kv", 4)
+    one = next(tile for tile in schedule.tiles if tile.rank == 2)
+    own = tuple(block for block in one.kv if schedule.owner(block) == 2)
+    others = tuple(block for block in one.kv if schedule.owner(block) != 2)
+    tiles = [one._replace(step=0, kv=own), one._replace(kv=others), *(t for t in schedule.tiles if t.rank != 2)]
+    assert found(schedule.replace(tiles=tuple(tiles)), "forward")[0][1] == ALL_GATHER  # read where the caller has it
+    joined = [*tiles[:2], one._replace(step=2, q=one.q, kv=one.kv), *tiles[2:]]
+    assert found(schedule.replace(tiles=tuple(joined)), "forward")[0][1] == ALL_TO_ALL
+
+
+# ---------- programs
+
+
+def check(schedule: Schedule, programs: dict[Pass, list[Program]], **queues: bool) -> None:
+    kept: Kept | None = None
+    for direction in PASSES:
+        kept = replay(schedule, programs[direction], True, kept, **queues)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", range(3, 9))
+def test_programs_of_all_families_are_proved(ranks: int) -> None:
+    """In a queue for each pair and group, and in one a rank; nothing computes between the posts of a collective."""
+    met = set()
+    for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
+        for layout, chunks in (("contiguous", 1), ("zigzag", 2)):
+            schedule = make(point.name, ranks, layout, Full(), length_of(point, chunks, None))
+            programs: dict[Pass, list[Program]] = {way: together(schedule, way) for way in PASSES}
+            if any(program.collectives for some in programs.values() for program in some):
+                met.add(point.family)
+                check(schedule, programs)
+                check(schedule, programs, one_queue_a_rank=True)
+                for program in (each for some in programs.values() for each in some):
+                    check_posts_stand_together(program)
+    heads_divide = {"ulysses"} if ranks not in (5, 7) else set()
+    assert {"all-gather-kv", "direct-kv", "direct-q"} | heads_divide <= met
+
+
+def check_posts_stand_together(program: Program) -> None:
+    for each in program.collectives:
+        at = [i for i in range(len(program.instructions)) if _message(program, i) in each.messages]
+        between = program.instructions[at[0] : at[-1] + 1]
+        waited = {x.message for x in between if isinstance(x, Wait)}
+        others = {x.message for x in between if isinstance(x, Send | Recv)}
+        assert not any(isinstance(x, Attend) for x in between) and not waited & set(each.messages)
+        assert others == set(each.messages)
+
+
+def test_other_transports_have_the_programs_they_had() -> None:
+    schedule = whole("ulysses", 4, "zigzag", Causal())
+    for name in TRANSPORTS:
+        able = transport_capabilities(name)
+        program = lower(
+            schedule, 1, "forward", size_of(schedule), early_receives=able.early_receives, collectives=able.collectives
+        )
+        assert bool(program.collectives) is (name == "hccl/collectives")
+        if not program.collectives:
+            assert program == lower_all(schedule, size_of(schedule), "forward", early_receives=able.early_receives)[1]
+
+
+def test_not_with_early_receives() -> None:
+    schedule = whole("ulysses", 4)
+    assert not lower(schedule, 0, "forward", size_of(schedule), early_receives=True, collectives=True).collectives
+
+
+# ---------- programs that are wrong
+
+
+def alone(program: Program) -> Program:
+    """By messages, where the others have collectives."""
+    return replace(program, collectives=())
+
+
+def crossed(program: Program) -> Program:
+    """Q before KV."""
+    first, second, *_ = program.collectives
+    order = list(range(len(program.instructions)))
+    places = [[i for i in order if _message(program, i) in each.messages] for each in (first, second)]
+    low, high = min(places[0] + places[1]), max(places[0] + places[1]) + 1
+    rest = [i for i in range(low, high) if i not in places[0] and i not in places[1]]
+    order[low:high] = [*rest, *places[1], *places[0]]
+    return replace(
+        program,
+        instructions=tuple(program.instructions[i] for i in order),
+        steps=tuple(program.steps[i] for i in order),
+    )
+
+
+def _message(program: Program, at: int) -> int:
+    post = program.instructions[at]
+    return post.message if isinstance(post, Send | Recv) else -1
+
+
+def reads_early(program: Program) -> Program:
+    """A kernel call before the wait for what it reads."""
+    attend = next(i for i, x in enumerate(program.instructions) if isinstance(x, Attend) and x.kv.slot != OWN)
+    wait = next(i for i, x in enumerate(program.instructions) if isinstance(x, Wait))
+    order = [i for i in range(len(program.instructions)) if i != attend]
+    order.insert(wait, attend)
+    return replace(
+        program,
+        instructions=tuple(program.instructions[i] for i in order),
+        steps=tuple(program.steps[i] for i in order),
+    )
+
+
+@pytest.mark.parametrize("one_queue_a_rank", [True, False])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(alone, "deadlock"), (crossed, "deadlock"), (reads_early, r"rank 2: reads slot \d+ before waiting for receive")],
+)
+def test_replay_refuses(change: object, says: str, one_queue_a_rank: bool) -> None:
+    schedule = whole("ulysses", 4)
+    programs = together(schedule, "forward")
+    programs[2] = change(programs[2])  # type: ignore[operator]
+    with pytest.raises(ScheduleError, match=says):
+        replay(schedule, programs, True, one_queue_a_rank=one_queue_a_rank)
+
+
+def test_verify_replays_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's schedule that has exchanges is proved with collectives, too."""
+    from tokenring.schedule import replay as module
+
+    seen: list[bool] = []
+    whole_replay = module.replay
+
+    def noted(made: Schedule, programs: list[Program], *more: object, **options: object) -> Kept:
+        seen.append(bool(programs[0].collectives))
+        return whole_replay(made, programs, *more, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "replay", noted)
+    whole("all-gather-kv", 3).verify()
+    assert seen == [False, False, True] * 2
+
+
+# ---------- what they connect and hold
+
+
+def test_a_group_in_place_of_all_its_pairs() -> None:
+    """Eight ranks by hand: 7 pairs × both directions × both channels, or one communicator of 400 MB and staging."""
+    schedule = whole("ulysses", 8, tokens=64)
+    size = size_of(schedule)
+    able = transport_capabilities("hccl/collectives")
+    assert contacts(schedule, able).links == frozenset() and contacts(schedule, able).groups == {tuple(range(8))}
+    assert contacts(schedule, transport_capabilities("hccl")).links == links(schedule)
+    apart, bare = peak_bytes(schedule, size, "forward", "hccl"), peak_bytes(schedule, size, "forward")
+    assert apart - bare == 28 * 40 * MB
+    staged = max(staged_bytes(schedule, size, each) for each in together(schedule, "forward"))
+    assert peak_bytes(schedule, size, "forward", "hccl/collectives") - bare == 400 * MB + staged
+    row = 1 * 1 * 2 * 2  # one head of 2 channels in bf16
+    assert staged == 2 * 7 * 64 * 2 * row  # of K and V: what 7 others are given, and what they give
+
+
+def test_plans_count_them() -> None:
+    """In the command: one communicator of all ranks; times are those of the same messages in another order."""
+    options = (*A2, "--schedules", "ulysses", "--all")
+    apart, one = (
+        json.loads(printed(*options, "--json", "--transport", name))["candidates"][0]
+        for name in ("hccl", "hccl/collectives")
+    )
+    assert (apart["connections"], one["connections"]) == (28, 1)
+    assert one["connection_bytes"] == 400 * MB
+    assert one["predicted_seconds"] == pytest.approx(apart["predicted_seconds"], rel=0.02)
+    text = printed(*options, "--transport", "hccl/collectives")
+    assert "419 MB are those of 1 communicator of two ranks or of all that exchange" in text
+
+
+def test_the_command_shows_exchanges() -> None:
+    out = StringIO()
+    assert main(["schedule", "ulysses", "--ranks", "4"], out, StringIO()) == 0
+    assert "exchanges step 0, all-to-all of kv of ranks 0-3 in 2 parts; step 0, all-to-all of q of" in out.getvalue()
+    out = StringIO()
+    assert main(["schedule", "ring", "--ranks", "4"], out, StringIO()) == 0
+    assert "exchanges" not in out.getvalue()
+
+
+def test_staging_of_a_gather_is_what_all_give() -> None:
+    schedule = whole("all-gather-kv", 4)
+    size = size_of(schedule)
+    assert {staged_bytes(schedule, size, each) for each in together(schedule, "forward")} == {4 * 16 * 2 * 2 * 2}
+    assert not any(staged_bytes(schedule, size, each) for each in lower_all(schedule, size, "forward"))
+
+
+def test_buffers_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_BUFFSIZE", "50")
+    assert transport_capabilities("hccl/collectives").group_bytes == 100 * MB
+    assert transport_capabilities("hccl").group_bytes == 0

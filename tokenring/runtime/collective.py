@@ -1,0 +1,95 @@
+"""Binds the collectives of a program: posts that go as one operation, and handles that all their messages share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from tokenring.backends.base import CollectiveTransport, Handle, Transport
+from tokenring.schedule.program import ALL_GATHER, Collective, Program, Recv, Send
+
+if TYPE_CHECKING:
+    from tokenring.runtime.executor import Call
+    from tokenring.schedule.measure import Contacts
+
+Data = Callable[["Call"], torch.Tensor]  # a message's bytes, wherever they lie
+Step = Callable[["Call"], None]
+
+
+def connect(transport: Transport, needed: Contacts, device: torch.device) -> None:
+    """All that a program needs, on all ranks alike. Raises ConfigurationError, PeerLost."""
+    transport.prepare(needed.links, device)
+    if needed.groups:
+        cast(CollectiveTransport, transport).prepare_groups(needed.groups, device)
+
+
+class Collectives:
+    """The messages of one program that are parts of collectives. Posts are bound in their order."""
+
+    def __init__(self, program: Program, transport: Transport | None) -> None:
+        self._transport = cast(CollectiveTransport, transport)
+        self._of = {message: each for each in program.collectives for message in each.messages}
+        self._bound: dict[Collective, list[tuple[Send | Recv, Data]]] = defaultdict(list)
+
+    def __contains__(self, message: int) -> bool:
+        return message in self._of
+
+    def bind(self, post: Send | Recv, data: Data) -> Step:
+        """Nothing for a post before the last of its collective, which then begins."""
+        found = self._of[post.message]
+        self._bound[found].append((post, data))
+        if len(self._bound[found]) < len(found.messages):
+            return _nothing
+        return _step(found, self._bound.pop(found), self._transport)
+
+
+class _Shared:
+    """What the messages of a collective wait for: whichever is waited for first."""
+
+    def __init__(self, parts: list[Handle]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        parts, self._parts = self._parts, []
+        for each in parts:
+            each.wait()
+
+
+def _step(collective: Collective, bound: Sequence[tuple[Send | Recv, Data]], transport: CollectiveTransport) -> Step:
+    kind, ranks, messages, count, label = collective
+    to: dict[int, list[Data]] = defaultdict(list)
+    by: dict[int, list[Data]] = defaultdict(list)
+    for post, data in bound:
+        (to[post.dst] if isinstance(post, Send) else by[post.src]).append(data)
+
+    def begin(call: Call) -> None:
+        out = {rank: _cut(call, some, count) for rank, some in to.items()}
+        into = {rank: _cut(call, some, count) for rank, some in by.items()}
+        parts: list[Handle] = []
+        for part in range(count):
+            taken = {rank: some[part] for rank, some in into.items()}
+            name = label if count == 1 else f"{label}, part {part + 1} of {count}"
+            if kind == ALL_GATHER:
+                given = next(iter(out.values()))[part]
+                parts.append(transport.all_gather(given, taken, ranks, name))
+            else:
+                given_to = {rank: some[part] for rank, some in out.items()}
+                parts.append(transport.all_to_all(given_to, taken, ranks, name))
+        shared = _Shared(parts)
+        call.handles.update(dict.fromkeys(messages, shared))
+
+    return begin
+
+
+def _cut(call: Call, some: list[Data], count: int) -> list[torch.Tensor]:
+    """All bytes for or from one rank in so many equal parts; each lies in one message."""
+    whole = [data(call) for data in some]
+    size = sum(each.numel() for each in whole) // count
+    return [each[start : start + size] for each in whole for start in range(0, each.numel(), size)]
+
+
+def _nothing(call: Call) -> None:
+    """For a post that goes with a later one."""
