@@ -35,6 +35,7 @@ RATIO = 1.5  # × the error of torch's own call on the same tile
 FORWARD, BOTH = 1.05, 1.08  # × one call over the sequence
 RANKS, LENGTH, HEADS, DIM = 8, 65536, 32, 128
 ROUNDS = 3
+SLACK = 1.5  # × the suite's limits: its tiles are small for half precision, and a device adds up in its own order
 HALF = (torch.bfloat16, torch.float16)
 COMPILED = "flex"  # takes many seconds for each shape: the last, two tiles only
 FEW = ("band", "unequal steps, rows see nothing")
@@ -84,7 +85,7 @@ def _suite(kernel: AttentionKernel, dtype: torch.dtype, device: str) -> Callable
         wrong = []
         for tile in tiles:
             try:
-                check(kernel, tile, device)
+                check(kernel, tile, device, SLACK)
             except Exception as error:
                 wrong.append(f"{tile.name}: {_one_line(error)}")
         told = f"; {'; '.join(wrong[:3])}{' …' if len(wrong) > 3 else ''}" if wrong else ""

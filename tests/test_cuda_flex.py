@@ -47,8 +47,8 @@ def test_forward_is_torchs_own(tile: Tile) -> None:
     given = operands(tile, CPU)
     scale = 1 / math.sqrt(tile.head_dim) if tile.scale is None else tile.scale
     out, lse = Flex(compiled=False).forward(given.q, *given.tile, patch=tile.patch, scale=scale)
-    operands64 = [x.transpose(1, 2) for x in (given.q, *given.tile, given.dout)]
-    right = attention64(*operands64, visible(tile.patch), scale)
+    q, k, v, dout = (x.transpose(1, 2) for x in (given.q, *given.tile, given.dout))
+    right = attention64(q, k, v, dout, visible(tile.patch), scale)
     assert relative_error(lse, right.lse) < 1e-5 * (1 if tile.dtype == torch.float32 else 1e3)
     limit = 5e-6 if tile.dtype == torch.float32 else 1e-2
     assert relative_error(out, right.out.transpose(1, 2)) < limit
@@ -132,8 +132,8 @@ class OwnStatistics(Flex):
         self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, patch: Patch, scale: float
     ) -> Any:  # fmt: skip
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            tile_out, tile_lse = self.call_forward(*leaves, patch, scale)
+            q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+            tile_out, tile_lse = self.call_forward(q, k, v, patch, scale)
         weight = torch.exp(tile_lse.detach() - lse)
         return torch.autograd.grad(tile_out, leaves, weight[..., None] * dout)
 

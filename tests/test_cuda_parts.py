@@ -90,7 +90,8 @@ def test_how_many_calls() -> None:
     assert [check(each, windows_of_2) for each in (causal, tall, behind)] == [1, 2, 1]
     assert [check(each, windows) for each in (causal, tall, behind)] == [1, 1, 1]
     assert check(Patch(0, 4, 0, 3, None, -9), square) == 0
-    assert check(Patch(0, 4096, 0, 4096, -511, 0), windows) == 1
+    assert check(Patch(0, 96, 0, 96, -11, 0), windows) == 1
+    assert check(Patch(0, 96, 0, 96, -11, 0), square) < 3 * 96 // 6
     assert len(parts(Patch(0, 4096, 0, 4096, -511, 0), square)) < 3 * 4096 // 256
 
 
@@ -141,18 +142,18 @@ def test_mutants_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def turned_without_turning(patch: Patch, says: Callable[[Patch], bool]) -> Iterator[module.Cut]:
         yield from (each._replace(turned=False) for each in lower(patch, says))
 
-    def a_column_late(patch: Patch, at: tuple[int, ...], says: Callable[[Patch], bool]) -> Iterator[module.Cut]:
-        yield from columns(patch, tuple(col + 1 for col in at), says)
+    def without_the_rest(patch: Patch, row: int, says: Callable[[Patch], bool]) -> Iterator[module.Cut]:
+        yield from list(rows(patch, row, says))[:1]
 
-    lower, columns = module._lower_bound, module._cols_apart
-    anti, behind = Patch(0, 9, 0, 9, 0, None), Patch(0, 9, 0, 14, None, 5)
-    assert not fails(anti) and not fails(behind)
+    lower, rows = module._lower_bound, module._rows_apart
+    anti, tall = Patch(0, 9, 0, 9, 0, None), Patch(0, 30, 0, 12, None, 0)
+    assert not fails(anti) and not fails(tall)
     with monkeypatch.context() as patched:
         patched.setattr(module, "_lower_bound", turned_without_turning)
         assert fails(anti)
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_cols_apart", a_column_late)
-        assert fails(behind)
+        patched.setattr(module, "_rows_apart", without_the_rest)
+        assert fails(tall)
     with monkeypatch.context() as patched:
         patched.setattr(module, "tidy", lambda patch: patch)
         assert fails(PATCHES["triangle below, rows see nothing"])

@@ -6,7 +6,6 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ Lines = dict[str, tuple[str, str, "bool | None"]]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     """With few tiles and small sizes: what is tried here is the script."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec = importlib.util.spec_from_file_location("gpu_kernels", FILE)
@@ -57,7 +56,7 @@ def lines(script: Any, **changed: Any) -> Lines:
     return found
 
 
-def test_all_is_well(script: ModuleType) -> None:
+def test_all_is_well(script: Any) -> None:
     found = lines(script)
     assert found["kernel flash-attn-3"] == ("not here: kernel 'flash-attn-3' cannot be imported", "", None)
     for kernel in ("torch-flash", "torch-cudnn"):
@@ -69,7 +68,7 @@ def test_all_is_well(script: ModuleType) -> None:
     assert found[tiles][1] == "1.05 × forward, 1.08 × both" and "×" in found[tiles][0]
 
 
-def test_what_is_wrong_is_seen(script: ModuleType) -> None:
+def test_what_is_wrong_is_seen(script: Any) -> None:
     def base_2(*given: Any, **named: Any) -> Any:
         out, lse, *rest = aten.flash_forward(*given, **named)
         return out, lse / math.log(2), *rest

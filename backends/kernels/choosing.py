@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from tokenring.backends.base import AttentionKernel
+from tokenring.backends.devices import has_device
 from tokenring.backends.kernels.choice import Pick, Table, default_order, ranked
 from tokenring.backends.kernels.tiles import named
 from tokenring.errors import BackendUnavailable, UnsupportedError
@@ -45,7 +46,9 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
         from tokenring.planner.measured import kept, key_of
 
         kernel = chosen.kernel(name)
-        return None if kernel is None else kept(key_of(kernel, device, dtype, head_dim))
+        if kernel is None or not has_device(device.type):
+            return None
+        return kept(key_of(kernel, device, dtype, head_dim))
 
     chosen = Choosing(default_order(capability), make, table, where)
     return chosen

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from tokenring.backends.kernels.tiles import HALF, Gradients, TileKernel
 from tokenring.errors import BackendUnavailable
 from tokenring.region import Patch
 
+MODULE = "torch.nn.attention.flex_attention"
 BLOCK = 128  # rows and columns of a block of its masks
 LARGEST = 2**31 - 1  # stands for no bound
 
@@ -33,19 +36,23 @@ class Flex(TileKernel):
 
     def __init__(self, compiled: bool = True, attention: Callable[..., Any] | None = None) -> None:
         super().__init__()
-        try:
-            from torch.nn.attention import flex_attention as module
-        except ImportError as error:
+        if find_spec(MODULE) is None:
             raise BackendUnavailable(
-                f"kernel 'flex' needs torch.nn.attention.flex_attention, and torch {torch.__version__} has none "
-                f"({error}): use ContextParallel(kernel='auto')"
-            ) from None
-        attention = module.flex_attention if attention is None else attention
-        self._attention = torch.compile(attention, dynamic=True) if compiled else attention
+                f"kernel 'flex' needs {MODULE}, and torch {torch.__version__} has none: "
+                f"use ContextParallel(kernel='auto')"
+            )
+        self._compiled, self._given = compiled, attention
+        self._masks = lru_cache(maxsize=64)(block_mask)
+
+    @cached_property
+    def _attention(self) -> Callable[..., Any]:
+        """flex_attention, imported with the first call: it brings the compiler along."""
+        module = import_module(MODULE)
+        attention = module.flex_attention if self._given is None else self._given
         # The lse by the request of 2.9 and later, or by the flag before, which later ones warn of.
         request = getattr(module, "AuxRequest", None)
-        self._ask: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
-        self._masks = lru_cache(maxsize=64)(block_mask)
+        ask: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+        return partial(torch.compile(attention, dynamic=True) if self._compiled else attention, **ask)
 
     def says(self, patch: Patch) -> bool:
         return True
@@ -55,7 +62,7 @@ class Flex(TileKernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = None if patch.is_full else self._masks(patch, q.device)
         out, made = self._attention(
-            q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **self._ask
+            q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )  # fmt: skip
         lse = made if isinstance(made, torch.Tensor) else made.lse
         return out, lse.float()
@@ -66,8 +73,8 @@ class Flex(TileKernel):
     ) -> Gradients:  # fmt: skip
         delta = row_dot(dout, out)
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            tile_out, tile_lse = self.call_forward(*leaves, patch, scale)
+            q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+            tile_out, tile_lse = self.call_forward(q, k, v, patch, scale)
         seen = (tile_lse.detach() > -math.inf) & (lse > -math.inf)
         weight = torch.exp(tile_lse.detach() - lse).where(seen, 0.0)
         of_out = (weight[..., None] * dout).to(tile_out.dtype)

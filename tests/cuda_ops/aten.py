@@ -200,7 +200,7 @@ IMPLEMENTED: dict[str, Callable[..., Any]] = {
 def operators(**others: Callable[..., Any]) -> Iterator[None]:
     """torch.ops.aten computes these for CPU tensors inside; others: by name, in place of those above."""
     calls.clear()
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name, function in (IMPLEMENTED | others).items():
             library.impl(name, function, "CPU")

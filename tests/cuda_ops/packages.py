@@ -38,7 +38,8 @@ def compute(
     """out [B, S, H, D], lse [B, H, S]."""
     note(release, rows=q.shape[1], cols=k.shape[1])
     _check(q, k, v)
-    out, lse = golden.forward(*(x.transpose(1, 2) for x in (q, k, v)), visible, scale, (0.0, empty_lse))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = golden.forward(q, k, v, visible, scale, (0.0, empty_lse))
     return golden.Forward(out.transpose(1, 2).contiguous(), lse.contiguous())
 
 
@@ -91,9 +92,13 @@ def backward_2_5(  # type: ignore[no-untyped-def]
     return dq, dk, dv, torch.empty(0)
 
 
+older_forward: Any = forward_2_5
+older_backward: Any = backward_2_5
+
+
 def forward_2_6(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax):  # type: ignore[no-untyped-def]
     _neutral(softcap=softcap)
-    return forward_2_5(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax)
+    return older_forward(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax)
 
 
 def backward_2_6(  # type: ignore[no-untyped-def]
@@ -101,7 +106,7 @@ def backward_2_6(  # type: ignore[no-untyped-def]
     alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
     _neutral(softcap=softcap)
-    return backward_2_5(
+    return older_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, alibi_slopes,
         deterministic, rng_state,
     )  # fmt: skip
@@ -127,7 +132,7 @@ def backward_2_8(
     softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool, rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     _neutral(softcap=softcap)
-    backward_2_5(
+    older_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
         (window_size_left, window_size_right), alibi_slopes, deterministic, rng_state,
     )  # fmt: skip
@@ -167,8 +172,8 @@ def backward_3(  # type: ignore[no-untyped-def]
 def _fourth(q: torch.Tensor, k: torch.Tensor, causal: bool, left: int | None, right: int | None) -> torch.Tensor:
     right = 0 if causal else right
     rows, cols = q.shape[1], k.shape[1]
-    sides = (math.inf if side is None else side for side in (left, right))
-    return golden.band(rows, cols, *sides, cols - rows)
+    before, after = (math.inf if side is None else side for side in (left, right))
+    return golden.band(rows, cols, before, after, cols - rows)
 
 
 def forward_4(  # type: ignore[no-untyped-def]
@@ -193,10 +198,13 @@ def backward_4(  # type: ignore[no-untyped-def]
     return compute_gradients("4", (dout, q, k, v, out), lse, softmax_scale, visible)
 
 
+newer_backward: Any = backward_4
+
+
 def backward_4_without_windows(  # type: ignore[no-untyped-def]
     q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, m_block_size=64, deterministic=False
 ):  # fmt: skip
-    return backward_4(q, k, v, out, dout, lse, softmax_scale, causal)
+    return newer_backward(q, k, v, out, dout, lse, softmax_scale, causal)
 
 
 Functions = dict[str, Callable[..., Any]]
