@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,8 +35,19 @@ KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",
     "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
+    "torch-flash": "tokenring.backends.kernels.torch_cuda:TorchFlash",
+    "torch-cudnn": "tokenring.backends.kernels.torch_cuda:TorchCudnn",
+    "torch-efficient": "tokenring.backends.kernels.torch_cuda:TorchEfficient",
+    "flash-attn": "tokenring.backends.kernels.flash_attn:FlashAttn2",
+    "flash-attn-3": "tokenring.backends.kernels.flash_attn:FlashAttn3",
+    "flash-attn-4": "tokenring.backends.kernels.flash_attn:FlashAttn4",
+    "flex": "tokenring.backends.kernels.flex:Flex",
 }
 FASTEST = {"cpu": "cpu-flash", "npu": "npu-fusion"}  # by device type; reference elsewhere
+SEVERAL = {"cuda": "tokenring.backends.kernels.choosing:for_device"}  # where "auto" chooses for each tile
+HOMES = {name: kind for kind, name in FASTEST.items()} | dict.fromkeys(
+    ("torch-flash", "torch-cudnn", "torch-efficient", "flash-attn", "flash-attn-3", "flash-attn-4", "flex"), "cuda"
+)  # the only device type that a kernel computes on
 
 
 def _load(kind: str, name: str, known: dict[str, str]) -> Any:
@@ -92,15 +104,24 @@ def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Tr
 
 
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:
-    """The kernel `name`; "auto" takes the fastest one for the device. Raises BackendUnavailable."""
+    """The kernel `name`; "auto" takes the fastest one for the device, or for each tile. Raises BackendUnavailable."""
     if name == "auto":
+        if device.type in SEVERAL:
+            return _choosing(device)
         name = FASTEST.get(device.type, "reference")
-    home = next((kind for kind, each in FASTEST.items() if each == name), device.type)
+    home = HOMES.get(name, device.type)
     if home != device.type:
         raise BackendUnavailable(
             f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'"
         )
     return cast(AttentionKernel, _load("kernel", name, KERNELS)())
+
+
+@lru_cache(maxsize=64)
+def _choosing(device: torch.device) -> AttentionKernel:
+    """One for each device of this process: what it finds out about its kernels, it finds out and says once."""
+    for_device = _load("kernels", device.type, SEVERAL)
+    return cast(AttentionKernel, for_device(device, lambda name: make_kernel(name, device)))
 
 
 def kernel_for_planning() -> AttentionKernel:

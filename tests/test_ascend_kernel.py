@@ -18,7 +18,8 @@ from ranks import Here
 
 from tokenring.backends.kernels.npu_fusion import LARGEST_HEAD_DIM, MASK_BYTES, NpuFusion
 from tokenring.backends.kernels.npu_masks import common_mode
-from tokenring.backends.kernels.npu_rows import statistics, whole_out
+from tokenring.backends.kernels.npu_rows import statistics
+from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.backends.registry import make_kernel
 from tokenring.errors import BackendUnavailable
 from tokenring.region import Patch, tidy

@@ -203,7 +203,7 @@ CONTEXTS: dict[str, Refusal] = {
     "kernel": (
         lambda: ContextParallel(kernel="flash3"),
         ConfigurationError,
-        "unknown kernel 'flash3'; choose one of auto, cpu-flash, reference, npu-fusion",
+        "unknown kernel 'flash3'; choose one of auto, cpu-flash, reference, npu-fusion, torch-flash, torch-cudnn",
     ),
     "group": (
         lambda: ContextParallel([0, 1]),  # type: ignore[arg-type]

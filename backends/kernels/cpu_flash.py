@@ -11,22 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.backends.kernels.reference import dense_mask, given
+from tokenring.backends.kernels.reference import dense_mask
+from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.region import Patch
 
 BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted
-
-
-def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """O' with rowsum(dout · O') = delta, parallel to dout, scaled by each row's largest |dout| against overflow.
-
-    dout [..., D], delta [...]; rows of zero dout give zero.
-    """
-    largest = dout.abs().amax(dim=-1, keepdim=True)
-    divisor = largest.masked_fill_(largest == 0, 1.0)
-    unit = dout / divisor
-    square = (unit * unit).sum(dim=-1, keepdim=True)  # at least 1, but in rows of zeros
-    return unit.mul_(delta[..., None] / divisor / square.clamp_min_(1.0))
 
 
 class CpuFlash:
@@ -70,11 +59,11 @@ class CpuFlash:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout = dout.float()
-        o = stand_in(dout, delta) if delta is not None else given(out)
+        o = whole_out(dout, delta, out, dout.dtype)
         # Rows that see nothing anywhere have lse -inf: any finite value gives their hidden pairs exp(-inf) = 0.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q.float(), k.float(), v.float(), o.float(), lse, 0.0, patch.is_causal,
+            dout, q.float(), k.float(), v.float(), o, lse, 0.0, patch.is_causal,
             attn_mask=_additive(patch), scale=scale,
         )  # fmt: skip
         return dq, dk, dv

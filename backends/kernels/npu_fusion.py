@@ -17,7 +17,8 @@ import torch
 from tokenring.backends.kernels import npu_packed
 from tokenring.backends.kernels.npu_masks import EXPLICIT, common_mode, every_row_sees, options
 from tokenring.backends.kernels.npu_operator import find
-from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics, whole_out
+from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
+from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.region import Patch
 
 LARGEST_HEAD_DIM = 768

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.backends.kernels.cpu_flash import stand_in
-from tokenring.backends.kernels.reference import given
-
 EMPTY = -1e30  # an lse below is that of a row with every key masked
 COPIES = 8  # of each statistic, all equal
 
@@ -31,14 +28,3 @@ def statistics(lse: torch.Tensor) -> dict[str, torch.Tensor]:
     finite = lse.masked_fill(lse <= EMPTY, 0.0)
     largest = finite[..., None].expand(*lse.shape, COPIES).contiguous()
     return {"softmax_max": largest, "softmax_sum": torch.ones_like(largest)}
-
-
-def whole_out(
-    dout: torch.Tensor, delta: torch.Tensor | None, out: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """What the gradient works delta out of: the merged output, or a stand-in, which is never larger than it.
-
-    In bf16 the stand-in carries delta to 2⁻⁸ of |delta|, and less far off the more dimensions share it; the
-    merged output carries it to 2⁻⁸ of the sum of |dout · out|, which is larger.
-    """
-    return (given(out) if delta is None else stand_in(dout.float(), delta)).to(dtype)

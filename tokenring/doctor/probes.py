@@ -18,7 +18,7 @@ OPERATORS = (
     "npu_fusion_attention", "npu_fusion_attention_grad", "npu_fusion_attention_v2", "npu_fusion_attention_grad_v2",
     "npu_attention_update", "npu_ring_attention_update", "npu_fused_infer_attention_score",
 )  # fmt: skip
-HEAD_DIM = 128  # of the call that kernels are asked about
+HEAD_DIM, SIDE = 128, 4096  # of the call that kernels are asked about
 
 
 def main(probe: str) -> None:
@@ -122,28 +122,48 @@ def _choice(kind: str) -> dict[str, Any]:
 
     from tokenring.backends import registry
 
-    device = torch.device(kind)
     name, why = registry.transport_for(kind)
-    kernel, others = None, []
-    try:
-        made = registry.make_kernel("auto", device)
-        reason = made.supports(HEAD_DIM, torch.bfloat16)
-        kernel = {"name": made.name, "why": reason or f"the fastest here for {kind} tensors"}
-    except Exception as error:
-        others.append({"name": "auto", "why": _one_line(error)})
-    for each in registry.KERNELS:
-        if kernel is not None and each == kernel["name"]:
-            continue
-        try:
-            registry.make_kernel(each, device)
-            others.append({"name": each, "why": f"can be asked for: ContextParallel(kernel={each!r})"})
-        except Exception as error:
-            others.append({"name": each, "why": _one_line(error)})
+    kernel, others = _kernels(torch.device(kind))
     others += [{"name": each, "why": text} for each, text in registry.other_transports(kind).items()]
     transport = None if name is None else {"name": name, "why": why}
     if name is None:
         others.insert(0, {"name": "transport", "why": why})
     return {"device": kind, "transport": transport, "kernel": kernel, "others": others}
+
+
+def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
+    """The kernel that "auto" takes, and what is to be said of each other one."""
+    from tokenring.backends import registry
+
+    others, places = [], dict[str, str]()
+    try:
+        places = _places(registry.make_kernel("auto", device), device.type)
+    except Exception as error:
+        others.append({"name": "auto", "why": _one_line(error)})
+    taken = next(iter(places), None)
+    for each in registry.KERNELS:
+        if each == taken:
+            continue
+        try:
+            registry.make_kernel(each, device)
+            place = f"{places[each]}; " if each in places else ""
+            others.append({"name": each, "why": f"{place}can be asked for: ContextParallel(kernel={each!r})"})
+        except Exception as error:
+            others.append({"name": each, "why": _one_line(error)})
+    return (None if taken is None else {"name": taken, "why": places[taken]}), others
+
+
+def _places(made: Any, kind: str) -> dict[str, str]:
+    """Kernels in the order in which a bf16 tile goes to them, each with the reason for its place."""
+    import torch
+
+    picks = getattr(made, "picks", None)
+    if picks is None:
+        reason = made.supports(HEAD_DIM, torch.bfloat16)
+        return {made.name: reason or f"the fastest here for {kind} tensors"}
+    found = picks("forward", SIDE, HEAD_DIM, torch.bfloat16)
+    tile = f"for a bf16 tile of {SIDE} × {SIDE}, head dim {HEAD_DIM}"
+    return {pick.name: f"{pick.why}, {tile}" if at == 0 else pick.why for at, pick in enumerate(found)}
 
 
 def _one_line(error: Exception) -> str:

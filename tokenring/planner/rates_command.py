@@ -1,5 +1,8 @@
 """`tokenring rates`: measure what this machine's kernel does, once, for the planner.
 
+Where "auto" chooses among several kernels (CUDA) each of them is measured, and from then on the choice goes by their
+tables.
+
 Exit codes: 0 measured and kept; 2 a wrong option, or a device or kernel that is not there.
 """
 
@@ -12,7 +15,9 @@ import sys
 
 import torch
 
+from tokenring.backends.base import AttentionKernel
 from tokenring.backends.devices import accelerator_types
+from tokenring.backends.kernels.choosing import Choosing, refuses
 from tokenring.backends.registry import make_kernel
 from tokenring.console import Console, Parser
 from tokenring.errors import BackendUnavailable, ConfigurationError
@@ -50,6 +55,24 @@ def _check(options: argparse.Namespace) -> None:
 def _measure(kind: str, options: argparse.Namespace, console: Console) -> None:
     device = torch.device(kind)
     kernel, dtype = make_kernel(options.kernel, device), DTYPES[options.dtype]
+    for each in candidates(kernel, options.dim, dtype):
+        try:
+            _measure_one(each, device, options, console)
+            console.say("")
+        except Exception as error:
+            if not refuses(error):
+                raise
+            console.say(f"{each.name} is left out: {' '.join(str(error).split())}\n")
+    _measure_one(kernel, device, options, console)
+
+
+def candidates(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
+    """The kernels among which this one chooses by their tables, which are measured before it is."""
+    return kernel.kernels(head_dim, dtype) if isinstance(kernel, Choosing) else []
+
+
+def _measure_one(kernel: AttentionKernel, device: torch.device, options: argparse.Namespace, console: Console) -> None:
+    dtype = DTYPES[options.dtype]
     key = key_of(kernel, device, dtype, options.dim)
     console.status(f"measuring {key}")
     found = measured_rates(kernel, device, dtype, options.dim, options.seconds)

@@ -1,0 +1,220 @@
+"""The kernel "auto" where there are several: each tile is computed by the first that can, in the order of choice.py.
+
+A kernel that is missing, that does not take the dtype or head dim, or that refuses a call for a reason that only the
+device knows (no cuDNN, a chip that it was not built for) gives way to the next one, and the log says so once, with the
+reason. Errors that are no refusals, such as memory that ran out or a device that failed, are raised as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from tokenring.backends.base import AttentionKernel
+from tokenring.backends.devices import has_device
+from tokenring.backends.kernels.choice import Pick, Table, default_order, ranked
+from tokenring.backends.kernels.tiles import named
+from tokenring.errors import BackendUnavailable, UnsupportedError
+from tokenring.region import Patch
+
+if TYPE_CHECKING:
+    from tokenring.schedule.ir import Pass
+
+LOG = logging.getLogger("tokenring")
+Made = TypeVar("Made")
+Tables = Callable[[str, int, torch.dtype], "Table | None"]  # kernel, head dim, dtype
+REFUSALS = (
+    "not support", "unsupported", "only support", "no execution plan", "no viable", "no available kernel",
+    "no kernel found", "not enabled", "not compiled", "was not built", "not implemented", "could not run",
+    "not available",
+    "requires", "is disabled", "no kernel image",
+)  # fmt: skip
+SLOW = ("flex", "reference")  # to measure: one compiles each shape, the other holds every score of a tile
+COMPILERS = ("cutlass", "triton", "torch._inductor", "torch._dynamo")  # modules whose errors mean: not this call
+BROKEN = ("cuda error", "out of memory", "illegal memory access", "device-side assert", "unspecified launch failure")
+
+
+def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> Choosing:
+    """The kernels for a CUDA device in the order of its generation, with the tables that were kept of them."""
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+    where = f"for compute capability {capability[0]}.{capability[1]}"
+
+    def table(name: str, head_dim: int, dtype: torch.dtype) -> Table | None:
+        from tokenring.planner.measured import kept, key_of
+
+        kernel = chosen.kernel(name)
+        if kernel is None or not has_device(device.type):
+            return None
+        return kept(key_of(kernel, device, dtype, head_dim))
+
+    chosen = Choosing(default_order(capability), make, table, where)
+    return chosen
+
+
+class Call(NamedTuple):
+    """What the order of kernels depends on. side: of the tile, rounded down to a power of two."""
+
+    direction: Pass
+    side: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class Choosing:
+    """One of several kernels for each tile. make: a kernel by name, raising BackendUnavailable; where: for the log."""
+
+    name = "auto"
+
+    def __init__(
+        self, order: Sequence[str], make: Callable[[str], AttentionKernel], tables: Tables, where: str = "here"
+    ) -> None:
+        self.order, self._make, self._tables, self._where = tuple(order), make, tables, where
+        self._made: dict[str, AttentionKernel] = {}
+        self._missing: dict[str, str] = {}
+        self._dropped: dict[tuple[str, int, torch.dtype], str] = {}
+        self._picks: dict[Call, list[Pick]] = {}
+        self._said: set[tuple[str, str]] = set()
+
+    # ---------- who computes
+
+    def kernel(self, name: str) -> AttentionKernel | None:
+        """The kernel, made when it is asked for first; None: it is not to be had, see `why_not`."""
+        if name not in self._made and name not in self._missing:
+            try:
+                self._made[name] = self._make(name)
+            except BackendUnavailable as error:
+                self._missing[name] = _one_line(error)
+        return self._made.get(name)
+
+    def why_not(self, name: str, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Why a kernel computes no such calls; None: it does."""
+        made = self.kernel(name)
+        if made is None:
+            return self._missing[name]
+        return self._dropped.get((name, head_dim, dtype)) or made.supports(head_dim, dtype)
+
+    def picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
+        """The kernels that compute such tiles, the one that is taken first, each with the reason for its place."""
+        call = Call(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype)
+        if call not in self._picks:
+            able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
+            found = {name: self._tables(name, head_dim, dtype) for name in able}
+            tables: Mapping[str, Table] = {name: table for name, table in found.items() if table is not None}
+            self._picks[call] = ranked(able, tables, direction, call.side, self._where)
+            self._tell(call)
+        return self._picks[call]
+
+    def kernels(self, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
+        """All that compute such calls and can be measured in a minute."""
+        able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
+        return [self._made[name] for name in able if name not in SLOW]
+
+    # ---------- AttentionKernel
+
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        reasons = [self.why_not(name, head_dim, dtype) for name in self.order]
+        return None if None in reasons else "; ".join(map(str, reasons))
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        return None  # whoever computes it cuts it
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._first(
+            "forward", q, patch, lambda kernel: kernel.forward(q, k, v, patch=patch, scale=scale)
+        )  # fmt: skip
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patch: Patch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._first(
+            "backward", q, patch,
+            lambda kernel: kernel.backward(dout, q, k, v, lse, delta, out=out, patch=patch, scale=scale),
+        )  # fmt: skip
+
+    # ---------- trying
+
+    def _first(
+        self, direction: Pass, q: torch.Tensor, patch: Patch, compute: Callable[[AttentionKernel], Made]
+    ) -> Made:
+        """What the first kernel gives that does not refuse."""
+        head_dim, dtype, side = q.shape[-1], q.dtype, min(patch.rows, patch.cols)
+        while picks := self.picks(direction, side, head_dim, dtype):
+            name = _willing(picks, patch, self._made)
+            try:
+                return compute(self._made[name])
+            except Exception as error:
+                if not refuses(error):
+                    raise
+                self._drop(name, head_dim, dtype, direction, error)
+        reasons = "; ".join(f"{name}: {self.why_not(name, head_dim, dtype)}" for name in self.order)
+        raise UnsupportedError(
+            f"no kernel computes a tile of {patch.rows} × {patch.cols}, head dim {head_dim}, {named((dtype,))}, "
+            f"{direction} ({reasons}): see `tokenring doctor`, or use ContextParallel(kernel='reference')"
+        )
+
+    def _drop(self, name: str, head_dim: int, dtype: torch.dtype, direction: Pass, error: Exception) -> None:
+        why = f"it refused a call {direction}: {_one_line(error)}"
+        self._dropped[name, head_dim, dtype] = why
+        self._picks = {call: picks for call, picks in self._picks.items() if call[2:] != (head_dim, dtype)}
+        self._log(logging.WARNING, name, f"leaves out {name} for {named((dtype,))}, head dim {head_dim}: {why}")
+
+    def _tell(self, call: Call) -> None:
+        """Once for each kind of call: who computes it and who does not, each with the reason."""
+        kind = f"{named((call.dtype,))}, head dim {call.head_dim}"
+        for name in self.order:
+            why_not = self.why_not(name, call.head_dim, call.dtype)
+            if why_not is not None and (name, call.head_dim, call.dtype) not in self._dropped:
+                self._log(logging.INFO, name, f"has no {name} for {kind}: {why_not}")
+        picks = self._picks[call]
+        if picks:
+            level = logging.WARNING if picks[0].name == "reference" else logging.INFO
+            slow = ", which holds every score of a tile in memory" if picks[0].name == "reference" else ""
+            self._log(level, picks[0].name, f"takes {picks[0].name} for {kind}{slow}")
+
+    def _log(self, level: int, name: str, text: str) -> None:
+        if (name, text) not in self._said:
+            self._said.add((name, text))
+            LOG.log(level, "kernel 'auto' %s", text)
+
+
+def _willing(picks: list[Pick], patch: Patch, made: Mapping[str, AttentionKernel]) -> str:
+    """The first that has nothing against this tile; the first of all where each has."""
+    for pick in picks:
+        avoids = getattr(made[pick.name], "avoids", None)
+        if avoids is None or avoids(patch) is None:
+            return pick.name
+    return picks[0].name
+
+
+def refuses(error: Exception) -> bool:
+    """Whether an error means that a kernel does not do such calls, and not that something went wrong in one."""
+    if isinstance(error, (BackendUnavailable, UnsupportedError, NotImplementedError, ImportError, AssertionError)):
+        return True
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if type(error).__module__.startswith(COMPILERS):
+        return True
+    text = str(error).lower()
+    if "no kernel image" not in text and any(each in text for each in BROKEN):
+        return False
+    return isinstance(error, (RuntimeError, ValueError)) and any(each in text for each in REFUSALS)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:298] + " …"

@@ -1,0 +1,122 @@
+"""torch's flex_attention: any mask in one call, those included that other kernels have to cut.
+
+Compiled on a device (Triton), which takes seconds for each new combination of shapes; so it is taken where it is asked
+for, or where `tokenring rates` found it fastest. Its gradient normalises by the lse of its own tile, not by one that
+is given. So the backward computes the tile again and differentiates (out, lse) with what the whole row makes of them:
+with w = exp(lse of the tile - lse of the row), dout arrives as w·dout, and lse gets w·(rowsum(dout · out) - delta).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property, lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from tokenring.backends.kernels.reference import row_dot
+from tokenring.backends.kernels.tiles import HALF, Gradients, TileKernel
+from tokenring.errors import BackendUnavailable
+from tokenring.region import Patch
+
+MODULE = "torch.nn.attention.flex_attention"
+BLOCK = 128  # rows and columns of a block of its masks
+LARGEST = 2**31 - 1  # stands for no bound
+
+
+class Flex(TileKernel):
+    """torch.nn.attention.flex_attention. compiled: as torch.compile makes it; without, it holds every score at once."""
+
+    name = "flex"
+    head_dim_multiple = 16
+    dtypes = (*HALF, torch.float32)
+
+    def __init__(self, compiled: bool = True, attention: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        if find_spec(MODULE) is None:
+            raise BackendUnavailable(
+                f"kernel 'flex' needs {MODULE}, and torch {torch.__version__} has none: "
+                f"use ContextParallel(kernel='auto')"
+            )
+        self._compiled, self._given = compiled, attention
+        self._masks = lru_cache(maxsize=64)(block_mask)
+
+    @cached_property
+    def _attention(self) -> Callable[..., Any]:
+        """flex_attention, imported with the first call: it brings the compiler along."""
+        module = import_module(MODULE)
+        attention = module.flex_attention if self._given is None else self._given
+        # The lse by the request of 2.9 and later, or by the flag before, which later ones warn of.
+        request = getattr(module, "AuxRequest", None)
+        ask: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+        return partial(torch.compile(attention, dynamic=True) if self._compiled else attention, **ask)
+
+    def says(self, patch: Patch) -> bool:
+        return True
+
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = None if patch.is_full else self._masks(patch, q.device)
+        out, made = self._attention(
+            q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )  # fmt: skip
+        lse = made if isinstance(made, torch.Tensor) else made.lse
+        return out, lse.float()
+
+    def call_backward(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, patch: Patch, scale: float,
+    ) -> Gradients:  # fmt: skip
+        delta = row_dot(dout, out)
+        with torch.enable_grad():
+            q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+            tile_out, tile_lse = self.call_forward(q, k, v, patch, scale)
+        seen = (tile_lse.detach() > -math.inf) & (lse > -math.inf)
+        weight = torch.exp(tile_lse.detach() - lse).where(seen, 0.0)
+        of_out = (weight[..., None] * dout).to(tile_out.dtype)
+        of_lse = weight * (row_dot(dout, tile_out.detach()) - delta)
+        dq, dk, dv = torch.autograd.grad((tile_out, tile_lse), leaves, (of_out, of_lse))
+        return dq, dk, dv
+
+
+def block_mask(patch: Patch, device: torch.device) -> Any:
+    """Its BlockMask, from the patch's bounds: which blocks are seen in part and which wholly, without all pairs."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    seen, whole = blocks(patch, device)
+    low = -LARGEST if patch.low is None else patch.low
+    high = LARGEST if patch.high is None else patch.high
+    # As tensors: as numbers they would be compiled in, once for each patch.
+    bounds = torch.tensor([patch.row_step, patch.col_step, low, high], dtype=torch.int32, device=device)
+
+    def visible(b: torch.Tensor, h: torch.Tensor, row: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
+        difference = bounds[1] * col - bounds[0] * row
+        return (difference >= bounds[2]) & (difference <= bounds[3])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible,
+        seq_lengths=(patch.rows, patch.cols),
+    )  # fmt: skip
+
+
+def blocks(patch: Patch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[row blocks, column blocks] booleans: any pair may be visible; all are, and the block lies wholly in the tile."""
+    rows = torch.arange(0, patch.rows, BLOCK, device=device)[:, None]
+    cols = torch.arange(0, patch.cols, BLOCK, device=device)[None, :]
+    last_row, last_col = (rows + BLOCK).clamp(max=patch.rows) - 1, (cols + BLOCK).clamp(max=patch.cols) - 1
+    least = patch.col_step * cols - patch.row_step * last_row
+    most = patch.col_step * last_col - patch.row_step * rows
+    low = -LARGEST if patch.low is None else patch.low
+    high = LARGEST if patch.high is None else patch.high
+    inside = (rows + BLOCK <= patch.rows) & (cols + BLOCK <= patch.cols)
+    return (most >= low) & (least <= high), (least >= low) & (most <= high) & inside
+
+
+def _listed(which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks each row has, and all column blocks with those first: [1, 1, rows], [1, 1, rows, columns]."""
+    order = torch.argsort(which.int(), dim=-1, descending=True, stable=True)
+    return which.sum(dim=-1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()

@@ -1,0 +1,223 @@
+"""torch's own attention operators for CUDA: flash, cuDNN and memory-efficient; nothing else needs to be installed.
+
+Looked up and called by the schemas of torch 2.6 to 2.13. No dropout, so that the seeds which gradients want are
+never read: they get memory that nobody wrote.
+
+| operator | causal | lse | else |
+|---|---|---|---|
+| _flash_attention_forward | bottom right, windows | [B, H, S] | [B, S, H, D]; its gradient reads lse as contiguous |
+| _scaled_dot_product_cudnn_attention | top left | [B, H, S, 1], [B, H, S] before 2.7 | no tiles of one row or column |
+| _scaled_dot_product_efficient_attention | top left, bias | S filled up to 32 with +inf | k and v of q's heads |
+
+Sources: ATen/native/transformers/cuda/{attention.cu, attention_backward.cu, sdp_utils.cpp, flash_attn/flash_api.cpp,
+mem_eff_attention/kernel_backward.h}, ATen/native/cudnn/MHA.cpp, torch/_meta_registrations.py.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tokenring.backends.kernels.reference import dense_mask
+from tokenring.backends.kernels.tiles import HALF, Gradients, TileKernel
+from tokenring.backends.kernels.windows import Window, second_version
+from tokenring.errors import BackendUnavailable
+from tokenring.region import Patch
+
+LSE_MULTIPLE = 32  # rows in the lse of the memory-efficient operator (kAlignLSE)
+BIAS_BYTES = 16 << 20  # of one patch's: larger ones are cut
+BIAS_MULTIPLE = 16  # columns that a row of a bias has in memory
+
+
+def operator(kernel: str, name: str) -> Any:
+    """torch.ops.aten's operator. Raises BackendUnavailable."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        raise BackendUnavailable(
+            f"kernel {kernel!r} needs torch's operator {name}, and torch {torch.__version__} has none: "
+            f"use ContextParallel(kernel='auto'), or another torch"
+        )
+    return packet.default
+
+
+class TorchFlash(TileKernel):
+    """aten::_flash_attention_forward and its gradient: FlashAttention-2, or what torch has been told to put there."""
+
+    name = "torch-flash"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward = operator(self.name, "_flash_attention_forward")
+        self._gradient = operator(self.name, "_flash_attention_backward")
+
+    def says(self, patch: Patch) -> bool:
+        return second_version(patch) is not None
+
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        causal, sides = _said(patch)
+        out, lse = self._forward(
+            *_tokens_first(q, k, v), None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=scale, **sides
+        )[:2]  # fmt: skip
+        return out.transpose(1, 2), lse
+
+    def call_backward(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, patch: Patch, scale: float,
+    ) -> Gradients:  # fmt: skip
+        causal, sides = _said(patch)
+        dq, dk, dv = self._gradient(
+            *_tokens_first(dout, q, k, v, out), lse, None, None, q.shape[2], k.shape[2], 0.0, causal,
+            *_seeds(q, torch.uint64), scale=scale, **sides,
+        )  # fmt: skip
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class TorchCudnn(TileKernel):
+    """aten::_scaled_dot_product_cudnn_attention and its gradient.
+
+    Head dims above 128 depend on cuDNN and on the chip: they are left to others. Not deterministic.
+    """
+
+    name = "torch-cudnn"
+    largest_head_dim = 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward = operator(self.name, "_scaled_dot_product_cudnn_attention")
+        self._gradient = operator(self.name, "_scaled_dot_product_cudnn_attention_backward")
+        self._lse_dims: int | None = None  # as the last forward gave it: 4, or 3 in older torch
+
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        if torch.are_deterministic_algorithms_enabled():
+            return f"{self.name} is not deterministic, and torch.use_deterministic_algorithms is on"
+        return super().supports(head_dim, dtype)
+
+    def avoids(self, patch: Patch) -> str | None:
+        if min(patch.rows, patch.cols) < 2:
+            return f"{self.name} takes no tiles of one row or one column"
+        return None
+
+    def says(self, patch: Patch) -> bool:
+        return min(patch.rows, patch.cols) > 1 and (patch.is_full or _causal_square(patch))
+
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self._forward(q, k, v, None, True, 0.0, patch.is_causal, False, scale=scale)[:2]
+        self._lse_dims = lse.dim()
+        return out, lse.reshape(q.shape[:3])
+
+    def call_backward(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, patch: Patch, scale: float,
+    ) -> Gradients:  # fmt: skip
+        if self._lse_dims is None:  # another kernel computed forward: ask with a tile of 2 × 2
+            self.call_forward(q[:, :, :2], k[:, :, :2], v[:, :, :2], Patch(0, 2, 0, 2), scale)
+        lse = lse[..., None] if self._lse_dims == 4 else lse
+        dq, dk, dv = self._gradient(
+            _token_major(dout), q, k, v, _token_major(out), lse, *_seeds(q, torch.int64), None, None, None,
+            q.shape[2], k.shape[2], 0.0, patch.is_causal, scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class TorchEfficient(TileKernel):
+    """aten::_scaled_dot_product_efficient_attention and its gradient: fp32 too, any head dim, bands as a bias."""
+
+    name = "torch-efficient"
+    largest_head_dim = None
+    dtypes = (*HALF, torch.float32)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward = operator(self.name, "_scaled_dot_product_efficient_attention")
+        self._gradient = operator(self.name, "_scaled_dot_product_efficient_attention_backward")
+        self._biases = lru_cache(maxsize=8)(bias)
+
+    def says(self, patch: Patch) -> bool:
+        if patch.row_step != 1 or patch.col_step != 1:
+            return False
+        return patch.is_full or patch.is_causal or patch.rows * patch.cols * 4 <= BIAS_BYTES
+
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        groups = q.shape[1] // k.shape[1]
+        out, lse = self._forward(
+            q, _repeated(k, groups), _repeated(v, groups), self._bias(patch, q), True, 0.0, patch.is_causal, scale=scale
+        )[:2]  # fmt: skip
+        return out, lse[..., : q.shape[2]]
+
+    def call_backward(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, patch: Patch, scale: float,
+    ) -> Gradients:  # fmt: skip
+        groups = q.shape[1] // k.shape[1]
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_MULTIPLE), value=float("inf"))
+        dq, dk, dv = self._gradient(
+            dout, q, _repeated(k, groups), _repeated(v, groups), self._bias(patch, q), out, lse,
+            *_seeds(q, torch.int64), 0.0, [True, True, True, False], patch.is_causal, scale=scale,
+        )[:3]  # fmt: skip
+        return dq, _summed(dk, groups), _summed(dv, groups)
+
+    def _bias(self, patch: Patch, q: torch.Tensor) -> torch.Tensor | None:
+        """[B, Hq, rows, columns] without memory for each batch entry and head."""
+        if patch.is_full or patch.is_causal:
+            return None
+        return self._biases(patch, q.dtype, q.device).expand(*q.shape[:2], -1, -1)
+
+
+def bias(patch: Patch, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[rows, columns], 0 where visible and -inf where not, its rows so far apart as the operator wants them."""
+    visible = dense_mask(patch, device)
+    assert visible is not None  # full patches need none
+    memory = torch.zeros(patch.rows, patch.cols + -patch.cols % BIAS_MULTIPLE, dtype=dtype, device=device)
+    return memory[:, : patch.cols].masked_fill_(~visible, float("-inf"))
+
+
+def _said(patch: Patch) -> tuple[bool, dict[str, int]]:
+    """Whether it is causal, and the sides of its window; -1 is unbounded."""
+    found = second_version(patch)
+    assert found is not None  # `says` said so
+    sides = Window(None, None) if found.causal else found
+    left, right = (-1 if side is None else side for side in sides)
+    return found.causal, {"window_size_left": left, "window_size_right": right}
+
+
+def _causal_square(patch: Patch) -> bool:
+    return patch.is_causal and patch.rows == patch.cols
+
+
+def _tokens_first(*operands: torch.Tensor) -> list[torch.Tensor]:
+    """[B, S, H, D] views."""
+    return [x.transpose(1, 2) for x in operands]
+
+
+def _seeds(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a gradient without dropout does not read."""
+    return torch.empty(2, dtype=dtype, device=like.device), torch.empty((), dtype=dtype, device=like.device)
+
+
+def _token_major(x: torch.Tensor) -> torch.Tensor:
+    """In memory as [B, S, H, D]: cuDNN wants the same strides of out and dout, those of axes of length 1 included."""
+    b, h, s, d = x.shape
+    if x.stride() == (s * h * d, d, h * d, 1):
+        return x
+    return torch.empty(b, s, h, d, dtype=x.dtype, device=x.device).transpose(1, 2).copy_(x)
+
+
+def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """As many heads as q has."""
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def _summed(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """The opposite, for gradients: sums are taken in fp32 and rounded once."""
+    if groups == 1:
+        return x
+    b, heads, s, d = x.shape
+    return x.reshape(b, heads // groups, groups, s, d).sum(dim=2)
