@@ -173,11 +173,13 @@ class Merger(Protocol):
 
     out [rows, B, H, D] fp32 and lse [rows, B, H] fp32 are what there is; new_out, in fp32, bf16 or fp16, and new_lse
     fp32 are what comes; all with any strides. A lse of -inf is that of a row that has seen nothing: its out is 0, and
-    stays so where nothing comes. scratch [2, rows, B, H] fp32, contiguous, may be overwritten. Mergers that do the same
-    are equal and have the same hash.
+    stays so where nothing comes. scratch [2, rows, B, H] fp32, contiguous, may be overwritten.
     """
 
     name: str
+
+    def __hash__(self) -> int:
+        """Mergers that do the same are equal, so that one is tried once."""
 
     def supports(self, head_dim: int) -> str | None:
         """None, or why it cannot merge such rows: asked once, when it is chosen."""

@@ -35,6 +35,9 @@ TRIED = (  # lse of what is there, and of what comes
 )  # fmt: skip
 
 
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, new_out, new_lse
+
+
 class Choice(NamedTuple):
     """The merger for a device, why, and (name, why not) of those that were passed over."""
 
@@ -83,7 +86,8 @@ def trial(merger: Merger, device: torch.device, head_dim: int) -> str | None:
         given = _rows(head_dim, dtype)
         wanted = _merged64(*given)
         for way in (_in_place, _replaced):
-            made = way(merger, *(x.to(device, copy=True) for x in given))
+            out, lse, new_out, new_lse = (x.to(device, copy=True) for x in given)
+            made = way(merger, out, lse, new_out, new_lse)
             for name, found, right in zip(("out", "lse"), made, wanted, strict=True):
                 error = _error(found.cpu().double(), right)
                 if not error <= LIMIT:  # NaN too
@@ -91,14 +95,15 @@ def trial(merger: Merger, device: torch.device, head_dim: int) -> str | None:
     return None
 
 
-def _rows(head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _rows(head_dim: int, dtype: torch.dtype) -> Parts:
     """out, lse, new_out, new_lse [rows, 1, 2 heads(, D)] on the CPU; out is 0 where lse is -inf."""
-    generator, made = torch.Generator().manual_seed(1), []
+    generator = torch.Generator().manual_seed(1)
+    made: list[torch.Tensor] = []
     for which, kind in ((0, torch.float32), (1, dtype)):
         lse = torch.tensor([pair[which] for pair in TRIED])[:, None, None].repeat(1, 1, 2)
         out = torch.randn(len(TRIED), 1, 2, head_dim, generator=generator).to(kind)
         made += [out.masked_fill((lse == -INF)[..., None], 0.0), lse]
-    return made
+    return made[0], made[1], made[2], made[3]
 
 
 def _merged64(
@@ -111,17 +116,17 @@ def _merged64(
     return weights[0] * out.double() + weights[1] * new_out.double(), total
 
 
-def _in_place(merger: Merger, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    merger.merge_(*given, _scratch(given[1]))
-    return given[0], given[1]
+def _in_place(
+    merger: Merger, out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    merger.merge_(out, lse, new_out, new_lse, lse.new_empty(2, *lse.shape))
+    return out, lse
 
 
-def _replaced(merger: Merger, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return merger.merged(*given, _scratch(given[1]))
-
-
-def _scratch(lse: torch.Tensor) -> torch.Tensor:
-    return torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
+def _replaced(
+    merger: Merger, out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return merger.merged(out, lse, new_out, new_lse, lse.new_empty(2, *lse.shape))
 
 
 def _error(found: torch.Tensor, right: torch.Tensor) -> float:

@@ -61,7 +61,7 @@ def in_records(x: torch.Tensor) -> torch.Tensor:
     """As accumulators in the pool: a record for each row, in which other things lie too."""
     wide = x.new_full((x.shape[0], x[0].numel() + 12), 7.0)
     wide[:, 8:-4] = x.flatten(1)
-    return wide[:, 8:-4].unflatten(1, x.shape[1:])
+    return wide[:, 8:-4].view(x.shape)
 
 
 def some_heads(x: torch.Tensor) -> torch.Tensor:
@@ -185,9 +185,9 @@ def _check_rows(out: torch.Tensor, lse: torch.Tensor, right: list[torch.Tensor])
 
 
 def _out_error(out: torch.Tensor, right: torch.Tensor) -> float:
-    """Relative to numbers of the size that is drawn: where two parts happen to cancel, nothing is the smaller for it."""
+    """Relative to numbers of the size that is drawn: parts that happen to cancel make no error larger."""
     least = 0.3 * math.sqrt(right.numel())
-    if not right.any() or float(right.norm()) > least:
+    if not bool(right.any()) or float(right.norm()) > least:
         return relative_error(out, right)
     return float((out.double() - right).norm()) / least
 

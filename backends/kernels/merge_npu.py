@@ -72,7 +72,7 @@ class UpdateMerger:
 
 def memory_order(out: torch.Tensor) -> list[int]:
     """The axes before the last as they lie in memory: the outermost first."""
-    return sorted(range(out.dim() - 1), key=lambda axis: (out.size(axis) > 1, out.stride(axis)), reverse=True)
+    return sorted(range(out.dim() - 1), key=lambda axis: (out.shape[axis] > 1, out.stride(axis)), reverse=True)
 
 
 def _fits(out: torch.Tensor, new_out: torch.Tensor, order: list[int]) -> bool:

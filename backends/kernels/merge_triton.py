@@ -18,11 +18,11 @@ WARPS = 4
 
 
 @triton.jit  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _merge_rows(
+def _merge_rows(  # type: ignore[no-untyped-def,unused-ignore]
     out, lse, new_out, new_lse, count, batch,
     out_r, out_b, out_h, out_d, lse_r, lse_b, lse_h, new_r, new_b, new_h, new_d, stat_r, stat_b, stat_h,
     HEADS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
-):  # type: ignore[no-untyped-def,unused-ignore]  # fmt: skip
+):  # fmt: skip
     """A block of ROWS of the rows · batch · HEADS = count rows. Strides of rows: _r, of batch, heads, columns."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = index < count
@@ -74,7 +74,7 @@ class TritonMerger:
         if count == 0:
             return
         block = max(1, self.elements // cols)
-        with torch.cuda.device_of(out):  # Triton launches on the current device
+        with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             _merge_rows[(-(-count // block),)](
                 out, lse, new_out, new_lse, count, batch,
                 *out.stride(), *lse.stride(), *new_out.stride(), *new_lse.stride(),

@@ -45,7 +45,7 @@ def tile(here: Here) -> dict[str, Any]:
 
 def _tile(here: Here, patch: Patch, dtype: torch.dtype) -> dict[str, float]:
     operands = _operands(here, dtype)
-    wanted = _attention64(*operands, patch)
+    wanted = _attention64(operands[0], operands[1], operands[2], operands[3], patch)
     q, k, v, dout = (x.to(here.place) for x in operands)
     kernel, scale = _kernel(), q.shape[-1] ** -0.5
     out, lse = kernel.forward(q, k, v, patch=patch, scale=scale)
