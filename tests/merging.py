@@ -1,7 +1,7 @@
 """What every merger must do, checked against float64: one suite for all of them.
 
-`check(merger, case)` raises AssertionError. `python -m merging triton [device]` runs all cases in a process of its
-own and prints a line of JSON for each: Triton's interpreter is chosen when triton is imported.
+`check(merger, case)` raises AssertionError. `python -m merging MODULE:MAKE [device]` runs all cases in a process of
+its own and prints a line of JSON for each: Triton's interpreter is chosen when triton is imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 import torch
 from oracle import relative_error
@@ -246,11 +247,10 @@ def suite(device: str = "cpu") -> dict[str, Callable[[Merger], None]]:
     return checks
 
 
-def main(name: str, device: str = "cpu") -> None:
-    """Each check of a merger of `backends.mergers`: [its name, null or what is wrong]."""
-    from tokenring.backends.mergers import _load
-
-    merger = _load(name)
+def main(made_by: str, device: str = "cpu") -> None:
+    """Each check of the merger that a function makes, "module:function": [its name, null or what is wrong]."""
+    module, _, function = made_by.partition(":")
+    merger = getattr(import_module(module), function)()
     for check_name, run in suite(device).items():
         wrong = None
         try:

@@ -34,24 +34,50 @@ def test_torch(name: str) -> None:
     suite()[name](TorchMerger())
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    """What is wrong with each check of the Triton kernel, in a process whose Triton interprets."""
+def interpret(made_by: str, *folders: str) -> tuple[int, dict[str, str | None]]:
+    """What is wrong with each check of a Triton kernel, in a process whose Triton interprets; how that ended."""
     if find_spec("triton") is None:
         pytest.skip("no triton: pip install triton (290 MB), or put the folder that has it on PYTHONPATH")
-    paths = os.pathsep.join([str(TESTS.parent), *(path for path in sys.path if path)])
+    paths = os.pathsep.join([*folders, str(TESTS.parent), *(path for path in sys.path if path)])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "merging", "triton"],
+        [sys.executable, "-W", "error", "-m", "merging", made_by],
         cwd=TESTS, env=environment, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    assert done.returncode <= 0, done.stderr[-3000:]
+    return done.returncode, dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    code, found = interpret(mergers.MERGERS["triton"])
+    assert code == 0
+    return found
 
 
 @pytest.mark.parametrize("name", suite())
 def test_triton(interpreted: dict[str, str | None], name: str) -> None:
     assert interpreted[name] is None
+
+
+KERNEL_MUTANTS = {
+    "-inf minus -inf": ("shift = tl.where(seen, largest, 0.0)", "shift = largest", "plain"),
+    "weights that do not add up": ("* (new_weight / total)[:, None]", "* new_weight[:, None]", "2 parts of a softmax"),
+    "heads one after another": ("h * out_h)[:, None]", "h * D)[:, None]", "heads first"),
+    "columns beyond the last": (" & (d < D)[None, :]", "", "heads of 80"),
+    "rows beyond the last": ("there = index < count", "there = index >= 0", "records"),
+    "the larger lse for both": ("shift + tl.log(total)", "shift", "plain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNEL_MUTANTS)
+def test_mutants_of_the_kernel_fail(name: str, tmp_path: Path) -> None:
+    old, new, case = KERNEL_MUTANTS[name]
+    text = (TESTS.parent / "backends" / "kernels" / "merge_triton.py").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (tmp_path / "spoilt_merge.py").write_text(text.replace(old, new), encoding="utf-8")
+    code, found = interpret("spoilt_merge:make", str(tmp_path))
+    assert code < 0 or found[case] is not None  # what writes where it must not may end the process
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
