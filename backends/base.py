@@ -223,3 +223,40 @@ class PackingKernel(Protocol):
         scale: float,
     ) -> list[tuple[torch.Tensor, ...]]:
         """(dq, dk, dv) of each."""
+
+
+class Merger(Protocol):
+    """Merges a partial result into a running one, and accumulates in fp32 whatever comes.
+
+    out [rows, B, H, D] fp32 and lse [rows, B, H] fp32 are what there is; new_out, in fp32, bf16 or fp16, and new_lse
+    fp32 are what comes; all with any strides. A lse of -inf is that of a row that has seen nothing: its out is 0, and
+    stays so where nothing comes. scratch [2, rows, B, H] fp32, contiguous, may be overwritten.
+    """
+
+    name: str
+
+    def __hash__(self) -> int:
+        """Mergers that do the same are equal, so that one is tried once."""
+
+    def supports(self, head_dim: int) -> str | None:
+        """None, or why it cannot merge such rows: asked once, when it is chosen."""
+
+    def merge_(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        """Into out and lse, where they lie."""
+
+    def merged(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse, merged: these tensors, overwritten, or new ones in their place, for the caller to keep."""

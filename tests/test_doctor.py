@@ -134,6 +134,7 @@ def test_npus(tmp_path: Path) -> None:
     choices = {each["device"]: each for each in found["choices"]}
     assert (choices["npu"]["transport"]["name"], choices["npu"]["kernel"]["name"]) == ("hccl", "npu-fusion")
     assert (choices["cpu"]["transport"]["name"], choices["cpu"]["kernel"]["name"]) == ("shm", "cpu-flash")
+    assert [choices[kind]["merge"]["name"] for kind in ("cpu", "npu")] == ["torch", "npu-update"]
     operators = {each["name"]: each["arguments"] for each in found["operators"]}
     assert "softmax_layout" in operators["npu_fusion_attention"] and operators["npu_ring_attention_update"]
     assert [each for each in found["problems"] if each["hurts"]] == []
@@ -146,6 +147,7 @@ def test_what_is_left_of_a_device_without_operators(tmp_path: Path) -> None:
     choice = next(each for each in found["choices"] if each["device"] == "npu")
     assert choice["kernel"] is None or choice["kernel"]["name"] != "npu-fusion"
     assert found["problems"] or any("npu_fusion_attention" in each["why"] for each in choice["others"])
+    assert choice["merge"]["name"] == "torch" and "has no npu_attention_update" in choice["merge"]["why"]
 
 
 def test_nothing_of_torch_is_imported_by_the_command_itself(tmp_path: Path) -> None:
@@ -274,7 +276,7 @@ def full_findings() -> Findings:
         [f.Operator("npu_fusion_attention", ["query", "key", "value", "scale"]),
          f.Operator("npu_ring_attention_update", None)],
         [f.Choice("npu", f.Option("hccl", "it moves npu tensors from device to device"), f.Option("reference", "why"),
-                  [f.Option("cpu-flash", "computes on the CPU")])],
+                  [f.Option("cpu-flash", "computes on the CPU")], f.Option("torch", "no other is here"))],
         [f.Variable("HCCL_BUFFSIZE", "200"), f.Variable("P2P_HCCL_BUFFSIZE", "0", "one stream")],
         [f.Problem("environment", "P2P_HCCL_BUFFSIZE=0: one stream", "unset it", hurts=False),
          f.Problem("npu", "something", "do something")],

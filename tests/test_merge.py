@@ -1,148 +1,278 @@
-"""Merging partial results: exact over any split, whatever rows have seen nothing so far; and merges that are not."""
+"""Merging partial results: every merger is exact over any split, whatever rows have seen nothing; and merges that
+are not. Mergers on NPUs are in test_ascend_merge."""
 
 from __future__ import annotations
 
-import math
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from oracle import relative_error
+from merging import CASES, check, check_softmax, suite
 
-from tokenring.runtime.merge import merge_
+from tokenring.backends import mergers
+from tokenring.backends.mergers import LIMIT, choose_merger, merger_for, trial
+from tokenring.runtime.merge import TorchMerger, accepting, merge_
 
-Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-INF = math.inf
-LSES = [  # of what is there, and of what comes
-    (0.0, 0.0),
-    (1.5, -2.0),
-    (-2.0, 1.5),
-    (-INF, 0.7),
-    (0.7, -INF),
-    (-INF, -INF),
-    (9000.0, -9000.0),
-    (-9000.0, 9000.0),
-    (-9000.0, -9000.5),
-    (9000.0, 9000.5),
-    (1e30, -1e30),
-    (-INF, 9000.0),
-    (-INF, -9000.0),
-]
+TESTS = Path(__file__).parent
+CPU = torch.device("cpu")
+Rule = Callable[..., None]  # as merge_
 
 
-def parts(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """out, lse, new_out, new_lse, one row for each of LSES; out is 0 where lse is -inf."""
-    torch.manual_seed(0)
-    made = []
-    for which, kind in ((0, torch.float32), (1, dtype)):
-        lse = torch.tensor([pair[which] for pair in LSES])
-        out = torch.randn(len(LSES), 2, 8).to(kind)
-        made += [out.masked_fill((lse == -INF)[:, None, None], 0.0), lse[:, None].repeat(1, 2)]
-    return made
+# ---------- one suite for all
 
 
-def wanted(out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor) -> list[torch.Tensor]:
-    """From the definition in float64, each row shifted by its larger lse."""
-    lses = torch.stack([lse, new_lse]).double()
-    shift = lses.amax(dim=0).clamp_min(-1e300)
-    weights = torch.exp(lses - shift)
-    total = weights.sum(dim=0)
-    both = (weights[..., None] * torch.stack([out, new_out]).double()).sum(dim=0)
-    return [both / total.clamp_min(1e-300)[..., None], torch.log(total) + shift]
+@pytest.mark.parametrize("name", suite())
+def test_torch(name: str) -> None:
+    suite()[name](TorchMerger())
 
 
-def check(merge: Merge, dtype: torch.dtype = torch.float32) -> None:
-    out, lse, new_out, new_lse = parts(dtype)
-    want_out, want_lse = wanted(out, lse, new_out, new_lse)
-    scratch = torch.full((2, *lse.shape), math.nan)  # what is left there from before must not matter
-    given = new_out.clone(), new_lse.clone()
-    merge(out, lse, new_out, new_lse, scratch)
-    assert torch.equal(new_out, given[0]) and torch.equal(new_lse, given[1])
-    for row, pair in enumerate(LSES):
-        errors = relative_error(out[row], want_out[row]), relative_error(lse[row], want_lse[row])
-        # fp32 holds an lse of 9000 to 5e-4, and so weights, where both parts have any.
-        spacing = 6e-8 * abs(pair[0]) if abs(pair[0] - pair[1]) < 100 else 0.0
-        assert max(errors) < 1e-6 + spacing, f"lse {pair}: errors {errors}"
+def interpret(made_by: str, *folders: str) -> tuple[int, dict[str, str | None]]:
+    """What is wrong with each check of a Triton kernel, in a process whose Triton interprets; how that ended."""
+    if find_spec("triton") is None:
+        pytest.skip("no triton: pip install triton (290 MB), or put the folder that has it on PYTHONPATH")
+    paths = os.pathsep.join([*folders, str(TESTS.parent), *(path for path in sys.path if path)])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "merging", made_by],
+        cwd=TESTS, env=environment, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode <= 0, done.stderr[-3000:]
+    return done.returncode, dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merge(dtype: torch.dtype) -> None:
-    check(merge_, dtype)
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    code, found = interpret(mergers.MERGERS["triton"])
+    assert code == 0
+    return found
 
 
-def test_what_comes_to_nothing_is_kept_to_the_bit() -> None:
-    out, lse, new_out, new_lse = parts()
-    before = out.clone(), lse.clone()
-    merge_(out, lse, torch.zeros_like(new_out), torch.full_like(new_lse, -INF), torch.empty(2, *lse.shape))
-    assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
+@pytest.mark.parametrize("name", suite())
+def test_triton(interpreted: dict[str, str | None], name: str) -> None:
+    assert interpreted[name] is None
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_parts_of_a_softmax(count: int) -> None:
-    """Attention over `count` parts of the keys, some of which a row does not see, is attention over all."""
-    torch.manual_seed(count)
-    scores, values = torch.randn(30, 8 * count) * 5, torch.randn(8 * count, 16)
-    hidden = torch.rand(30, count).repeat_interleave(8, dim=1) < 0.4
-    hidden[0] = True
-    scores = scores.masked_fill(hidden, -INF)
-    out, lse = torch.zeros(30, 16), torch.full((30,), -INF)
-    for part in range(count):
-        some = slice(8 * part, 8 * part + 8)
-        part_lse = scores[:, some].logsumexp(dim=1)
-        part_out = torch.exp(scores[:, some] - part_lse.clamp_min(-1e30)[:, None]) @ values[some]
-        merge_(out, lse, part_out, part_lse, torch.empty(2, 30))
-    weights = torch.softmax(scores.double(), dim=1).nan_to_num()
-    assert relative_error(out, weights @ values.double()) < 1e-6
-    assert relative_error(lse, scores.double().logsumexp(dim=1)) < 1e-6
-    assert bool((out[0] == 0).all()) and float(lse[0]) == -INF
+KERNEL_MUTANTS = {
+    "-inf minus -inf": ("shift = tl.where(seen, largest, 0.0)", "shift = largest", "plain"),
+    "weights that do not add up": ("* (new_weight / total)[:, None]", "* new_weight[:, None]", "2 parts of a softmax"),
+    "heads one after another": ("h * out_h)[:, None]", "h * D)[:, None]", "heads first"),
+    "columns beyond the last": (" & (d < D)[None, :]", "", "heads of 80"),
+    "rows beyond the last": ("there = index < count", "there = index >= 0", "records"),
+    "the larger lse for both": ("shift + tl.log(total)", "shift", "plain"),
+}  # fmt: skip
 
 
-# ---------- mutants
+@pytest.mark.parametrize("name", KERNEL_MUTANTS)
+def test_mutants_of_the_kernel_fail(name: str, tmp_path: Path) -> None:
+    old, new, case = KERNEL_MUTANTS[name]
+    text = (TESTS.parent / "backends" / "kernels" / "merge_triton.py").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (tmp_path / "spoilt_merge.py").write_text(text.replace(old, new), encoding="utf-8")
+    code, found = interpret("spoilt_merge:make", str(tmp_path))
+    assert code < 0 or found[case] is not None  # what writes where it must not may end the process
 
 
-def by_sigmoid(
-    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor, scratch: torch.Tensor
-) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", suite())
+def test_triton_on_a_gpu(name: str) -> None:
+    pytest.importorskip("triton")
+    suite("cuda")[name](mergers._load("triton"))
+
+
+# ---------- mutants: merges that are none
+
+
+class Mutant(TorchMerger):
+    """Merges by another rule."""
+
+    rule: Rule
+
+    def __init__(self, rule: Rule) -> None:
+        object.__setattr__(self, "rule", rule)
+
+    def merge_(self, *given: Any) -> None:
+        self.rule(*given)
+
+    def merged(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.merge_(*given)
+        return given[0], given[1]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def by_sigmoid(out: Any, lse: Any, new_out: Any, new_lse: Any, scratch: Any) -> None:
     """ring-flash-attention's form: NaN where the accumulated lse is -inf."""
     out -= torch.sigmoid(new_lse - lse)[..., None] * (out - new_out)
     lse -= torch.nn.functional.logsigmoid(lse - new_lse)
 
 
-def by_exponentials(
-    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor, scratch: torch.Tensor
-) -> None:
+def by_exponentials(out: Any, lse: Any, new_out: Any, new_lse: Any, scratch: Any) -> None:
     """log(1 + exp(x)), which overflows."""
     total = lse + torch.log1p(torch.exp(new_lse - lse))
     out.mul_(torch.exp(lse - total)[..., None]).add_(torch.exp(new_lse - total)[..., None] * new_out)
     lse.copy_(total)
 
 
-def without_clamp(
-    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor, scratch: torch.Tensor
-) -> None:
+def without_clamp(out: Any, lse: Any, new_out: Any, new_lse: Any, scratch: Any) -> None:
     """-inf minus -inf where a row has seen nothing and nothing comes."""
     total = torch.logaddexp(lse, new_lse)
     out.mul_(torch.exp(lse - total)[..., None]).add_(torch.exp(new_lse - total)[..., None] * new_out)
     lse.copy_(total)
 
 
-def in_bf16(
-    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor, scratch: torch.Tensor
-) -> None:
+def lse_in_bf16(out: Any, lse: Any, new_out: Any, new_lse: Any, scratch: Any) -> None:
     """Statistics in the dtype of the inputs."""
-    rounded = new_lse.bfloat16().float()
-    merge_(out, lse, new_out, rounded, scratch)
+    merge_(out, lse, new_out, new_lse.bfloat16().float(), scratch)
 
 
-def average(
-    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor, scratch: torch.Tensor
-) -> None:
+def out_in_bf16(out: Any, lse: Any, new_out: Any, new_lse: Any, scratch: Any) -> None:
+    """A running output in the dtype of the inputs (trap 7 of Ascend ports)."""
+    merge_(out, lse, new_out, new_lse, scratch)
+    out.copy_(out.bfloat16())
+
+
+def average(out: Any, lse: Any, new_out: Any, new_lse: Any, scratch: Any) -> None:
     """Weighs both alike."""
     out.add_(new_out).div_(2)
     lse.copy_(torch.logaddexp(lse, new_lse))
 
 
-@pytest.mark.parametrize("mutant", [by_sigmoid, by_exponentials, without_clamp, in_bf16, average])
-def test_mutants_fail(mutant: Merge) -> None:
+def all_memory(out: Any, lse: Any, new_out: Any, new_lse: Any, scratch: Any) -> None:
+    """Right, and writes beside the accumulators."""
+    merge_(out, lse, new_out, new_lse, scratch)
+    if lse._base is not None and lse._base.numel() > lse.numel():
+        lse._base.view(-1)[0] += 1.0
+
+
+MUTANTS: dict[Rule, str] = {
+    by_sigmoid: "plain", by_exponentials: "plain", without_clamp: "plain", lse_in_bf16: "plain",
+    out_in_bf16: "records, bf16", average: "plain", all_memory: "records",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", MUTANTS, ids=lambda rule: str(rule.__name__))
+def test_mutants_fail(rule: Rule) -> None:
+    case = next(each for each in CASES if each.name == MUTANTS[rule])
+    check(TorchMerger(), case)
     with pytest.raises(AssertionError):
-        check(mutant)
+        check(Mutant(rule), case)
+
+
+@pytest.mark.parametrize("rule", [by_sigmoid, average, lse_in_bf16])
+def test_mutants_fail_over_a_softmax(rule: Rule) -> None:
+    with pytest.raises(AssertionError):
+        check_softmax(Mutant(rule), 3)
+
+
+# ---------- who is taken
+
+
+@pytest.mark.parametrize("rule", [by_sigmoid, without_clamp, lse_in_bf16, out_in_bf16, average])
+def test_the_trial_refuses(rule: Rule) -> None:
+    assert trial(TorchMerger(), CPU, 16) is None
+    reason = trial(Mutant(rule), CPU, 16)
+    assert reason is not None and "it is no merge in fp32" in reason
+
+
+def test_the_trial_tells_precisions_apart() -> None:
+    """By an order of magnitude on either side."""
+    given = mergers._rows(64, torch.float32)
+    right = mergers._merged64(*given)
+    TorchMerger().merge_(*given, scratch=torch.empty(2, *given[1].shape))
+    exact = mergers._error(given[0].double(), right[0])
+    half = mergers._error(given[0].half().double(), right[0])
+    assert 10 * exact < LIMIT < half / 10
+
+
+@pytest.mark.parametrize("kind", ["cpu", "xpu", "meta"])
+def test_devices_without_one_of_their_own_get_torch(kind: str) -> None:
+    made = choose_merger(torch.device(kind), 64)
+    assert isinstance(made.merger, TorchMerger) and made.others == ()
+
+
+class Fake(TorchMerger):
+    """Another merger that is right."""
+
+    name = "fake"
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (Fake, None),
+        (lambda: Mutant(out_in_bf16), "no merge in fp32"),
+        (lambda: SimpleNamespace(supports=lambda head_dim: f"not {head_dim}"), "not 64"),
+        (lambda: 1 // 0, "by zero"),
+    ],
+)
+def test_what_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, made: Callable[[], Any], says: str | None
+) -> None:
+    """Absent, broken, unfit or wrong: torch merges, and the log says why; once."""
+    monkeypatch.setattr(mergers, "OF_DEVICE", {"cpu": ("fake",)})
+    monkeypatch.setattr(mergers, "WHY", {**mergers.WHY, "fake": "it is there"})
+    monkeypatch.setattr(mergers, "_load", lambda name: made())
+    mergers._log.cache_clear()
+    with caplog.at_level("INFO", "tokenring"):
+        for _ in range(2):
+            merger = merger_for(CPU, 64)
+    assert merger.name == ("fake" if says is None else "torch")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (says is not None)
+    assert says is None or ("merging on cpu: not by fake: " in told[0] and says in told[0])
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No triton: said, and torch's operators do it."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, mergers.MERGERS["triton"].partition(":")[0], raising=False)
+    monkeypatch.setattr(mergers, "OF_DEVICE", {"cpu": ("triton",)})
+    made = choose_merger(CPU, 64)
+    assert made.merger.name == "torch"
+    assert "triton" in made.others[0][1]
+
+
+def test_what_is_replaced_is_the_whole_of_an_output() -> None:
+    """Only there new tensors may take the accumulators' place."""
+
+    class New(TorchMerger):
+        def merged(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = given[0].clone(), given[1].clone()
+            merge_(out, lse, *given[2:])
+            return out, lse
+
+    def call() -> SimpleNamespace:
+        return SimpleNamespace(outputs={3: {"out": torch.zeros(2, 1, 1, 4), "lse": torch.zeros(2, 1, 1)}})
+
+    fetch = [lambda call, name=name: call.outputs[3][name] for name in ("out", "lse")]
+    scratch, news = torch.empty(2, 2, 1, 1), (torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1))
+    for output in (3, None):
+        made = call()
+        held = made.outputs[3]["out"]
+        accepting(New(), fetch[0], fetch[1], scratch, output)(made, *news)
+        assert bool((made.outputs[3]["out"] == 0.5).all())
+        assert (made.outputs[3]["out"] is held) == (output is None)
+
+
+# ---------- the script for GPUs
+
+
+def test_the_script_runs_dry() -> None:
+    """On a CPU it measures torch's merge, and judges nothing by its speed."""
+    script = TESTS.parent / "ci" / "gpu_merge.py"
+    arguments = ["--device", "cpu", "--rows", "32", "--heads", "2", "--head-dim", "16"]
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("merge by torch: outputs: ") and "; records: " in done.stdout

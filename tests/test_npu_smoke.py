@@ -29,8 +29,8 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_every_unknown_has_a_task() -> None:
-    assert {each.task for each in UNKNOWNS} <= {*command.LINKS, *command.OPERATORS, "schedules"}
-    assert {*command.LINKS, *command.OPERATORS, "schedules"} <= {each.task for each in UNKNOWNS}
+    tasks = {*command.LINKS, *command.OPERATORS, *command.KERNEL, "schedules"}
+    assert {each.task for each in UNKNOWNS} == tasks
     assert len(BY_KEY) == len(UNKNOWNS)
 
 
@@ -43,6 +43,10 @@ def times(one: float, both: float) -> dict[str, Any]:
         "bytes": 1, "device": "Ascend910B3", "one way": way,
         "both, one group": {"seconds": one, "gbs": 1.0}, "both, two groups": {"seconds": both, "gbs": 1.0},
     }  # fmt: skip
+
+
+def merging(taken: str, share: float) -> dict[str, Any]:
+    return {"taken": taken, "why": "slow", "seconds": {"float32": {"torch": 1.0, "npu-update": share}}}
 
 
 ROW = {"out": "mean of v", "largest": "lowest fp32", "total": "number of keys"}
@@ -73,6 +77,13 @@ JUDGED: list[tuple[str, dict[str, Any], str]] = [
     ("determinism", {"runs": 5, "different by default": 4, "different if asked": 1}, OTHERWISE),
     ("ring-update", {"ring": {"absent": True}}, OPEN),
     ("attention-update", {"update": {"error": 1e-2}}, OTHERWISE),
+    ("merging", merging("npu-update", 0.8), AS_ASSUMED),
+    ("merging", merging("npu-update", 1.1), OTHERWISE),
+    ("merging", merging("torch", 0.8), OTHERWISE),
+    ("kernel-tile", {"worst": {"float32": 1e-6}, "wrong": []}, AS_ASSUMED),
+    ("kernel-tile", {"worst": {"float32": 1e-1}, "wrong": ["dq of full, float32: 1e-1"]}, OTHERWISE),
+    ("kernel-packed", {"worst": {"float32": 1e-6}, "wrong": []}, AS_ASSUMED),
+    ("kernel-packed", {"worst": {"float32": 1.0}, "wrong": ["lse of float32: 1"]}, OTHERWISE),
     ("exactness", {"schedules": {"ring": {"error": 1e-6, "exact": True}}, "failed": []}, AS_ASSUMED),
     ("exactness", {"schedules": {"ring": {"error": 1.0, "exact": False}}, "failed": []}, OTHERWISE),
     ("exactness", {"schedules": {"ring": {"error": 1e-6, "exact": True}}, "failed": ["usp/2"]}, OTHERWISE),

@@ -18,6 +18,7 @@ from npu_smoke.unknowns import UNKNOWNS, verdict
 FORMAT, VERSION = "tokenring.npu-smoke", 1
 LINKS = ["pair", "peers", "ways", "wait", "memory"]
 OPERATORS = ["rows", "packed", "determinism", "updates"]
+KERNEL = ["tile", "documents", "merges"]
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
 DOCTOR_SECONDS = 60.0
 
@@ -53,7 +54,7 @@ def _everything(options: argparse.Namespace, kind: str, began: float, document: 
     document["ranks"] = ranks
     emulate = str(TESTS) if options.emulate else None
     asked = Asked(kind, ranks, emulate, began + 60 * options.minutes, options.task_seconds)
-    tasks = options.only.split(",") if options.only else LINKS + OPERATORS + _schedules(options, kind, ranks)
+    tasks = options.only.split(",") if options.only else LINKS + OPERATORS + KERNEL + _schedules(options, kind, ranks)
 
     def tell(task: str, told: dict[str, Any]) -> None:
         document["tasks"][task] = told
@@ -151,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--output", default="npu-smoke.json", metavar="FILE", help="results (npu-smoke.json)")
     add("--minutes", type=float, default=5.0, metavar="M", help="what is not begun by then is left out (5)")
     add("--task-seconds", type=float, default=TASK_SECONDS, metavar="S", help=f"limit of each task ({TASK_SECONDS:g})")
-    add("--only", metavar="TASKS", help=f"of {', '.join([*LINKS, *OPERATORS])}, schedule:NAME")
+    add("--only", metavar="TASKS", help=f"of {', '.join([*LINKS, *OPERATORS, *KERNEL])}, schedule:NAME")
     add("--schedules", default="all", metavar="NAMES", help="schedules or families, separated by commas (all that fit)")
     add("--device", choices=("npu", "cpu"), default="npu", help="cpu: a dry run of the script itself, over Gloo (npu)")
     add("--emulate", action="store_true", help="on the emulated NPUs of tests/ascend: a trial of the script itself")

@@ -79,7 +79,7 @@ def _join(asked: dict[str, Any]) -> Any:
         import torch_npu  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     import torch.distributed as dist
 
-    from npu_smoke import links, operators, schedules  # noqa: F401  (not in the time of the first task)
+    from npu_smoke import kernel, links, operators, schedules  # noqa: F401  (not in the time of the first task)
     from npu_smoke.here import Here
 
     here = Here(asked["rank"], asked["ranks"], asked["kind"], bool(asked["emulate"]), lambda text: None)
@@ -105,10 +105,10 @@ def _emulate(folder: str, ranks: int) -> None:
 
 
 def _do(here: Any, task: str) -> Any:
-    from npu_smoke import links, operators, schedules
+    from npu_smoke import kernel, links, operators, schedules
 
     name, _, argument = task.partition(":")
-    for module in (links, operators):
+    for module in (links, operators, kernel):
         if hasattr(module, name):
             return getattr(module, name)(here)
     return schedules.schedule(here, argument)

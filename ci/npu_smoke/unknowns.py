@@ -162,6 +162,20 @@ def _update(found: Found) -> Verdict:
     return _yes(found["error"] <= 1e-5, f"error {found['error']:.1e} in fp32")
 
 
+def _kernel(found: Found) -> Verdict:
+    worst = ", ".join(f"{error:.1e} in {dtype}" for dtype, error in found["worst"].items())
+    return _yes(not found["wrong"], "; ".join([f"errors up to {worst}", *found["wrong"]]))
+
+
+def _merging(found: Found) -> Verdict:
+    times = {dtype: each["npu-update"] / each["torch"] for dtype, each in found["seconds"].items()}
+    text = ", ".join(f"{share:.2f} in {dtype}" for dtype, share in times.items())
+    text = f"npu_attention_update takes, of the time of torch's operators, {text}; taken: {found['taken']}"
+    if found["taken"] != "npu-update":
+        return Verdict(OTHERWISE, f"{text}: {found['why']}")
+    return _yes(max(times.values()) <= 1, text)
+
+
 def _exact(found: Found) -> Verdict:
     worst = max(found["schedules"].items(), key=lambda item: item[1]["error"])
     text = f"{len(found['schedules'])} schedules, the worst {worst[0]} with {worst[1]['error']:.1e} in fp32"
@@ -217,6 +231,12 @@ UNKNOWNS = (
             "not used where it would lower the precision", "updates", lambda found: _ring_update(found["ring"])),
     Unknown("attention-update", "does npu_attention_update merge in fp32?", "yes", "updates",
             lambda found: _update(found["update"])),
+    Unknown("merging", "does npu_attention_update merge whole results in fp32 faster than torch's operators?",
+            "yes: as many bytes, fewer launches", "merges", _merging, True),
+    Unknown("kernel-tile", "is a tile of kernel npu-fusion exact, forward and backward?",
+            "as emulated, against float64", "tile", _kernel),
+    Unknown("kernel-packed", "are packed documents in one call exact, forward and backward?",
+            "as emulated, against float64", "documents", _kernel),
     Unknown("exactness", "is every schedule exact, forward and backward?", "as on the CPU, against float64",
             "schedules", _exact),
     Unknown("times", "which schedule is fastest?", "what `tokenring plan` predicts", "schedules", _times, True),

@@ -146,8 +146,9 @@ def _devices(found: Findings, answers: dict[str, Answer], environment: Mapping[s
 
 
 def _choice(told: dict[str, Any]) -> Choice:
-    options = {name: Option(**told[name]) if told[name] else None for name in ("transport", "kernel")}
-    return Choice(told["device"], options["transport"], options["kernel"], [Option(**each) for each in told["others"]])
+    options = {name: Option(**told[name]) if told[name] else None for name in ("transport", "kernel", "merge")}
+    others = [Option(**each) for each in told["others"]]
+    return Choice(told["device"], options["transport"], options["kernel"], others, options["merge"])
 
 
 def _missing(found: Findings, answers: dict[str, Answer], environment: Mapping[str, str], seconds: float) -> None:

@@ -52,6 +52,7 @@ class Choice:
     transport: Option | None
     kernel: Option | None
     others: list[Option] = field(default_factory=list)
+    merge: Option | None = None  # what merges partial results; None: it could not be asked
 
 
 @dataclass(frozen=True)

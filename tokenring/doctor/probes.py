@@ -128,7 +128,15 @@ def _choice(kind: str) -> dict[str, Any]:
     transport = None if name is None else {"name": name, "why": why}
     if name is None:
         others.insert(0, {"name": "transport", "why": why})
-    return {"device": kind, "transport": transport, "kernel": kernel, "others": others}
+    return {"device": kind, "transport": transport, "kernel": kernel, "others": others, "merge": _merge(device)}
+
+
+def _merge(device: Any) -> dict[str, str]:
+    """What would merge partial results there, and why nothing faster would."""
+    from tokenring.backends.mergers import choose_merger
+
+    made = choose_merger(device, HEAD_DIM)
+    return {"name": made.merger.name, "why": "; ".join([made.why, *(f"no {name}: {why}" for name, why in made.others)])}
 
 
 def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:

@@ -69,7 +69,9 @@ def _table(choices: Sequence[Choice]) -> list[str]:
     """What would be used for tensors on each device."""
     lines: list[str] = ["used by default for tensors on"] if choices else []
     for each in choices:
-        for part, option in (("transport", each.transport), ("kernel", each.kernel)):
+        parts = [("transport", each.transport), ("kernel", each.kernel)]
+        parts += [] if each.merge is None else [("merge", each.merge)]
+        for part, option in parts:
             text = "none" if option is None else f"{option.name}: {option.why}"
             lines.append(f"  {each.device:<{WIDTH - 2}}{part:<{WIDTH}} {plain(text, MAX_CELL)}")
         for other in each.others:

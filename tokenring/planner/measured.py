@@ -19,10 +19,10 @@ import torch
 
 from tokenring.backends.base import AttentionKernel
 from tokenring.backends.devices import Device, device_of
+from tokenring.backends.mergers import merger_for
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.planner.rates import Rates, Sample
 from tokenring.region import Patch
-from tokenring.runtime.merge import merge_
 from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
 from tokenring.topology.cache import cache_folder, write_whole
@@ -166,6 +166,7 @@ def _copies(device: torch.device, clock: Device) -> tuple[float, float]:
     gbs = 2 * COPY_BYTES / timed(lambda: target.copy_(source), clock) / 1e9
     out, lse = torch.zeros(16, 1, HEADS, 64, device=device), torch.zeros(16, 1, HEADS, device=device)
     scratch = torch.zeros(2, 16, 1, HEADS, device=device)
+    merge_ = merger_for(device, 64).merge_
     return gbs, timed(lambda: merge_(out, lse, out, lse, scratch), clock)
 
 

@@ -14,9 +14,10 @@ import torch
 
 from tokenring.backends.base import AttentionKernel, Handle, PackingKernel, Transport
 from tokenring.backends.devices import device_of
+from tokenring.backends.mergers import merger_for
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.collective import Collectives
-from tokenring.runtime.merge import merge_
+from tokenring.runtime.merge import accepting, copying
 from tokenring.runtime.packing import patches, spanned, together
 from tokenring.runtime.pool import Landed, Pool, Views
 from tokenring.runtime.posting import grouped, placed
@@ -347,15 +348,13 @@ class _Binder:
     def _accept_out(self, into: Span, first: bool) -> Callable[[Call, torch.Tensor, torch.Tensor], None]:
         out, lse = self._field(into, "out"), self._field(into, "lse")
         if first:
-
-            def copy(call: Call, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
-                out(call).copy_(new_out)
-                lse(call).copy_(new_lse)
-
-            return copy
-        low, high = self.head_range(self.program.slots[into.slot].kind, into.heads)
+            return copying(out, lse)
+        slot = self.program.slots[into.slot]
+        low, high = self.head_range(slot.kind, into.heads)
+        whole = slot.output and into.rows == slot.rows and high - low == self.views.record(into.slot).heads
+        merger = merger_for(self.views.base.device, self.views.workload.head_dim)
         scratch = self.views.scratch(into.rows, high - low)
-        return lambda call, new_out, new_lse: merge_(out(call), lse(call), new_out, new_lse, scratch)
+        return accepting(merger, out, lse, scratch, into.slot if whole else None)
 
     def _accept_gradients(self, kind: Kind, into: Span, first: bool) -> Callable[[Call, list[torch.Tensor]], None]:
         targets = [self._field(into, name) for name in GRADIENTS[kind]]
