@@ -51,6 +51,9 @@ class Device(Protocol):
     def new_stream(self, high_priority: bool = False) -> Any:
         """Another stream; None on a device without streams."""
 
+    def new_event(self) -> Any:
+        """A point in a stream, to be recorded there and waited for elsewhere; None on a device without streams."""
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Inside, calls are queued on the stream."""
 
@@ -108,6 +111,9 @@ class Cpu:
     def new_stream(self, high_priority: bool = False) -> Any:
         return None
 
+    def new_event(self) -> Any:
+        return None
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -146,10 +152,14 @@ class Accelerator:
         return perf_counter()
 
     def current_stream(self) -> Any:
-        return self._module.current_stream(self._index)
+        ask = getattr(self._module, "current_stream", None)  # of torch.mps there is none
+        return None if ask is None else ask(self._index)
 
     def new_stream(self, high_priority: bool = False) -> Any:
         return self._module.Stream(device=self._index, priority=-1 if high_priority else 0)
+
+    def new_event(self) -> Any:
+        return self._module.Event()
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         made: AbstractContextManager[object] = self._module.stream(stream)

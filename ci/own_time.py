@@ -102,7 +102,7 @@ def steps(name: str, ranks: int, size: tuple[int, int, int], rounds: int) -> dic
             Executor(schedule, workload, program, pool, Nothing(ranks), kernel, 0.125)  # type: ignore[arg-type]
         for each, program in programs.items():
             executor = Executor(schedule, workload, program, pool, Nothing(ranks), kernel, 0.125)  # type: ignore[arg-type]
-            kept = executor.new_kept(CPU)
+            kept = executor.views.kept_slots_in(executor.views.new_kept(CPU))
             times = []
             for _ in range(rounds):
                 call = Call(own, dict(kept))

@@ -27,6 +27,7 @@ from tokenring.groups import process_group
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.runtime.agreement import Description, agree
+from tokenring.runtime.handles import new_handle
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Pass, Schedule
@@ -114,6 +115,7 @@ class ContextParallel:
         self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
         self._trace: Trace | None = None
         self._check()
+        self.handle = new_handle(self)
 
     def _check(self) -> None:
         from tokenring.backends.registry import KERNELS

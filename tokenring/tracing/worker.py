@@ -29,12 +29,10 @@ from tokenring.context import ContextParallel, Request
 from tokenring.mask import Mask, parse_mask
 from tokenring.ranks import Tell, process_group, quiet, serve
 from tokenring.runtime.executor import Executor
+from tokenring.runtime.names import tiles as tiles_of
 from tokenring.runtime.trace import Event
-from tokenring.schedule.calls import calls
-from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.ir import Pass
 from tokenring.schedule.program import Attend, Span
-from tokenring.schedule.storage import storage_of
-from tokenring.schedule.text import tile_text
 from tokenring.tracing.bars import Known, bars, messages
 from tokenring.tracing.record import Stretch, Traced
 
@@ -194,17 +192,10 @@ def _rank(chosen: _Round, cp: Clocked, request: Request) -> _Rank:
     directions = [each.direction for each in chosen.passes]
     executors = [cp.executor(request, direction) for direction in directions]
     schedule = cp.plan(request).schedule
-    tiles = _tiles(schedule, cp, request)
+    tiles = tiles_of(schedule, cp.rank, cp.kernel(request.device).supports_patch)
     clock = this_member().boot_id or socket.gethostname()
     sizes = [_span_bytes(executor) for executor in executors]
     return _Rank(clock, chosen, [tiles for _ in directions], sizes, [_merges(executor) for executor in executors])
-
-
-def _tiles(schedule: Schedule, cp: Clocked, request: Request) -> list[str]:
-    """The tile of each kernel call, in order."""
-    supports = cp.kernel(request.device).supports_patch
-    mine = sorted((tile for tile in schedule.tiles if tile.rank == cp.rank), key=lambda tile: tile.step)
-    return [tile_text(schedule, tile) for tile in mine for _ in calls(storage_of(schedule), tile, supports)]
 
 
 def _span_bytes(executor: Executor) -> dict[Span, int]:
