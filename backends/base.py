@@ -21,7 +21,8 @@ class Capabilities:
     peer share one queue in each channel. one_sided: the sender writes into the receiver's slot.
     zero_sm: moves take no compute units. multicast, collectives: natively offered. connection_bytes: device memory
     that a connection of two ranks takes at each of them, beside the pool: one for each channel (if there are
-    several), and for each direction unless they share a queue.
+    several), and for each direction unless they share a queue. capturable: the device moves messages by itself, so
+    that posts and waits may be captured in a graph and are done again by launching it.
     """
 
     early_receives: bool
@@ -32,6 +33,7 @@ class Capabilities:
     multicast: bool = False
     collectives: bool = False
     connection_bytes: int = 0
+    capturable: bool = False
 
 
 Link = tuple[int, int, str]  # source, destination, channel

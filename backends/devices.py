@@ -6,15 +6,18 @@ The type that a tensor says (`tensor.device.type`) decides, and nothing else: un
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
-from tokenring.errors import BackendUnavailable
+from tokenring.errors import BackendUnavailable, UnsupportedError
 
+GRAPHS = ("CUDAGraph", "NPUGraph", "XPUGraph")  # what a device's module calls them
+NO_GRAPHS = "device {} has no graphs to capture calls in: call tokenring.attention itself"
 ACCELERATORS = ("cuda", "npu", "xpu", "mps")  # the types that are looked for; device_of takes any
 
 
@@ -56,6 +59,12 @@ class Device(Protocol):
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Inside, calls are queued on the stream."""
+
+    def capture(self) -> AbstractContextManager[Any]:
+        """Inside, work is not done but captured in the graph that it gives, whose `replay` does it.
+
+        Raises UnsupportedError on a device without graphs.
+        """
 
     def memory(self) -> Memory:
         """What is in use, and what is free."""
@@ -117,6 +126,9 @@ class Cpu:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def capture(self) -> AbstractContextManager[Any]:
+        raise UnsupportedError(NO_GRAPHS.format("cpu"))
+
     def memory(self) -> Memory:
         return Memory(None, None, None)
 
@@ -164,6 +176,15 @@ class Accelerator:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         made: AbstractContextManager[object] = self._module.stream(stream)
         return made
+
+    @contextmanager
+    def capture(self) -> Iterator[Any]:
+        made = next((getattr(self._module, name) for name in GRAPHS if hasattr(self._module, name)), None)
+        if made is None:
+            raise UnsupportedError(NO_GRAPHS.format(self.type))
+        graph = made()
+        with self._module.graph(graph):
+            yield graph
 
     def memory(self) -> Memory:
         free, total = self._module.mem_get_info(self._index)

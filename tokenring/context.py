@@ -185,7 +185,8 @@ class ContextParallel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises ConfigurationError once this is closed."""
         if self._closed:
             raise ConfigurationError(
                 "this ContextParallel was closed; make another one, or close it after the last call"
@@ -208,7 +209,7 @@ class ContextParallel:
 
         All ranks must get here together.
         """
-        self._check_open()
+        self.check_open()
         if not isinstance(self._transport, str):
             return self._transport
         if self.group is None or self.world_size == 1:
@@ -229,7 +230,7 @@ class ContextParallel:
 
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
-        self._check_open()
+        self.check_open()
         transport = self.transport_for(request.device)
         if transport is None:
             return self._bound(request, direction)

@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 from tokenring.backends.kernels.reference import row_dot
 from tokenring.context import ContextParallel, Request
 from tokenring.errors import UnsupportedError
-from tokenring.runtime.executor import Call
+from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.trace import Trace
 
 GRADIENT_OF_LSE = (
     "a gradient flows into the lse that tokenring.attention returned, which has none here: use lse.detach() in the loss"
@@ -26,7 +27,7 @@ class AttentionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32."""
         q, k, v = (_rows_packed(x) for x in (q, k, v))
-        out, lse, kept = run_forward(cp, request, q, k, v)
+        out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, kept)
         ctx.cp, ctx.request = cp, request
         ctx.set_materialize_grads(False)
@@ -40,29 +41,30 @@ class AttentionFunction(torch.autograd.Function):
             raise UnsupportedError(GRADIENT_OF_LSE)
         if dout is None:
             return None, None, None, None, None
-        return *run_backward(ctx.cp, ctx.request, dout, *ctx.saved_tensors), None, None
+        cp = ctx.cp
+        executor = cp.executor(ctx.request, "backward")
+        return *run_backward(executor, cp.active_trace, dout, *ctx.saved_tensors), None, None
 
 
 def run_forward(
-    cp: ContextParallel, request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    executor: Executor, trace: Trace | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """out [B, T, Hq, D] in q's dtype, lse [B, Hq, T] fp32, and the bytes that backward wants besides, if any.
 
-    All are memory of their own. Raises what `ContextParallel.executor` and the transport raise.
+    All are memory of their own. Raises what the transport raises.
     """
-    executor = cp.executor(request, "forward")
     kept = executor.views.new_kept(q.device)
     call = Call({"q": _rows_packed(q), "k": _rows_packed(k), "v": _rows_packed(v)}, executor.views.kept_slots_in(kept))
     with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
-        executor.run(call, cp.active_trace)
+        executor.run(call, trace)
     out = _kept_by_caller(executor.result(call, "q_partial", "out"), q.dtype)
     lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
     return out, lse, kept
 
 
 def run_backward(
-    cp: ContextParallel,
-    request: Request,
+    executor: Executor,
+    trace: Trace | None,
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -72,12 +74,11 @@ def run_backward(
     kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made."""
-    executor = cp.executor(request, "backward")
     own = {"q": q, "k": k, "v": v, "dout": dout}
     given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
     call = Call(given, executor.views.kept_slots_in(kept))
     with torch.autocast(q.device.type, enabled=False):
-        executor.run(call, cp.active_trace)
+        executor.run(call, trace)
     dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
     dk, dv = (_kept_by_caller(executor.result(call, "kv_partial", name), k.dtype) for name in ("dk", "dv"))
     return dq, dk, dv

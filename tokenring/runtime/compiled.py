@@ -61,7 +61,8 @@ def traced_attention(
 @torch.library.custom_op("tokenring::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
     cp = context_of(context)
-    out, lse, kept = run_forward(cp, _request(q, k, v, cp, *call), q, k, v)
+    executor = cp.executor(_request(q, k, v, cp, *call), "forward")
+    out, lse, kept = run_forward(executor, cp.active_trace, q, k, v)
     return out, lse, _ticket(kept, q.device)
 
 
@@ -95,7 +96,8 @@ def _attention_backward(
     if dlse is not None and bool(dlse.any()):
         raise UnsupportedError(GRADIENT_OF_LSE)
     cp = context_of(context)
-    return run_backward(cp, _request(q, k, v, cp, *call), dout, q, k, v, out, lse, _kept(ticket))
+    executor = cp.executor(_request(q, k, v, cp, *call), "backward")
+    return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, _kept(ticket))
 
 
 @_attention_backward.register_fake

@@ -35,6 +35,7 @@ from tokenring.schedule.ir import Pass
 from tokenring.schedule.program import Attend, Span
 from tokenring.tracing.bars import Known, bars, messages
 from tokenring.tracing.record import Stretch, Traced
+from tokenring.tracing.simulated import simulated
 
 WAIT_SECONDS = 600.0  # for other ranks
 WARM_UP_ROUNDS = 2
@@ -144,11 +145,13 @@ def trace(case: Case, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
         request = make_request(q, k, v, cp, mask, None)
     times = _slowest([each.seconds for each in rounds])
     chosen = sorted(range(len(times)), key=times.__getitem__)[(len(times) - 1) // 2]
+    expected = simulated(cp, request)
     at_ranks: list[Any] = [None] * cp.world_size
     dist.gather_object(_rank(rounds[chosen], cp, request), at_ranks if cp.rank == 0 else None)
     if cp.rank > 0:
         return None
-    return {"schedule": cp.plan(request).name, "rounds_s": times, "round": chosen, **_joined(at_ranks)}
+    found = {"schedule": cp.plan(request).name, "rounds_s": times, "round": chosen, "simulated": expected}
+    return found | _joined(at_ranks)
 
 
 def _inputs(case: Case, cp: Clocked) -> list[torch.Tensor]:
