@@ -154,10 +154,10 @@ class Recorder(TorchDispatchMode):
         storage = x.untyped_storage()
         key = storage.data_ptr()
         self._alive.setdefault(key, storage)
-        size = x.element_size()
-        places = torch.arange(storage.nbytes() // size).as_strided(x.size(), x.stride(), x.storage_offset())
-        units = np.unique(places.reshape(-1).numpy() * size // UNIT_BYTES)
-        return Access(key, units, writes)
+        places = np.full(1, x.storage_offset())
+        for size, stride in zip(x.size(), x.stride(), strict=True):
+            places = (places[:, None] + stride * np.arange(size)).reshape(-1)
+        return Access(key, np.unique(places * x.element_size() // UNIT_BYTES), writes)
 
     def mark(self) -> None:
         self.log.append(Action("mark", 0))

@@ -196,9 +196,10 @@ def test_masks_scales_and_contexts_may_change(ranks: RankPools) -> None:
 
 def modes(here: Here, case: Case) -> None:
     cp, (q, k, v, dout) = given(here, case)
+    mask = case.mask
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, cp, case.mask)
+        return attention(q, k, v, cp, mask)
 
     with compiler():
         made = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -222,13 +223,14 @@ def test_modes(ranks: RankPools) -> None:
 def through_lse(here: Here, case: Case) -> list[str]:
     """What is said to a loss that uses lse: inside the graph, and outside."""
     cp, (q, k, v, _) = given(here, case)
+    mask = case.mask
 
     def inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = attention(q, k, v, cp, case.mask, return_lse=True)
+        out, lse = attention(q, k, v, cp, mask, return_lse=True)
         return out.sum() + lse.sum()
 
     def outside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        return attention(q, k, v, cp, case.mask, return_lse=True)
+        return attention(q, k, v, cp, mask, return_lse=True)
 
     said = []
     with compiler():
@@ -251,9 +253,10 @@ def test_gradient_through_lse_is_refused(ranks: RankPools) -> None:
 def copied(here: Here, case: Case) -> str:
     """The ticket of what was kept, replaced by a copy."""
     cp, (q, k, v, dout) = given(here, case)
+    mask = case.mask
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, cp, case.mask)
+        return attention(q, k, v, cp, mask)
 
     with compiler():
         made = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -299,6 +302,7 @@ def lifetimes(here: Here, case: Case) -> tuple[list[bool], list[bool]]:
     from tokenring.runtime.pool import Views
 
     cp, (q, k, v, dout) = given(here, case)
+    mask = case.mask
     seen: list[Any] = []
     made_here = Views.new_kept
 
@@ -309,7 +313,7 @@ def lifetimes(here: Here, case: Case) -> tuple[list[bool], list[bool]]:
         return made
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, cp, case.mask)
+        return attention(q, k, v, cp, mask)
 
     def expired() -> bool:
         return bool(seen.pop().expired())
