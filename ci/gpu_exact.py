@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from gpu_report import Report, guarded
 from virtual_ranks import both_passes
@@ -30,7 +32,7 @@ def run(report: Report) -> None:
         case = Inputs(2048, 8, 4, 128, dtype, device, kernel)
         for ranks in RANKS:
             name = f"exactness, all schedules, {str(dtype).removeprefix('torch.')}, {ranks} virtual ranks"
-            guarded(report, name, f"{LIMIT} × one call", lambda case=case, ranks=ranks: _line(case, ranks))
+            guarded(report, name, f"{LIMIT} × one call", partial(_line, case, ranks))
 
 
 def _line(case: Inputs, ranks: int) -> tuple[str, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def of_ranks(schedule: Schedule, workload: Workload, kernel: Any, given: Tensors
     device, found = given[0].device, []
     for rank in range(schedule.world_size):
         bound = bind(schedule, workload, rank, kernel, Nothing(schedule.world_size), device)
-        found.append(seconds(lambda bound=bound: _passes(bound, given, backward), device))
+        found.append(seconds(partial(_passes, bound, given, backward), device))
     return found
 
 
@@ -147,7 +148,7 @@ def captured_step(device: torch.device, rounds: int = 200) -> tuple[str, bool]:
     executors, own = _small(device)
     found = []
     for executor in executors.values():
-        side = torch.cuda.Stream()
+        side: Any = device_of(device).new_stream()
         with torch.cuda.stream(side):
             for _ in range(3):
                 executor.run(Call(own))
@@ -181,7 +182,7 @@ def moves(report: Report, device: torch.device) -> None:
     (patch,) = Causal().region(whole, whole)
     source, target = (torch.zeros(MOVE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     host = torch.zeros(MOVE_BYTES, dtype=torch.uint8, pin_memory=True)
-    side = torch.cuda.Stream(priority=-1)
+    side: Any = device_of(device).new_stream(high_priority=True)
     wide, into = source.view(torch.int32), target.view(torch.int32)
     copies: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,
@@ -215,12 +216,12 @@ def _attention_seconds(call: Callable[[], object], device: torch.device) -> floa
     times = []
     for turn in range(23):
         torch.cuda.synchronize()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         call()
         ended.record()
         torch.cuda.synchronize()
         if turn >= 3:
-            times.append(1e-3 * began.elapsed_time(ended))
-    return statistics.median(times)
+            times.append(1e-3 * float(began.elapsed_time(ended)))
+    return float(statistics.median(times))
 

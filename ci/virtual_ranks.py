@@ -138,10 +138,10 @@ def both_passes(
     places = [torch.tensor(schedule.q_layout.positions(rank), device=device) for rank in range(ranks)]
 
     def run(rank: int) -> Tensors:
-        mine = [x.index_select(1, places[rank]) for x in (q, k, v, dout)]
+        q_, k_, v_, dout_ = (x.index_select(1, places[rank]) for x in (q, k, v, dout))
         bound = bind(schedule, workload, rank, kernel, VirtualTransport(meeting, rank, ranks), device)
-        out, lse, kept = run_forward(bound["forward"], None, *mine[:3])
-        return out, *run_backward(bound["backward"], None, mine[3], *mine[:3], out, lse, kept)
+        out, lse, kept = run_forward(bound["forward"], None, q_, k_, v_)
+        return out, *run_backward(bound["backward"], None, dout_, q_, k_, v_, out, lse, kept)
 
     parts = _threads(run, ranks, device)
     order = torch.argsort(torch.cat(places))

@@ -77,7 +77,7 @@ class Handle:
 
 
 @dataclass
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A device, a transport, and what happens on them."""
 
     rank: int
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
     type: str = "recorded"
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.capabilities = Capabilities(early_receives=True, channels=2, one_sided=self.one_sided)
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self._alive: dict[int, torch.UntypedStorage] = {}  # so that no address comes twice
@@ -162,13 +162,9 @@ class Recorder(TorchDispatchMode):
     def mark(self) -> None:
         self.log.append(Action("mark", 0))
 
-    def use_all(self) -> None:
-        """The current stream writes all that messages ever touched, as whoever comes next may do."""
-        touched = {each.storage: each for action in self.log for each in action.accesses}
-        whole = (
-            Access(key, np.arange(-(-self._alive[key].nbytes() // UNIT_BYTES)), True) for key in touched
-        )
-        self.log.append(Action("use", self.current.thread, accesses=tuple(whole), label="what comes next"))
+    def use(self, x: torch.Tensor, label: str) -> None:
+        """The current stream writes all of it."""
+        self.log.append(Action("use", self.current.thread, accesses=(self._access(x, True),), label=label))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +95,19 @@ def compiled(here: Here, case: Case, wrap: str) -> Local:
 
 
 def wrapped(plain: Callable[..., Tensors], wrap: str) -> Callable[..., Tensors]:
-    compile_ = torch.compile(backend="aot_eager", fullgraph=True)
+    compile_: Any = partial(torch.compile, backend="aot_eager", fullgraph=True)
     reentrant = wrap.endswith("reentrant")
 
     def checkpointed(function: Callable[..., Tensors]) -> Callable[..., Tensors]:
-        return lambda q, k, v: checkpoint(function, q, k, v, use_reentrant=reentrant)
+        def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+            made: Tensors = checkpoint(function, q, k, v, use_reentrant=reentrant)
+            return made
 
-    made: Callable[..., Tensors] = {
-        "": lambda: compile_(plain),
-        "inside": lambda: compile_(checkpointed(plain)),
-        "outside": lambda: checkpointed(compile_(plain)),
-    }[wrap.partition(",")[0]]()
-    return made
+        return whole
+
+    where = wrap.partition(",")[0]
+    made: Callable[..., Tensors] = compile_(checkpointed(plain) if where == "inside" else plain)
+    return checkpointed(made) if where == "outside" else made
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -297,19 +299,19 @@ def test_a_graph_holds_no_context(ranks: RankPools) -> None:
 
 def lifetimes(here: Here, case: Case) -> tuple[list[bool], list[bool]]:
     """Whether kept bytes are gone: while a backward may come, and after; and once it never will."""
-    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.multiprocessing import reductions
 
     from tokenring.runtime.pool import Views
 
     cp, (q, k, v, dout) = given(here, case)
-    mask = case.mask
+    mask, weak = case.mask, vars(reductions)["StorageWeakRef"]
     seen: list[Any] = []
     made_here = Views.new_kept
 
     def watched(self: Views, device: torch.device) -> torch.Tensor | None:
         made = made_here(self, device)
         assert made is not None
-        seen.append(StorageWeakRef(made.untyped_storage()))
+        seen.append(weak(made.untyped_storage()))
         return made
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -59,22 +59,23 @@ def test_ranges(schedule: str, ranks: RankPools) -> None:
         assert names == wanted
         assert any("scaled_dot_product" in each for each in inside)
         if schedule == "ring":
-            assert f"{OURS}forward 0: send kv{rank},{3 - rank} to {1 - rank}" in names
-            assert any(name.startswith(f"{OURS}forward 1: attend q{rank}") for name in names)
+            sends = [name for name in names if name.startswith(f"{OURS}forward 0: send kv{rank}")]
+            assert sends and sends[0].endswith(f" to {1 - rank}")
+            assert any(name.startswith(f"{OURS}forward 1: attend q") for name in names)
 
 
 def unseen(here: Here, case: Case) -> list[str]:
     """Which ranges are opened while no profiler is at work."""
     run, _ = both_passes(here, case)
     opened: list[str] = []
-    whole = ranges.record_function
+    whole: Any = vars(ranges)["record_function"]
 
-    class Watched(whole):  # type: ignore[misc, valid-type]
+    class Watched(whole):  # type: ignore[misc]
         def __init__(self, name: str) -> None:
             opened.append(name)
             super().__init__(name)
 
-    ranges.record_function = Watched  # type: ignore[misc]
+    vars(ranges)["record_function"] = Watched
     try:
         run()
         count = len(opened)
@@ -84,7 +85,7 @@ def unseen(here: Here, case: Case) -> list[str]:
                 run()
         assert len(opened) > 10
     finally:
-        ranges.record_function = whole  # type: ignore[misc]
+        vars(ranges)["record_function"] = whole
     return opened[:count]
 
 

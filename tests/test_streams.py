@@ -19,7 +19,7 @@ from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import START, Streams, post_waits
 from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.lower import lower
-from tokenring.schedule.program import OWN, Attend, Pack, Recv, Send, Span, Wait
+from tokenring.schedule.program import OWN, Attend, Instruction, Pack, Recv, Send, Span, Wait
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, DIM = 8, 2, 4  # at each rank
@@ -59,8 +59,10 @@ def record(
             kept = executors["forward"].views.new_kept(CPU)
             for executor in executors.values():
                 executor.run(Call(own, executor.views.kept_slots_in(kept)))
+                recorder.use(pool.data, "whatever else runs on the pool")
+            if kept is not None:
+                recorder.use(kept, "whoever gets the memory next")
     recorder.mark()
-    recorder.use_all()
     log = only_shared(recorder.log)
     marks = [at for at, action in enumerate(log) if action.what == "mark"]
     return Recorded(log, recorder.threads, [range(a, b) for a, b in pairwise(marks)])
@@ -142,7 +144,7 @@ def test_posts_on_other_streams_need_the_events() -> None:
 
 def test_what_a_post_waits_for() -> None:
     one, other = Span(0, 0, 4), Span(0, 4, 8)
-    program = [
+    program: list[Instruction] = [
         Recv(0, Span(1, 0, 4), 1, "requests", ""),  # 0: whoever used the slot in the last call
         Pack("kv", Span(OWN, 0, 4), one),  # 1
         Pack("kv", Span(OWN, 4, 8), other),  # 2

@@ -153,10 +153,8 @@ def test_the_simulation_has_ranks_of_its_own_in_the_chrome_trace() -> None:
     assert names == {0: "rank 0", 1: "rank 1", 2: "rank 0, simulated", 3: "rank 1, simulated"}
     plain = json.loads(to_chrome(MEASURED))["traceEvents"]
     assert [event for event in events if event["pid"] < 2] == plain
-    longest = [
-        max(event["dur"] for event in events if event["ph"] == "X" and event["cat"] == "compute" and some(event["pid"]))
-        for some in ((lambda pid: pid < 2), (lambda pid: pid >= 2))
-    ]
+    tiles = [(event["pid"], event["dur"]) for event in events if event["ph"] == "X" and event["cat"] == "compute"]
+    longest = [max(took for pid, took in tiles if (pid < 2) is measured) for measured in (True, False)]
     assert longest == [pytest.approx(10_000), pytest.approx(8_000)]
 
 

@@ -128,9 +128,10 @@ class _Launched(torch.autograd.Function):
 
 def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
     """The graph, and what backward wants besides its results."""
-    _warm_up(device, executor, lambda: run_forward(executor, None, *inputs))  # type: ignore[call-arg, arg-type]
+    q, k, v = inputs
+    _warm_up(device, executor, lambda: run_forward(executor, None, q, k, v))
     with device.capture() as graph:
-        out, lse, kept = run_forward(executor, None, *inputs)  # type: ignore[call-arg, arg-type]
+        out, lse, kept = run_forward(executor, None, q, k, v)
     _forget(executor)
     return _Graph(graph, inputs, (out, lse)), kept
 

@@ -25,7 +25,7 @@ Step = Callable[[C], None]
 
 def run_steps(executor: Executor, call: Call, trace: Trace | None) -> None:
     """All steps of a program, in order."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[no-untyped-call]
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         _loop(executor, executor.steps, call, trace)
         return
     with record_function(f"tokenring {executor.program.direction}"):
