@@ -120,7 +120,7 @@ def test_sums_of_ranks_and_steps_on_a_cpu() -> None:
     import gpu_times
 
     lines: list[Any] = []
-    small = {"HEADS": 2, "DIM": 16, "ROUNDS": 1}
+    small = {"HEADS": 8, "DIM": 16, "ROUNDS": 1}
     before = {name: getattr(gpu_times, name) for name in small}
     vars(gpu_times).update(small)
     try:
