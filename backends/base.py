@@ -23,7 +23,8 @@ class Capabilities:
     that a connection of two ranks takes at each of them, beside the pool: one for each channel (if there are
     several), and for each direction unless they share a queue. collectives: it is a CollectiveTransport, and exchanges
     (`schedule.exchange`) go as collectives; not with early receives. group_bytes: what a connection of all ranks of
-    such an exchange takes at each of them.
+    such an exchange takes at each of them. capturable: the device moves messages by itself, so that posts and waits may
+    be captured in a graph and are done again by launching it.
     """
 
     early_receives: bool
@@ -35,6 +36,7 @@ class Capabilities:
     collectives: bool = False
     connection_bytes: int = 0
     group_bytes: int = 0
+    capturable: bool = False
 
 
 Link = tuple[int, int, str]  # source, destination, channel

@@ -6,15 +6,18 @@ The type that a tensor says (`tensor.device.type`) decides, and nothing else: un
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
-from tokenring.errors import BackendUnavailable
+from tokenring.errors import BackendUnavailable, UnsupportedError
 
+GRAPHS = ("CUDAGraph", "NPUGraph", "XPUGraph")  # what a device's module calls them
+NO_GRAPHS = "device {} has no graphs to capture calls in: call tokenring.attention itself"
 ACCELERATORS = ("cuda", "npu", "xpu", "mps")  # the types that are looked for; device_of takes any
 
 
@@ -51,8 +54,17 @@ class Device(Protocol):
     def new_stream(self, high_priority: bool = False) -> Any:
         """Another stream; None on a device without streams."""
 
+    def new_event(self) -> Any:
+        """A point in a stream, to be recorded there and waited for elsewhere; None on a device without streams."""
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Inside, calls are queued on the stream."""
+
+    def capture(self) -> AbstractContextManager[Any]:
+        """Inside, work is not done but captured in the graph that it gives, whose `replay` does it.
+
+        Raises UnsupportedError on a device without graphs.
+        """
 
     def memory(self) -> Memory:
         """What is in use, and what is free."""
@@ -108,8 +120,14 @@ class Cpu:
     def new_stream(self, high_priority: bool = False) -> Any:
         return None
 
+    def new_event(self) -> Any:
+        return None
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def capture(self) -> AbstractContextManager[Any]:
+        raise UnsupportedError(NO_GRAPHS.format("cpu"))
 
     def memory(self) -> Memory:
         return Memory(None, None, None)
@@ -146,14 +164,27 @@ class Accelerator:
         return perf_counter()
 
     def current_stream(self) -> Any:
-        return self._module.current_stream(self._index)
+        ask = getattr(self._module, "current_stream", None)  # of torch.mps there is none
+        return None if ask is None else ask(self._index)
 
     def new_stream(self, high_priority: bool = False) -> Any:
         return self._module.Stream(device=self._index, priority=-1 if high_priority else 0)
 
+    def new_event(self) -> Any:
+        return self._module.Event()
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         made: AbstractContextManager[object] = self._module.stream(stream)
         return made
+
+    @contextmanager
+    def capture(self) -> Iterator[Any]:
+        made = next((getattr(self._module, name) for name in GRAPHS if hasattr(self._module, name)), None)
+        if made is None:
+            raise UnsupportedError(NO_GRAPHS.format(self.type))
+        graph = made()
+        with self._module.graph(graph):
+            yield graph
 
     def memory(self) -> Memory:
         free, total = self._module.mem_get_info(self._index)

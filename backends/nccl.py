@@ -29,6 +29,7 @@ from tokenring.backends.accelerated import Accelerated
 from tokenring.backends.apart import TAG, Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Link
 from tokenring.backends.control import Control
+from tokenring.backends.devices import device_of
 from tokenring.backends.watch import Watch
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.schedule.ir import PARTIALS, REQUESTS
@@ -56,6 +57,7 @@ class Together:
 
     def __init__(self) -> None:
         self.posts: list[Post] = []
+        self.stream: Any = None  # on which they were posted: NCCL's own stream follows it
         self.work: Any = None
 
 
@@ -161,6 +163,7 @@ class NcclTransport(Accelerated):
     def _post(self, post: Post, channel: str, what: str) -> Handle:
         batch = self._open.setdefault(channel, Together())
         batch.posts.append(post)
+        batch.stream = device_of(post.data).current_stream()
         return _Handle(self, batch, post.peer, what)
 
     def go(self) -> None:
@@ -172,11 +175,14 @@ class NcclTransport(Accelerated):
 
     def _start(self, batch: Together, channel: str) -> None:
         group, first = self._groups[channel], batch.posts[0]
+        device = device_of(first.data)
         try:
-            self._begin_group(group)
-            for post in batch.posts:
-                getattr(group, post.kind)([post.data], post.peer, TAG)
-            batch.work = self._end_group(group)
+            # Channels are posted on streams of their own, and one is current when all begin.
+            with device.on(device.current_stream() if batch.stream is None else batch.stream):
+                self._begin_group(group)
+                for post in batch.posts:
+                    getattr(group, post.kind)([post.data], post.peer, TAG)
+                batch.work = self._end_group(group)
         except RuntimeError as error:
             raise self._failed(error, first.peer, f"cannot begin to {first.kind} ({channel})", LATE) from error
 

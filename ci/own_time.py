@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from typing import Any
 
 import torch
 
@@ -56,10 +57,10 @@ class Idle(CpuFlash):
     def __init__(self) -> None:
         self.made: dict[tuple[torch.Size, ...], Results] = {}
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float) -> Results:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float) -> Any:
         return self._result(q.shape, (q.shape, q.shape[:3]))
 
-    def backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *others: object, **how: object) -> Results:
+    def backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *others: Any, **how: Any) -> Any:
         return self._result(k.shape + q.shape, (q.shape, k.shape, k.shape))
 
     def _result(self, key: torch.Size, shapes: tuple[torch.Size, ...]) -> Results:
@@ -102,7 +103,7 @@ def steps(name: str, ranks: int, size: tuple[int, int, int], rounds: int) -> dic
             Executor(schedule, workload, program, pool, Nothing(ranks), kernel, 0.125)  # type: ignore[arg-type]
         for each, program in programs.items():
             executor = Executor(schedule, workload, program, pool, Nothing(ranks), kernel, 0.125)  # type: ignore[arg-type]
-            kept = executor.new_kept(CPU)
+            kept = executor.views.kept_slots_in(executor.views.new_kept(CPU))
             times = []
             for _ in range(rounds):
                 call = Call(own, dict(kept))

@@ -187,13 +187,13 @@ def allocations(here: Here, case: Case, direction: Pass) -> tuple[list[Allocatio
         own = OwnTensors(own | {"dout": dout, "lse": lse, "out": out})
         assert own["delta"].dim() == 3  # worked out now, not when it is first packed
     executor = cp.executor(request, direction)
-    call = Call(own, executor.new_kept(CPU))
+    call = Call(own, executor.views.kept_slots_in(executor.views.new_kept(CPU)))
     executor.run(call)
     kind: Kind = "q_partial" if direction == "forward" else "kv_partial"
     name = "out" if direction == "forward" else "dk"
     before = executor.result(call, kind, name).clone()
     cp.canned.replay()
-    call = Call(own, executor.new_kept(CPU))
+    call = Call(own, executor.views.kept_slots_in(executor.views.new_kept(CPU)))
     executor._new_outputs(call)
     with Watch() as watch:
         for step, (instruction, _) in zip(executor.steps, executor.instructions, strict=True):

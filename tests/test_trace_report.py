@@ -18,8 +18,8 @@ from tokenring.bench.results import Case, Machine
 from tokenring.console import Ink
 from tokenring.schedule.ir import PASSES
 from tokenring.tracing.chrome import to_chrome
-from tokenring.tracing.picture import timeline_of, to_svg
-from tokenring.tracing.record import Bar, Message, Stretch, Traced
+from tokenring.tracing.picture import simulation_of, timeline_of, to_svg
+from tokenring.tracing.record import Bar, Message, Simulated, Stretch, Traced
 from tokenring.tracing.table import spent, table, to_json
 
 DATA = Path(__file__).parent / "data"
@@ -62,7 +62,22 @@ MESSAGES = [
     for src in range(2)
     for direction, start in STARTS.items()
 ]  # fmt: skip
-TRACED = Traced(CASE, MACHINE, "ring", [0.08, 0.072, 0.071], 1, True, STRETCHES, BARS, MESSAGES)
+MEASURED = Traced(CASE, MACHINE, "ring", [0.08, 0.072, 0.071], 1, True, STRETCHES, BARS, MESSAGES)
+
+
+def simulated() -> Simulated:
+    """The same a fifth faster, without the waits."""
+    share = 0.8
+    stretches = [replace(each, began=share * each.began, ended=share * each.ended) for each in STRETCHES]
+    bars = [replace(each, began=share * each.began, ended=share * each.ended) for each in BARS if each.kind != "wait"]
+    messages = [
+        replace(each, sent=share * each.sent, waited=share * each.sent, received=share * each.received)
+        for each in MESSAGES
+    ]
+    return Simulated("2 ranks <of one machine>; one core of a processor", stretches, bars, messages)
+
+
+TRACED = replace(MEASURED, simulated=simulated())
 
 
 def shown() -> dict[str, str]:
@@ -70,7 +85,7 @@ def shown() -> dict[str, str]:
         "trace.txt": table(TRACED, Ink()),
         "trace.json": to_json(TRACED),
         "trace.chrome.json": to_chrome(TRACED),
-        "trace.svg": to_svg(timeline_of(TRACED)),
+        "trace.svg": to_svg(timeline_of(TRACED), simulation_of(TRACED)),
     }
 
 
@@ -80,7 +95,8 @@ def test_golden(name: str) -> None:
 
 
 def test_goes_from_process_to_process() -> None:
-    assert Traced.from_json(TRACED.to_json()) == TRACED
+    for each in (TRACED, MEASURED):
+        assert Traced.from_json(each.to_json()) == each
 
 
 def test_parts_add_up_to_the_passes() -> None:
@@ -111,17 +127,35 @@ def test_chrome_trace() -> None:
     for begins, ends in (("b", "e"), ("s", "f")):
         first = {event["id"]: event["ts"] for event in events if event["ph"] == begins}
         last = {event["id"]: event["ts"] for event in events if event["ph"] == ends}
-        assert first.keys() == last.keys() and len(first) == len(MESSAGES)
+        assert first.keys() == last.keys() and len(first) == 2 * len(MESSAGES)  # measured, and simulated
         assert all(first[each] <= last[each] for each in first)
     tiles = [event for event in events if event["ph"] == "X" and event["cat"] == "compute"]
     assert max(event["dur"] for event in tiles) == pytest.approx(10_000)
 
 
+def tips_of(svg: str) -> list[str | None]:
+    return [each.text for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")]
+
+
 def test_picture_holds_every_bar_and_message() -> None:
-    picture = ElementTree.fromstring(to_svg(timeline_of(TRACED)))
-    tips = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(tips) == 1 + len(BARS) + len(MESSAGES)
-    assert "forward, rank 0: attention of a <tile>, 10.000 ms" in tips
+    assert simulation_of(MEASURED) is None
+    alone, both = (tips_of(to_svg(timeline_of(TRACED), beside)) for beside in (None, simulation_of(TRACED)))
+    expected = simulated()
+    assert len(alone) == 1 + len(BARS) + len(MESSAGES)
+    assert len(both) == len(alone) + len(expected.bars) + len(expected.messages)
+    assert "forward, rank 0: attention of a <tile>, 10.000 ms" in alone
+    assert "forward, rank 0: attention of a <tile>, 8.000 ms" in both[len(alone) :]
+
+
+def test_the_simulation_has_ranks_of_its_own_in_the_chrome_trace() -> None:
+    events = json.loads(to_chrome(TRACED))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 0, simulated", 3: "rank 1, simulated"}
+    plain = json.loads(to_chrome(MEASURED))["traceEvents"]
+    assert [event for event in events if event["pid"] < 2] == plain
+    tiles = [(event["pid"], event["dur"]) for event in events if event["ph"] == "X" and event["cat"] == "compute"]
+    longest = [max(took for pid, took in tiles if (pid < 2) is measured) for measured in (True, False)]
+    assert longest == [pytest.approx(10_000), pytest.approx(8_000)]
 
 
 def test_clocks_of_several_machines() -> None:

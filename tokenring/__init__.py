@@ -14,6 +14,7 @@ from tokenring._version import __version__
 
 if TYPE_CHECKING:
     from tokenring.attention import attention, plan
+    from tokenring.capture import CapturedAttention, capture
     from tokenring.context import ContextParallel
     from tokenring.errors import (
         BackendUnavailable,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendUnavailable",
     "Block",
+    "CapturedAttention",
     "Causal",
     "ConfigurationError",
     "ContextParallel",
@@ -60,6 +62,7 @@ __all__ = [
     "Workload",
     "__version__",
     "attention",
+    "capture",
     "plan",
     "positions",
     "schedule",
@@ -71,6 +74,7 @@ __all__ = [
 # longer to import than `tokenring topology` to answer.
 _MODULES = {
     "attention": "attention plan",
+    "capture": "CapturedAttention capture",
     "context": "ContextParallel",
     "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError TopologyError "
     "UnsupportedError",

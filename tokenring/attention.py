@@ -13,6 +13,7 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Full, Mask
 from tokenring.planner.plan import Plan
 from tokenring.runtime.autograd import AttentionFunction
+from tokenring.runtime.compiled import traced_attention
 from tokenring.workload import Workload
 
 
@@ -60,8 +61,11 @@ def attention(
     """
     _refuse({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
     q, k, v = _inputs(q, k, v, cp)
-    request = make_request(q, k, v, cp, mask, scale)
-    out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        out, lse = traced_attention(q, k, v, cp, mask, scale)
+    else:
+        request = make_request(q, k, v, cp, mask, scale)
+        out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -75,11 +79,25 @@ def make_request(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None, scale: float | None
 ) -> Request:
     """What a call asks for; checks that everything fits together."""
-    mask = Full() if mask is None else mask
-    workload = _workload(q, k, v, cp, mask)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     training = torch.is_grad_enabled()
     differentiable = any(x.requires_grad for x in (q, k, v))
+    return request_of(q, k, v, cp, mask, scale, training, differentiable)
+
+
+def request_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None,
+    scale: float | None,
+    training: bool,
+    differentiable: bool,
+) -> Request:
+    """The same, where autograd's mode was another one when the call was made, as in a compiled graph."""
+    mask = Full() if mask is None else mask
+    workload = _workload(q, k, v, cp, mask)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _scale(scale)
     return Request(workload, mask, scale, training, q.device, differentiable)
 

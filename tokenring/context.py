@@ -26,6 +26,7 @@ from tokenring.groups import process_group
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.runtime.agreement import Description, agree, named_digest
+from tokenring.runtime.handles import new_handle
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Pass, Schedule
@@ -114,6 +115,7 @@ class ContextParallel:
         self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
         self._trace: Trace | None = None
         self._check()
+        self.handle = new_handle(self)
 
     def _check(self) -> None:
         from tokenring.backends.registry import KERNELS
@@ -183,7 +185,8 @@ class ContextParallel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises ConfigurationError once this is closed."""
         if self._closed:
             raise ConfigurationError(
                 "this ContextParallel was closed; make another one, or close it after the last call"
@@ -206,7 +209,7 @@ class ContextParallel:
 
         All ranks must get here together.
         """
-        self._check_open()
+        self.check_open()
         if not isinstance(self._transport, str):
             return self._transport
         if self.group is None or self.world_size == 1:
@@ -234,7 +237,7 @@ class ContextParallel:
 
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
-        self._check_open()
+        self.check_open()
         transport = self.transport_for(request.device)
         if transport is None:
             return self._bound(request, direction)

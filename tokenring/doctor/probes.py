@@ -123,7 +123,8 @@ def _choice(kind: str) -> dict[str, Any]:
     from tokenring.backends import registry
 
     name, why = registry.transport_for(kind)
-    kernel, others = _kernels(torch.device(kind))
+    device = torch.device(kind)
+    kernel, others = _kernels(device)
     others += [{"name": each, "why": text} for each, text in registry.other_transports(kind).items()]
     transport = None if name is None else {"name": name, "why": why}
     if name is None:

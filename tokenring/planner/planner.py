@@ -113,6 +113,11 @@ class Planner:
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
     ) -> Call:
+        setting = self.setting(request, kernel, able)
+        return Call(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
+
+    def setting(self, request: Request, kernel: AttentionKernel, able: Capabilities | None) -> Setting:
+        """For what schedules of a call are judged. Where there is something to probe, all ranks call it together."""
         size = request.workload
         key = key_of(kernel, request.device, size.dtype, size.head_dim)
         if key not in self._kept:
@@ -121,8 +126,7 @@ class Planner:
         backward = request.training or request.differentiable  # so that a checkpoint's two forwards are the same
         passes: tuple[Pass, ...] = ("forward", "backward") if backward else ("forward",)
         able = IDEAL if able is None else able
-        setting = Setting(request.workload, net, machine.over(able), passes, kernel.supports_patch, able)
-        return Call(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
+        return Setting(request.workload, net, machine.over(able), passes, kernel.supports_patch, able)
 
     # ---------- what rank 0 tells the others
 

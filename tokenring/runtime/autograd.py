@@ -10,7 +10,12 @@ from torch.autograd.function import once_differentiable
 from tokenring.backends.kernels.reference import row_dot
 from tokenring.context import ContextParallel, Request
 from tokenring.errors import UnsupportedError
-from tokenring.runtime.executor import Call
+from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.trace import Trace
+
+GRADIENT_OF_LSE = (
+    "a gradient flows into the lse that tokenring.attention returned, which has none here: use lse.detach() in the loss"
+)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -22,13 +27,8 @@ class AttentionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32."""
         q, k, v = (_rows_packed(x) for x in (q, k, v))
-        executor = cp.executor(request, "forward")
-        call = Call({"q": q, "k": k, "v": v}, executor.new_kept(q.device))
-        with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
-            executor.run(call, cp.active_trace)
-        out = _kept_by_caller(executor.result(call, "q_partial", "out"), q.dtype)
-        lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
-        ctx.save_for_backward(q, k, v, out, lse, *call.kept.values())
+        out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse, kept)
         ctx.cp, ctx.request = cp, request
         ctx.set_materialize_grads(False)
         return out, lse
@@ -38,21 +38,50 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
         if dlse is not None:
-            raise UnsupportedError(
-                "a gradient flows into the lse that tokenring.attention returned, which has none here: "
-                "use lse.detach() in the loss"
-            )
+            raise UnsupportedError(GRADIENT_OF_LSE)
         if dout is None:
             return None, None, None, None, None
-        q, k, v, out, lse, *kept = ctx.saved_tensors
-        executor = ctx.cp.executor(ctx.request, "backward")
-        own = OwnTensors({"q": q, "k": k, "v": v, "dout": _rows_packed(dout), "lse": lse, "out": out})
-        call = Call(own, dict(zip(executor.kept_slots, kept, strict=True)))
-        with torch.autocast(q.device.type, enabled=False):
-            executor.run(call, ctx.cp.active_trace)
-        dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
-        dk, dv = (_kept_by_caller(executor.result(call, "kv_partial", name), k.dtype) for name in ("dk", "dv"))
-        return dq, dk, dv, None, None
+        cp = ctx.cp
+        executor = cp.executor(ctx.request, "backward")
+        return *run_backward(executor, cp.active_trace, dout, *ctx.saved_tensors), None, None
+
+
+def run_forward(
+    executor: Executor, trace: Trace | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """out [B, T, Hq, D] in q's dtype, lse [B, Hq, T] fp32, and the bytes that backward wants besides, if any.
+
+    All are memory of their own. Raises what the transport raises.
+    """
+    kept = executor.views.new_kept(q.device)
+    call = Call({"q": _rows_packed(q), "k": _rows_packed(k), "v": _rows_packed(v)}, executor.views.kept_slots_in(kept))
+    with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
+        executor.run(call, trace)
+    out = _kept_by_caller(executor.result(call, "q_partial", "out"), q.dtype)
+    lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
+    return out, lse, kept
+
+
+def run_backward(
+    executor: Executor,
+    trace: Trace | None,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made."""
+    own = {"q": q, "k": k, "v": v, "dout": dout}
+    given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
+    call = Call(given, executor.views.kept_slots_in(kept))
+    with torch.autocast(q.device.type, enabled=False):
+        executor.run(call, trace)
+    dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
+    dk, dv = (_kept_by_caller(executor.result(call, "kv_partial", name), k.dtype) for name in ("dk", "dv"))
+    return dq, dk, dv
 
 
 class OwnTensors(dict[str, torch.Tensor]):

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from tokenring.backends.base import AttentionKernel, Handle, PackingKernel, Transport
-from tokenring.backends.devices import device_of
 from tokenring.backends.mergers import merger_for
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.collective import Collectives
 from tokenring.runtime.merge import accepting, copying
+from tokenring.runtime.names import range_names
 from tokenring.runtime.packing import patches, spanned, together
 from tokenring.runtime.pool import Landed, Pool, Views
 from tokenring.runtime.posting import grouped, placed
-from tokenring.runtime.trace import Event, Trace
+from tokenring.runtime.ranges import ranged, run_steps
+from tokenring.runtime.streams import on_streams
+from tokenring.runtime.trace import Trace
 from tokenring.schedule.ir import Kind, Schedule
 from tokenring.schedule.program import (
     OWN,
@@ -73,15 +76,17 @@ class Executor:
         kernel: AttentionKernel,
         scale: float,
     ) -> None:
-        self.program, self.transport = program, transport
+        self.program, self.transport, self._named_by = program, transport, (schedule, program, kernel.supports_patch)
         self.views = Views(schedule, workload, program, pool)
         binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
         # Nothing is done for releases: the posted receive is the credit, on all transports there are.
         numbered = zip(program.instructions, program.steps, strict=True)
         self.instructions = [each for each in numbered if not isinstance(each[0], Release)]
-        bare = [instruction for instruction, _ in self.instructions]
-        self.steps = grouped(transport, bare, binder.bind_all(bare))
-        self._begin = placed(transport, self.views, bare)
+        alone = [instruction for instruction, _ in self.instructions]
+        self.streams, self.steps = pool.streams, grouped(transport, alone, binder.bind_all(alone))
+        if self.streams is not None:
+            self.steps = on_streams(self.steps, alone, self.streams)
+        self._begin = placed(transport, self.views, alone)
         self.adopted = binder.adopted
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
@@ -99,15 +104,14 @@ class Executor:
     def _run(self, call: Call, trace: Trace | None) -> None:
         self._new_outputs(call)
         self._begin()
-        if trace is None:
-            for step in self.steps:
-                step(call)
-            return
-        clock = device_of(next(iter(call.own.values()))).stream_clock  # moves on other streams go on
-        for step, (instruction, number) in zip(self.steps, self.instructions, strict=True):
-            began = clock()
-            step(call)
-            trace.events.append(Event(self.program.rank, self.program.direction, number, instruction, began, clock()))
+        if self.streams is not None:
+            self.streams.begin()
+        run_steps(self, call, trace)
+
+    @cached_property
+    def ranged_steps(self) -> list[Step]:
+        """The steps as profilers want them, each in a range of its name."""
+        return ranged(self.steps, range_names(*self._named_by))
 
     def result(self, call: Call, kind: Kind, name: str) -> torch.Tensor:
         """A field of the rank's own result: [B, T, H, D] or, for lse, [B, H, T].
@@ -133,17 +137,6 @@ class Executor:
                 name: torch.empty(shape, dtype=torch.float32, device=some.device).transpose(0, 1)
                 for name, shape in shapes.items()
             }
-
-    @property
-    def kept_slots(self) -> list[int]:
-        """The slots that forward leaves to backward; their numbers differ between the passes, their order does not."""
-        return [slot for slot, spec in enumerate(self.program.slots) if spec.kept]
-
-    def new_kept(self, device: torch.device) -> dict[int, torch.Tensor]:
-        """Memory for what forward keeps for backward."""
-        return {
-            slot: torch.empty(self.views.nbytes[slot], dtype=torch.uint8, device=device) for slot in self.kept_slots
-        }
 
 
 class _Binder:

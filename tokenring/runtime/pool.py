@@ -8,6 +8,9 @@ from typing import cast
 import torch
 
 from tokenring.backends.base import Handle, OneSided, Transport
+from tokenring.backends.devices import device_of
+from tokenring.errors import UnsupportedError
+from tokenring.runtime.streams import Streams
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.measure import aligned, landing_slots, scratch_bytes, slot_bytes
 from tokenring.schedule.payload import Field, Record, Records
@@ -28,6 +31,7 @@ class Pool:
     def __init__(self, device: torch.device, allocate: Allocate | None = None) -> None:
         self.data = torch.empty(0, dtype=torch.uint8, device=device)
         self.high_water_bytes = 0
+        self.streams = Streams.of(device_of(device))
         self._allocate = allocate
 
     @staticmethod
@@ -68,6 +72,12 @@ class Views:
         for slot, size in zip(program.slots, self.nbytes, strict=True):
             self.offsets.append(at if slot.pooled else -1)
             at += aligned(size) if slot.pooled else 0
+        self.kept_offsets: dict[int, int] = {}  # kept slot → where it lies in the memory that forward leaves
+        self.kept_bytes = 0
+        for number, slot in enumerate(program.slots):
+            if slot.kept:
+                self.kept_offsets[number] = self.kept_bytes
+                self.kept_bytes += aligned(self.nbytes[number])
         self._landings: dict[int, int] = {}  # kept slot → where its messages land
         for kept in landing_slots(program) if pool.one_sided else ():
             self._landings[kept] = at
@@ -123,6 +133,25 @@ class Views:
         flat = self.base[self._scratch_at : self._scratch_at + 4 * count].view(torch.float32)
         return flat.view(2, rows, self.workload.batch, heads)
 
+    def new_kept(self, device: torch.device) -> torch.Tensor | None:
+        """Memory for what forward keeps for backward, uint8; None where that is nothing."""
+        return torch.empty(self.kept_bytes, dtype=torch.uint8, device=device) if self.kept_bytes else None
+
+    def kept_slots_in(self, kept: torch.Tensor | None) -> dict[int, torch.Tensor]:
+        """The slots that lie in it. Their numbers differ between the passes, their order and sizes do not.
+
+        Raises UnsupportedError where it is not what forward made.
+        """
+        if not self.kept_bytes:
+            return {}
+        if kept is None or kept.numel() < self.kept_bytes:
+            raise UnsupportedError(
+                f"the {self.kept_bytes} bytes that forward kept for backward are gone: under torch.compile tensors "
+                f"saved for backward must not be copied, as torch.autograd.graph.save_on_cpu does; use a schedule "
+                f"that keeps nothing"
+            )
+        return {slot: kept[at : at + self.nbytes[slot]] for slot, at in self.kept_offsets.items()}
+
     def _start(self, slot: int, kept: torch.Tensor | None) -> tuple[int, torch.Tensor]:
         return (self.offsets[slot], self.base) if kept is None else (0, kept)
 
@@ -152,4 +181,5 @@ def _strided(
     if not field.statistic:
         shape = (*shape, workload.head_dim)
         strides = (strides[0], record.heads * workload.head_dim, workload.head_dim, 1)
-    return typed.as_strided(shape, strides, (start + field.offset_bytes) // size)
+    at = typed.storage_offset() + (start + field.offset_bytes) // size  # of its storage, which others may share
+    return typed.as_strided(shape, strides, at)

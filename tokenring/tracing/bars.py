@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tokenring.runtime.names import Names, blocks
 from tokenring.runtime.trace import Agree, Event
 from tokenring.schedule.program import (
     Attend,
@@ -99,11 +100,7 @@ class _Words:
 
     def __init__(self, events: Sequence[Event], known: Known) -> None:
         self.events, self.known = events, known
-        self.posts = {
-            event.instruction.message: event.instruction
-            for event in events
-            if isinstance(event.instruction, (Send, Recv))
-        }
+        self.names = Names(event.instruction for event in events)
 
     def bars(self, start: float) -> Iterator[Bar]:
         calls = 0
@@ -133,26 +130,9 @@ class _Words:
             began,
             ended,
             event.step,
-            self.name(instruction, tile),
+            self.names.of(instruction, tile),
             self.details(instruction),
         )
-
-    def name(self, instruction: Instruction | Agree, tile: str) -> str:
-        """attend q0×kv4, send kv0,kv7 to 1, wait kv4 from 3"""
-        match instruction:
-            case Agree():
-                return "agree"
-            case Attend():
-                return f"attend {tile}".rstrip()
-            case Send():
-                return f"send {blocks(instruction)} to {instruction.dst}"
-            case Recv():
-                return f"receive {blocks(instruction)} from {instruction.src}"
-            case Wait():
-                return f"wait {self._awaited(instruction)}"
-            case Fill():
-                return "clear"
-        return type(instruction).__name__.lower()
 
     def label(self, instruction: Instruction | Agree, tile: str) -> str:
         """What it is, in a sentence."""
@@ -169,7 +149,7 @@ class _Words:
             case Recv():
                 return f"post the receive of {blocks(instruction)} from rank {instruction.src}"
             case Wait():
-                return f"wait for {self._awaited(instruction, 'rank ')}"
+                return f"wait for {self.names.awaited(instruction, 'rank ')}"
             case Merge():
                 return f"merge {instruction.into.rows} rows"
             case Pack():
@@ -177,11 +157,6 @@ class _Words:
             case Fill():
                 return f"clear {instruction.into.rows} rows"
         return "release a buffer"
-
-    def _awaited(self, wait: Wait, rank: str = "") -> str:
-        post = self.posts[wait.message]
-        peer = f"from {rank}{post.src}" if isinstance(post, Recv) else f"to {rank}{post.dst}"
-        return f"{blocks(post)} {peer}"
 
     def details(self, instruction: Instruction | Agree) -> dict[str, int | str]:
         """Numbers to go with it: rows, bytes, peers."""
@@ -191,7 +166,7 @@ class _Words:
             case Send() | Recv():
                 return self.of_post(instruction)
             case Wait(message):
-                return self.of_post(self.posts[message])
+                return self.of_post(self.names.posts[message])
             case Pack():
                 return {"rows": instruction.source.rows, **self._bytes(instruction.into)}
             case Merge() | Fill():
@@ -204,11 +179,6 @@ class _Words:
 
     def _bytes(self, span: Span) -> dict[str, int | str]:
         return {} if self.known.span_bytes is None else {"bytes": self.known.span_bytes(span)}
-
-
-def blocks(post: Send | Recv) -> str:
-    """The blocks of a message, without the step that its label begins with."""
-    return post.label.partition(", ")[2] or post.label
 
 
 def _cut(bar: Bar, at: float, tile: str) -> Iterator[Bar]:

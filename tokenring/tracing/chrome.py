@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenring.bench.table import case_text, machine_text
-from tokenring.tracing.picture import Timeline, timeline_of
+from tokenring.tracing.picture import Timeline, simulation_of, timeline_of
 from tokenring.tracing.record import Bar, Message, Traced
 from tokenring.tracing.table import spans
 
@@ -25,24 +25,40 @@ def to_chrome(traced: Traced) -> str:
         "machine": machine_text(traced.machine),
         "clock": "shared by all ranks" if traced.one_clock else "of each machine, set by the barrier before the call",
     }
-    return chrome(timeline_of(traced), about)
+    if traced.simulated is not None:
+        about["simulated"] = traced.simulated.source
+    return chrome(timeline_of(traced), about, simulation_of(traced))
 
 
-def chrome(timeline: Timeline, about: Mapping[str, str]) -> str:
-    """The document of a timeline, and what it says of itself. Times are in microseconds, as the format has it."""
-    entries = [
-        *_names(timeline),
-        *_steps(timeline),
-        *map(_bar, timeline.bars),
-        *(entry for number, each in enumerate(timeline.messages) for entry in _message(number, each)),
-    ]
+def chrome(timeline: Timeline, about: Mapping[str, str], beside: Timeline | None = None) -> str:
+    """The document of a timeline, and what it says of itself. Times are in microseconds, as the format has it.
+
+    beside: a simulation of the same; its ranks are processes of their own, below the others.
+    """
+    entries = list(_entries(timeline))
+    if beside is not None:
+        for entry in _entries(beside, ", simulated"):
+            entry["pid"] += timeline.ranks
+            if "id" in entry:
+                entry["id"] += len(timeline.messages)
+            if entry["name"] == "process_sort_index":
+                entry["args"]["sort_index"] += timeline.ranks
+            entries.append(entry)
     lines = ",\n".join(json.dumps(entry) for entry in entries)
     return f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _names(timeline: Timeline) -> Iterator[Entry]:
+def _entries(timeline: Timeline, what: str = "") -> Iterator[Entry]:
+    yield from _names(timeline, what)
+    yield from _steps(timeline)
+    yield from map(_bar, timeline.bars)
+    for number, each in enumerate(timeline.messages):
+        yield from _message(number, each)
+
+
+def _names(timeline: Timeline, what: str) -> Iterator[Entry]:
     for rank in range(timeline.ranks):
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}{what}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         for name, number in NUMBERS.items():
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}

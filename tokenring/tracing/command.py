@@ -11,7 +11,7 @@ from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.ranks import Command, add_call_options, check_call
 from tokenring.tracing.chrome import to_chrome
-from tokenring.tracing.picture import timeline_of, to_svg
+from tokenring.tracing.picture import simulation_of, timeline_of, to_svg
 from tokenring.tracing.record import Traced
 from tokenring.tracing.table import table, to_json
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
-    outputs = {"picture": lambda traced: to_svg(timeline_of(traced)), "chrome": to_chrome}
+    outputs = {"picture": lambda traced: to_svg(timeline_of(traced), simulation_of(traced)), "chrome": to_chrome}
     return Command("trace", MODULE, _options, _case, Traced.from_json, outputs, _show).main(argv, environment)
 
 

@@ -9,12 +9,13 @@ from itertools import groupby
 from statistics import mean
 
 from tokenring.bench.table import case_text, machine_text, ms
+from tokenring.schedule.ir import PASSES
 from tokenring.svg import axis_step, box, opening, style, text_at
 from tokenring.tracing.record import Bar, Message, Stretch, Traced
 
 # Sizes in SVG units, which viewers show as pixels.
 WIDTH, MARGIN, LABEL, SHARE = 1180, 28, 58, 78
-HEADING, LINE, BAND, ROW, LANE, AXIS, LEGEND = 46, 18, 36, 64, 30, 34, 28
+HEADING, LINE, BAND, ROW, LANE, AXIS, LEGEND, SECOND = 46, 18, 36, 64, 30, 34, 28, 24
 LEAST_BAR = 0.8  # so that what takes microseconds is seen
 CHARACTER = 5.6  # mean width of a character of 10 units, generous for digits
 LEAST_STEP = 13  # narrower ones get no number
@@ -54,9 +55,9 @@ class Timeline:
     messages: Sequence[Message]
 
 
-def to_svg(timeline: Timeline) -> str:
-    """The picture."""
-    return "\n".join(_Drawing(timeline).lines()) + "\n"
+def to_svg(timeline: Timeline, beside: Timeline | None = None) -> str:
+    """The picture. beside: a simulation of the same, drawn below at the same scale."""
+    return "\n".join(_page(timeline, beside)) + "\n"
 
 
 def timeline_of(traced: Traced) -> Timeline:
@@ -70,15 +71,52 @@ def timeline_of(traced: Traced) -> Timeline:
     return Timeline(heading, about, traced.ranks, traced.stretches, traced.bars, traced.messages)
 
 
+def simulation_of(traced: Traced) -> Timeline | None:
+    """What the planner expected of a traced call."""
+    if (expected := traced.simulated) is None:
+        return None
+    heading = f"Simulated: {ms(sum(expected.seconds(each) for each in PASSES))} ms on {expected.source}"
+    return Timeline(heading, (), traced.ranks, expected.stretches, expected.bars, expected.messages)
+
+
+def _page(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:
+    end = max(_end(each) for each in (timeline, beside) if each is not None)
+    drawings = [_Drawing(timeline, HEADING + LINE * len(timeline.about) + BAND, end)]
+    if beside is not None:
+        drawings.append(_Drawing(beside, drawings[0].bottom + AXIS + SECOND + BAND, end))
+    bottom = drawings[-1].bottom
+    height = bottom + AXIS + LEGEND + MARGIN
+    yield from opening(WIDTH, height, timeline.heading)
+    yield from style(COLOURS, LINES, RULES)
+    yield box(0, 0, WIDTH, height, "paper")
+    yield text_at(MARGIN, 40, timeline.heading, 20, weight="bold")
+    for number, text in enumerate(timeline.about):
+        yield text_at(MARGIN, 62 + LINE * number, text, 13, "grey")
+    yield from drawings[0].lines()
+    for drawing in drawings[1:]:
+        yield text_at(MARGIN, drawing.top - BAND, _shortened(drawing.timeline.heading), 13, weight="bold")
+        yield from drawing.lines()
+    yield from _legend(bottom)
+    yield "</svg>"
+
+
+def _shortened(text: str) -> str:
+    """What fits into a line."""
+    most = int((WIDTH - 2 * MARGIN) / (1.3 * CHARACTER))
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _end(timeline: Timeline) -> float:
+    times = [*(each.ended for each in timeline.stretches), *(bar.ended for bar in timeline.bars)]
+    return max([0.0, *times]) or 1e-3
+
+
 class _Drawing:
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline, self.ranks = timeline, timeline.ranks
-        self.end = (
-            max([0.0, *(each.ended for each in timeline.stretches), *(bar.ended for bar in timeline.bars)]) or 1e-3
-        )
-        self.top = HEADING + LINE * len(timeline.about) + BAND
-        self.bottom = self.top + self.ranks * ROW
-        self.height = self.bottom + AXIS + LEGEND + MARGIN
+    """A timeline from `top` down, with `end` seconds from the left to the right."""
+
+    def __init__(self, timeline: Timeline, top: float, end: float) -> None:
+        self.timeline, self.ranks, self.top, self.end = timeline, timeline.ranks, top, end
+        self.bottom = top + self.ranks * ROW
         self.right = WIDTH - MARGIN - SHARE
 
     def x(self, seconds: float) -> float:
@@ -90,10 +128,6 @@ class _Drawing:
         return self.top + rank * ROW + (ROW - LANE) / 2 + 3
 
     def lines(self) -> Iterator[str]:
-        yield from opening(WIDTH, self.height, self.timeline.heading)
-        yield from style(COLOURS, LINES, RULES)
-        yield box(0, 0, WIDTH, self.height, "paper")
-        yield from self._heading()
         yield from map(self._stretch, self.timeline.stretches)
         yield from self._axis()
         yield from self._passes()
@@ -102,13 +136,6 @@ class _Drawing:
         yield "</g>"
         for rank, bars in groupby(sorted(self.timeline.bars, key=lambda bar: bar.rank), key=lambda bar: bar.rank):
             yield from self._row(rank, list(bars))
-        yield from self._legend()
-        yield "</svg>"
-
-    def _heading(self) -> Iterator[str]:
-        yield text_at(MARGIN, 40, self.timeline.heading, 20, weight="bold")
-        for number, text in enumerate(self.timeline.about):
-            yield text_at(MARGIN, 62 + LINE * number, text, 13, "grey")
 
     def _stretch(self, stretch: Stretch) -> str:
         """The ground of one pass at one rank."""
@@ -177,15 +204,16 @@ class _Drawing:
         if bar.kind == "compute" and width > len(bar.short) * CHARACTER + 8:
             yield text_at(left + width / 2, y + LANE / 2 + 4, bar.short, 10, "on", "middle")
 
-    def _legend(self) -> Iterator[str]:
-        x, y = float(MARGIN + LABEL), self.bottom + AXIS + LEGEND / 2
-        for kind, name in KINDS.items():
-            yield box(x, y - 10, 14, 12, kind)
-            yield text_at(x + 20, y, name, 12)
-            x += 20 + len(name) * CHARACTER * 1.2 + 20
-        yield f'<path class="message" d="M{x:.1f} {y}L{x + 16:.1f} {y - 8}"/>'
-        yield f'<circle class="end" cx="{x + 16:.1f}" cy="{y - 8}" r="1.6"/>'
-        yield text_at(x + 24, y, "message", 12)
-        yield f'<path class="step" d="M{x + 96:.1f} {y + 2}V{y - 11}"/>'
-        yield text_at(x + 99, y - 2, "0", 10, "grey")
-        yield text_at(x + 112, y, "step begins", 12)
+
+def _legend(bottom: float) -> Iterator[str]:
+    x, y = float(MARGIN + LABEL), bottom + AXIS + LEGEND / 2
+    for kind, name in KINDS.items():
+        yield box(x, y - 10, 14, 12, kind)
+        yield text_at(x + 20, y, name, 12)
+        x += 20 + len(name) * CHARACTER * 1.2 + 20
+    yield f'<path class="message" d="M{x:.1f} {y}L{x + 16:.1f} {y - 8}"/>'
+    yield f'<circle class="end" cx="{x + 16:.1f}" cy="{y - 8}" r="1.6"/>'
+    yield text_at(x + 24, y, "message", 12)
+    yield f'<path class="step" d="M{x + 96:.1f} {y + 2}V{y - 11}"/>'
+    yield text_at(x + 99, y - 2, "0", 10, "grey")
+    yield text_at(x + 112, y, "step begins", 12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from tokenring.bench.results import Case, Machine
 from tokenring.schedule.ir import Pass
@@ -54,11 +55,25 @@ class Stretch:
 
 
 @dataclass(frozen=True)
+class Simulated:
+    """The same call as the planner expects it, on a clock of its own. source: with what figures."""
+
+    source: str
+    stretches: list[Stretch]
+    bars: list[Bar]
+    messages: list[Message]
+
+    def seconds(self, direction: str) -> float:
+        """Of a pass; 0 where there was none."""
+        return max((each.ended - each.began for each in self.stretches if each.direction == direction), default=0.0)
+
+
+@dataclass(frozen=True)
 class Traced:
     """One call on all ranks: the round with the median time.
 
     rounds_s: the slowest rank's time in each round; round: which of them this is. one_clock: ranks share
-    a machine and so a clock; else their clocks were set by the barrier before the call.
+    a machine and so a clock; else their clocks were set by the barrier before the call. simulated: None for one rank.
     """
 
     case: Case
@@ -70,6 +85,7 @@ class Traced:
     stretches: list[Stretch]
     bars: list[Bar]
     messages: list[Message]
+    simulated: Simulated | None = None
 
     @property
     def seconds(self) -> float:
@@ -86,8 +102,13 @@ class Traced:
     @classmethod
     def from_json(cls, text: str) -> Traced:
         values = json.loads(text)
-        kinds = {"case": Case, "machine": Machine, "stretches": Stretch, "bars": Bar, "messages": Message}
-        for name, kind in kinds.items():
-            value = values[name]
-            values[name] = [kind(**each) for each in value] if isinstance(value, list) else kind(**value)
-        return cls(**values)
+        values["case"], values["machine"] = Case(**values["case"]), Machine(**values["machine"])
+        if values["simulated"] is not None:
+            values["simulated"] = Simulated(**_timed(values["simulated"]))
+        return cls(**_timed(values))
+
+
+def _timed(values: dict[str, Any]) -> dict[str, Any]:
+    """What was done when, from JSON."""
+    kinds: dict[str, Any] = {"stretches": Stretch, "bars": Bar, "messages": Message}
+    return values | {name: [kind(**each) for each in values[name]] for name, kind in kinds.items()}

@@ -11,7 +11,7 @@ from itertools import groupby
 from tokenring.bench.table import case_text, count, machine_text, ms
 from tokenring.console import Ink
 from tokenring.schedule.ir import PASSES, Pass
-from tokenring.tracing.record import Bar, Stretch, Traced
+from tokenring.tracing.record import Bar, Simulated, Stretch, Traced
 
 FORMAT = "tokenring-trace/1"
 COLUMNS = {"compute": "compute", "post": "moves", "pack": "moves", "wait": "waits", "merge": "merges"}
@@ -117,6 +117,17 @@ def _heading(traced: Traced, ink: Ink) -> Iterator[str]:
     yield ink.bold(f"tokenring trace: {call}")
     yield ink.pale(machine_text(traced.machine))
     yield ink.pale(f"{rounds}: {ms(traced.seconds)} ms ({ms(times[0])} to {ms(times[-1])}); {clock}")
+    if traced.simulated is not None:
+        yield from (ink.pale(line) for line in textwrap.wrap(_expected(traced, traced.simulated), WIDTH))
+
+
+def _expected(traced: Traced, simulated: Simulated) -> str:
+    """Each pass as it was simulated, and what it took."""
+    parts = []
+    for direction in dict.fromkeys(each.direction for each in traced.stretches):
+        took = max(each.ended - each.began for each in traced.stretches if each.direction == direction)
+        parts.append(f"{direction} {ms(simulated.seconds(direction))} ms (measured {ms(took)})")
+    return f"simulated: {', '.join(parts)}; with {simulated.source}"
 
 
 class _Grid:
@@ -184,11 +195,20 @@ def to_json(traced: Traced) -> str:
         "rounds_s": traced.rounds_s,
         "round": traced.round,
         "one_clock": traced.one_clock,
+        "simulated": _simulated(traced),
         "steps": steps,
     }
     lines = [f'  "{name}": {json.dumps(value)}' for name, value in values.items() if name != "steps"]
     listed = ",\n".join(f"    {json.dumps(step)}" for step in steps)
     return "{\n" + ",\n".join([*lines, f'  "steps": [\n{listed}\n  ]']) + "\n}\n"
+
+
+def _simulated(traced: Traced) -> dict[str, object] | None:
+    """Seconds of each pass, and with what figures."""
+    if (expected := traced.simulated) is None:
+        return None
+    directions = dict.fromkeys(each.direction for each in expected.stretches)
+    return {"source": expected.source, "seconds": {each: round(expected.seconds(each), 9) for each in directions}}
 
 
 def _rounded(each: Spent) -> dict[str, float]:

@@ -29,14 +29,13 @@ from tokenring.context import ContextParallel, Request
 from tokenring.mask import Mask, parse_mask
 from tokenring.ranks import Tell, process_group, quiet, serve
 from tokenring.runtime.executor import Executor
+from tokenring.runtime.names import tiles as tiles_of
 from tokenring.runtime.trace import Event
-from tokenring.schedule.calls import calls
-from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.ir import Pass
 from tokenring.schedule.program import Attend, Span
-from tokenring.schedule.storage import storage_of
-from tokenring.schedule.text import tile_text
 from tokenring.tracing.bars import Known, bars, messages
 from tokenring.tracing.record import Stretch, Traced
+from tokenring.tracing.simulated import simulated
 
 WAIT_SECONDS = 600.0  # for other ranks
 WARM_UP_ROUNDS = 2
@@ -146,11 +145,13 @@ def trace(case: Case, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
         request = make_request(q, k, v, cp, mask, None)
     times = _slowest([each.seconds for each in rounds])
     chosen = sorted(range(len(times)), key=times.__getitem__)[(len(times) - 1) // 2]
+    expected = simulated(cp, request)
     at_ranks: list[Any] = [None] * cp.world_size
     dist.gather_object(_rank(rounds[chosen], cp, request), at_ranks if cp.rank == 0 else None)
     if cp.rank > 0:
         return None
-    return {"schedule": cp.plan(request).name, "rounds_s": times, "round": chosen, **_joined(at_ranks)}
+    found = {"schedule": cp.plan(request).name, "rounds_s": times, "round": chosen, "simulated": expected}
+    return found | _joined(at_ranks)
 
 
 def _inputs(case: Case, cp: Clocked) -> list[torch.Tensor]:
@@ -194,17 +195,10 @@ def _rank(chosen: _Round, cp: Clocked, request: Request) -> _Rank:
     directions = [each.direction for each in chosen.passes]
     executors = [cp.executor(request, direction) for direction in directions]
     schedule = cp.plan(request).schedule
-    tiles = _tiles(schedule, cp, request)
+    tiles = tiles_of(schedule, cp.rank, cp.kernel(request.device).supports_patch)
     clock = this_member().boot_id or socket.gethostname()
     sizes = [_span_bytes(executor) for executor in executors]
     return _Rank(clock, chosen, [tiles for _ in directions], sizes, [_merges(executor) for executor in executors])
-
-
-def _tiles(schedule: Schedule, cp: Clocked, request: Request) -> list[str]:
-    """The tile of each kernel call, in order."""
-    supports = cp.kernel(request.device).supports_patch
-    mine = sorted((tile for tile in schedule.tiles if tile.rank == cp.rank), key=lambda tile: tile.step)
-    return [tile_text(schedule, tile) for tile in mine for _ in calls(storage_of(schedule), tile, supports)]
 
 
 def _span_bytes(executor: Executor) -> dict[Span, int]:

@@ -1,0 +1,161 @@
+"""The executor on a device with streams: every use of shared memory has its order, and no record or wait is idle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from stream_races import Action, Recorder, only_shared, orders, races
+
+from tokenring import Causal, Workload
+from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.layout import make_layout
+from tokenring.planner.pieces import named_schedule
+from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.pool import Pool
+from tokenring.runtime.streams import START, Streams, post_waits
+from tokenring.schedule.ir import PASSES, Pass
+from tokenring.schedule.lower import lower
+from tokenring.schedule.program import OWN, Attend, Instruction, Pack, Recv, Send, Span, Wait
+
+CPU = torch.device("cpu")
+TOKENS, HEADS, DIM = 8, 2, 4  # at each rank
+SCHEDULES = (
+    ("ring", 3), ("tokenring", 4), ("direct-kv", 3), ("direct-q", 3), ("bidirectional", 4), ("ulysses", 2),
+    ("ring/keep", 3), ("tiles/2x2", 4),
+)  # fmt: skip
+
+
+@dataclass
+class Recorded:
+    """Rounds of forward and backward; `rounds`: where each lies in the log."""
+
+    log: list[Action]
+    threads: int
+    rounds: list[range]
+
+    def found(self, drop: int | None = None) -> list[str]:
+        return races(self.log, self.threads, drop)
+
+
+def record(
+    name: str, ranks: int, rank: int, early: bool = True, one_sided: bool = False, streams: int = 1, late: bool = True
+) -> Recorded:
+    """Three rounds of a schedule at one rank. streams: current in turn; late=False: the executor knows of none."""
+    recorder = Recorder(rank, ranks, one_sided)
+    pool = Pool(CPU, _allocator() if one_sided else None)
+    pool.streams = Streams(recorder) if late else None  # type: ignore[arg-type]
+    executors = _executors(name, ranks, rank, early, pool, recorder)
+    own = {part: torch.zeros(1, TOKENS, HEADS, DIM) for part in ("q", "k", "v", "out", "dout")}
+    own |= {part: torch.zeros(1, HEADS, TOKENS) for part in ("lse", "delta")}
+    current = [recorder.current, *(recorder.new_stream() for _ in range(streams - 1))]
+    with recorder:
+        for turn in range(3):
+            recorder.current = current[turn % streams]
+            recorder.mark()
+            kept = executors["forward"].views.new_kept(CPU)
+            for executor in executors.values():
+                executor.run(Call(own, executor.views.kept_slots_in(kept)))
+                recorder.use(pool.data, "whatever else runs on the pool")
+            if kept is not None:
+                recorder.use(kept, "whoever gets the memory next")
+    recorder.mark()
+    log = only_shared(recorder.log)
+    marks = [at for at, action in enumerate(log) if action.what == "mark"]
+    return Recorded(log, recorder.threads, [range(a, b) for a, b in pairwise(marks)])
+
+
+def _executors(name: str, ranks: int, rank: int, early: bool, pool: Pool, moved: Any) -> dict[Pass, Executor]:
+    workload = Workload(1, TOKENS * ranks, TOKENS * ranks, HEADS, HEADS, DIM, torch.float32)
+    layout = make_layout("zigzag", ranks, workload.q_length)
+    schedule = named_schedule(name, workload, layout, layout, Causal(), None)
+    kernel: Any = CpuFlash()
+    made: dict[Pass, Executor] = {}
+    for direction in (*PASSES, *PASSES):  # again, on the memory that the pool has grown to
+        program = lower(schedule, rank, direction, workload, kernel.supports_patch, early)
+        made[direction] = Executor(schedule, workload, program, pool, moved, kernel, 0.5)
+    return made
+
+
+def _allocator() -> Any:
+    """Memory of the pool as a one-sided transport gives it."""
+    given = [0]
+
+    def allocate(nbytes: int) -> torch.Tensor | None:
+        if nbytes <= given[0]:
+            return None
+        given[0] = nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    return allocate
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("name", "ranks"), SCHEDULES)
+def test_everything_has_its_order(name: str, ranks: int, early: bool) -> None:
+    for rank in range(ranks):
+        assert record(name, ranks, rank, early).found() == []
+
+
+@pytest.mark.parametrize(("name", "ranks"), SCHEDULES)
+def test_no_record_or_wait_is_idle(name: str, ranks: int) -> None:
+    """Each mutant lacks one of the second round; the rounds around it show what is overwritten or read too early."""
+    for rank in (0, ranks - 1):
+        recorded = record(name, ranks, rank)
+        mutants = [at for at in orders(recorded.log) if at in recorded.rounds[1]]
+        assert len(mutants) > 4
+        idle = [recorded.log[at] for at in mutants if not recorded.found(at)]
+        assert not idle, f"{len(idle)} of {len(mutants)} mutants are not found out: {idle[:5]}"
+
+
+def test_no_record_or_wait_is_idle_where_messages_land_elsewhere() -> None:
+    """One-sided transports cannot write into kept memory."""
+    recorded = record("ulysses", 2, 0, one_sided=True)
+    assert recorded.found() == []
+    mutants = [at for at in orders(recorded.log) if at in recorded.rounds[1]]
+    assert mutants and all(recorded.found(at) for at in mutants)
+
+
+def test_the_caller_may_change_streams() -> None:
+    """A call waits for the one before, which ran on another stream; without that wait it is found out."""
+    recorded = record("ring", 3, 0, streams=2)
+    assert recorded.found() == []
+    streams = {action.thread for action in recorded.log if action.what == "record"}
+    between = [
+        at
+        for at in recorded.rounds[1]
+        if recorded.log[at].what == "join" and {recorded.log[at].thread, recorded.log[at].other} == streams
+    ]
+    assert len(between) == 1 and recorded.found(between[0])
+
+
+def test_posts_on_other_streams_need_the_events() -> None:
+    """Posted on the stream that computes, everything is in order without any event."""
+    recorded = record("tokenring", 4, 0, late=False)
+    assert recorded.found() == []
+    assert not any(action.what in ("record", "wait") for action in recorded.log)
+
+
+# ---------- which events
+
+
+def test_what_a_post_waits_for() -> None:
+    one, other = Span(0, 0, 4), Span(0, 4, 8)
+    program: list[Instruction] = [
+        Recv(0, Span(1, 0, 4), 1, "requests", ""),  # 0: whoever used the slot in the last call
+        Pack("kv", Span(OWN, 0, 4), one),  # 1
+        Pack("kv", Span(OWN, 4, 8), other),  # 2
+        Send(1, one, 1, "requests", ""),  # 3: after 1, not 2
+        Send(2, one, 2, "requests", ""),  # 4: its stream is past 1
+        Send(3, other, 2, "partials", ""),  # 5: after 2
+        Attend(0, one, other, None, ()),  # type: ignore[arg-type]  # 6: reads what is sent
+        Send(4, one, 2, "partials", ""),  # 7: reading needs no wait
+        Wait(1),  # 8
+        Wait(2),  # 9
+        Wait(4),  # 10
+        Recv(5, one, 1, "requests", ""),  # 11: after the waits for what was sent from there
+    ]
+    assert post_waits(program) == {0: START, 3: 1, 5: 2, 11: 10}

@@ -1,0 +1,166 @@
+"""One attention call as two graphs of the device, forward and backward, launched again for new inputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tokenring.attention import make_request
+from tokenring.backends.devices import NO_GRAPHS, Device, device_of
+from tokenring.context import ContextParallel
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.mask import Mask
+from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.runtime.executor import Executor
+from tokenring.schedule.ir import PASSES, Pass
+
+WARM_UP_CALLS = 3  # kernels load, tune and allocate in their first calls, which a graph must not hold
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class _Graph(NamedTuple):
+    """A graph with the memory that it reads and writes."""
+
+    graph: Any
+    inputs: Tensors
+    outputs: Tensors
+
+
+def capture(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
+    scale: float | None = None,
+) -> CapturedAttention:  # fmt: skip
+    """tokenring.attention for inputs like these, captured: a call then costs the launch of a graph.
+
+    q, k, v as in `attention`; their values do not matter. Where one of them requires a gradient and gradients are
+    enabled, backward is captured too. All ranks capture together: they agree on the call here, and not again when it is
+    launched. Each place in a model that calls attention needs a capture of its own, since backward finds in
+    it what forward left. As with torch.cuda.make_graphed_callables, results lie in memory of the capture until its
+    next call.
+
+    Raises UnsupportedError where the device has no graphs or the transport cannot be captured; what attention raises.
+    """
+    return CapturedAttention(q, k, v, cp, mask, scale)
+
+
+class CapturedAttention:
+    """What `capture` gives: called with q, k and v, it returns (out, lse)."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None,
+        scale: float | None,
+    ) -> None:  # fmt: skip
+        request = make_request(q, k, v, cp, mask, scale)
+        device, transport = device_of(q), cp.transport_for(q.device)
+        if transport is not None and not transport.capabilities.capturable:
+            raise UnsupportedError(
+                f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
+                f"call attention without a capture, or choose a transport whose messages the device moves alone"
+            )
+        passes: tuple[Pass, ...] = PASSES if request.training and request.differentiable else PASSES[:1]
+        for _ in range(2):  # bound again on the memory that the pool has grown to for the other pass
+            executors = {direction: cp.executor(request, direction) for direction in passes}
+        inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in (q, k, v))
+        with torch.no_grad():
+            self._forward, kept = _forward(device, executors["forward"], inputs)
+            self._backward = _backward(device, executors["backward"], self._forward, kept) if len(passes) > 1 else None
+        self._cp, self._executors = cp, executors  # with the memory that the graphs use
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [B, T, Hq, D] and lse [B, Hq, T], in the capture's memory until the next call; differentiable.
+
+        Raises ConfigurationError for tensors of other sizes, dtypes or devices, or when the context was closed.
+        """
+        self._cp.check_open()
+        for name, given, held in zip("qkv", (q, k, v), self._forward.inputs, strict=True):
+            if (given.shape, given.dtype, given.device) != (held.shape, held.dtype, held.device):
+                raise ConfigurationError(
+                    f"{name} is {list(given.shape)} {given.dtype} on {given.device}; captured was {list(held.shape)} "
+                    f"{held.dtype} on {held.device}: capture a call for each size"
+                )
+        if self._backward is None:
+            return self._launch(self._forward, (q, k, v))  # type: ignore[return-value]
+        out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out, lse
+
+    @staticmethod
+    def _launch(which: _Graph, given: Tensors) -> Tensors:
+        for held, new in zip(which.inputs, given, strict=True):
+            held.copy_(new.detach())
+        which.graph.replay()
+        return tuple(x.detach() for x in which.outputs)
+
+    def launch_forward(self, given: Tensors) -> Tensors:
+        """out and lse."""
+        return self._launch(self._forward, given)
+
+    def launch_backward(self, dout: torch.Tensor) -> Tensors:
+        """dq, dk and dv of the last forward."""
+        assert self._backward is not None  # only calls that were captured with it are differentiable
+        return self._launch(self._backward, (dout,))
+
+
+class _Launched(torch.autograd.Function):
+    """Both graphs, for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: CapturedAttention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.captured = captured
+        ctx.set_materialize_grads(False)
+        out, lse = captured.launch_forward((q, k, v))
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        dout, dlse = grads
+        if dlse is not None:
+            raise UnsupportedError(GRADIENT_OF_LSE)
+        if dout is None:
+            return None, None, None, None
+        return *ctx.captured.launch_backward(dout), None
+
+
+def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
+    """The graph, and what backward wants besides its results."""
+    q, k, v = inputs
+    _warm_up(device, executor, lambda: run_forward(executor, None, q, k, v))
+    with device.capture() as graph:
+        out, lse, kept = run_forward(executor, None, q, k, v)
+    _forget(executor)
+    return _Graph(graph, inputs, (out, lse)), kept
+
+
+def _backward(device: Device, executor: Executor, forward: _Graph, kept: torch.Tensor | None) -> _Graph:
+    out, lse = forward.outputs
+    dout = torch.zeros_like(out)
+    given = (dout, *forward.inputs, out, lse, kept)
+    _warm_up(device, executor, lambda: run_backward(executor, None, *given))  # type: ignore[arg-type]
+    with device.capture() as graph:
+        made = run_backward(executor, None, *given)  # type: ignore[arg-type]
+    _forget(executor)
+    return _Graph(graph, (dout,), made)
+
+
+def _warm_up(device: Device, executor: Executor, call: Any) -> None:
+    """On a stream of its own, as torch asks of what is then captured."""
+    stream = device.new_stream()
+    if stream is None:
+        raise UnsupportedError(NO_GRAPHS.format(device.type))
+    stream.wait_stream(device.current_stream())
+    with device.on(stream):
+        for _ in range(WARM_UP_CALLS):
+            call()
+    device.synchronize()
+    _forget(executor)
+
+
+def _forget(executor: Executor) -> None:
+    """The stream of a capture is no stream to wait for, nor is one outside for a capture."""
+    if executor.streams is not None:
+        executor.streams.forget()

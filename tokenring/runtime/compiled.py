@@ -1,0 +1,168 @@
+"""What torch.compile sees of a call: two operators, tokenring::attention and its backward, that it does not look into.
+
+Their arguments are tensors, numbers and the name of the context; masks travel as the numbers they consist of, so that
+graphs stay right when these change. Eager calls do not come here.
+
+What forward keeps for backward has a size that only the schedule says, and the schedule may be chosen when the ranks
+first meet in the call. So the third output is a `ticket`: a tensor of one byte whose storage holds all kept bytes.
+Autograd and activation checkpoints treat it like any other saved tensor, and what is kept goes when it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tokenring.context import ContextParallel, Request
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.mask import Mask
+from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.runtime.handles import context_of
+
+CALL = (
+    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable"
+)
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor, Tensor)"
+BACKWARD = (
+    f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ticket, {CALL}) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+# Ranks agree on each call over the host: no CUDA graph that inductor records by itself may hold one.
+TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+MOST_MASKS = 1024
+
+Bounds = tuple[int, ...] | None
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def traced_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break."""
+    low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
+    differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+    out, lse, _ = torch.ops.tokenring.attention(
+        q, k, v, cp.handle, low, high, cu_seqlens, scale, torch.is_grad_enabled(), differentiable
+    )
+    return out, lse
+
+
+# ---------- forward
+
+
+@torch.library.custom_op("tokenring::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
+    cp = context_of(context)
+    executor = cp.executor(_request(q, k, v, cp, *call), "forward")
+    out, lse, kept = run_forward(executor, cp.active_trace, q, k, v)
+    return out, lse, _ticket(kept, q.device)
+
+
+@_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
+    if not q.dim() == k.dim() == v.dim() == 4:
+        shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        raise ConfigurationError(f"attention wants q, k and v as [B, T, H, D]; got {shapes}")
+    batch, tokens, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
+    return q.new_empty(q.shape), lse, q.new_empty(1, dtype=torch.uint8)
+
+
+# ---------- backward
+
+
+@torch.library.custom_op("tokenring::attention_backward", mutates_args=(), schema=BACKWARD, tags=TAGS)
+def _attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ticket: torch.Tensor,
+    context: str,
+    *call: Any,
+) -> Tensors:
+    # Where lse leaves the graph, torch.compile gives a gradient for it in any case: zeros are none.
+    if dlse is not None and bool(dlse.any()):
+        raise UnsupportedError(GRADIENT_OF_LSE)
+    cp = context_of(context)
+    executor = cp.executor(_request(q, k, v, cp, *call), "backward")
+    return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, _kept(ticket))
+
+
+@_attention_backward.register_fake
+def _(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *others: Any,
+) -> Tensors:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    q, k, v, *ctx.call = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    dout, dlse, _ = grads
+    nothing = (None,) * len(ctx.call)
+    if dout is None and dlse is None:
+        return None, None, None, *nothing
+    q, k, v, out, lse, ticket = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    made = torch.ops.tokenring.attention_backward(dout, dlse, q, k, v, out, lse, ticket, *ctx.call)
+    return *made, *nothing
+
+
+_attention.register_autograd(_gradients, setup_context=_setup)
+
+
+# ---------- what is behind their arguments
+
+
+def _request(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    low: int | None,
+    high: int | None,
+    cu_seqlens: Sequence[int] | None,
+    scale: float | None,
+    training: bool,
+    differentiable: bool,
+) -> Request:
+    from tokenring.attention import request_of
+
+    mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
+    return request_of(q, k, v, cp, mask, scale, training, differentiable)
+
+
+@lru_cache(maxsize=MOST_MASKS)
+def _mask(low: int | None, high: int | None, cu_seqlens: Bounds) -> Mask:
+    return Mask(low, high, cu_seqlens)
+
+
+def _ticket(kept: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """[1] uint8, with the kept bytes behind it."""
+    return torch.empty(1, dtype=torch.uint8, device=device) if kept is None else kept[:1]
+
+
+def _kept(ticket: torch.Tensor) -> torch.Tensor:
+    """All bytes behind a ticket."""
+    return ticket.as_strided((ticket.untyped_storage().nbytes(),), (1,))

@@ -1,0 +1,34 @@
+"""Contexts by name, for operators that can be given tensors, numbers and texts only."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from tokenring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tokenring.context import ContextParallel
+
+# State of the process: a graph of torch.compile outlives every frame that could hand it one. It holds nobody alive.
+_numbers = itertools.count(1)
+_contexts: WeakValueDictionary[str, ContextParallel] = WeakValueDictionary()
+
+
+def new_handle(cp: ContextParallel) -> str:
+    """A name for a context, no other's in this process. A text, which torch.compile never takes for a size."""
+    handle = f"cp{next(_numbers)}"
+    _contexts[handle] = cp
+    return handle
+
+
+def context_of(handle: str) -> ContextParallel:
+    """The context. Raises ConfigurationError when nobody holds it any more."""
+    found = _contexts.get(handle)
+    if found is None:
+        raise ConfigurationError(
+            f"a compiled graph calls attention over context {handle}, which is gone: keep the ContextParallel for as "
+            f"long as what was compiled with it"
+        )
+    return found

@@ -1,0 +1,23 @@
+"""The same call as the planner sees it: its programs simulated, to be shown beside what was measured."""
+
+from __future__ import annotations
+
+from tokenring.context import ContextParallel, Request
+from tokenring.planner.planner import Planner
+from tokenring.planner.predict import predict
+from tokenring.planner.timeline import timeline
+from tokenring.tracing.record import Simulated
+
+
+def simulated(cp: ContextParallel, request: Request) -> Simulated | None:
+    """What `schedule="auto"` would expect of this schedule here; None for one rank. All ranks call it together."""
+    if cp.world_size == 1:
+        return None
+    planner = Planner(cp.group, cp.world_size, cp.topology, (), None)
+    transport = cp.transport_for(request.device)
+    able = None if transport is None else transport.capabilities
+    setting = planner.setting(request, cp.kernel(request.device), able)
+    plan = cp.plan(request)
+    made = timeline(plan.name, setting, predict(plan.schedule, setting, record=True))
+    source = "; ".join((setting.interconnect.name, setting.machine.source, *setting.interconnect.notes))
+    return Simulated(source, list(made.stretches), list(made.bars), list(made.messages))
