@@ -85,12 +85,13 @@ class Sending:
 
 
 class Receiving:
-    """A line's end at its receiver. All of it happens on the streams that call."""
+    """A line's end at its receiver. All of it happens on the streams that call, posts maybe on another than waits."""
 
-    def __init__(self, memory: Memory, words: Words, rank: int, line: Line) -> None:
-        self._memory, self._words, self._rank = memory, words, rank
+    def __init__(self, memory: Memory, device: Device, words: Words, rank: int, line: Line) -> None:
+        self._memory, self._device, self._words, self._rank = memory, device, words, rank
         self._channel, self._peer = line
         self._posted = self._waited = 0
+        self._early: Any = None  # behind the last wait that a post had to queue
 
     def post(self) -> int:
         """Give credit for the next message; gives its number.
@@ -100,12 +101,16 @@ class Receiving:
         """
         number = self._posted
         self._posted += 1
-        self.wait(number - RING)
+        if self._waited <= number - RING:
+            self.wait(number - RING)
+            self._early = self._device.current_stream().record_event()
         self._memory.signal(self._peer, self._words.credit(self._channel, self._rank, number))
         return number
 
     def wait(self, number: int) -> None:
         """Queue the wait for a message, and for all before it, which come first anyhow."""
+        if number < self._waited and self._early is not None:  # a word is waited for once, and that was elsewhere
+            self._device.current_stream().wait_event(self._early)
         while self._waited <= number:
             self._memory.wait(self._words.arrival(self._channel, self._peer, self._waited))
             self._waited += 1

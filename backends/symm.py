@@ -62,7 +62,7 @@ class SymmTransport(Controlled):
 
     name = "symm"
     device_type = "cuda"
-    capabilities = Capabilities(early_receives=False, channels=2, one_sided=True, zero_sm=True)
+    capabilities = Capabilities(early_receives=False, channels=2, one_sided=True, zero_sm=True, capturable=True)
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         check_gloo(self.name)
@@ -90,7 +90,7 @@ class SymmTransport(Controlled):
         self._receiving: dict[Line, Receiving] = {}
         for line in [(channel, peer) for channel in CHANNELS for peer in range(self.world_size) if peer != self.rank]:
             self._sending[line] = Sending(self._memory, self.device, self._words, self.rank, line)
-            self._receiving[line] = Receiving(self._memory, self._words, self.rank, line)
+            self._receiving[line] = Receiving(self._memory, self.device, self._words, self.rank, line)
 
     # ---------- set-up
 

@@ -221,8 +221,12 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def shown(value: object) -> str:
+    return "dropped" if value is DROP else str(value)[:40]
+
+
 class TestRefusals:
-    @pytest.mark.parametrize("path, value, says", REFUSED, ids=lambda value: str(value)[:40])
+    @pytest.mark.parametrize("path, value, says", REFUSED, ids=shown)
     def test_says_where(self, path: str, value: object, says: str | None) -> None:
         changed = document()
         put(changed, path, value)

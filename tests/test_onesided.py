@@ -65,7 +65,7 @@ class Play:
             made.sources.extend(torch.full((SIZE,), POISON, dtype=torch.uint8) for _ in range(SOURCES))
             for line in [(channel, peer) for channel in CHANNELS for peer in range(ranks) if peer != rank]:
                 made.sending[line] = parts.sending(memory, device, words, rank, line)  # type: ignore[arg-type]
-                made.receiving[line] = parts.receiving(memory, words, rank, line)
+                made.receiving[line] = parts.receiving(memory, device, words, rank, line)  # type: ignore[arg-type]
             self.ranks.append(made)
 
     def content(self, message: int) -> int:
