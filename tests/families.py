@@ -56,7 +56,11 @@ def sample(found: Sequence[Point], factors: Mapping[str, Sequence[Any]], tries: 
     """
     chosen = random.Random(0)
     rows = [(point, *map(chosen.choice, factors.values())) for point in found for _ in range(4)]
-    pairs = [{(i, j, a, b) for (i, a), (j, b) in combinations(enumerate((*row[0][:4], *row[1:])), 2)} for row in rows]
+    # In order, since that of sets of texts differs between processes.
+    pairs = [
+        dict.fromkeys((i, j, a, b) for (i, a), (j, b) in combinations(enumerate((*row[0][:4], *row[1:])), 2))
+        for row in rows
+    ]
     having: dict[Any, list[int]] = {}
     for index, each in enumerate(pairs):
         for pair in each:
@@ -65,8 +69,8 @@ def sample(found: Sequence[Point], factors: Mapping[str, Sequence[Any]], tries: 
     for pair, fitting in sorted(having.items(), key=lambda item: len(item[1])):
         if pair not in met:
             some = chosen.sample(fitting, min(tries, len(fitting)))
-            picked.append(max(some, key=lambda index: len(pairs[index] - met)))
-            met |= pairs[picked[-1]]
+            picked.append(max(some, key=lambda index: len(pairs[index].keys() - met)))
+            met |= pairs[picked[-1]].keys()
     return [rows[index] for index in picked]
 
 
