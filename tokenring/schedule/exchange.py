@@ -8,7 +8,7 @@ arrive, messages stay messages.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,12 +30,14 @@ class Exchange(NamedTuple):
     ranks: tuple[int, ...]
     messages: tuple[Message, ...]
     parts: int
+    number: int = 1  # among those of which all else that the label says is equal
 
     @property
     def label(self) -> str:
-        """What errors call it: the same at every rank."""
+        """What it is called: the same at every rank, and of no other exchange of the pass."""
         first = self.messages[0]
-        return f"step {first.step}, {self.kind} of {LETTERS[first.block.kind]} of ranks {ranges(self.ranks)}"
+        said = f"step {first.step}, {self.kind} of {LETTERS[first.block.kind]} of ranks {ranges(self.ranks)}"
+        return said if self.number == 1 else f"{said}, number {self.number}"
 
 
 @lru_cache(maxsize=16)
@@ -47,7 +49,12 @@ def exchanges(storage: Storage, direction: Pass) -> tuple[Exchange, ...]:
         if (key := _key(message, due)) is not None:
             alike[key].append(message)
     found = [_exchange(storage, direction, part) for some in alike.values() for part in _complete(some)]
-    return tuple(sorted(found, key=lambda each: (each.messages[0].step, each.messages[0].channel == PARTIALS)))
+    found.sort(key=lambda each: (each.messages[0].step, each.messages[0].channel == PARTIALS))
+    times = Counter[str]()
+    for at, each in enumerate(found):
+        times[each.label] += 1
+        found[at] = each._replace(number=times[each.label])
+    return tuple(found)
 
 
 def _all_messages(storage: Storage, direction: Pass) -> Iterable[Message]:
