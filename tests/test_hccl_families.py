@@ -40,7 +40,7 @@ MOST_OF_ONE_CALL = 1.5  # times its error, in bf16
 def case_of(point: Point, layout: str, mask: str, dtype: torch.dtype) -> Case:
     """In bf16 with more rows, so that its errors are no matter of luck."""
     length = length_of(point, CHUNKS[layout], None, 4)
-    batch = 1 if dtype == torch.float32 else 4
+    batch = 1 if dtype == torch.float32 else 4 if point.ranks > 4 else 8
     return Case(point.ranks, point.name, layout, mask, *point.heads, batch, 16, dtype, None, given_length=length)
 
 

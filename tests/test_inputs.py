@@ -21,9 +21,13 @@ from tokenring.backends.kernels.reference import Reference
 
 LAYOUTS = "choose one of contiguous, zigzag, striped, or cut one finer, as in 'zigzag/2'"
 SCHEDULES = (
-    "ring, tokenring, bidirectional, direct-kv, direct-q, all-gather-kv, ulysses[/K], usp/U, tiles/AxB, "
+    "ring, tokenring, bidirectional, direct-kv, direct-q, all-gather-kv, ulysses[/K], packed/G, usp/U, tiles/AxB, "
     "sub-sharded/UxAxB, mixed[/GxH], double-ring/L, case-iii/L, case-iii-direct/L, reduced/L, relay/L, relay-q/L, "
     "mesh-kv/AxBx..., mesh-q/AxBx..., multi-ring, multi-ring-q"
+)
+KERNELS = (
+    "cpu-flash, reference, npu-fusion, torch-flash, torch-cudnn, torch-efficient, flash-attn, flash-attn-3, "
+    "flash-attn-4, flex"
 )
 ALONE = ContextParallel()
 X = torch.zeros(1, 8, 2, 16)
@@ -65,8 +69,8 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
         {"transport": "mpi"},
         f"unknown transport 'mpi'; {CHOICE}",
     ),
-    ({"kernel": 3}, "kernel is of type int; choose one of auto, cpu-flash, reference, npu-fusion"),
-    ({"kernel": Reference()}, "kernel is of type Reference; choose one of auto, cpu-flash, reference, npu-fusion"),
+    ({"kernel": 3}, f"kernel is of type int; choose one of auto, {KERNELS}"),
+    ({"kernel": Reference()}, f"kernel is of type Reference; choose one of auto, {KERNELS}"),
     *(
         (
             {"timeout_seconds": given},
