@@ -44,7 +44,14 @@ def case_of(point: Point, layout: str, mask: str, dtype: torch.dtype) -> Case:
     return Case(point.ranks, point.name, layout, mask, *point.heads, batch, 16, dtype, None, given_length=length)
 
 
-SAMPLE = [(case_of(*row[:4]), *row[4:]) for row in sample(points(RANKS, ("",)), FACTORS)]
+def met() -> list[Point]:
+    """Every family at every number of ranks that it fits; at six and at seven, half of the families each."""
+    names = list(FAMILIES)
+    found = points(RANKS, ("",))
+    return [each for each in found if each.ranks not in (6, 7) or (names.index(each.family) + each.ranks) % 2 == 0]
+
+
+SAMPLE = [(case_of(*row[:4]), *row[4:]) for row in sample(met(), FACTORS)]
 
 
 def on_npus(here: Here, case: Case, transport: str, streams: int | None) -> Local:
@@ -96,10 +103,11 @@ def test_exact(world_size: int, npus: NpuPools) -> None:
 
 
 def test_the_sample_meets_all() -> None:
-    """Every family at every number of ranks that it fits, with every transport, mask and dtype."""
-    met = {(parse(case.schedule).family.name, case.ranks) for case, *_ in SAMPLE}
-    assert met == {(point.family, point.ranks) for point in points(RANKS, ("",))}
-    assert {family for family, _ in met} == set(FAMILIES)
+    """Every family with every transport, mask and dtype."""
+    found = {(parse(case.schedule).family.name, case.ranks) for case, *_ in SAMPLE}
+    assert found == {(point.family, point.ranks) for point in met()}
+    assert {family for family, _ in found} == set(FAMILIES)
+    assert {ranks for _, ranks in found} == set(RANKS)
     for what in ("ranks", "dtype", "mask_name"):
         pairs = {(getattr(case, what), transport, streams) for case, transport, streams in SAMPLE}
         assert len({(a, b) for a, b, _ in pairs}) == len({a for a, _, _ in pairs}) * len(TRANSPORTS)
