@@ -32,7 +32,7 @@ from tokenring.backends.devices import device_of  # noqa: E402
 from tokenring.backends.symm import SymmTransport  # noqa: E402
 from tokenring.schedule.ir import PARTIALS, REQUESTS  # noqa: E402
 
-Report = Callable[[str, bool, str], None]  # what was looked at, whether it is as it must be, and what was found
+Report = Callable[[str, str, str, "bool | None"], None]  # name, value, limit, met: see gpu_report
 MOVED_BYTES = 64 << 20
 SLOWER_AT_MOST = 1.02
 SM_COPY_BLOCKS = 8  # of a copy as NCCL makes it, by a few thread blocks
@@ -45,13 +45,13 @@ SETTINGS = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CO
 def run(report: Report) -> None:
     """All of it, in processes of their own; what cannot run here is reported, and nothing raises."""
     if reason := symmetric.unavailable():
-        report("symmetric memory", False, f"not run: {reason}")
+        report("symmetric memory", f"not run: {reason}", "", False)
         return
     for name, check, ranks in PARTS:
         for world_size in ranks:
             title = f"{name}, {world_size} ranks on one GPU" if world_size > 1 else name
             well, found = in_processes(check, world_size)
-            report(title, well, found)
+            report(title, found, "", well)
 
 
 def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool, str]:
@@ -289,10 +289,10 @@ PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
 def main() -> None:
     worst = True
 
-    def report(name: str, well: bool, found: str) -> None:
+    def report(name: str, value: str, limit: str, met: bool | None) -> None:
         nonlocal worst
-        worst = worst and well
-        print(f"{'ok  ' if well else 'FAIL'} {name}: {found}", flush=True)
+        worst = worst and met is not False
+        print(f"{'FAIL' if met is False else 'ok  '} {name}: {value}", flush=True)
 
     run(report)
     sys.exit(0 if worst else 1)

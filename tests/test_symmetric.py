@@ -145,6 +145,6 @@ def test_torchs_own_operators_take_these_arguments() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_gpu_transports_without_a_gpu() -> None:
     """It says so, and runs nothing."""
-    said: list[tuple[str, bool, str]] = []
+    said: list[tuple[str, str, str, bool | None]] = []
     gpu_transports.run(lambda *row: said.append(row))
-    assert said == [("symmetric memory", False, "not run: torch sees no CUDA device here")]
+    assert said == [("symmetric memory", "not run: torch sees no CUDA device here", "", False)]
