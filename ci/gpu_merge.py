@@ -128,7 +128,7 @@ def verdict(device: torch.device, sizes: Sizes) -> tuple[bool, str]:
     return all(rate.share >= ENOUGH for rate in rates), f"merge by {made.merger.name}: {text}"
 
 
-def run(report: Callable[[str, str, str, "bool | None"], None]) -> None:
+def run(report: Callable[[str, str, str, bool | None], None]) -> None:
     """For ci/gpu."""
     well, line = verdict(torch.device("cuda"), Sizes(8192, 32, 128))
     report("merging, by bandwidth", line, f">= {ENOUGH:.0%} of a copy", well)
