@@ -102,6 +102,13 @@ def test_exact(world_size: int, npus: NpuPools) -> None:
         assert not worse, (str(case), transport, streams, worse)
 
 
+def test_patches_of_a_call_are_not_read_before_they_have_come(npus: NpuPools) -> None:
+    """Two patches of one rectangle go in one call while what lies between them is still on its way."""
+    case = case_of(Point(8, (6, 6), "tiles", "", "tiles/2x4"), "zigzag", "window to both sides", torch.float32)
+    parts = npus(8)(on_npus, case, "hccl", 1)
+    check_exact(case.whole(parts), case.reference())
+
+
 def test_the_sample_meets_all() -> None:
     """Every family with every transport, mask and dtype."""
     found = {(parse(case.schedule).family.name, case.ranks) for case, *_ in SAMPLE}

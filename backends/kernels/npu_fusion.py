@@ -116,10 +116,11 @@ class NpuFusion:
         patches: Sequence[Patch],
         scale: float,
     ) -> list[Made]:
-        operands = (q, k, v, dout.to(q.dtype), whole_out(dout, delta, out, q.dtype))
-
         def call(how: npu_packed.Packing, entries: slice) -> list[Made]:
-            return how.backward(self._gradient, tuple(x[entries] for x in operands), lse[entries], scale)
+            return how.backward(
+                self._gradient, dout[entries], q[entries], k[entries], v[entries], lse[entries],
+                None if delta is None else delta[entries], None if out is None else out[entries], scale,
+            )  # fmt: skip
 
         return npu_packed.in_calls(patches, q.shape[0], call)
 

@@ -14,6 +14,7 @@ import torch
 from tokenring.backends.kernels.npu_masks import packed_options
 from tokenring.backends.kernels.npu_operator import Operator
 from tokenring.backends.kernels.npu_rows import row_lse, statistics
+from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.region import Patch
 
 LAYOUT = "TND"
@@ -72,15 +73,29 @@ class Packing:
         return list(zip(outs, lses, strict=True))
 
     def backward(
-        self, operator: Operator, operands: tuple[torch.Tensor, ...], lse: torch.Tensor, scale: float
+        self,
+        operator: Operator,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        out: torch.Tensor | None,
+        scale: float,
     ) -> list[Made]:
-        """(dq, dk, dv) of each patch, [B, H, rows or columns, D]. operands: q, k, v, dout, out."""
-        q, k, v, dout, out = operands
+        """(dq, dk, dv) of each patch, [B, H, rows or columns, D].
+
+        Rows that belong to none are not read: they may be still to come.
+        """
         lse = self._packed_lse(lse, operator.takes("softmax_layout"))
+        dout = _alone(dout, self.rows)
+        delta, out = (None if x is None else _alone(x, self.rows) for x in (delta, out))
+        whole = whole_out(dout, delta, out, q.dtype)
         made = operator(
             self._tokens(q, self.rows), self._tokens(k, self.cols), self._tokens(v, self.cols),
-            self._tokens(dout, self.rows), q.shape[1], LAYOUT, scale=scale,
-            attention_in=self._tokens(out, self.rows), **statistics(lse), **self._options(operator, q.device),
+            _in_tokens(dout.to(q.dtype)), q.shape[1], LAYOUT, scale=scale,
+            attention_in=_in_tokens(whole), **statistics(lse), **self._options(operator, q.device),
         )  # fmt: skip
         dq, dk, dv = (self._parts(x, which) for x, which in zip(made, (self.rows, self.cols, self.cols), strict=False))
         return list(zip(dq, dk, dv, strict=True))
@@ -101,12 +116,7 @@ class Packing:
 
     def _tokens(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
         """[B, H, S, D] as [T, H, D]: the spans' rows, without those that belong to none."""
-        gaps = any(stop != start for (_, stop), (start, _) in pairwise(spans))
-        if gaps:
-            x = torch.cat([x[:, :, start:stop] for start, stop in spans], dim=2)
-        else:
-            x = x[:, :, spans[0][0] : spans[-1][1]]
-        return x.transpose(1, 2).contiguous().flatten(0, 1)
+        return _in_tokens(_alone(x, spans))
 
     def _parts(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
         """The opposite: [B, H, rows, D] of each span."""
@@ -132,6 +142,18 @@ class Packing:
         if in_token_order:
             return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
         return torch.cat([part.flatten(1) for part in parts], dim=1).reshape(-1, heads)
+
+
+def _alone(x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
+    """[B, H, S, ...] without the rows that belong to no span."""
+    if any(stop != start for (_, stop), (start, _) in pairwise(spans)):
+        return torch.cat([x[:, :, start:stop] for start, stop in spans], dim=2)
+    return x[:, :, spans[0][0] : spans[-1][1]]
+
+
+def _in_tokens(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] as [T, H, D]."""
+    return x.transpose(1, 2).contiguous().flatten(0, 1)
 
 
 def _joined(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
