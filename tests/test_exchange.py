@@ -23,6 +23,7 @@ from tokenring.schedule.measure import contacts, links, peak_bytes, staged_bytes
 from tokenring.schedule.program import ALL_GATHER, ALL_TO_ALL, OWN, Attend, Program, Recv, Send, Wait
 from tokenring.schedule.replay import Kept, replay
 from tokenring.schedule.storage import storage_of
+from tokenring.schedule.verify import verify_collectives
 from tokenring.workload import Workload
 
 Found = list[tuple[int, str, str, tuple[int, ...], int]]
@@ -227,8 +228,8 @@ def test_replay_refuses(change: object, says: str, one_queue_a_rank: bool) -> No
         replay(schedule, programs, True, one_queue_a_rank=one_queue_a_rank)
 
 
-def test_verify_replays_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's schedule that has exchanges is proved with collectives, too."""
+def test_they_are_replayed_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transports without collectives need no such proof, which takes half as long again."""
     from tokenring.schedule import replay as module
 
     seen: list[bool] = []
@@ -239,8 +240,39 @@ def test_verify_replays_them(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole_replay(made, programs, *more, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "replay", noted)
-    whole("all-gather-kv", 3).verify()
-    assert seen == [False, False, True] * 2
+    made = whole("all-gather-kv", 3)
+    made.verify()
+    assert seen == [False, False] * 2
+    seen.clear()
+    verify_collectives(made)
+    assert seen == [True] * 2
+
+
+def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No group is prepared for what cannot be proved."""
+    from tokenring.runtime import collective
+
+    asked: list[str] = []
+
+    class Noting:
+        capabilities = transport_capabilities("hccl/collectives")
+
+        def prepare(self, links: object, device: object) -> None:
+            asked.append("links")
+
+        def prepare_groups(self, groups: object, device: object) -> None:
+            asked.append("groups")
+
+    def refuse(schedule: Schedule) -> None:
+        raise ScheduleError("refused")
+
+    made, device = whole("all-gather-kv", 3), torch.device("cpu")
+    collective.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
+    assert asked == ["links", "groups"]
+    monkeypatch.setattr(collective, "verify_collectives", refuse)
+    with pytest.raises(ScheduleError, match="refused"):
+        collective.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
+    assert asked == ["links", "groups", "links"]
 
 
 # ---------- what they connect and hold

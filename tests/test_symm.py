@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,14 @@ from tokenring.backends.registry import make_transport, transport_capabilities
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 LIMIT_SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPools]:
+    """Of this module alone: they know transports that nobody else is to hear of."""
+    pools = RankPools()
+    yield pools
+    pools.close()
 
 
 # ---------- what every transport must do

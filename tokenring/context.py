@@ -350,7 +350,6 @@ class ContextParallel:
         from tokenring.runtime.collective import connect
         from tokenring.runtime.executor import Executor
         from tokenring.schedule.lower import lower
-        from tokenring.schedule.measure import contacts
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
         if reason := kernel.supports(request.workload.head_dim, request.workload.dtype):
@@ -362,7 +361,7 @@ class ContextParallel:
         able = None if transport is None else transport.capabilities
         ways = (True, False) if able is None else (able.early_receives, able.collectives)
         if transport is not None:
-            connect(transport, contacts(schedule, transport.capabilities, (direction,)), request.device)
+            connect(transport, schedule, direction, request.device)
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, *ways)
         pool = self.pool(request.device)
         with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients

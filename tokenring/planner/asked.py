@@ -90,7 +90,13 @@ def _transport(asked: str | None, machine: Machine) -> str | None:
     """The transport that was asked for, else the one that such devices have; None: nothing is known of it."""
     if asked is not None:
         check_name("transport", asked, TRANSPORTS, "")
-    return machine.transport if asked in (None, "auto") else asked
+    own = machine.transport
+    if asked in (None, "auto"):
+        return own
+    if own is not None and asked.partition("/")[0] != own:
+        fitting = ", ".join(name for name in TRANSPORTS if name.partition("/")[0] == own)
+        raise ConfigurationError(f"transport {asked!r} does not move tensors between these devices; use {fitting}")
+    return asked
 
 
 def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[Interconnect, Machine]:

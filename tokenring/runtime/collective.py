@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tokenring.backends.base import CollectiveTransport, Handle, Transport
+from tokenring.schedule.measure import contacts
 from tokenring.schedule.program import ALL_GATHER, Collective, Program, Recv, Send
+from tokenring.schedule.verify import verify_collectives
 
 if TYPE_CHECKING:
     from tokenring.runtime.executor import Call
-    from tokenring.schedule.measure import Contacts
+    from tokenring.schedule.ir import Pass, Schedule
 
 Data = Callable[["Call"], torch.Tensor]  # a message's bytes, wherever they lie
 Step = Callable[["Call"], None]
 
 
-def connect(transport: Transport, needed: Contacts, device: torch.device) -> None:
-    """All that a program needs, on all ranks alike. Raises ConfigurationError, PeerLost."""
+def connect(transport: Transport, schedule: Schedule, direction: Pass, device: torch.device) -> None:
+    """All that the programs of a pass need, on all ranks alike. Raises ConfigurationError, PeerLost.
+
+    Those with collectives are proved before the first of them runs: raises ScheduleError.
+    """
+    needed = contacts(schedule, transport.capabilities, (direction,))
     transport.prepare(needed.links, device)
     if needed.groups:
+        verify_collectives(schedule)
         cast(CollectiveTransport, transport).prepare_groups(needed.groups, device)
 
 

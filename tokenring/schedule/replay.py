@@ -33,7 +33,6 @@ from tokenring.schedule.contents import (
     results,
     tokens_of,
 )
-from tokenring.schedule.exchange import exchanges
 from tokenring.schedule.ir import PASSES, REQUEST_OF, Kind, Schedule, Tile
 from tokenring.schedule.lower import agenda_of, lower_agenda
 from tokenring.schedule.pairs import Pairs, Tally
@@ -57,18 +56,16 @@ from tokenring.workload import Workload
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
 
 
-def replay_schedule(schedule: Schedule) -> None:
+def replay_schedule(schedule: Schedule, collectives: bool = False) -> None:
     """Lower both passes for every rank, for all kinds of transport, and replay them.
 
     Programs of the strict kind in one queue a rank for everything: they then run where there are several, too. So do
-    those with collectives, of schedules that have exchanges.
+    those with collectives, which are replayed instead where these are asked for.
     """
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
     pairs, storage = Pairs(schedule), Storage(schedule)
-    kinds = [(True, False), (False, False)]  # early receives, collectives
-    if any(exchanges(storage, direction) for direction in PASSES):
-        kinds.append((False, True))
+    kinds = [(False, True)] if collectives else [(True, False), (False, False)]  # early receives, collectives
     kept: dict[tuple[bool, bool], Kept] = {}
     for direction in PASSES:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]

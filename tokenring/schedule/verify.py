@@ -38,6 +38,15 @@ def verify(schedule: Schedule) -> None:
             replay_schedule(schedule)
 
 
+def verify_collectives(schedule: Schedule) -> None:
+    """Replay the programs for transports with collectives, where there are up to 16 ranks. Raises ScheduleError."""
+    from tokenring.schedule.replay import replay_schedule
+
+    if schedule.world_size <= REPLAY_LIMIT:
+        with _no_collection():
+            replay_schedule(schedule, collectives=True)
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """A proof makes much that lives until its end, and no cycles: going through it again and again takes longer."""
