@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("tokenring")
 
 
-class Preferring(Controlled):
+class Preferring(Controlled, ABC):
     """A one-sided transport that becomes a two-sided one, on all ranks alike, when it has no room for a larger pool.
 
     That happens in `allocate`, between calls, when nothing is on its way. Programs that are bound already go on in
@@ -36,13 +37,13 @@ class Preferring(Controlled):
         self._own_bytes = 0
         self._take(self._first())
 
+    @abstractmethod
     def _first(self) -> Transport:
         """What is preferred. Raises BackendUnavailable."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _second(self) -> Transport:
         """What it becomes."""
-        raise NotImplementedError
 
     def _take(self, now: Transport) -> None:
         self.now, self.control = now, now.control  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 import torch
 
 from tokenring.backends.base import Merger
+from tokenring.errors import one_line
 from tokenring.runtime.merge import TorchMerger
 
 LOG = logging.getLogger("tokenring")
@@ -67,7 +68,7 @@ def choose_merger(device: torch.device, head_dim: int) -> Choice:
             merger = _load(name)
             reason = merger.supports(head_dim) or trial(merger, device, head_dim)
         except Exception as error:  # a package that is missing or broken, in whatever way
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error)
         if reason is None:
             return Choice(merger, WHY[name], tuple(others))
         others.append((name, reason))

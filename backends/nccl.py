@@ -30,7 +30,7 @@ from tokenring.backends.apart import TAG, Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Link
 from tokenring.backends.control import Control
 from tokenring.backends.devices import device_of
-from tokenring.backends.watch import Watch
+from tokenring.backends.watch import Watch, Watched
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
@@ -61,7 +61,7 @@ class Together:
         self.work: Any = None
 
 
-class NcclTransport(Accelerated):
+class NcclTransport(Watched, Accelerated):
     """Payload between the ranks of one group, on NCCL groups of its own."""
 
     name = "nccl"
@@ -199,19 +199,6 @@ class NcclTransport(Accelerated):
         batch.posts.clear()  # whatever frees them now does so behind this wait
 
     # ---------- errors, end
-
-    def check(self) -> None:
-        """Raises PeerLost if the group is broken, or the watch has found that it is."""
-        self.control.check_usable()
-        self._watch.check()
-
-    def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        self.check()
-        return super().exchange(payload, what)
-
-    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        self.check()
-        return super().exchange_text(text, what)
 
     def close(self) -> None:
         self._watch.close()

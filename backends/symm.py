@@ -20,11 +20,11 @@ import torch
 
 from tokenring.backends.apart import Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Landing, Link
-from tokenring.backends.control import Control, Controlled
+from tokenring.backends.control import Control
 from tokenring.backends.devices import Device, device_of
 from tokenring.backends.meeting import StoreSilent, bounded
 from tokenring.backends.onesided import Line, Memory, Receiving, Sending, Words
-from tokenring.backends.watch import Watch
+from tokenring.backends.watch import Watch, Watched
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
@@ -57,7 +57,7 @@ class Placement:
     theirs: Places
 
 
-class SymmTransport(Controlled):
+class SymmTransport(Watched):
     """Payload between the ranks of one group in symmetric memory, which `allocate` gives. Programs are `placed`."""
 
     name = "symm"
@@ -246,19 +246,6 @@ class SymmTransport(Controlled):
         return self.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # ---------- errors, end
-
-    def check(self) -> None:
-        """Raises PeerLost if the group is broken, or the watch has found that it is."""
-        self.control.check_usable()
-        self._watch.check()
-
-    def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        self.check()
-        return super().exchange(payload, what)
-
-    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        self.check()
-        return super().exchange_text(text, what)
 
     def close(self) -> None:
         """Give back the memory, once nothing is under way on any device that reaches it."""

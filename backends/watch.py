@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tokenring.backends.control import Control
+from tokenring.backends.control import Control, Controlled
 from tokenring.errors import PeerLost
 
 LOOK_SECONDS = 0.1
@@ -131,3 +131,22 @@ def _look(watch: weakref.ref[Watch], signal: threading.Event, closed: threading.
             if not busy:
                 break
             time.sleep(LOOK_SECONDS)
+
+
+class Watched(Controlled):
+    """A transport whose every call asks its watch first."""
+
+    _watch: Watch
+
+    def check(self) -> None:
+        """Raises PeerLost if the group is broken, or the watch has found that it is."""
+        self.control.check_usable()
+        self._watch.check()
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        self.check()
+        return super().exchange(payload, what)
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        self.check()
+        return super().exchange_text(text, what)

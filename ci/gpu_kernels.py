@@ -19,17 +19,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from conformance import TILES, Tile, check, operands, visible
+from gpu_report import Report, guarded
 from oracle import attention64, relative_error
 
 from tokenring.backends.base import AttentionKernel
 from tokenring.backends.devices import device_of
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.backends.registry import HOMES, make_kernel
+from tokenring.errors import one_line
 from tokenring.region import Patch
 
-Report = Callable[[str, str, str, "bool | None"], None]
 Call = Callable[[], object]
 RATIO = 1.5  # × the error of torch's own call on the same tile
 FORWARD, BOTH = 1.05, 1.08  # × one call over the sequence
@@ -52,12 +54,12 @@ def run(report: Report, device: str = "cuda", length: int = LENGTH) -> None:
     compiled = kernels.pop(COMPILED, None)
     for kernel in kernels.values():
         for dtype in _dtypes(kernel):
-            _guarded(report, f"{kernel.name}, {_name(dtype)}: suite of all kernels", "", _suite(kernel, dtype, device))
+            guarded(report, f"{kernel.name}, {_name(dtype)}: suite of all kernels", "", _suite(kernel, dtype, device))
             limit = f"{RATIO} × torch's call"
-            _guarded(report, f"{kernel.name}, {_name(dtype)}: error", limit, _ratio(kernel, dtype, device))
+            guarded(report, f"{kernel.name}, {_name(dtype)}: error", limit, _ratio(kernel, dtype, device))
     _times(report, kernels, torch.device(device), length)
     if compiled is not None:
-        _guarded(report, f"{COMPILED}, bfloat16: two tiles", "", _suite(compiled, torch.bfloat16, device))
+        guarded(report, f"{COMPILED}, bfloat16: two tiles", "", _suite(compiled, torch.bfloat16, device))
 
 
 def _made(report: Report, device: torch.device) -> Iterator[tuple[str, AttentionKernel]]:
@@ -65,7 +67,7 @@ def _made(report: Report, device: torch.device) -> Iterator[tuple[str, Attention
         try:
             yield name, make_kernel(name, device)
         except Exception as error:
-            report(f"kernel {name}", f"not here: {_one_line(error)}", "", None)
+            report(f"kernel {name}", f"not here: {one_line(error, 160)}", "", None)
 
 
 def _dtypes(kernel: AttentionKernel) -> list[torch.dtype]:
@@ -87,7 +89,7 @@ def _suite(kernel: AttentionKernel, dtype: torch.dtype, device: str) -> Callable
             try:
                 check(kernel, tile, device, SLACK)
             except Exception as error:
-                wrong.append(f"{tile.name}: {_one_line(error)}")
+                wrong.append(f"{tile.name}: {one_line(error, 160)}")
         told = f"; {'; '.join(wrong[:3])}{' …' if len(wrong) > 3 else ''}" if wrong else ""
         return f"{len(tiles) - len(wrong)} of {len(tiles)} tiles{told}", not wrong
 
@@ -155,7 +157,7 @@ def _times(report: Report, kernels: dict[str, AttentionKernel], device: torch.de
             rates = 4 * flops / found[name][0], 14 * flops / found[name][1]
             return f"{_ms(found[name])} ({rates[0]:.0f} and {rates[1]:.0f} TFLOP/s)", None
 
-        _guarded(report, f"one call of {name}, {size}", "", one)
+        guarded(report, f"one call of {name}, {size}", "", one)
     if not found:
         return
     best = min(found, key=lambda name: found[name][1])
@@ -166,7 +168,7 @@ def _times(report: Report, kernels: dict[str, AttentionKernel], device: torch.de
         return f"{sums[0]:.3f} ×, {sums[1]:.3f} ×", sums[0] <= FORWARD and sums[1] <= BOTH
 
     limit = f"{FORWARD} × forward, {BOTH} × both"
-    _guarded(report, f"all tiles and merges of {RANKS} virtual ranks by {best}, {size}", limit, tiles)
+    guarded(report, f"all tiles and merges of {RANKS} virtual ranks by {best}, {size}", limit, tiles)
 
 
 def one_call(kernel: AttentionKernel, given: tuple[torch.Tensor, ...], patch: Patch, scale: float) -> tuple[Call, Call]:
@@ -245,26 +247,12 @@ def seconds(calls: tuple[Call, Call], device: torch.device) -> tuple[float, floa
 # ---------- lines
 
 
-def _guarded(report: Report, name: str, limit: str, measure: Callable[[], tuple[str, bool | None]]) -> None:
-    """A line; what is raised becomes its value, and the next line gets its turn."""
-    try:
-        value, met = measure()
-    except Exception as error:
-        value, met = f"{type(error).__name__}: {_one_line(error)}", False
-    report(name, value, limit, met)
-
-
 def _ms(pair: tuple[float, float]) -> str:
     return f"{1e3 * pair[0]:.2f} ms forward, {1e3 * pair[1]:.2f} ms both"
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 160 else text[:158] + " …"
 
 
 if __name__ == "__main__":

@@ -55,3 +55,9 @@ class TopologyError(TokenRingError, ValueError):
         self.message, self.line, self.column, self.file = message, line, column, file
         place = [str(part) for part in (file, line, column if line is not None else None) if part is not None]
         super().__init__(f"{':'.join(place)}: {message}" if place else message)
+
+
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """What an error says, in one line (of up to `most` characters); its type where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if most is None or len(text) <= most else f"{text[: most - 2]} …"

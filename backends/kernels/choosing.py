@@ -17,7 +17,7 @@ from tokenring.backends.base import AttentionKernel
 from tokenring.backends.devices import has_device
 from tokenring.backends.kernels.choice import Pick, Table, default_order, ranked
 from tokenring.backends.kernels.tiles import named
-from tokenring.errors import BackendUnavailable, UnsupportedError
+from tokenring.errors import BackendUnavailable, UnsupportedError, one_line
 from tokenring.region import Patch
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ REFUSALS = (
     "not available",
     "requires", "is disabled", "no kernel image",
 )  # fmt: skip
+MOST_SAID = 300  # characters of an error
 SLOW = ("flex", "reference")  # to measure: one compiles each shape, the other holds every score of a tile
 COMPILERS = ("cutlass", "triton", "torch._inductor", "torch._dynamo")  # modules whose errors mean: not this call
 BROKEN = ("cuda error", "out of memory", "illegal memory access", "device-side assert", "unspecified launch failure")
@@ -86,7 +87,7 @@ class Choosing:
             try:
                 self._made[name] = self._make(name)
             except BackendUnavailable as error:
-                self._missing[name] = _one_line(error)
+                self._missing[name] = one_line(error, MOST_SAID)
         return self._made.get(name)
 
     def why_not(self, name: str, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -168,7 +169,7 @@ class Choosing:
         )
 
     def _drop(self, name: str, head_dim: int, dtype: torch.dtype, direction: Pass, error: Exception) -> None:
-        why = f"it refused a call {direction}: {_one_line(error)}"
+        why = f"it refused a call {direction}: {one_line(error, MOST_SAID)}"
         self._dropped[name, head_dim, dtype] = why
         self._picks = {call: picks for call, picks in self._picks.items() if call[2:] != (head_dim, dtype)}
         self._log(logging.WARNING, name, f"leaves out {name} for {named((dtype,))}, head dim {head_dim}: {why}")
@@ -213,8 +214,3 @@ def refuses(error: Exception) -> bool:
     if "no kernel image" not in text and any(each in text for each in BROKEN):
         return False
     return isinstance(error, (RuntimeError, ValueError)) and any(each in text for each in REFUSALS)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:298] + " …"

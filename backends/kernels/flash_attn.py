@@ -25,7 +25,7 @@ import torch
 
 from tokenring.backends.kernels.tiles import Gradients, TileKernel
 from tokenring.backends.kernels.windows import Window, second_version, window
-from tokenring.errors import BackendUnavailable
+from tokenring.errors import BackendUnavailable, one_line
 from tokenring.region import Patch
 
 # What a release may want beside what we say, and its neutral value.
@@ -102,7 +102,7 @@ class FlashPackage(TileKernel):
             try:
                 return import_module(name)
             except Exception as error:  # a binary package for another torch or driver may raise anything
-                reasons.append(f"{name}: {' '.join(str(error).split()) or type(error).__name__}")
+                reasons.append(f"{name}: {one_line(error)}")
         raise BackendUnavailable(
             f"kernel {self.name!r} cannot be imported ({'; '.join(reasons)}): {self.install}, or use "
             f"ContextParallel(kernel='auto')"

@@ -24,8 +24,11 @@ LARGEST_HEAD_DIM, HEAD_DIM_UNIT = 512, 8
 
 
 @dataclass(frozen=True)
-class UpdateMerger:
-    """The operator where the accumulator may be replaced, is fp32, and nothing needs a copy more; torch elsewhere."""
+class UpdateMerger(TorchMerger):
+    """The operator where the accumulator may be replaced, is fp32, and nothing needs a copy more; torch elsewhere.
+
+    In place it is torch: the operator's result would have to be copied back.
+    """
 
     call: Callable[..., Any]
     name = "npu-update"
@@ -34,17 +37,6 @@ class UpdateMerger:
         if head_dim % HEAD_DIM_UNIT or head_dim > LARGEST_HEAD_DIM:
             return f"{OPERATOR} takes head dimensions that are multiples of 8 up to 512, not {head_dim}"
         return None
-
-    def merge_(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        new_out: torch.Tensor,
-        new_lse: torch.Tensor,
-        scratch: torch.Tensor,
-    ) -> None:
-        """By torch: the operator's result would have to be copied back."""
-        TorchMerger().merge_(out, lse, new_out, new_lse, scratch)
 
     def merged(
         self,
@@ -56,7 +48,7 @@ class UpdateMerger:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         order = memory_order(out)
         if not _fits(out, new_out, order):
-            return TorchMerger().merged(out, lse, new_out, new_lse, scratch)
+            return super().merged(out, lse, new_out, new_lse, scratch)
         rows, new_rows = out.permute(*order, -1), new_out.permute(*order, -1)
         held = scratch.view(2, *rows.shape[:-1])  # the memory is what counts: it is one block
         for kept, given in zip(held, (lse, new_lse), strict=True):

@@ -10,6 +10,7 @@ that it is given the lse of the whole row, and the merged output or a stand-in t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import lru_cache
 
 import torch
@@ -25,7 +26,7 @@ CACHED_PATCHES = 1024
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class TileKernel:
+class TileKernel(ABC):
     """The base of kernels for CUDA. `supports` gives reasons; the rest of `AttentionKernel` follows from `says`."""
 
     name = ""
@@ -39,22 +40,22 @@ class TileKernel:
 
     # ---------- what a kernel says and computes
 
+    @abstractmethod
     def says(self, patch: Patch) -> bool:
         """Whether one call computes a trimmed patch at its corner."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [B, Hq, Sq, D], lse [B, Hq, Sq] of operands in aligned memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_backward(
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
         """dq, dk, dv. out: of the whole rows, or a stand-in; lse: of the whole rows, contiguous fp32."""
-        raise NotImplementedError
 
     def avoids(self, patch: Patch) -> str | None:
         """Why another kernel should take a tile, where there is a choice; None: nothing speaks against it."""
