@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenring.doctor.ask import MARK
+from tokenring.errors import one_line
 
 OPERATORS = (
     "npu_fusion_attention", "npu_fusion_attention_grad", "npu_fusion_attention_v2", "npu_fusion_attention_grad_v2",
@@ -148,7 +149,7 @@ def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
     try:
         places = _places(registry.make_kernel("auto", device), device.type)
     except Exception as error:
-        others.append({"name": "auto", "why": _one_line(error)})
+        others.append({"name": "auto", "why": one_line(error)})
     taken = next(iter(places), None)
     for each in registry.KERNELS:
         if each == taken:
@@ -158,7 +159,7 @@ def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
             place = f"{places[each]}; " if each in places else ""
             others.append({"name": each, "why": f"{place}can be asked for: ContextParallel(kernel={each!r})"})
         except Exception as error:
-            others.append({"name": each, "why": _one_line(error)})
+            others.append({"name": each, "why": one_line(error)})
     return (None if taken is None else {"name": taken, "why": places[taken]}), others
 
 
@@ -173,10 +174,6 @@ def _places(made: Any, kind: str) -> dict[str, str]:
     found = picks("forward", SIDE, HEAD_DIM, torch.bfloat16)
     tile = f"for a bf16 tile of {SIDE} × {SIDE}, head dim {HEAD_DIM}"
     return {pick.name: f"{pick.why}, {tile}" if at == 0 else pick.why for at, pick in enumerate(found)}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 OTHERS = ("cuda", "xpu", "mps")
