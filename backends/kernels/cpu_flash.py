@@ -9,6 +9,9 @@ delta, because O does not travel.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 
 from tokenring.backends.kernels.reference import dense_mask
@@ -16,6 +19,7 @@ from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.region import Patch
 
 BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted
+KEPT_MASKS, KEPT_PAIRS = 256, 1 << 16  # of so many pairs at most: making a small mask takes longer than using it
 
 
 class CpuFlash:
@@ -38,11 +42,11 @@ class CpuFlash:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = _additive(patch)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.float(), k.float(), v.float(), 0.0, patch.is_causal, attn_mask=mask, scale=scale
+            q.float(), k.float(), v.float(), 0.0, patch.is_causal, attn_mask=mask.bias, scale=scale
         )
-        if mask is not None and (empty := _empty_rows(mask)) is not None:
-            lse = lse.masked_fill(empty, float("-inf"))
-            out = out.masked_fill(empty[:, None], 0.0)
+        if mask.empty is not None:
+            lse = lse.masked_fill(mask.empty, float("-inf"))
+            out = out.masked_fill(mask.empty[:, None], 0.0)
         return out, lse
 
     def backward(
@@ -64,20 +68,34 @@ class CpuFlash:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q.float(), k.float(), v.float(), o, lse, 0.0, patch.is_causal,
-            attn_mask=_additive(patch), scale=scale,
+            attn_mask=_additive(patch).bias, scale=scale,
         )  # fmt: skip
         return dq, dk, dv
 
 
-def _additive(patch: Patch) -> torch.Tensor | None:
-    """0 where visible, -inf where not; None where the operator needs no mask."""
+class _Mask(NamedTuple):
+    """bias [rows, cols]: 0 where visible, -inf where not. empty [rows]: which see nothing. None: there is no need."""
+
+    bias: torch.Tensor | None = None
+    empty: torch.Tensor | None = None
+
+
+def _additive(patch: Patch) -> _Mask:
     if patch.is_full or patch.is_causal:
-        return None
+        return _Mask()
+    alike = patch._replace(row0=0, row1=patch.rows, col0=0, col1=patch.cols)  # wherever it lies
+    return _kept(alike) if patch.rows * patch.cols <= KEPT_PAIRS else _make(alike)
+
+
+def _make(patch: Patch) -> _Mask:
     visible = dense_mask(patch, torch.device("cpu"))
     assert visible is not None  # only full patches have none
-    return torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, float("-inf"))
+    bias = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
+    empty = ~visible.any(dim=-1)
+    return _Mask(bias, empty if bool(empty.any()) else None)
 
 
-def _empty_rows(mask: torch.Tensor) -> torch.Tensor | None:
-    empty = (mask == float("-inf")).all(dim=-1)
-    return empty if bool(empty.any()) else None
+@lru_cache(maxsize=KEPT_MASKS)
+def _kept(patch: Patch) -> _Mask:
+    with torch.inference_mode(False):  # it outlives the call, and later calls may want gradients
+        return _make(patch)
