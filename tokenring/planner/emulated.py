@@ -55,12 +55,17 @@ def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Inter
 
 def sleeping_machine(tflops: float, ranks: int, cores: float | None = None) -> Machine:
     """Kernels that sleep (`tokenring bench --compute`), whose own time is part of the sleep: they need no core."""
-    rates = constant(tflops, "sleeping kernels")
-    rates = replace(rates, copy_gbs=OVERHEADS.copy_gbs, op_seconds=OVERHEADS.operation)
-    return replace(computing_machine(rates, ranks, cores), kernels_share=False)
+    rates = constant(tflops, "sleeping kernels", OVERHEADS.copy_gbs)
+    machine = computing_machine(rates, ranks, cores)
+    return replace(machine, rates=replace(machine.rates, call_seconds=0.0), kernels_share=False)
 
 
 def computing_machine(rates: Rates, ranks: int, cores: float | None = None) -> Machine:
-    """Kernels that compute, on the cores that all ranks share: so many, or all of this machine. Rates: of one core."""
+    """Kernels that compute, on the cores that all ranks share: so many, or all of this machine.
+
+    Rates: of one core that has nothing else to do; what is done around a kernel takes as long as around a copy.
+    """
     shared = float(os.cpu_count() or 1) if cores is None else cores
+    call = rates.call_seconds + OVERHEADS.operation
+    rates = replace(rates, call_seconds=call, op_seconds=max(rates.op_seconds, OVERHEADS.operation))
     return Machine(rates, OVERHEADS.messages, shared, kernels_share=True, start_seconds=OVERHEADS.start * ranks)
