@@ -128,6 +128,14 @@ class TestByHand:
         assert found.busy_seconds == pytest.approx([1 + 0.5 * times] * 4)
         assert {round(span.end_seconds, 9) for span in found.spans if span.what == "copy"} == {1 + 0.5 * times}
 
+    @pytest.mark.parametrize(("cores", "times"), [(1.0, 4), (2.0, 2), (8.0, 1)])
+    def test_kernels_that_compute_take_turns_too(self, cores: float, times: int) -> None:
+        kernels: list[list[Operation]] = [[Compute(1.0, True, 0, "")] for _ in range(4)]
+        found = simulate(full_mesh(4, 1.0), kernels, IDEAL, record=True, cores=cores, kernels_share=True)
+        assert found.seconds == pytest.approx(times)
+        assert found.busy_seconds == pytest.approx([times] * 4)
+        assert {(span.what, round(span.end_seconds, 9)) for span in found.spans} == {("kernel", times)}
+
     def test_posts_take_turns_too(self) -> None:
         """Two ranks post at once on one core: each is done when both are."""
         programs: list[list[Operation]] = [[send(0, 1, MESSAGE), Await(0)], [receive(0, 0, MESSAGE), Await(0)]]
@@ -263,17 +271,19 @@ MEMBERS = [(name, heads) for heads in HEADS for name in members(4, heads)]
 MASKS: list[Mask] = [tr.Full(), tr.Causal()]
 MESSAGES = [Messages(), Messages(1e-6, 1e-6), Messages(pair_serial=True), Messages(flow_gbs=0.3)]
 RATES = [0.005, 0.05, 1e9]
+CORES = [(float("inf"), False), (2.0, False), (2.0, True)]  # shared cores, and whether kernels share them
 
 
 def drawn(seed: int) -> tuple[Schedule, Setting]:
     chosen = random.Random(seed)
     name, heads = chosen.choice(MEMBERS)
     shape, mask = chosen.choice(sorted(SHAPES)), chosen.choice(MASKS)
-    messages, tflops = chosen.choice(MESSAGES), chosen.choice(RATES)
+    messages, tflops, (cores, share) = chosen.choice(MESSAGES), chosen.choice(RATES), chosen.choice(CORES)
     size = workload(4, heads, 96)  # divides by 2 chunks, 3 rings, 4 pieces
     schedule = named(name, 4, size.q_length, mask, "zigzag")
     asked = setting(SHAPES[shape](4), size, BOTH, tflops)
-    return schedule, Setting(size, asked.interconnect, Machine(constant(tflops, "t", 5.0), messages), BOTH)
+    machine = Machine(constant(tflops, "t", 5.0), messages, cores, share)
+    return schedule, Setting(size, asked.interconnect, machine, BOTH)
 
 
 @settings(deadline=None)

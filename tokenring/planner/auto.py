@@ -124,7 +124,9 @@ def call_bound(call: Call) -> Bound:
     """What no schedule can beat."""
     setting = call.setting
     pairs = visible_pairs(call.mask, setting.workload.q_length, setting.workload.kv_length)
-    return lower_bound(setting.workload, pairs, setting.interconnect, setting.machine.rates, setting.passes)
+    net, machine = setting.interconnect, setting.machine
+    found = lower_bound(setting.workload, pairs, net, machine.rates, setting.passes)
+    return replace(found, compute_seconds=machine.kernel_seconds([found.compute_seconds] * net.world_size))
 
 
 def visible_pairs(mask: Mask, q_length: int, kv_length: int) -> int:

@@ -54,12 +54,13 @@ def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Inter
 
 
 def sleeping_machine(tflops: float, ranks: int, cores: float | None = None) -> Machine:
-    """Kernels that sleep (`tokenring bench --compute`), whose own time is part of the sleep."""
+    """Kernels that sleep (`tokenring bench --compute`), whose own time is part of the sleep: they need no core."""
     rates = constant(tflops, "sleeping kernels")
-    return computing_machine(replace(rates, copy_gbs=OVERHEADS.copy_gbs, op_seconds=OVERHEADS.operation), ranks, cores)
+    rates = replace(rates, copy_gbs=OVERHEADS.copy_gbs, op_seconds=OVERHEADS.operation)
+    return replace(computing_machine(rates, ranks, cores), kernels_share=False)
 
 
 def computing_machine(rates: Rates, ranks: int, cores: float | None = None) -> Machine:
-    """Kernels that compute, on the cores that all ranks share: so many, or all of this machine."""
+    """Kernels that compute, on the cores that all ranks share: so many, or all of this machine. Rates: of one core."""
     shared = float(os.cpu_count() or 1) if cores is None else cores
-    return Machine(rates, OVERHEADS.messages, shared, OVERHEADS.start * ranks)
+    return Machine(rates, OVERHEADS.messages, shared, kernels_share=True, start_seconds=OVERHEADS.start * ranks)

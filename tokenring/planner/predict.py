@@ -27,8 +27,9 @@ WINDOW_SHARE = 1e-3  # of the longest rank's kernels: predictions grow by 0.4% a
 class Prediction:
     """Some passes of a schedule, one after another.
 
-    compute_seconds: of the rank that computes longest, kernels alone. exposed_seconds: what the passes take beyond
-    the busiest rank's own work. worst_wire carries worst_wire_bytes, which take worst_wire_seconds.
+    compute_seconds: of the rank that computes longest, kernels alone; of all of them where those share too few cores.
+    exposed_seconds: what the passes take beyond the busiest rank's own work. worst_wire carries worst_wire_bytes, which
+    take worst_wire_seconds.
     peak_bytes: buffers, what forward keeps for backward, and connections, of the rank that needs most in all.
     connections: of the rank that has most, which take connection_bytes of device memory (0 where they take none).
     """
@@ -65,7 +66,7 @@ class Setting:
 class Least(NamedTuple):
     """What a schedule needs at least, all passes together, as its parts overlap at best.
 
-    wire_seconds: of its busiest wire for the bytes alone. kernel_seconds: of the rank that computes longest.
+    wire_seconds: of its busiest wire for the bytes alone. kernel_seconds: as a prediction's compute_seconds.
     """
 
     seconds: float
@@ -80,7 +81,8 @@ def least_seconds(schedule: Schedule, setting: Setting) -> Least:
     for direction in setting.passes:
         costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
         wire = _busiest_seconds(wire_bytes(schedule, setting, direction), setting.interconnect)
-        parts.append((wire, max(_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule))))
+        kernels = [_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule)]
+        parts.append((wire, setting.machine.kernel_seconds(kernels)))
     return Least(sum(map(max, parts)), sum(wire for wire, _ in parts), sum(kernels for _, kernels in parts))
 
 
@@ -137,7 +139,7 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
 
 
 def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, list[int]]:
-    """The outcome, the longest time that a rank's kernels take, and what each rank holds."""
+    """The outcome, what kernels take at least, and what each rank holds."""
     storage, workload = storage_of(schedule), setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
@@ -150,12 +152,13 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
         pool += staged_bytes(schedule, workload, program)
         pools.append(pool + kept_bytes(schedule, workload, program))
     machine = setting.machine
-    longest = max(map(kernel_seconds_of, programs))
-    window = WINDOW_SHARE * longest if schedule.world_size > FEW_RANKS else 0.0
+    kernels = machine.kernel_seconds([kernel_seconds_of(program) for program in programs])
+    window = WINDOW_SHARE * kernels if schedule.world_size > FEW_RANKS else 0.0
     outcome = simulate(
-        setting.interconnect, programs, machine.messages, record, cores=machine.shared_cores, window_seconds=window
-    )
-    return outcome, longest, pools
+        setting.interconnect, programs, machine.messages, record,
+        cores=machine.shared_cores, window_seconds=window, kernels_share=machine.kernels_share,
+    )  # fmt: skip
+    return outcome, kernels, pools
 
 
 def _ranks(schedule: Schedule) -> range:

@@ -106,18 +106,25 @@ class Machine:
     """All that the simulator asks beside the interconnect.
 
     shared_cores: where all ranks are processes of one machine, on how many cores they copy, merge and post in turns.
+    kernels_share: whether kernels take turns there too; else they sleep, or something else than a core computes.
     start_seconds: of a pass, until its first instruction. transport: what moves messages there, where known.
     """
 
     rates: Rates
     messages: Messages = field(default_factory=Messages)
     shared_cores: float = math.inf
+    kernels_share: bool = False
     start_seconds: float = 0.0
     transport: str | None = None
 
     @cached_property
     def source(self) -> str:
         return f"{self.rates.source}; messages: {self.messages.source}"
+
+    def kernel_seconds(self, of_ranks: Sequence[float]) -> float:
+        """What kernels take at least that need so long on each rank: the longest of them; all, on cores they share."""
+        longest = max(of_ranks)
+        return max(longest, sum(of_ranks) / self.shared_cores) if self.kernels_share else longest
 
     def over(self, able: Capabilities) -> Machine:
         """The same with messages in the queues of this transport."""

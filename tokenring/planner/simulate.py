@@ -110,9 +110,10 @@ class Simulation:
         canonical: Canonical = every_transfer,
         cores: float = math.inf,
         window_seconds: float = 0.0,
+        kernels_share: bool = False,
     ) -> None:
         self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
-        self.cores, self.window_seconds = cores, window_seconds
+        self.cores, self.window_seconds, self.kernels_share = cores, window_seconds, kernels_share
         self.working: list[_Work] = []
         self.programs = programs
         self.at = [0] * len(programs)
@@ -300,8 +301,8 @@ class Simulation:
                     self.at[rank] += 1
 
     def _work(self, rank: int, seconds: float, each: Compute | None = None) -> None:
-        """The rank is busy: what is not a kernel is done on the shared cores, if there are any."""
-        if self.cores < math.inf and not (each and each.kernel):
+        """The rank is busy: on the shared cores, if there are any, and kernels there too if they share them."""
+        if self.cores < math.inf and (self.kernels_share or not (each and each.kernel)):
             self.working.append(_Work(seconds, self.now, rank, each))
             return
         self.busy[rank] += seconds
@@ -338,11 +339,13 @@ def simulate(
     canonical: Canonical = every_transfer,
     cores: float = math.inf,
     window_seconds: float = 0.0,
+    kernels_share: bool = False,
 ) -> Outcome:
     """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
 
     canonical: where the programs are those of one of many equal hosts, which transfer stands for one (fold.py).
-    cores: that all ranks share for what is not a kernel (Machine.shared_cores). window_seconds: so long, a transfer
-    that has begun may wait for its share while others begin and end: far fewer times are wires shared out.
+    cores: that all ranks share for what is not a kernel, and with kernels_share for kernels (Machine). window_seconds:
+    so long, a transfer that has begun may wait for its share while others begin and end: far fewer times are wires
+    shared out.
     """
-    return Simulation(interconnect, programs, messages, record, canonical, cores, window_seconds).run()
+    return Simulation(interconnect, programs, messages, record, canonical, cores, window_seconds, kernels_share).run()
