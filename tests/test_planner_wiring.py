@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ class TestTopologies:
         assert "between NUMA nodes 16 GB/s are assumed" in net.notes
 
     def test_a_tree_of_pcie_shares_its_uplinks(self) -> None:
-        net = interconnect_of(preset("l40s-pcie-8"), {"pcie": 0.5, "sys": 1.0})
+        net = interconnect_of(replace(preset("l40s-pcie-8"), reached={"pcie": 0.5, "sys": 1.0}))
         assert way(net, 0, 1) == [("0:GPU0>pcie-switch0", 15.5), ("0:pcie-switch0>GPU1", 15.5)]
         assert way(net, 0, 4) == [
             ("0:GPU0>pcie-switch0", 15.5), ("0:pcie-switch0>host-bridge0", 15.5), ("0:numa0>numa1", 22.0),

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
+from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
 from tokenring.mask import Causal, Full, Mask
 from tokenring.planner.auto import Call, make
@@ -26,7 +26,7 @@ from tokenring.planner.models import MODELS, ModelHeads
 from tokenring.planner.predict import Setting, predict
 from tokenring.planner.presets import PRESETS, preset
 from tokenring.planner.rates import Machine
-from tokenring.planner.wiring import REACHED, interconnect_of
+from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.families.registry import variants
 from tokenring.schedule.ir import PASSES
 
@@ -49,12 +49,10 @@ class Place:
 
     def network(self) -> tuple[Interconnect, int]:
         """The group's interconnect, and over how many ranks the heads are spread."""
-        found = PRESETS[self.name]
-        reached = {**REACHED, **{kind: share.known() for kind, share in found.reached.items()}}
         if not self.over_nics:
-            return interconnect_of(preset(self.name), reached), 1
-        tensor = found.server.count
-        return context_parallel_group(interconnect_of(preset(f"{self.name}*{OVER_NICS}"), reached), tensor), tensor
+            return interconnect_of(preset(self.name)), 1
+        tensor = PRESETS[self.name].server.count
+        return context_parallel_group(interconnect_of(preset(f"{self.name}*{OVER_NICS}")), tensor), tensor
 
 
 def places() -> list[Place]:
@@ -102,7 +100,7 @@ def _fewest(
 def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, tokens: int) -> float:
     """What part of the time kernels take, with so many tokens a rank."""
     length = tokens * net.world_size
-    machine = _machine(place, model)
+    machine = _machine(place.name, model.dtype)
     workload = heads_of_group(model.workload(length), tensor)
     layout = make_layout("zigzag" if model.causal else "contiguous", net.world_size, length)
     setting = Setting(workload, net, machine, PASSES)
@@ -111,12 +109,8 @@ def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask:
 
 
 @lru_cache
-def _machine(place: Place, model: ModelHeads) -> Machine:
-    """In the model's dtype; on a device that has no bf16, in fp16, whose blocks are as large."""
-    try:
-        return machine_of_preset(place.name, model.dtype)
-    except UnsupportedError:
-        return machine_of_preset(place.name, torch.float16)
+def _machine(name: str, dtype: torch.dtype) -> Machine:
+    return machine_of_preset(name, dtype, or_half=True)
 
 
 def table(chosen: Sequence[Place], models: Sequence[ModelHeads], status: Callable[[str], None]) -> Iterator[str]:
