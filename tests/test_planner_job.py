@@ -147,6 +147,41 @@ def test_work_aside() -> None:
         Aside(wrong).result(20)
 
 
+def planned_passes(here: Here) -> list[str]:
+    """Why, of an evaluation and of the first forward of a reentrant checkpoint: gradients are off in both."""
+    cp = here.cp(schedule="auto")
+    q = tr.shard(tensors()[0], cp)
+    found = []
+    with torch.no_grad():
+        for x in (q, q.clone().requires_grad_(), q):
+            tr.attention(x, x, x, cp, mask=tr.Causal())
+            found.append(tr.plan(x, x, x, cp, tr.Causal()).reason.partition(" predicted for ")[2].partition(" on ")[0])
+    return found
+
+
+def test_a_checkpoint_does_not_take_the_plan_of_an_evaluation(ranks: RankPools) -> None:
+    """It is for one pass, and the second forward of the checkpoint is planned for both."""
+    assert ranks(RANKS)(planned_passes) == [["forward", "forward + backward", "forward"]] * RANKS
+
+
+def wants_at(here: Here, odd: int, schedule: str) -> str:
+    cp = here.cp(schedule=schedule)
+    q = tr.shard(tensors()[0], cp).requires_grad_(here.rank == odd)
+    try:
+        with torch.no_grad():
+            tr.attention(q, q, q, cp, mask=tr.Causal())
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_plan_for_other_passes_are_refused(ranks: RankPools) -> None:
+    """Their plans would be kept by other keys; a schedule by name is the same for both."""
+    said = ranks(2)(wants_at, 1, "auto")
+    assert all("planned for: rank 0: forward; rank 1: both passes" in each for each in said), said
+    assert ranks(2)(wants_at, 1, "ring") == ["", ""]
+
+
 def by_variable(here: Here, text: str) -> str:
     os.environ["TOKENRING_SCHEDULE"] = text
     try:

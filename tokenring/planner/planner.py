@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tokenring.backends.base import AttentionKernel, Capabilities, Transport
-    from tokenring.context import Request
+    from tokenring.request import Request
 
 LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"
@@ -123,8 +123,7 @@ class Planner:
         if key not in self._kept:
             self._kept[key] = kept(key)
         net, machine = self.look(request.device, size.dtype, self._kept[key])
-        backward = request.training or request.differentiable  # so that a checkpoint's two forwards are the same
-        passes: tuple[Pass, ...] = ("forward", "backward") if backward else ("forward",)
+        passes: tuple[Pass, ...] = ("forward", "backward") if request.backward else ("forward",)
         able = IDEAL if able is None else able
         return Setting(request.workload, net, machine.over(able), passes, kernel.supports_patch, able)
 
