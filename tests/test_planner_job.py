@@ -5,21 +5,29 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from nets import call, setting
+import torch.distributed as dist
+from nets import call, named, setting
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
+from tokenring.layout import make_layout
 from tokenring.planner.aside import Aside
 from tokenring.planner.auto import plan_call
 from tokenring.planner.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring_fabric
 from tokenring.planner.plan import Plan
+from tokenring.planner.planner import Planner
+from tokenring.request import Request
+from tokenring.topology.ranks import Topology
+from tokenring.topology.ranks import full_mesh as joined
 
 RANKS, LENGTH, HEADS, DIM = 4, 256, 4, 64
 SHORT_SECONDS = 4.0  # of a wait; long enough for a busy machine
@@ -66,6 +74,33 @@ def test_all_take_rank_0s_word(text: str, ranks: RankPools) -> None:
     together, apart = (ranks(RANKS)(auto, text, differ) for differ in (False, True))
     assert all(fine for fine, _, _ in together + apart)
     assert len({(name, schedule) for _, name, schedule in together + apart}) == 1
+
+
+def on_accelerators(here: Here, who_knows: tuple[int, ...]) -> tuple[str, int]:
+    """What is planned among accelerators of which some ranks were told the topology, and how often this rank probed."""
+    probed = []
+
+    def probe(group: object, device: torch.device) -> Topology:
+        probed.append(device)
+        dist.barrier()  # as a probe is one thing of all ranks
+        return joined(RANKS, 100.0)
+
+    planner = Planner(here.base.group, RANKS, joined(RANKS, 50.0) if here.rank in who_knows else None, (), None)
+    size = tr.Workload(1, LENGTH, LENGTH, HEADS, HEADS, DIM)
+    request, layout = Request(size, tr.Causal(), 1.0, False, torch.device("cuda")), make_layout("zigzag", RANKS, LENGTH)
+    names = []
+    assert here.base.transport is not None
+    with patch.object(Topology, "probe", probe):
+        for name in ("ring", "direct-kv"):  # the second call finds what the first one saw
+            made = partial(Plan, named(name, RANKS, LENGTH, tr.Causal(), "zigzag"), size, "by hand")
+            names.append(planner.together(here.base.transport, request, (layout, layout), made).name)
+    return " ".join(names), len(probed)
+
+
+@pytest.mark.parametrize(("who_knows", "probes"), [((), 1), ((0,), 0), ((0, 1, 2, 3), 0), ((1, 2, 3), 1), ((2,), 1)])
+def test_ranks_probe_together_or_not_at_all(who_knows: tuple[int, ...], probes: int, ranks: RankPools) -> None:
+    """Rank 0 plans: if it was told what joins the ranks, nobody has to look, and else everybody does."""
+    assert ranks(RANKS)(on_accelerators, who_knows) == [("ring direct-kv", probes)] * RANKS
 
 
 def refused(here: Here, limit: int) -> tuple[str, float]:
@@ -275,10 +310,8 @@ class TestWhatRanksComputeWith:
     """A device whose figures nobody knows does not stop a job: others' are taken, and the reason says so."""
 
     def look(self, model: str | None, device: str) -> tuple[str, tuple[str, ...]]:
-        from tokenring.planner.planner import Planner
         from tokenring.topology.facts import Device
         from tokenring.topology.graph import Edge, Graph
-        from tokenring.topology.ranks import Topology
 
         ends = tuple(Device(f"g{each}", "accelerator", index=each, model=model) for each in range(2))
         graph = Graph(ends, (Edge("g0", "g1", "nvlink", 1, 25.0, "published"),))
@@ -303,7 +336,6 @@ class TestWhatRanksComputeWith:
         assert "no peak of 910a in bfloat16" in self.look("910A", "cuda")[1][0]
 
     def test_each_dtype_has_its_own(self) -> None:
-        from tokenring.planner.planner import Planner
         from tokenring.planner.presets import preset
 
         planner = Planner(None, 8, preset("hgx-h100"), (), None)

@@ -325,8 +325,8 @@ class ContextParallel:
 
     def _plan_together(self, transport: Transport, request: Request) -> None:
         """Rank 0 plans, all take its word. Raises ConfigurationError, on every rank, where nothing fits."""
-        layouts, kernel = self._layouts(request), self.kernel(request.device)
-        agreed = self._planner.together(transport, request, layouts, kernel, lambda: self._plan(request))
+        self.kernel(request.device)  # raises where there is none, before others wait for a plan
+        agreed = self._planner.together(transport, request, self._layouts(request), lambda: self._plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
         self._agreed[request] = agreed

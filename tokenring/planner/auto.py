@@ -12,6 +12,7 @@ from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
+from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.large import forecast, has_equal_hosts, is_large, promising
 from tokenring.planner.modes import over, within_limit
 from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
@@ -22,6 +23,7 @@ from tokenring.region import Patch
 from tokenring.schedule.families.registry import FAMILIES, check_heads, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.schemes import make_schedule
+from tokenring.workload import Workload
 
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
@@ -153,7 +155,7 @@ def first_names(call: Call) -> list[str]:
 
 
 def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
-    order = order_of(call)
+    order = order_of(call.setting.interconnect)
     return [Choice(name, partial(make_in_order, call, name, order)) for name in names]
 
 
@@ -170,20 +172,27 @@ def _says_how(name: str) -> bool:
 
 def make(call: Call, name: str) -> Schedule:
     """A schedule by its name, with the ranks in a good order for this interconnect."""
-    return make_in_order(call, name, order_of(call))
+    return make_in_order(call, name, order_of(call.setting.interconnect))
 
 
 def make_in_order(call: Call, name: str, order: Sequence[int] | None) -> Schedule:
     """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
-    pieces = default_pieces(name, call.setting.workload, call.q_layout, call.kv_layout)
-    made = make_schedule(name, call.q_layout, call.kv_layout, call.mask, pieces=pieces, order=order)
-    check_heads(name, made.head_groups, call.setting.workload)
+    return make_for(call.setting.workload, (call.q_layout, call.kv_layout), call.mask, name, order)
+
+
+def make_for(
+    workload: Workload, layouts: tuple[Layout, Layout], mask: Mask, name: str, order: Sequence[int] | None
+) -> Schedule:
+    """The same where only the call is known, and nothing of what joins the ranks."""
+    pieces = default_pieces(name, workload, *layouts)
+    made = make_schedule(name, *layouts, mask, pieces=pieces, order=order)
+    check_heads(name, made.head_groups, workload)
     return made
 
 
-def order_of(call: Call) -> tuple[int, ...] | None:
+def order_of(net: Interconnect) -> tuple[int, ...] | None:
     """None where the ranks are in a good order as they are."""
-    order = good_order(call.setting.interconnect)
+    order = good_order(net)
     return None if list(order) == sorted(order) else order
 
 

@@ -14,7 +14,7 @@ from tokenring.arguments import check_memory_limit, check_topology
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
 from tokenring.planner.aside import Aside
-from tokenring.planner.auto import Call, make_in_order, order_of, plan_call
+from tokenring.planner.auto import Call, make_for, order_of, plan_call
 from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"
+PROBE = b"probe"  # what rank 0 says where it has to look at what joins the ranks
 STILL_PLANNING, STILL_SECONDS = b"still planning", 0.5  # what rank 0 says meanwhile, and how often
 ASSUMED_DEVICE = "a100-sxm"  # what ranks compute with where nothing is known of their accelerators
 MEASURED_HERE = "kernels at the rates that `tokenring rates` measured here"
@@ -130,31 +131,29 @@ class Planner:
     # ---------- what rank 0 tells the others
 
     def together(
-        self,
-        transport: Transport,
-        request: Request,
-        layouts: tuple[Layout, Layout],
-        kernel: AttentionKernel,
-        plan: Callable[[], Plan],
+        self, transport: Transport, request: Request, layouts: tuple[Layout, Layout], plan: Callable[[], Plan]
     ) -> Plan:
         """What rank 0 plans, by `plan`, on every rank. Raises ConfigurationError, on all, where nothing fits."""
-        self.look(request.device, request.workload.dtype)  # all ranks together, where there is something to probe
-        told = None if transport.rank != 0 else Aside(lambda: self._said(request, layouts, kernel, plan))
+        self._look_together(transport, request.device)
+        told = None if transport.rank != 0 else Aside(lambda: self._said(request, plan))
         while True:
             word = b"" if told is None else self._so_far(told, transport)
             if (said := transport.exchange_text(word, "the plan")[0]) != STILL_PLANNING:
-                return self.understood(said, request, layouts, kernel)
+                return self.understood(said, request, layouts)
 
-    def _said(
-        self,
-        request: Request,
-        layouts: tuple[Layout, Layout],
-        kernel: AttentionKernel,
-        plan: Callable[[], Plan],
-    ) -> bytes:
+    def _look_together(self, transport: Transport, device: torch.device) -> None:
+        """Probe, all ranks together, where rank 0 knows nothing of accelerators: what others know does not count."""
+        if device.type == "cpu":
+            return
+        unknown = transport.rank == 0 and self._given is None and device not in self._seen
+        if transport.exchange_text(PROBE if unknown else b"", "the plan")[0] == PROBE:
+            found = Topology.probe(self.group, device)
+            self._seen[device] = interconnect_of(found), found
+
+    def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
         """The plan, or why there is none, as it is told."""
         try:
-            return self.word(plan(), self._call(request, layouts, kernel, None))
+            return self.word(plan(), order_of(self.look(request.device, request.workload.dtype)[0]))
         except TokenRingError as error:
             return json.dumps({REFUSAL: str(error)}).encode()
 
@@ -170,23 +169,22 @@ class Planner:
             raise
 
     @staticmethod
-    def word(plan: Plan, call: Call) -> bytes:
+    def word(plan: Plan, order: tuple[int, ...] | None) -> bytes:
         """A plan without its schedule, which everybody makes from its name and the order of the ranks."""
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
-        said = {"name": plan.name, "order": order_of(call), "reason": plan.reason, "candidates": candidates}
+        said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}
         return json.dumps(said | {"transport": plan.transport}).encode()
 
-    def understood(
-        self, said: bytes, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel
-    ) -> Plan:
+    @staticmethod
+    def understood(said: bytes, request: Request, layouts: tuple[Layout, Layout]) -> Plan:
         """The plan that rank 0 told. Raises ConfigurationError, as it did, where there is none."""
         found = json.loads(said)
         if REFUSAL in found:
             raise ConfigurationError(found[REFUSAL])
         candidates = tuple(Candidate(**each) for each in found["candidates"])
-        # In rank 0's order: another rank, which may have been given other figures, could think another one good.
-        made = make_in_order(self._call(request, layouts, kernel, None), found["name"], found["order"])
+        # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
+        made = make_for(request.workload, layouts, request.mask, found["name"], found["order"])
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 
