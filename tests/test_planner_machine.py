@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.planner.asked import where
+from tokenring.planner.asked import ask, where
+from tokenring.planner.auto import make
+from tokenring.planner.command import _parser
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import machine_of_device, machine_of_preset, machine_of_topology
 from tokenring.planner.planner import Planner
 from tokenring.planner.presets import PRESETS, preset
 from tokenring.planner.rates import Machine
+from tokenring.region import Patch
+from tokenring.schedule.calls import calls, split
+from tokenring.schedule.storage import storage_of
+from tokenring.topology.ranks import Topology
 from tokenring.topology.schema import to_json
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -91,3 +99,32 @@ class TestPresets:
             assert machine_of_topology(preset(name), FP16) == by_device
         except ConfigurationError as error:  # a model that no probe has named yet
             assert "no compute figures" in str(error)
+
+
+class TestKernels:
+    """A window over contiguous chunks of 1,024 tokens: a band of 128 in each tile beside the diagonal."""
+
+    WINDOW = ("--seq", "8k", "--heads", "8", "--mask", "window(128,0)", "--layout", "contiguous", "--dtype", "fp16")
+
+    def calls(self, topology: str) -> list[int]:
+        """How many calls compute what rank 1 sees, of its own block and of rank 0's."""
+        call = ask(_parser().parse_args(["--topology", topology, *self.WINDOW])).call
+        storage = storage_of(make(call, "ring"))
+        tiles = storage.tiles(1)
+        return [len(calls(storage, tile, call.setting.supports)) for tile in tiles]
+
+    def test_accelerators_take_bands_whole(self) -> None:
+        assert set(self.calls("preset:hgx-h100")) == {1}
+
+    def test_an_npu_takes_what_its_kernel_does(self) -> None:
+        """By its own rules, without torch_npu: it halves only what needs a mask above 64 MiB."""
+        call = ask(_parser().parse_args(["--topology", "preset:atlas-800t-a2", *self.WINDOW])).call
+        assert call.setting.supports is NpuFusion.supports_patch
+        assert set(self.calls("preset:atlas-800t-a2")) == {1}
+
+    def test_a_cpu_cuts_bands(self) -> None:
+        """So that less than half of what it computes is hidden."""
+        machine = machine_of_topology(Topology("machine without accelerators", 2), torch.float32)
+        assert machine.kernel == "cpu-flash"
+        band = Patch(0, 1024, 0, 1024, -128, 0)
+        assert len(list(split(band, CpuFlash.supports_patch))) > 1 == len(list(split(band, NpuFusion.supports_patch)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tokenring.arguments import check_name
-from tokenring.backends.registry import TRANSPORTS, bounded, kernel_for_planning, transport_capabilities
+from tokenring.backends.registry import TRANSPORTS, bounded, kernel_class, transport_capabilities
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
 from tokenring.mask import parse_mask
@@ -31,6 +31,7 @@ from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.presets import PREFIX, preset
 from tokenring.planner.rates import Machine, Rates, constant
 from tokenring.planner.wiring import interconnect_of
+from tokenring.schedule.calls import anything
 from tokenring.schedule.ir import Pass
 from tokenring.topology.ranks import Topology
 from tokenring.workload import Workload
@@ -77,7 +78,8 @@ def ask(options: argparse.Namespace) -> Asked:
         options.layout or ("zigzag" if "causal" in options.mask else "contiguous"), net.world_size, length
     )
     heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
-    setting = Setting(heads, net, machine.over(able), passes, kernel_for_planning().supports_patch, able)
+    supports = anything if machine.kernel is None else kernel_class(machine.kernel).supports_patch
+    setting = Setting(heads, net, machine.over(able), passes, supports, able)
     limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
     families = tuple(options.schedules.split(",")) if options.schedules else ()
     modes = {} if options.transport not in (None, "auto") or transport is None else bounded(transport)

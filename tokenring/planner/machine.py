@@ -69,7 +69,7 @@ def machine_of_preset(name: str, dtype: torch.dtype, or_half: bool = False) -> M
         if not or_half:
             raise
         rates = device_rates(device, torch.float16)
-    return Machine(rates, messages, transport=_transport_of(device.name))
+    return _accelerator(device, rates, messages)
 
 
 def machine_of_device(name: str, dtype: torch.dtype) -> Machine:
@@ -81,7 +81,7 @@ def machine_of_device(name: str, dtype: torch.dtype) -> Machine:
     device = device_figures(name)
     same = next((each for each in PRESETS.values() if each.device == device.name), None)
     operation_us = ASSUMED_OPERATION_US if same is None else same.operation_us.known()
-    return Machine(device_rates(device, dtype), messages_of(operation_us), transport=_transport_of(device.name))
+    return _accelerator(device, device_rates(device, dtype), messages_of(operation_us))
 
 
 def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
@@ -89,7 +89,7 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
     models = [] if topology.graph is None else [each.model or each.arch for each in topology.graph.accelerators]
     named = [model for model in models if model]
     if not models:
-        return Machine(CPU, CPU_MESSAGES)
+        return Machine(CPU, CPU_MESSAGES, kernel="cpu-flash")
     model = named[0] if named else "accelerators of an unknown model"
     name = next((figures for word, figures in MODELS_OF.items() if word in model.upper()), None)
     if name is None:
@@ -100,6 +100,8 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
     return machine_of_device(name, dtype)
 
 
-def _transport_of(device: str) -> str | None:
-    """What moves messages between such devices, where there is one transport for them alone."""
-    return "hccl" if device.startswith(("910", "950")) else None
+def _accelerator(device: DeviceFigures, rates: Rates, messages: Messages) -> Machine:
+    """With what moves messages between such devices, and computes there, where there is one of it for them alone."""
+    ascend = device.name.startswith(("910", "950"))
+    transport, kernel = ("hccl", "npu-fusion") if ascend else (None, None)
+    return Machine(rates, messages, transport=transport, kernel=kernel)
