@@ -344,8 +344,10 @@ class TestWhatRanksComputeWith:
         assert rates[0] != rates[1]
 
 
-def test_one_rank_has_nothing_to_move() -> None:
-    cp = tr.ContextParallel(schedule="auto")
+@pytest.mark.parametrize("text", ["auto", "auto:usp", "auto:tiles,usp/2", "auto:packed"])
+def test_one_rank_has_nothing_to_move(text: str) -> None:
+    """Also where only families are allowed that need two ranks."""
+    cp = tr.ContextParallel(schedule=text)
     assert exact(cp)
     q = torch.randn(1, 16, 2, 8)
     assert tr.plan(q, q, q, cp, tr.Causal()).reason == "nothing has to move"

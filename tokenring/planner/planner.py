@@ -107,7 +107,7 @@ class Planner:
         Raises ConfigurationError where nothing fits.
         """
         if self.world_size == 1:
-            made = make_schedule(self.families[0] if self.families else "ring", *layouts, request.mask)
+            made = make_schedule("ring", *layouts, request.mask)  # whatever is allowed: some families need two ranks
             return Plan(made, request.workload, "nothing has to move")
         return plan_call(replace(self._call(request, layouts, kernel, able), modes=modes or {}))
 
