@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -107,6 +108,26 @@ def test_draws_a_timeline(tmp_path: Path, extra: Sequence[str]) -> None:
     events = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["traceEvents"]
     assert {event["pid"] for event in events if "pid" in event}
     assert any(event.get("ph") == "X" for event in events)
+
+
+LARGE = ("--seq", "640k", "--heads", "64", "--kv-heads", "8")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--topology", "preset:hgx-h100*40", "--explain", "ring"), "--explain needs a schedule of 320 ranks"),
+        (("--topology", "preset:hgx-h100*40", "--timeline", "a.svg"), "--timeline needs a schedule of 320 ranks"),
+        (("--topology", "preset:hgx-h100*40", "--ranks", "316"), "316 ranks of 'hgx-h100*40, 316 ranks' cannot be"),
+    ],
+)
+def test_refuses_what_would_take_hours(options: Sequence[str], says: str) -> None:
+    """Rank by rank, or all of it written down, for more ranks than that is done for."""
+    began = time.process_time()
+    code, _, err = plan(*options, *LARGE)
+    assert (code, err.count("\n")) == (2, 1)
+    assert says in err
+    assert time.process_time() - began < 20
 
 
 def test_draws_names_as_text(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.large import forecast, has_equal_hosts, is_large, promising
+from tokenring.planner.large import LEAST_HOSTS, forecast, has_equal_hosts, is_large, promising
 from tokenring.planner.modes import over, within_limit
 from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
 from tokenring.planner.plan import Forecast, Plan
@@ -72,10 +72,29 @@ def _plan(call: Call) -> Plan:
     if is_large(setting.interconnect, EXACT_RANKS):
         found = _forecast(call)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
+    _check_simulated(setting.interconnect)
     first = _first_round(call)
-    names = [each.name for each in first.judged if each.prediction is not None]
-    both = judge(_choices(call, _finer(names[: _refined(call)])), setting, limit, call.everything, first)
+    both = judge(_choices(call, _finer(_whole(first)[: _refined(call)])), setting, limit, call.everything, first)
     return decide(both, setting, call_bound(call), limit)
+
+
+def check_made(net: Interconnect, what: str) -> None:
+    """Raises ConfigurationError where a schedule of all ranks would take too long to make."""
+    if net.world_size > MADE_RANKS:
+        raise ConfigurationError(
+            f"{what} needs a schedule of {net.world_size:,} ranks, each of its moves; more than {MADE_RANKS} take "
+            f"minutes and gigabytes: ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
+        )
+
+
+def _check_simulated(net: Interconnect) -> None:
+    """Raises ConfigurationError where neither one host stands for all nor all can be simulated rank by rank."""
+    if net.world_size > MADE_RANKS:
+        raise ConfigurationError(
+            f"{net.world_size:,} ranks of {net.name!r} cannot be planned for: above {MADE_RANKS} that takes at least "
+            f"{LEAST_HOSTS} equal hosts, numbered host by host; plan for such a part of them, as with --ranks, or name "
+            f"a schedule"
+        )
 
 
 def _first_round(call: Call) -> Judgement:
@@ -159,10 +178,15 @@ def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
     return [Choice(name, partial(make_in_order, call, name, order)) for name in names]
 
 
+def _whole(found: Judgement) -> list[str]:
+    """What was simulated, best first, but for those whose names say in what pieces, or what is kept for last."""
+    return [each.name for each in found.judged if each.prediction is not None and not _says_how(each.name)]
+
+
 def _finer(names: Sequence[str]) -> list[str]:
-    """The same schedules in pieces, and with part of the local tile last; not those whose names say how already."""
+    """The same schedules in pieces, and with part of the local tile last."""
     options = ("/late", *(f"/pieces{n}" for n in PIECES))
-    return [f"{name}{option}" for name in names if not _says_how(name) for option in options]
+    return [f"{name}{option}" for name in names for option in options]
 
 
 def _says_how(name: str) -> bool:

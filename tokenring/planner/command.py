@@ -12,7 +12,7 @@ import sys
 from tokenring.console import Console, Parser, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
-from tokenring.planner.auto import Call, call_bound, make, plan_or_forecast
+from tokenring.planner.auto import Call, call_bound, check_made, make, plan_or_forecast
 from tokenring.planner.predict import predict
 from tokenring.planner.report import explained, table
 from tokenring.planner.sweep import sweep, sweep_svg, sweep_table
@@ -30,6 +30,9 @@ def main(argv: list[str]) -> int:
     if options.svg is not None:
         raise ConfigurationError("--svg draws a --sweep; for one plan say --timeline FILE.svg")
     asked = ask(options)
+    for name in ("explain", "timeline"):
+        if getattr(options, name) is not None:
+            check_made(asked.call.setting.interconnect, f"--{name}")
     if options.explain is not None:
         return _explain(options, asked, console)
     plan = plan_or_forecast(asked.call)
