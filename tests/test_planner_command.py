@@ -160,6 +160,24 @@ def test_sweeps(tmp_path: Path) -> None:
     assert all(line.startswith("planning for ") for line in err.splitlines())
 
 
+def test_a_length_that_cannot_be_planned_for_loses_no_other() -> None:
+    """Four ranks in zigzag have eight chunks: 4 tokens are too few."""
+    code, text, _ = plan(*SMALL, "--sweep", "seq=4..16")
+    assert code == 0
+    _, first, *others = text.splitlines()
+    assert first.split()[:3] == ["4", "not", "planned:"] and "a length of 4 does not divide" in first
+    assert [line.split()[0] for line in others] == ["8", "16"]
+    code, _, err = plan(*SMALL, "--sweep", "seq=1..4")
+    assert code == 2 and "a length of 1 does not divide" in err
+
+
+@pytest.mark.parametrize("stray", [("--json",), ("--save", "a.json"), ("--timeline", "a.svg"), ("--explain", "ring")])
+def test_a_sweep_is_not_one_plan(stray: Sequence[str]) -> None:
+    code, _, err = plan(*SMALL, "--sweep", "seq=1k..2k", *stray)
+    assert code == 2
+    assert f"{stray[0]} is for one plan, and --sweep makes one for every length: leave one out" in err
+
+
 def test_part_of_a_topology() -> None:
     assert ": 2 ranks;" in printed(*SMALL, "--ranks", "2")
     text = printed(*SMALL, "--tp", "2")

@@ -64,14 +64,17 @@ def _timeline(path: str, name: str, call: Call) -> None:
 
 def _sweep(options: argparse.Namespace, console: Console) -> int:
     """Which schedule wins at which length."""
+    stray = [name for name in ("json", "save", "timeline", "explain") if getattr(options, name) not in (None, False)]
+    if stray:
+        raise ConfigurationError(f"--{stray[0]} is for one plan, and --sweep makes one for every length: leave one out")
     what, _, ends = options.sweep.partition("=")
     first, dots, last = ends.partition("..")
     if what != "seq" or not dots:
         raise ConfigurationError(
             f"--sweep {options.sweep}: write seq=8k..1M, every power of two from the one to the other"
         )
-    points = sweep(options, read_size("--sweep", first), read_size("--sweep", last), console.status)
-    console.say(sweep_table(points))
+    points, skipped = sweep(options, read_size("--sweep", first), read_size("--sweep", last), console.status)
+    console.say(sweep_table(points, skipped))
     if options.svg is not None:
         write_file(options.svg, sweep_svg(points, options))
     return 0
