@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,7 +33,7 @@ from tokenring.schedule.ir import PASSES
 SHARE = 0.95
 POINTS = [*sorted(tokens for n in range(6, 20) for tokens in (1 << n, 3 << n - 1)), 1 << 20]  # tokens a rank
 OVER_NICS = 4  # hosts, each with one rank of the group: tensor parallelism has the node
-SHOWN = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "usp", "sub-sharded")
+SHOWN = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "packed", "usp", "sub-sharded")
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,14 @@ def _cell(found: dict[str, int | None], family: str) -> str:
     return "never" if tokens is None else f"{tokens:,}"
 
 
+def _names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """Names separated by commas. Raises ConfigurationError for those that are none."""
+    names, all_names = text.split(","), list(known)
+    if unknown := [name for name in names if name not in all_names]:
+        raise ConfigurationError(f"{option} {text}: {unknown[0]!r} is none of {', '.join(all_names)}")
+    return names
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tokenring.planner.threshold", description=__doc__)
     parser.add_argument("--presets", default=",".join(PRESETS), metavar="NAMES")
@@ -143,9 +151,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--where", choices=("node", "nics", "both"), default="both")
     options = parser.parse_args(argv)
     wanted = {"node": (False,), "nics": (True,), "both": (False, True)}[options.where]
-    chosen = [each for each in places() if each.name in options.presets.split(",") and each.over_nics in wanted]
-    models = [MODELS[name] for name in options.models.split(",")]
     try:
+        presets = _names("--presets", options.presets, PRESETS)
+        models = [MODELS[name] for name in _names("--models", options.models, MODELS)]
+        chosen = [each for each in places() if each.name in presets and each.over_nics in wanted]
         for line in table(chosen, models, lambda text: print(text, file=sys.stderr)):
             print(line, flush=True)
     except TokenRingError as error:
