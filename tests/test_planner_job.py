@@ -25,6 +25,7 @@ from tokenring.planner.auto import plan_call
 from tokenring.planner.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring_fabric
 from tokenring.planner.plan import Plan
 from tokenring.planner.planner import Planner
+from tokenring.planner.rates import constant
 from tokenring.request import Request
 from tokenring.topology.ranks import Topology
 from tokenring.topology.ranks import full_mesh as joined
@@ -330,6 +331,23 @@ class TestWhatRanksComputeWith:
         assert len(notes) == 1
         assert notes[0].startswith("no compute figures of ")
         assert notes[0].endswith("are assumed")
+
+    @pytest.mark.parametrize(("count", "threads", "at_once"), [(2, 1, 2.0), (8, 1, None), (8, 4, 2.0), (2, 4, 1.0)])
+    def test_ranks_that_share_cores(
+        self, count: int, threads: int, at_once: float | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Four ranks of one machine, with a table of rates for so many threads: so many kernels compute at once."""
+        from tokenring.planner import planner
+
+        monkeypatch.setattr(planner, "cores", lambda: count)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        look = Planner(None, 4, None, (), None).look
+        net, machine = look(torch.device("cpu"), torch.float32, constant(1.0, "measured"))
+        shared = at_once is not None
+        assert (machine.shared_cores, machine.kernels_share) == ((at_once, True) if shared else (float("inf"), False))
+        assert (f"4 ranks share {count} cores" in net.notes) == shared
+        given = Planner(None, 4, full_mesh(4, 1.0), (), None).look(torch.device("cpu"), torch.float32)[1]
+        assert not given.kernels_share, "ranks of other machines, for all that is known"
 
     def test_no_figure_in_this_dtype(self) -> None:
         """910A has no bf16."""

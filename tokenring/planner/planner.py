@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.arguments import check_memory_limit, check_topology
+from tokenring.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
 from tokenring.planner.aside import Aside
@@ -80,9 +81,14 @@ class Planner:
         if net.machine is not None:
             return net, net.machine
         machine, note = _machine(topology, device, dtype)
+        notes = () if note is None else (note,)
         if measured is not None:
-            machine, note = replace(machine, rates=measured), MEASURED_HERE
-        return (replace(net, notes=(*net.notes, note)) if note else net), machine
+            machine, notes = replace(machine, rates=measured), (MEASURED_HERE,)
+        if device.type == "cpu" and self._given is None:  # processes of this machine, as far as anybody knows
+            threads = 1 if measured is None else torch.get_num_threads()
+            machine, more = _on_shared_cores(machine, self.world_size, threads)
+            notes += more
+        return (replace(net, notes=(*net.notes, *notes)) if notes else net), machine
 
     def _look(self, device: torch.device) -> tuple[Interconnect, Topology | None]:
         given = self._given
@@ -186,6 +192,15 @@ class Planner:
         # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
         made = make_for(request.workload, layouts, request.mask, found["name"], found["order"])
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
+
+
+def _on_shared_cores(machine: Machine, ranks: int, threads: int) -> tuple[Machine, tuple[str, ...]]:
+    """The same where there are fewer cores than ranks with so many threads each, and a note that says so."""
+    at_once = max(1.0, cores() / threads)  # kernels
+    if at_once >= ranks:
+        return machine, ()
+    note = f"{ranks} ranks share {cores()} core{'s' if cores() > 1 else ''}"
+    return replace(machine, shared_cores=at_once, kernels_share=True), (note,)
 
 
 def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype) -> tuple[Machine, str | None]:
