@@ -81,7 +81,7 @@ class Planner:
         if net.machine is not None:
             return net, net.machine
         machine, note = _machine(topology, device, dtype)
-        notes = () if note is None else (note,)
+        notes: tuple[str, ...] = () if note is None else (note,)
         if measured is not None:
             machine, notes = replace(machine, rates=measured), (MEASURED_HERE,)
         if device.type == "cpu" and self._given is None:  # processes of this machine, as far as anybody knows
