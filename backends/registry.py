@@ -114,7 +114,7 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
         raise BackendUnavailable(
             f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'"
         )
-    return cast(AttentionKernel, _load("kernel", name, KERNELS)())
+    return cast(AttentionKernel, kernel_class(name)())
 
 
 @lru_cache(maxsize=64)
@@ -122,6 +122,11 @@ def _choosing(device: torch.device) -> AttentionKernel:
     """One for each device of this process: what it finds out about its kernels, it finds out and says once."""
     for_device = _load("kernels", device.type, SEVERAL)
     return cast(AttentionKernel, for_device(device, lambda name: make_kernel(name, device)))
+
+
+def kernel_class(name: str) -> Any:
+    """What makes the kernel called `name`; it need not work here to be asked which patches it takes."""
+    return _load("kernel", name, KERNELS)
 
 
 def kernel_for_planning() -> AttentionKernel:

@@ -17,9 +17,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-import torch  # noqa: E402
-
-from tokenring.errors import ConfigurationError, UnsupportedError  # noqa: E402
+from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.layout import make_layout  # noqa: E402
 from tokenring.mask import Causal, Full, Mask  # noqa: E402
 from tokenring.planner.auto import Call, call_bound, plan_call  # noqa: E402
@@ -33,10 +31,7 @@ from tokenring.schedule.ir import PASSES  # noqa: E402
 
 def call_of(name: str, model: ModelHeads, mask: Mask, tokens: int) -> Call:
     net = interconnect_of(preset(name))
-    try:
-        machine = machine_of_preset(name, model.dtype)
-    except UnsupportedError:  # no bf16 there
-        machine = machine_of_preset(name, torch.float16)
+    machine = machine_of_preset(name, model.dtype, or_half=True)
     length = tokens * net.world_size
     layout = make_layout("zigzag" if isinstance(mask, Causal) else "contiguous", net.world_size, length)
     return Call(Setting(model.workload(length), net, machine, PASSES), layout, layout, mask)

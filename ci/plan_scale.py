@@ -21,6 +21,7 @@ sys.path.insert(0, str(REPO))
 
 from tokenring.svg import box, opening, style, text_at  # noqa: E402
 
+MOST_SECONDS = 590  # of a plan
 WIDTH, HEIGHT, MARGIN = 560, 340, 56
 COLOURS = {
     "paper": ("#ffffff", "#14181d"), "ink": ("#22282f", "#e8ecf0"), "grey": ("#66707b", "#9aa5b1"),
@@ -72,7 +73,11 @@ def main() -> int:
         command = [sys.executable, "-m", "tokenring", "plan", "--topology", f"preset:{options.preset}*{hosts}"]
         command += ["--seq", str(options.tokens * ranks), "--heads", "64", "--kv-heads", "8", "--json"]
         began = time.perf_counter()
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=590)
+        try:
+            done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"{hosts:6} {ranks:6} over {MOST_SECONDS} s: not planned", flush=True)
+            continue
         seconds = time.perf_counter() - began
         memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3  # of the largest so far
         if done.returncode:
@@ -80,7 +85,7 @@ def main() -> int:
             continue
         print(f"{hosts:6} {ranks:6} {seconds:8.1f} {memory:6.0f}  {json.loads(done.stdout)['reason'][:90]}", flush=True)
         found.append((ranks, seconds))
-    if options.svg is not None:
+    if options.svg is not None and found:
         options.svg.write_text(picture(found, options.preset), encoding="utf-8")
     return 0
 

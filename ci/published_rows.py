@@ -25,7 +25,7 @@ from tokenring.planner.predict import Setting, predict
 from tokenring.planner.presets import find, preset
 from tokenring.planner.rates import Machine, Rates
 from tokenring.planner.simulate import Outcome
-from tokenring.planner.wiring import REACHED, interconnect_of
+from tokenring.planner.wiring import interconnect_of
 from tokenring.region import Patch
 from tokenring.schedule import routes
 from tokenring.schedule.build import Scheme, build
@@ -83,8 +83,7 @@ def predict_row(row: Row, given: dict[str, Any]) -> Predicted:
 
 @cache
 def _net(name: str) -> Interconnect:
-    reached = {**REACHED, **{kind: share.known() for kind, share in find(name)[0].reached.items()}}
-    return interconnect_of(preset(name), reached)
+    return interconnect_of(preset(name))
 
 
 def device_of(row: Row) -> DeviceFigures:

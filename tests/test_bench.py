@@ -27,6 +27,7 @@ import tokenring as tr
 from tokenring.bench import flash_attn_cpu
 from tokenring.bench.candidates import Candidate, NotInstalled, Runner, Setting, one_process, our_candidates
 from tokenring.bench.command import main
+from tokenring.bench.contenders import contenders
 from tokenring.bench.peers import PEERS, peer_candidates
 from tokenring.bench.race import make_inputs, order, race
 from tokenring.bench.reference import errors, reference, reference_dtype
@@ -259,7 +260,9 @@ def test_whole_run(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.json", "b.svg"]
     report = Report.from_json((tmp_path / "b.json").read_text())
     assert json.loads((tmp_path / "b.json").read_text())["format"] == "tokenring-bench/1"
-    assert [entry.status for entry in report.entries] == [MEASURED] * (len(SCHEMES) + 1)
+    assert report.case.schedules == contenders(replace(report.case, schedules=[]), 2)
+    assert [entry.name for entry in report.entries] == [*report.case.schedules, "one process"]
+    assert {entry.status for entry in report.entries} == {MEASURED}
     assert report.machine.ranks == 2 and report.machine.hosts == 1 and report.machine.torch == torch.__version__
     names = [line.split("  ")[0] for line in result.stdout.splitlines()[4 : 4 + len(report.entries)]]
     assert names == [entry.name for entry in report.ranked]

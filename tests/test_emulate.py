@@ -170,6 +170,18 @@ def test_names_say_whose_they_are() -> None:
     assert not guardian.NAME.fullmatch("tokenring-of-a-user")
 
 
+def test_whoever_finds_ip_removes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in sbin, which is not on everybody's PATH: what builds namespaces and what removes them look there."""
+    asked = tmp_path / "asked"
+    (tmp_path / "ip").write_text(f"#!/bin/sh\n/bin/cat > {asked}\n", encoding="utf-8")
+    (tmp_path / "ip").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setattr(guardian, "TOOL_FOLDERS", (str(tmp_path),))
+    assert build.tool("ip") == str(tmp_path / "ip")
+    guardian.remove(["tokenring-1-1-0-r0"])
+    assert asked.read_text(encoding="utf-8") == "netns del tokenring-1-1-0-r0\n"
+
+
 class TestWhatAMachineLacks:
     def test_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)

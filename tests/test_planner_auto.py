@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from nets import BOTH, call, named, setting, workload
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.planner import auto
 from tokenring.planner.auto import Call, first_names, make, plan_call, restricted
 from tokenring.planner.interconnect import Interconnect, full_mesh, ring, switch, two_node
 from tokenring.planner.plan import Plan
@@ -108,6 +109,20 @@ class TestLists:
         made = [make(asked(full_mesh(4, 1.0), (4, 4)), name).replace(name="") for name in names if "multi" not in name]
         assert len(set(made)) == len(made)
         assert "ring/late" not in names
+
+    def test_as_many_are_refined_as_there_are_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Names that say how already, such as direct-kv/pieces1, take none from those that do not."""
+        refined: list[str] = []
+
+        def noted(names: Sequence[str]) -> list[str]:
+            refined.extend(names)
+            return []
+
+        monkeypatch.setattr(auto, "_finer", noted)
+        plan = plan_call(asked(full_mesh(8, 1.0), (32, 1), everything=True))
+        best = [each.name for each in plan.candidates]
+        assert "direct-kv/pieces1" in best[: auto.REFINED]
+        assert refined == [name for name in best if "/pieces" not in name][: auto.REFINED]
 
     def test_everything_simulates_everything(self) -> None:
         few, every = (plan_call(asked(full_mesh(4, 1.0), (4, 4), everything=flag)) for flag in (False, True))
@@ -274,10 +289,12 @@ class TestJson:
             (lambda found: found | {"schedule": 7}, "document"),
             (lambda found: found | {"workload": 7}, "not whole"),
             (lambda found: found | {"workload": found["workload"] | {"dtype": "load"}}, "dtype 'load'"),
-            (lambda found: found | {"workload": found["workload"] | {"q_heads": "4"}}, "."),
+            (lambda found: found | {"workload": found["workload"] | {"q_heads": "4"}}, "must be an integer from 1 on"),
             (lambda found: found | {"workload": found["workload"] | {"extra": 1}}, "not whole"),
             (lambda found: found | {"candidates": 7}, "not whole"),
             (lambda found: found | {"candidates": [7]}, "not whole"),
+            (lambda found: found | {"candidates": ["x"]}, "not whole .*a candidate is 'x'"),
+            (lambda found: found | {"candidates": [["x"]]}, "not whole"),
             (lambda found: found | {"candidates": [{}]}, "not whole"),
             (lambda found: {key: value for key, value in found.items() if key != "reason"}, "not whole"),
             (lambda found: [found], "this is no plan"),

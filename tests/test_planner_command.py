@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -109,6 +110,26 @@ def test_draws_a_timeline(tmp_path: Path, extra: Sequence[str]) -> None:
     assert any(event.get("ph") == "X" for event in events)
 
 
+LARGE = ("--seq", "640k", "--heads", "64", "--kv-heads", "8")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--topology", "preset:hgx-h100*40", "--explain", "ring"), "--explain needs a schedule of 320 ranks"),
+        (("--topology", "preset:hgx-h100*40", "--timeline", "a.svg"), "--timeline needs a schedule of 320 ranks"),
+        (("--topology", "preset:hgx-h100*40", "--ranks", "316"), "316 ranks of 'hgx-h100*40, 316 ranks' cannot be"),
+    ],
+)
+def test_refuses_what_would_take_hours(options: Sequence[str], says: str) -> None:
+    """Rank by rank, or all of it written down, for more ranks than that is done for."""
+    began = time.process_time()
+    code, _, err = plan(*options, *LARGE)
+    assert (code, err.count("\n")) == (2, 1)
+    assert says in err
+    assert time.process_time() - began < 20
+
+
 def test_draws_names_as_text(tmp_path: Path) -> None:
     """A topology's name may hold anything."""
     from nets import call, setting, workload
@@ -137,6 +158,24 @@ def test_sweeps(tmp_path: Path) -> None:
     assert {"1k", "2k", "4k"} <= set(words)
     assert lines[1].split()[4] in words  # the winner at 1k
     assert all(line.startswith("planning for ") for line in err.splitlines())
+
+
+def test_a_length_that_cannot_be_planned_for_loses_no_other() -> None:
+    """Four ranks in zigzag have eight chunks: 4 tokens are too few."""
+    code, text, _ = plan(*SMALL, "--sweep", "seq=4..16")
+    assert code == 0
+    _, first, *others = text.splitlines()
+    assert first.split()[:3] == ["4", "not", "planned:"] and "a length of 4 does not divide" in first
+    assert [line.split()[0] for line in others] == ["8", "16"]
+    code, _, err = plan(*SMALL, "--sweep", "seq=1..4")
+    assert code == 2 and "a length of 1 does not divide" in err
+
+
+@pytest.mark.parametrize("stray", [("--json",), ("--save", "a.json"), ("--timeline", "a.svg"), ("--explain", "ring")])
+def test_a_sweep_is_not_one_plan(stray: Sequence[str]) -> None:
+    code, _, err = plan(*SMALL, "--sweep", "seq=1k..2k", *stray)
+    assert code == 2
+    assert f"{stray[0]} is for one plan, and --sweep makes one for every length: leave one out" in err
 
 
 def test_part_of_a_topology() -> None:

@@ -5,21 +5,30 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from nets import call, setting
+import torch.distributed as dist
+from nets import call, named, setting
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
+from tokenring.layout import make_layout
 from tokenring.planner.aside import Aside
 from tokenring.planner.auto import plan_call
 from tokenring.planner.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring_fabric
 from tokenring.planner.plan import Plan
+from tokenring.planner.planner import Planner
+from tokenring.planner.rates import constant
+from tokenring.request import Request
+from tokenring.topology.ranks import Topology
+from tokenring.topology.ranks import full_mesh as joined
 
 RANKS, LENGTH, HEADS, DIM = 4, 256, 4, 64
 SHORT_SECONDS = 4.0  # of a wait; long enough for a busy machine
@@ -66,6 +75,33 @@ def test_all_take_rank_0s_word(text: str, ranks: RankPools) -> None:
     together, apart = (ranks(RANKS)(auto, text, differ) for differ in (False, True))
     assert all(fine for fine, _, _ in together + apart)
     assert len({(name, schedule) for _, name, schedule in together + apart}) == 1
+
+
+def on_accelerators(here: Here, who_knows: tuple[int, ...]) -> tuple[str, int]:
+    """What is planned among accelerators of which some ranks were told the topology, and how often this rank probed."""
+    probed = []
+
+    def probe(group: object, device: torch.device) -> Topology:
+        probed.append(device)
+        dist.barrier()  # as a probe is one thing of all ranks
+        return joined(RANKS, 100.0)
+
+    planner = Planner(here.base.group, RANKS, joined(RANKS, 50.0) if here.rank in who_knows else None, (), None)
+    size = tr.Workload(1, LENGTH, LENGTH, HEADS, HEADS, DIM)
+    request, layout = Request(size, tr.Causal(), 1.0, False, torch.device("cuda")), make_layout("zigzag", RANKS, LENGTH)
+    names = []
+    assert here.base.transport is not None
+    with patch.object(Topology, "probe", probe):
+        for name in ("ring", "direct-kv"):  # the second call finds what the first one saw
+            made = partial(Plan, named(name, RANKS, LENGTH, tr.Causal(), "zigzag"), size, "by hand")
+            names.append(planner.together(here.base.transport, request, (layout, layout), made).name)
+    return " ".join(names), len(probed)
+
+
+@pytest.mark.parametrize(("who_knows", "probes"), [((), 1), ((0,), 0), ((0, 1, 2, 3), 0), ((1, 2, 3), 1), ((2,), 1)])
+def test_ranks_probe_together_or_not_at_all(who_knows: tuple[int, ...], probes: int, ranks: RankPools) -> None:
+    """Rank 0 plans: if it was told what joins the ranks, nobody has to look, and else everybody does."""
+    assert ranks(RANKS)(on_accelerators, who_knows) == [("ring direct-kv", probes)] * RANKS
 
 
 def refused(here: Here, limit: int) -> tuple[str, float]:
@@ -145,6 +181,41 @@ def test_work_aside() -> None:
     assert waiting.result(20) == 7
     with pytest.raises(KeyError, match="no"):
         Aside(wrong).result(20)
+
+
+def planned_passes(here: Here) -> list[str]:
+    """Why, of an evaluation and of the first forward of a reentrant checkpoint: gradients are off in both."""
+    cp = here.cp(schedule="auto")
+    q = tr.shard(tensors()[0], cp)
+    found = []
+    with torch.no_grad():
+        for x in (q, q.clone().requires_grad_(), q):
+            tr.attention(x, x, x, cp, mask=tr.Causal())
+            found.append(tr.plan(x, x, x, cp, tr.Causal()).reason.partition(" predicted for ")[2].partition(" on ")[0])
+    return found
+
+
+def test_a_checkpoint_does_not_take_the_plan_of_an_evaluation(ranks: RankPools) -> None:
+    """It is for one pass, and the second forward of the checkpoint is planned for both."""
+    assert ranks(RANKS)(planned_passes) == [["forward", "forward + backward", "forward"]] * RANKS
+
+
+def wants_at(here: Here, odd: int, schedule: str) -> str:
+    cp = here.cp(schedule=schedule)
+    q = tr.shard(tensors()[0], cp).requires_grad_(here.rank == odd)
+    try:
+        with torch.no_grad():
+            tr.attention(q, q, q, cp, mask=tr.Causal())
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_plan_for_other_passes_are_refused(ranks: RankPools) -> None:
+    """Their plans would be kept by other keys; a schedule by name is the same for both."""
+    said = ranks(2)(wants_at, 1, "auto")
+    assert all("planned for: rank 0: forward; rank 1: both passes" in each for each in said), said
+    assert ranks(2)(wants_at, 1, "ring") == ["", ""]
 
 
 def by_variable(here: Here, text: str) -> str:
@@ -240,10 +311,8 @@ class TestWhatRanksComputeWith:
     """A device whose figures nobody knows does not stop a job: others' are taken, and the reason says so."""
 
     def look(self, model: str | None, device: str) -> tuple[str, tuple[str, ...]]:
-        from tokenring.planner.planner import Planner
         from tokenring.topology.facts import Device
         from tokenring.topology.graph import Edge, Graph
-        from tokenring.topology.ranks import Topology
 
         ends = tuple(Device(f"g{each}", "accelerator", index=each, model=model) for each in range(2))
         graph = Graph(ends, (Edge("g0", "g1", "nvlink", 1, 25.0, "published"),))
@@ -263,12 +332,28 @@ class TestWhatRanksComputeWith:
         assert notes[0].startswith("no compute figures of ")
         assert notes[0].endswith("are assumed")
 
+    @pytest.mark.parametrize(("count", "threads", "at_once"), [(2, 1, 2.0), (8, 1, None), (8, 4, 2.0), (2, 4, 1.0)])
+    def test_ranks_that_share_cores(
+        self, count: int, threads: int, at_once: float | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Four ranks of one machine, with a table of rates for so many threads: so many kernels compute at once."""
+        from tokenring.planner import planner
+
+        monkeypatch.setattr(planner, "cores", lambda: count)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        look = Planner(None, 4, None, (), None).look
+        net, machine = look(torch.device("cpu"), torch.float32, constant(1.0, "measured"))
+        shared = at_once is not None
+        assert (machine.shared_cores, machine.kernels_share) == ((at_once, True) if shared else (float("inf"), False))
+        assert (f"4 ranks share {count} cores" in net.notes) == shared
+        given = Planner(None, 4, full_mesh(4, 1.0), (), None).look(torch.device("cpu"), torch.float32)[1]
+        assert not given.kernels_share, "ranks of other machines, for all that is known"
+
     def test_no_figure_in_this_dtype(self) -> None:
         """910A has no bf16."""
         assert "no peak of 910a in bfloat16" in self.look("910A", "cuda")[1][0]
 
     def test_each_dtype_has_its_own(self) -> None:
-        from tokenring.planner.planner import Planner
         from tokenring.planner.presets import preset
 
         planner = Planner(None, 8, preset("hgx-h100"), (), None)
@@ -277,8 +362,10 @@ class TestWhatRanksComputeWith:
         assert rates[0] != rates[1]
 
 
-def test_one_rank_has_nothing_to_move() -> None:
-    cp = tr.ContextParallel(schedule="auto")
+@pytest.mark.parametrize("text", ["auto", "auto:usp", "auto:tiles,usp/2", "auto:packed"])
+def test_one_rank_has_nothing_to_move(text: str) -> None:
+    """Also where only families are allowed that need two ranks."""
+    cp = tr.ContextParallel(schedule=text)
     assert exact(cp)
     q = torch.randn(1, 16, 2, 8)
     assert tr.plan(q, q, q, cp, tr.Causal()).reason == "nothing has to move"

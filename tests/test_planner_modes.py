@@ -13,6 +13,7 @@ from test_planner_hccl import A2, printed
 from tokenring import ConfigurationError
 from tokenring.backends.registry import BOUNDED, TRANSPORTS, bounded, transport_capabilities
 from tokenring.cli import main
+from tokenring.errors import MemoryLimitError
 from tokenring.layout import contiguous
 from tokenring.mask import Full
 from tokenring.planner.auto import Call, plan_call
@@ -42,7 +43,7 @@ def chosen(table: Table, limit: int | None) -> tuple[Forecast, list[str | None]]
         asked.append(mode)
         fits = [each for each in table[mode] if limit is None or each[2] * MB <= limit]
         if not fits:
-            raise ConfigurationError(f"nothing over {mode}")
+            raise MemoryLimitError(f"nothing over {mode}")
         best = min(fits, key=lambda each: each[1])
         rest = [each for each in table[mode] if each != best]
         found = [Candidate(n, s, s, 0.0, 0, mb * MB, None, "", mb // 40, mb * MB) for n, s, mb in (best, *rest)]
@@ -85,6 +86,20 @@ def test_what_limits_nothing_is_planned_for_once() -> None:
 def test_nothing_fits_over_any() -> None:
     with pytest.raises(ConfigurationError, match=r"nothing over hccl/pair\. That is over 'hccl/pair'"):
         chosen(TABLE, 50 * MB)
+
+
+@pytest.mark.parametrize("limit", [64, 900 * MB])
+def test_what_else_is_wrong_is_said_at_once(limit: int) -> None:
+    """A mistake in what is asked is no matter of memory: it is neither hidden by other modes nor explained by one."""
+    asked: list[Setting] = []
+
+    def plan_over(some: Setting) -> Forecast:
+        asked.append(some)
+        raise ConfigurationError("unknown schedule")
+
+    with pytest.raises(ConfigurationError, match=r"^unknown schedule$"):
+        within_limit(plan_over, SETTING, limit, MODES)
+    assert asked == [SETTING]
 
 
 def test_modes_have_fewer_and_fewer_connections() -> None:

@@ -13,7 +13,6 @@ import torch
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.registry import make_kernel
 from tokenring.cli import main
-from tokenring.context import Request
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.layout import make_layout
 from tokenring.mask import Mask
@@ -22,6 +21,7 @@ from tokenring.planner.measured import Key, keep, kept, key_of, measured_rates, 
 from tokenring.planner.planner import Planner
 from tokenring.planner.rates import Rates
 from tokenring.region import Patch
+from tokenring.request import Request
 from tokenring.workload import Workload
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 from tokenring.errors import ConfigurationError
 from tokenring.mask import Causal, Full
 from tokenring.planner.models import MODELS, ModelHeads
-from tokenring.planner.threshold import POINTS, SHARE, Place, share, thresholds
+from tokenring.planner.threshold import POINTS, SHARE, Place, main, share, thresholds
 
 NICS = Place("hgx-h100", over_nics=True)
 
@@ -41,6 +41,15 @@ def test_a_family_has_the_best_of_its_members() -> None:
     mask = Causal() if some.causal else Full()
     earlier = POINTS[POINTS.index(family) - 1]
     assert share(NICS, net, some, tensor, mask, "usp/2", earlier) < SHARE
+
+
+@pytest.mark.parametrize(("option", "known"), [("--presets", "hgx-h100"), ("--models", "llama-3-8b")])
+def test_names_that_are_none(option: str, known: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names what there is; not an empty table, and no traceback."""
+    assert main([option, f"{known},nothing"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert f"{option} {known},nothing: 'nothing' is none of " in err and known in err.partition(" is none of ")[2]
 
 
 def test_what_does_not_fit_is_left_out() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from nets import clusters, workload
+from nets import call, clusters, setting, workload
 from test_topology_sources import graph_of
 
+import tokenring as tr
 from tokenring.errors import ConfigurationError
+from tokenring.planner.auto import plan_call
 from tokenring.planner.group import context_parallel_group, good_order, heads_of_group, node_sizes
 from tokenring.planner.interconnect import (
     Fabric,
@@ -150,7 +154,7 @@ class TestTopologies:
         assert "between NUMA nodes 16 GB/s are assumed" in net.notes
 
     def test_a_tree_of_pcie_shares_its_uplinks(self) -> None:
-        net = interconnect_of(preset("l40s-pcie-8"), {"pcie": 0.5, "sys": 1.0})
+        net = interconnect_of(replace(preset("l40s-pcie-8"), reached={"pcie": 0.5, "sys": 1.0}))
         assert way(net, 0, 1) == [("0:GPU0>pcie-switch0", 15.5), ("0:pcie-switch0>GPU1", 15.5)]
         assert way(net, 0, 4) == [
             ("0:GPU0>pcie-switch0", 15.5), ("0:pcie-switch0>host-bridge0", 15.5), ("0:numa0>numa1", 22.0),
@@ -272,6 +276,31 @@ class TestOrder:
         assert node_sizes(two_node(8, 1.0, 0.1)) == (4,)
         assert node_sizes(interconnect_of(preset("atlas-a3"))) == (16, 2)  # one host, of pairs
         assert node_sizes(interconnect_of(preset("atlas-800-910a*2"))) == (8, 4)
+
+    @pytest.mark.parametrize(("between", "wanted"), [(0.3, (8, 4)), (1.0, (8,))])
+    def test_measured_links_differ_a_little(self, between: float, wanted: tuple[int, ...]) -> None:
+        """Two quads with something slower between them, every link 5% off: still quads, and a mesh is still a mesh."""
+        chosen = random.Random(7)
+        pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
+        gbs = {f"{a}>{b}": (1.0 if a // 4 == b // 4 else between) * chosen.uniform(0.95, 1.05) for a, b in pairs}
+        fabric = Fabric(8, {(a, b): (f"{a}>{b}",) for a, b in pairs}, gbs)
+        assert node_sizes(of_one_host("measured", fabric)) == wanted
+
+    def test_ranks_that_are_dealt_out_to_hosts(self) -> None:
+        """Rank r on host r % 2: schedules of two levels number the ranks host by host, and are as good as ever."""
+        net = two_node(8, 1.0, 0.1, nic_per_rank=True)
+        dealt = Interconnect("dealt", net.fabrics, tuple((rank % 2, rank // 2) for rank in range(8)))
+        assert node_sizes(dealt) == node_sizes(net) == (4,)
+        settings = [setting(each, workload(8, (32, 1), 64)) for each in (net, dealt)]
+        plans = [plan_call(call(each, tr.Full(), "contiguous")) for each in settings]
+        assert plans[0].name == plans[1].name and plans[0].name.startswith("relay/4")
+        seconds = [plan.candidates[0].predicted_seconds for plan in plans]
+        assert seconds[1] == pytest.approx(seconds[0])
+
+    def test_hosts_of_different_sizes_are_no_nodes(self) -> None:
+        fabric = two_node(8, 1.0, 0.1).fabrics[0]
+        places = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (0, 3), (1, 2))
+        assert node_sizes(Interconnect("unequal", (fabric, fabric), places)) == (7,)
 
     @pytest.mark.parametrize("net", [full_mesh(8, 1.0), ring(6, 1.0), switch(4, 1.0), two_node(8, 1.0, 0.1)])
     def test_what_is_in_order_stays(self, net: Interconnect) -> None:

@@ -8,10 +8,11 @@ from typing import Literal, overload
 
 import torch
 
-from tokenring.context import ContextParallel, Request
+from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Full, Mask
 from tokenring.planner.plan import Plan
+from tokenring.request import Request
 from tokenring.runtime.autograd import AttentionFunction
 from tokenring.runtime.compiled import traced_attention
 from tokenring.workload import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from tokenring.arguments import (
 from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
 from tokenring.groups import process_group
 from tokenring.layout import Layout, as_integer, make_layout, read_name
-from tokenring.mask import Mask
+from tokenring.request import Request
 from tokenring.runtime.agreement import Description, agree, named_digest
 from tokenring.runtime.handles import new_handle
 from tokenring.runtime.trace import Agree, Event, Trace
@@ -48,21 +48,6 @@ if TYPE_CHECKING:
 SCHEDULE_VARIABLE = "TOKENRING_SCHEDULE"
 TIMEOUT_SECONDS = 60.0
 CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
-
-
-@dataclass(frozen=True)
-class Request:
-    """One kind of attention call, as this rank sees it.
-
-    differentiable: an input wants gradients, also where they are not enabled now, as in a reentrant checkpoint.
-    """
-
-    workload: Workload
-    mask: Mask
-    scale: float
-    training: bool
-    device: torch.device
-    differentiable: bool = field(default=False, compare=False)
 
 
 class ContextParallel:
@@ -340,8 +325,8 @@ class ContextParallel:
 
     def _plan_together(self, transport: Transport, request: Request) -> None:
         """Rank 0 plans, all take its word. Raises ConfigurationError, on every rank, where nothing fits."""
-        layouts, kernel = self._layouts(request), self.kernel(request.device)
-        agreed = self._planner.together(transport, request, layouts, kernel, lambda: self._plan(request))
+        self.kernel(request.device)  # raises where there is none, before others wait for a plan
+        agreed = self._planner.together(transport, request, self._layouts(request), lambda: self._plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
         self._agreed[request] = agreed
@@ -380,6 +365,7 @@ class ContextParallel:
                 "layout": self.layout if isinstance(self.layout, str) else named_digest(self.layout),
                 "schedule": self._schedule_text(request),
                 "pieces": self.pieces,
+                **({"planned for": "both passes" if request.backward else "forward"} if self._plans else {}),
             }
         )
 

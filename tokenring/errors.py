@@ -2,6 +2,7 @@
 
 TokenRingError
 ├── ConfigurationError (ValueError)   what was asked for cannot be: layouts, shapes, groups, names
+│   └── MemoryLimitError              a memory limit that no schedule keeps to
 ├── UnsupportedError (NotImplementedError)   a feature, dtype or mask that no part here provides
 ├── ScheduleError (ValueError)        a schedule that fails its proof, or a text that is none
 ├── TopologyError (ValueError)        a dump of a machine that is broken, or in no known format
@@ -20,6 +21,10 @@ class TokenRingError(Exception):
 
 class ConfigurationError(TokenRingError, ValueError):
     """Sizes, names or groups that do not fit together."""
+
+
+class MemoryLimitError(ConfigurationError):
+    """A memory limit that no schedule keeps to."""
 
 
 class UnsupportedError(TokenRingError, NotImplementedError):

@@ -32,6 +32,8 @@ class Topology:
     devices: of each rank the id of its device in the graph; None on a CPU, or where the graph lacks it.
     hosts: of each rank the name of its machine.
     graph, verdict: of all machines; None where nobody looked.
+    reached: by kind of link, the share of a published rate that a copy gets, where that is known of these machines;
+        beside what a probe finds, and no part of what makes two topologies equal.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Topology:
     hosts: tuple[str, ...] = ()
     graph: Graph | None = None
     verdict: Verdict | None = None
+    reached: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def probe(

@@ -30,7 +30,8 @@ class CpuFlash:
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         return None
 
-    def supports_patch(self, patch: Patch) -> str | None:
+    @staticmethod
+    def supports_patch(patch: Patch) -> str | None:
         if patch.is_full or patch.is_causal or patch.rows <= BAND_ROWS:
             return None
         if 2 * patch.pairs() >= patch.rows * patch.cols:

@@ -44,7 +44,8 @@ class NpuFusion:
             return f"npu_fusion_attention takes float16, bfloat16 and float32, not {dtype}"
         return None
 
-    def supports_patch(self, patch: Patch) -> str | None:
+    @staticmethod
+    def supports_patch(patch: Patch) -> str | None:
         if common_mode((patch,)) is not None or patch.rows * patch.cols <= MASK_BYTES:
             return None
         return f"its mask of {patch.rows} × {patch.cols} bytes is larger than {MASK_BYTES >> 20} MiB"

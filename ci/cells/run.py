@@ -74,13 +74,20 @@ def measure(net: Emulated, cell: Cell, options: argparse.Namespace) -> None:
     write(options.out, cell, plan, found["seconds"])
     for name, why in found["failed"].items():
         print(f"  {name} failed: {why}", flush=True)
-    auto = statistics.median(found["seconds"][plan.name])
-    best = min((statistics.median(times), name) for name, times in found["seconds"].items() if times)
-    print(
-        f"{cell.name}: {len(names)} schedules in {time.monotonic() - began:.0f} s; auto {plan.name} "
-        f"{auto * 1e3:.1f} ms, best {best[1]} {best[0] * 1e3:.1f} ms, regret {auto / best[0]:.3f}",
-        flush=True,
-    )
+    took = f"{len(names)} schedules in {time.monotonic() - began:.0f} s"
+    print(f"{cell.name}: {took}; {said(plan.name, found['seconds'])}", flush=True)
+
+
+def said(name: str, seconds: dict[str, list[float]]) -> str:
+    """How auto's choice did beside the best; either may have failed."""
+    medians = {each: statistics.median(times) for each, times in seconds.items() if times}
+    if not medians:
+        return f"auto {name}; none of them ran"
+    best = min(medians, key=lambda each: (medians[each], each))
+    rest = f"best {best} {medians[best] * 1e3:.1f} ms"
+    if name not in medians:
+        return f"auto {name} failed, {rest}"
+    return f"auto {name} {medians[name] * 1e3:.1f} ms, {rest}, regret {medians[name] / medians[best]:.3f}"
 
 
 def description(cell: Cell, names: list[str], options: argparse.Namespace) -> dict[str, object]:

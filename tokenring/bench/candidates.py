@@ -131,7 +131,7 @@ def our_candidates(case: Case) -> list[Candidate]:
     ]
 
 
-def _emulated(shape: Shape, tflops: float | None) -> Interconnect:
+def emulated(shape: Shape, tflops: float | None) -> Interconnect:
     """The links, and what ranks on one machine do with them: kernels that sleep, or compute on its cores."""
     machine = computing_machine(CPU, shape.ranks) if tflops is None else sleeping_machine(tflops, shape.ranks)
     return interconnect_of_shape(shape, machine)
@@ -145,7 +145,7 @@ def _schedule_runner(setting: Setting, name: str) -> Runner:
         "transport": setting.transport,
         "pieces": case.pieces,
         "timeout_seconds": WAIT_SECONDS,
-        "topology": None if case.emulate is None else _emulated(case.emulate, case.compute_tflops),
+        "topology": None if case.emulate is None else emulated(case.emulate, case.compute_tflops),
     }
     rate = case.compute_tflops
     cp = tr.ContextParallel(**options) if rate is None else SleepingContext(rate, **options)

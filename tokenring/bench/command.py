@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from tokenring.bench.emulate import add_options, check_options, start
@@ -53,7 +54,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add_call_options(parser, tuple(ERROR_LIMITS))
     add = parser.add_argument
     add("--rounds", type=int, default=11, metavar="N", help="rounds that count (11)")
-    add("--schedules", default="all", metavar="NAMES", help="of ours, separated by commas; or all (all)")
+    add("--schedules", default="all", metavar="NAMES",
+        help="of ours, separated by commas; all: the best of each family that fits, and auto (all)")  # fmt: skip
     add("--peers", default="auto", metavar="NAMES", help="other libraries, separated by commas; auto: all; none (auto)")
     add("--layout", default="zigzag", metavar="NAME", help="of our schedules (zigzag); peers have their own")
     add("--transport", default="auto", metavar="NAME", help="of our schedules (auto); peers use Gloo")
@@ -66,24 +68,25 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
     """The options as a case. Raises ConfigurationError for what no rank could run."""
+    from tokenring.bench.contenders import contenders
     from tokenring.bench.peers import PEERS
-    from tokenring.schedule.schemes import SCHEMES
 
     call = check_call(options, ranks)
-    schedules = _schedules(options.schedules, [*SCHEMES])
+    schedules = _schedules(options.schedules)
     if options.pieces is not None and "auto" in schedules:
         raise ConfigurationError("--pieces goes with schedules by name: leave auto out")
     emulation = check_options(options, ranks, started)
     peers = _names("--peers", options.peers, {"auto": [*PEERS], "none": []}, [*PEERS])
     if options.compute is not None:
         peers = []
-    return Case(**{**call, "schedules": schedules, "peers": peers, **emulation})
+    case = Case(**{**call, "schedules": schedules, "peers": peers, **emulation})
+    return case if schedules else replace(case, schedules=contenders(case, ranks))
 
 
-def _schedules(text: str, every: list[str]) -> list[str]:
-    """Schedules separated by commas, each once; whether they fit is found out when they are made."""
+def _schedules(text: str) -> list[str]:
+    """Schedules separated by commas, each once; whether they fit is found out when they are made. None for "all"."""
     if text == "all":
-        return every
+        return []
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if not is_known(name) and name != "auto":

@@ -12,12 +12,11 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tokenring.emulate.guardian import NAMESPACES
+from tokenring.emulate.guardian import NAMESPACES, tool_path
 from tokenring.emulate.plan import OPTIONAL, Batch, Plan
 from tokenring.errors import BackendUnavailable
 
 TOOL_SECONDS = 30.0
-TOOL_FOLDERS = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")  # sbin is not on everybody's PATH
 CLONE_NEWNET = 0x40000000
 # What a line asks of the kernel, and the modules that have it.
 KERNEL_PARTS = {
@@ -42,8 +41,7 @@ def check_machine() -> None:
 
 def tool(name: str) -> str:
     """The path of `ip` or `tc`. Raises BackendUnavailable."""
-    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), *TOOL_FOLDERS])
-    if (path := shutil.which(name, path=folders)) is None:
+    if (path := shutil.which(name, path=tool_path())) is None:
         raise BackendUnavailable(f"emulated links need the command {name!r}: install iproute2 (the package's name)")
     return path
 

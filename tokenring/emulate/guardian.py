@@ -20,10 +20,16 @@ from pathlib import Path
 
 NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 NAME = re.compile(r"tokenring-(\d+)-(\d+)-\d+-[a-z]+\d*")  # owner, its start, number there, node
+TOOL_FOLDERS = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")  # sbin is not on everybody's PATH
 REMOVE_SECONDS = 20.0
 LOOK_SECONDS = 1.0  # how often the parent is looked for, should somebody else hold the pipe
 NOBODY = ("Z", "X", "x")  # states of a process that is dead
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def tool_path() -> str:
+    """Where `ip` and `tc` are looked for, as PATH says it."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), *TOOL_FOLDERS])
 
 
 def prefix_of(pid: int, number: int) -> str:
@@ -96,7 +102,7 @@ def remove(some: Sequence[str]) -> None:
     lines = "".join(f"netns del {name}\n" for name in some)
     subprocess.run(
         ["ip", "-force", "-batch", "-"], input=lines, text=True, timeout=REMOVE_SECONDS, capture_output=True,
-        start_new_session=True,
+        start_new_session=True, env={**os.environ, "PATH": tool_path()},
     )  # fmt: skip
 
 

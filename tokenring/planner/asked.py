@@ -12,26 +12,26 @@ from pathlib import Path
 import torch
 
 from tokenring.arguments import check_name
-from tokenring.backends.registry import TRANSPORTS, bounded, kernel_for_planning, transport_capabilities
+from tokenring.backends.registry import TRANSPORTS, bounded, kernel_class, transport_capabilities
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
 from tokenring.mask import parse_mask
 from tokenring.planner.auto import Call
-from tokenring.planner.devices import device_figures
 from tokenring.planner.group import context_parallel_group, heads_of_group
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import (
     ASSUMED_OPERATION_US,
-    device_rates,
+    machine_of_device,
     machine_of_preset,
     machine_of_topology,
     messages_of,
 )  # fmt: skip
 from tokenring.planner.measured import read_table
 from tokenring.planner.predict import IDEAL, Setting
-from tokenring.planner.presets import PREFIX, find, preset
+from tokenring.planner.presets import PREFIX, preset
 from tokenring.planner.rates import Machine, Rates, constant
-from tokenring.planner.wiring import REACHED, interconnect_of
+from tokenring.planner.wiring import interconnect_of
+from tokenring.schedule.calls import anything
 from tokenring.schedule.ir import Pass
 from tokenring.topology.ranks import Topology
 from tokenring.workload import Workload
@@ -78,7 +78,8 @@ def ask(options: argparse.Namespace) -> Asked:
         options.layout or ("zigzag" if "causal" in options.mask else "contiguous"), net.world_size, length
     )
     heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
-    setting = Setting(heads, net, machine.over(able), passes, kernel_for_planning().supports_patch, able)
+    supports = anything if machine.kernel is None else kernel_class(machine.kernel).supports_patch
+    setting = Setting(heads, net, machine.over(able), passes, supports, able)
     limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
     families = tuple(options.schedules.split(",")) if options.schedules else ()
     modes = {} if options.transport not in (None, "auto") or transport is None else bounded(transport)
@@ -102,8 +103,7 @@ def _transport(asked: str | None, machine: Machine) -> str | None:
 def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[Interconnect, Machine]:
     """The interconnect of a topology by its name, and what its ranks compute with."""
     if name.startswith(PREFIX):
-        reached = {**REACHED, **{kind: share.known() for kind, share in find(name)[0].reached.items()}}
-        net = replace(interconnect_of(preset(name), reached), name=name.removeprefix(PREFIX))
+        net = replace(interconnect_of(preset(name)), name=name.removeprefix(PREFIX))
         return net, _machine(options, dtype, lambda: machine_of_preset(name, dtype))
     topology = _read(name)
     return interconnect_of(topology), _machine(options, dtype, lambda: machine_of_topology(topology, dtype))
@@ -117,12 +117,14 @@ def _machine(options: argparse.Namespace, dtype: torch.dtype, known: Callable[[]
     if options.tflops is not None:
         if not options.tflops > 0:
             raise ConfigurationError(f"--tflops {options.tflops}: give a rate above 0")
-        return Machine(constant(options.tflops, f"{options.tflops:g} TFLOP/s, as asked"))
+        return _with_rates(known, constant(options.tflops, f"{options.tflops:g} TFLOP/s, as asked"))
     if options.device is not None:
-        return Machine(device_rates(device_figures(options.device), dtype))
-    if options.rates is None:
-        return known()
-    rates = _table(options)
+        return machine_of_device(options.device, dtype)
+    return known() if options.rates is None else _with_rates(known, _table(options))
+
+
+def _with_rates(known: Callable[[], Machine], rates: Rates) -> Machine:
+    """What is known of the topology, but for how fast kernels are."""
     try:
         return replace(known(), rates=rates)
     except TokenRingError:  # nothing is known of these accelerators, and nothing but a message's cost is needed

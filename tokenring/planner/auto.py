@@ -12,7 +12,8 @@ from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
-from tokenring.planner.large import forecast, has_equal_hosts, is_large, promising
+from tokenring.planner.interconnect import Interconnect
+from tokenring.planner.large import LEAST_HOSTS, forecast, has_equal_hosts, is_large, promising
 from tokenring.planner.modes import over, within_limit
 from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
 from tokenring.planner.plan import Forecast, Plan
@@ -22,6 +23,7 @@ from tokenring.region import Patch
 from tokenring.schedule.families.registry import FAMILIES, check_heads, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.schemes import make_schedule
+from tokenring.workload import Workload
 
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
@@ -70,10 +72,29 @@ def _plan(call: Call) -> Plan:
     if is_large(setting.interconnect, EXACT_RANKS):
         found = _forecast(call)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
+    _check_simulated(setting.interconnect)
     first = _first_round(call)
-    names = [each.name for each in first.judged if each.prediction is not None]
-    both = judge(_choices(call, _finer(names[: _refined(call)])), setting, limit, call.everything, first)
+    both = judge(_choices(call, _finer(_whole(first)[: _refined(call)])), setting, limit, call.everything, first)
     return decide(both, setting, call_bound(call), limit)
+
+
+def check_made(net: Interconnect, what: str) -> None:
+    """Raises ConfigurationError where a schedule of all ranks would take too long to make."""
+    if net.world_size > MADE_RANKS:
+        raise ConfigurationError(
+            f"{what} needs a schedule of {net.world_size:,} ranks, each of its moves; more than {MADE_RANKS} take "
+            f"minutes and gigabytes: ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
+        )
+
+
+def _check_simulated(net: Interconnect) -> None:
+    """Raises ConfigurationError where neither one host stands for all nor all can be simulated rank by rank."""
+    if net.world_size > MADE_RANKS:
+        raise ConfigurationError(
+            f"{net.world_size:,} ranks of {net.name!r} cannot be planned for: above {MADE_RANKS} that takes at least "
+            f"{LEAST_HOSTS} equal hosts, numbered host by host; plan for such a part of them, as with --ranks, or name "
+            f"a schedule"
+        )
 
 
 def _first_round(call: Call) -> Judgement:
@@ -153,14 +174,19 @@ def first_names(call: Call) -> list[str]:
 
 
 def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
-    order = order_of(call)
+    order = order_of(call.setting.interconnect)
     return [Choice(name, partial(make_in_order, call, name, order)) for name in names]
 
 
+def _whole(found: Judgement) -> list[str]:
+    """What was simulated, best first, but for those whose names say in what pieces, or what is kept for last."""
+    return [each.name for each in found.judged if each.prediction is not None and not _says_how(each.name)]
+
+
 def _finer(names: Sequence[str]) -> list[str]:
-    """The same schedules in pieces, and with part of the local tile last; not those whose names say how already."""
+    """The same schedules in pieces, and with part of the local tile last."""
     options = ("/late", *(f"/pieces{n}" for n in PIECES))
-    return [f"{name}{option}" for name in names if not _says_how(name) for option in options]
+    return [f"{name}{option}" for name in names for option in options]
 
 
 def _says_how(name: str) -> bool:
@@ -170,20 +196,27 @@ def _says_how(name: str) -> bool:
 
 def make(call: Call, name: str) -> Schedule:
     """A schedule by its name, with the ranks in a good order for this interconnect."""
-    return make_in_order(call, name, order_of(call))
+    return make_in_order(call, name, order_of(call.setting.interconnect))
 
 
 def make_in_order(call: Call, name: str, order: Sequence[int] | None) -> Schedule:
     """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
-    pieces = default_pieces(name, call.setting.workload, call.q_layout, call.kv_layout)
-    made = make_schedule(name, call.q_layout, call.kv_layout, call.mask, pieces=pieces, order=order)
-    check_heads(name, made.head_groups, call.setting.workload)
+    return make_for(call.setting.workload, (call.q_layout, call.kv_layout), call.mask, name, order)
+
+
+def make_for(
+    workload: Workload, layouts: tuple[Layout, Layout], mask: Mask, name: str, order: Sequence[int] | None
+) -> Schedule:
+    """The same where only the call is known, and nothing of what joins the ranks."""
+    pieces = default_pieces(name, workload, *layouts)
+    made = make_schedule(name, *layouts, mask, pieces=pieces, order=order)
+    check_heads(name, made.head_groups, workload)
     return made
 
 
-def order_of(call: Call) -> tuple[int, ...] | None:
+def order_of(net: Interconnect) -> tuple[int, ...] | None:
     """None where the ranks are in a good order as they are."""
-    order = good_order(call.setting.interconnect)
+    order = good_order(net)
     return None if list(order) == sorted(order) else order
 
 

@@ -12,7 +12,7 @@ import sys
 from tokenring.console import Console, Parser, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
-from tokenring.planner.auto import Call, call_bound, make, plan_or_forecast
+from tokenring.planner.auto import Call, call_bound, check_made, make, plan_or_forecast
 from tokenring.planner.predict import predict
 from tokenring.planner.report import explained, table
 from tokenring.planner.sweep import sweep, sweep_svg, sweep_table
@@ -30,6 +30,9 @@ def main(argv: list[str]) -> int:
     if options.svg is not None:
         raise ConfigurationError("--svg draws a --sweep; for one plan say --timeline FILE.svg")
     asked = ask(options)
+    for name in ("explain", "timeline"):
+        if getattr(options, name) is not None:
+            check_made(asked.call.setting.interconnect, f"--{name}")
     if options.explain is not None:
         return _explain(options, asked, console)
     plan = plan_or_forecast(asked.call)
@@ -61,14 +64,17 @@ def _timeline(path: str, name: str, call: Call) -> None:
 
 def _sweep(options: argparse.Namespace, console: Console) -> int:
     """Which schedule wins at which length."""
+    stray = [name for name in ("json", "save", "timeline", "explain") if getattr(options, name) not in (None, False)]
+    if stray:
+        raise ConfigurationError(f"--{stray[0]} is for one plan, and --sweep makes one for every length: leave one out")
     what, _, ends = options.sweep.partition("=")
     first, dots, last = ends.partition("..")
     if what != "seq" or not dots:
         raise ConfigurationError(
             f"--sweep {options.sweep}: write seq=8k..1M, every power of two from the one to the other"
         )
-    points = sweep(options, read_size("--sweep", first), read_size("--sweep", last), console.status)
-    console.say(sweep_table(points))
+    points, skipped = sweep(options, read_size("--sweep", first), read_size("--sweep", last), console.status)
+    console.say(sweep_table(points, skipped))
     if options.svg is not None:
         write_file(options.svg, sweep_svg(points, options))
     return 0

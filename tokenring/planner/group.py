@@ -10,6 +10,9 @@ from tokenring.errors import ConfigurationError
 from tokenring.planner.interconnect import Fabric, Interconnect
 from tokenring.workload import Workload
 
+MOST_LOOKED_AT = 32  # ranks of a host, of which the pairs are compared
+AS_WIDE = 0.8  # of the widest way between two ranks: wider ones are as good as it, since measured links differ a little
+
 
 def context_parallel_group(net: Interconnect, tensor_parallel: int) -> Interconnect:
     """The first context-parallel group where neighbours share heads by tensor parallelism.
@@ -62,49 +65,57 @@ def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:
 
 
 def node_sizes(net: Interconnect) -> tuple[int, ...]:
-    """Ranks a node, for schedules of two levels: hosts, and islands in a host, where they are equal and in order."""
+    """Ranks a node, for schedules of two levels: hosts, and islands in a host, where they are equal and in order.
+
+    In the order in which schedules number them (good_order), however the job does.
+    """
+    hosts, world = _by_host(net), net.world_size
+    local = len(hosts[0]) if len({len(ranks) for ranks in hosts}) == 1 else None
     sizes = []
-    if net.local is not None and net.local < net.world_size:
-        sizes.append(net.local)
-    island = _island_size(net.fabrics[0])
-    if len(net.fabrics) == 1 and island:
-        sizes.append(net.world_size)  # schedules of one level, as meshes of all, fit as well
-    if island and net.local is not None and net.world_size % island == 0 and 1 < island < net.local:
+    if local is not None and local < world:
+        sizes.append(local)
+    island = _island_size(net, _ring_of(net, hosts[0]))
+    if len(hosts) == 1 and island:
+        sizes.append(world)  # schedules of one level, as meshes of all, fit as well
+    if island and local is not None and world % island == 0 and 1 < island < local:
         sizes.append(island)
-    return tuple(dict.fromkeys(sizes)) or (net.world_size,)
+    return tuple(dict.fromkeys(sizes)) or (world,)
 
 
-def _island_size(fabric: Fabric) -> int | None:
-    """Devices that reach each other over the shortest and widest ways, if those are equal runs of neighbours."""
-    if fabric.size < 4 or not fabric.ways:
+def _by_host(net: Interconnect) -> list[list[int]]:
+    """The ranks of each host that has some."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, host in enumerate(net.hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    return [ranks_of[host] for host in sorted(ranks_of)]
+
+
+def _island_size(net: Interconnect, ranks: Sequence[int]) -> int | None:
+    """Ranks that reach each other over the shortest and widest ways, if those are equal runs of neighbours."""
+    if not 4 <= len(ranks) <= MOST_LOOKED_AT:
         return None
-    quality = {
-        pair: (len(way), -min((fabric.gbs[wire] for wire in way), default=0.0)) for pair, way in fabric.ways.items()
-    }
-    best = min(quality.values())
-    island = [0] * fabric.size
+    pairs = [(a, b) for a in ranks for b in ranks if a != b]
+    shortest = min(len(net.way(a, b)) for a, b in pairs)
+    widest = max(net.pair_gbs(a, b) for a, b in pairs if len(net.way(a, b)) == shortest)
+    near = {(a, b) for a, b in pairs if len(net.way(a, b)) == shortest and net.pair_gbs(a, b) >= AS_WIDE * widest}
+    island: list[int] = []
     parts = 0
-    for device in range(fabric.size):
-        friends = [other for other in range(device) if quality.get((device, other)) == best]
-        if friends:
-            island[device] = island[friends[0]]
-        else:
-            island[device], parts = parts, parts + 1
-    size = fabric.size // parts
-    return size if island == [device // size for device in range(fabric.size)] and parts > 1 else None
+    for place, rank in enumerate(ranks):
+        friends = [other for other in range(place) if (rank, ranks[other]) in near]
+        island.append(island[friends[0]] if friends else parts)
+        parts += not friends
+    size = len(ranks) // parts
+    return size if island == [place // size for place in range(len(ranks))] and parts > 1 else None
 
 
 def good_order(net: Interconnect) -> tuple[int, ...]:
     """The ranks host by host, and inside a host round a ring of wide and short ways; identity where that is one."""
-    order: list[int] = []
-    for host in range(len(net.fabrics)):
-        order += _ring_of(net, [rank for rank, (at, _) in enumerate(net.places) if at == host])
-    return tuple(order)
+    return tuple(rank for ranks in _by_host(net) for rank in _ring_of(net, ranks))
 
 
 def _ring_of(net: Interconnect, ranks: Sequence[int]) -> list[int]:
     """The order as it is, unless its narrowest step is narrower than the widest pair: then greedily the best way on."""
-    if len(ranks) < 4 or len(ranks) > 32:
+    if not 4 <= len(ranks) <= MOST_LOOKED_AT:
         return list(ranks)
 
     def cost(a: int, b: int) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.planner.bound import Bound
 from tokenring.planner.fold import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnect import Interconnect
@@ -29,6 +29,7 @@ from tokenring.schedule.measure import Contacts, held, kept_bytes, links, progra
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 2  # times the time of the best so far
+LEAST_HOSTS = 4 * FEW_HOSTS  # equal ones, of which one stands for all
 FINAL = 4  # schedules that are looked at on twice as many
 MOST_TILES = 6_000  # of one host, that are folded as they are
 TOO_MANY_TILES = 40_000  # of one host: a schedule with more is not looked at
@@ -64,7 +65,7 @@ class Figures:
 
 def is_large(net: Interconnect, most_ranks: int) -> bool:
     """Whether there are many ranks, in enough equal hosts to fold."""
-    return net.world_size > most_ranks and has_equal_hosts(net) and len(net.fabrics) >= 4 * FEW_HOSTS
+    return net.world_size > most_ranks and has_equal_hosts(net) and len(net.fabrics) >= LEAST_HOSTS
 
 
 def promising(
@@ -124,10 +125,10 @@ def forecast(
     limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
     found.sort(key=lambda each: (each[1].peak_bytes > limit, each[1].seconds, each[0]))
     if not found or found[0][1].peak_bytes > limit:
-        raise ConfigurationError(
-            "no schedule can be planned for so many ranks"
-            if not found
-            else f"no schedule fits in {mb_text(int(limit))} a rank: raise the limit, or use more ranks"
+        if not found:
+            raise ConfigurationError("no schedule can be planned for so many ranks")
+        raise MemoryLimitError(
+            f"no schedule fits in {mb_text(int(limit))} a rank: raise the limit, or use more ranks"
         )
     best = found[0][1]
     candidates = [_candidate(name, each, best, bound, limit) for name, each in found]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.planner.devices import DEVICES, DeviceFigures, device_figures
-from tokenring.planner.presets import PREFIX, PRESETS, find
+from tokenring.planner.presets import PRESETS, find
 from tokenring.planner.rates import Machine, Messages, Rates, Sample
 from tokenring.schedule.ir import Pass
 from tokenring.topology.ranks import Topology
@@ -55,12 +55,33 @@ def messages_of(operation_us: float) -> Messages:
     return Messages(operation_us * 1e-6, 2e-6, source=f"{operation_us:g} µs a message, published")
 
 
-def machine_of_preset(name: str, dtype: torch.dtype) -> Machine:
-    """What a preset's ranks compute with."""
-    found, _ = find(name.removeprefix(PREFIX))
-    device = device_figures(found.device)
-    messages = messages_of(found.operation_us.known())
-    return Machine(device_rates(device, dtype), messages, transport=_transport_of(device.name))
+def machine_of_preset(name: str, dtype: torch.dtype, or_half: bool = False) -> Machine:
+    """What a preset's ranks compute with.
+
+    or_half: in fp16, whose blocks are as large as bf16's, where the device does not have the dtype. Raises
+    UnsupportedError where it has neither, ConfigurationError for a name that is none.
+    """
+    found, _ = find(name)
+    device, messages = device_figures(found.device), messages_of(found.operation_us.known())
+    try:
+        rates = device_rates(device, dtype)
+    except UnsupportedError:
+        if not or_half:
+            raise
+        rates = device_rates(device, torch.float16)
+    return _accelerator(device, rates, messages)
+
+
+def machine_of_device(name: str, dtype: torch.dtype) -> Machine:
+    """What ranks on such accelerators compute with, by their figures' name; a message costs what it does on a preset of
+    these, or what is assumed.
+
+    Raises ConfigurationError for a name that is none, UnsupportedError where there is no figure in this dtype.
+    """
+    device = device_figures(name)
+    same = next((each for each in PRESETS.values() if each.device == device.name), None)
+    operation_us = ASSUMED_OPERATION_US if same is None else same.operation_us.known()
+    return _accelerator(device, device_rates(device, dtype), messages_of(operation_us))
 
 
 def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
@@ -68,7 +89,7 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
     models = [] if topology.graph is None else [each.model or each.arch for each in topology.graph.accelerators]
     named = [model for model in models if model]
     if not models:
-        return Machine(CPU, CPU_MESSAGES)
+        return Machine(CPU, CPU_MESSAGES, kernel="cpu-flash")
     model = named[0] if named else "accelerators of an unknown model"
     name = next((figures for word, figures in MODELS_OF.items() if word in model.upper()), None)
     if name is None:
@@ -76,11 +97,11 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
             f"no compute figures of {model!r}: say what to reckon with, as in --device {next(iter(DEVICES))}, "
             f"or --tflops N"
         )
-    same = next((each for each in PRESETS.values() if each.device == name), None)
-    operation_us = ASSUMED_OPERATION_US if same is None else same.operation_us.known()
-    return Machine(device_rates(device_figures(name), dtype), messages_of(operation_us), transport=_transport_of(name))
+    return machine_of_device(name, dtype)
 
 
-def _transport_of(device: str) -> str | None:
-    """What moves messages between such devices, where there is one transport for them alone."""
-    return "hccl" if device.startswith(("910", "950")) else None
+def _accelerator(device: DeviceFigures, rates: Rates, messages: Messages) -> Machine:
+    """With what moves messages between such devices, and computes there, where there is one of it for them alone."""
+    ascend = device.name.startswith(("910", "950"))
+    transport, kernel = ("hccl", "npu-fusion") if ascend else (None, None)
+    return Machine(rates, messages, transport=transport, kernel=kernel)

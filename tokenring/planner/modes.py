@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tokenring.backends.base import Capabilities
-from tokenring.errors import ConfigurationError
+from tokenring.errors import MemoryLimitError
 from tokenring.planner.plan import Candidate, Forecast, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import SAME, mb_text, time_text
@@ -29,23 +29,24 @@ def within_limit(
 ) -> P:
     """The fastest plan over the transport as it is, or where the limit excludes a faster one over one of its modes.
 
-    modes: by name, those with most connections first. Raises ConfigurationError where nothing fits over any.
+    modes: by name, those with most connections first. Raises MemoryLimitError where nothing fits over any, and at once
+    whatever else `plan_over` raises: it has nothing to do with the limit.
     """
     if limit_bytes is None or not modes:
         return plan_over(setting)
-    refusals: list[ConfigurationError] = []
+    refusals: list[MemoryLimitError] = []
     found: list[tuple[str | None, P]] = []
     settings: list[tuple[str | None, Setting]] = [(None, setting)]
     settings += [(mode, over(setting, able)) for mode, able in modes.items()]
     for mode, each in settings:
         try:
             found.append((mode, plan_over(each)))
-        except ConfigurationError as error:
+        except MemoryLimitError as error:
             refusals.append(error)
         if mode is None and found and not excluded(found[0][1].candidates, limit_bytes):
             return found[0][1]
     if not found:
-        raise ConfigurationError(f"{refusals[-1]}. That is over {list(modes)[-1]!r}; over others it is more")
+        raise MemoryLimitError(f"{refusals[-1]}. That is over {list(modes)[-1]!r}; over others it is more")
     least = min(seconds(plan) for _, plan in found)
     mode, best = next((mode, plan) for mode, plan in found if seconds(plan) <= least * SAME)
     if mode is None:

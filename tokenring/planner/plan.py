@@ -143,5 +143,7 @@ def _dtype(name: object) -> torch.dtype:
 
 
 def _candidate(found: Mapping[str, Any]) -> Candidate:
+    if not isinstance(found, Mapping):
+        raise TypeError(f"a candidate is {found!r}")
     older = {"connections": None, "connection_bytes": None} | dict(found)  # plans written before these were known
     return Candidate(**{field.name: older[field.name] for field in fields(Candidate)})

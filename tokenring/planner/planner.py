@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.arguments import check_memory_limit, check_topology
+from tokenring.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
 from tokenring.planner.aside import Aside
-from tokenring.planner.auto import Call, make_in_order, order_of, plan_call
+from tokenring.planner.auto import Call, make_for, order_of, plan_call
 from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import (
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tokenring.backends.base import AttentionKernel, Capabilities, Transport
-    from tokenring.context import Request
+    from tokenring.request import Request
 
 LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"
+PROBE = b"probe"  # what rank 0 says where it has to look at what joins the ranks
 STILL_PLANNING, STILL_SECONDS = b"still planning", 0.5  # what rank 0 says meanwhile, and how often
 ASSUMED_DEVICE = "a100-sxm"  # what ranks compute with where nothing is known of their accelerators
 MEASURED_HERE = "kernels at the rates that `tokenring rates` measured here"
@@ -79,9 +81,14 @@ class Planner:
         if net.machine is not None:
             return net, net.machine
         machine, note = _machine(topology, device, dtype)
+        notes: tuple[str, ...] = () if note is None else (note,)
         if measured is not None:
-            machine, note = replace(machine, rates=measured), MEASURED_HERE
-        return (replace(net, notes=(*net.notes, note)) if note else net), machine
+            machine, notes = replace(machine, rates=measured), (MEASURED_HERE,)
+        if device.type == "cpu" and self._given is None:  # processes of this machine, as far as anybody knows
+            threads = 1 if measured is None else torch.get_num_threads()
+            machine, more = _on_shared_cores(machine, self.world_size, threads)
+            notes += more
+        return (replace(net, notes=(*net.notes, *notes)) if notes else net), machine
 
     def _look(self, device: torch.device) -> tuple[Interconnect, Topology | None]:
         given = self._given
@@ -106,7 +113,7 @@ class Planner:
         Raises ConfigurationError where nothing fits.
         """
         if self.world_size == 1:
-            made = make_schedule(self.families[0] if self.families else "ring", *layouts, request.mask)
+            made = make_schedule("ring", *layouts, request.mask)  # whatever is allowed: some families need two ranks
             return Plan(made, request.workload, "nothing has to move")
         return plan_call(replace(self._call(request, layouts, kernel, able), modes=modes or {}))
 
@@ -123,39 +130,36 @@ class Planner:
         if key not in self._kept:
             self._kept[key] = kept(key)
         net, machine = self.look(request.device, size.dtype, self._kept[key])
-        backward = request.training or request.differentiable  # so that a checkpoint's two forwards are the same
-        passes: tuple[Pass, ...] = ("forward", "backward") if backward else ("forward",)
+        passes: tuple[Pass, ...] = ("forward", "backward") if request.backward else ("forward",)
         able = IDEAL if able is None else able
         return Setting(request.workload, net, machine.over(able), passes, kernel.supports_patch, able)
 
     # ---------- what rank 0 tells the others
 
     def together(
-        self,
-        transport: Transport,
-        request: Request,
-        layouts: tuple[Layout, Layout],
-        kernel: AttentionKernel,
-        plan: Callable[[], Plan],
+        self, transport: Transport, request: Request, layouts: tuple[Layout, Layout], plan: Callable[[], Plan]
     ) -> Plan:
         """What rank 0 plans, by `plan`, on every rank. Raises ConfigurationError, on all, where nothing fits."""
-        self.look(request.device, request.workload.dtype)  # all ranks together, where there is something to probe
-        told = None if transport.rank != 0 else Aside(lambda: self._said(request, layouts, kernel, plan))
+        self._look_together(transport, request.device)
+        told = None if transport.rank != 0 else Aside(lambda: self._said(request, plan))
         while True:
             word = b"" if told is None else self._so_far(told, transport)
             if (said := transport.exchange_text(word, "the plan")[0]) != STILL_PLANNING:
-                return self.understood(said, request, layouts, kernel)
+                return self.understood(said, request, layouts)
 
-    def _said(
-        self,
-        request: Request,
-        layouts: tuple[Layout, Layout],
-        kernel: AttentionKernel,
-        plan: Callable[[], Plan],
-    ) -> bytes:
+    def _look_together(self, transport: Transport, device: torch.device) -> None:
+        """Probe, all ranks together, where rank 0 knows nothing of accelerators: what others know does not count."""
+        if device.type == "cpu":
+            return
+        unknown = transport.rank == 0 and self._given is None and device not in self._seen
+        if transport.exchange_text(PROBE if unknown else b"", "the plan")[0] == PROBE:
+            found = Topology.probe(self.group, device)
+            self._seen[device] = interconnect_of(found), found
+
+    def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
         """The plan, or why there is none, as it is told."""
         try:
-            return self.word(plan(), self._call(request, layouts, kernel, None))
+            return self.word(plan(), order_of(self.look(request.device, request.workload.dtype)[0]))
         except TokenRingError as error:
             return json.dumps({REFUSAL: str(error)}).encode()
 
@@ -171,24 +175,32 @@ class Planner:
             raise
 
     @staticmethod
-    def word(plan: Plan, call: Call) -> bytes:
+    def word(plan: Plan, order: tuple[int, ...] | None) -> bytes:
         """A plan without its schedule, which everybody makes from its name and the order of the ranks."""
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
-        said = {"name": plan.name, "order": order_of(call), "reason": plan.reason, "candidates": candidates}
+        said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}
         return json.dumps(said | {"transport": plan.transport}).encode()
 
-    def understood(
-        self, said: bytes, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel
-    ) -> Plan:
+    @staticmethod
+    def understood(said: bytes, request: Request, layouts: tuple[Layout, Layout]) -> Plan:
         """The plan that rank 0 told. Raises ConfigurationError, as it did, where there is none."""
         found = json.loads(said)
         if REFUSAL in found:
             raise ConfigurationError(found[REFUSAL])
         candidates = tuple(Candidate(**each) for each in found["candidates"])
-        # In rank 0's order: another rank, which may have been given other figures, could think another one good.
-        made = make_in_order(self._call(request, layouts, kernel, None), found["name"], found["order"])
+        # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
+        made = make_for(request.workload, layouts, request.mask, found["name"], found["order"])
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
+
+
+def _on_shared_cores(machine: Machine, ranks: int, threads: int) -> tuple[Machine, tuple[str, ...]]:
+    """The same where there are fewer cores than ranks with so many threads each, and a note that says so."""
+    at_once = max(1.0, cores() / threads)  # kernels
+    if at_once >= ranks:
+        return machine, ()
+    note = f"{ranks} ranks share {cores()} core{'s' if cores() > 1 else ''}"
+    return replace(machine, shared_cores=at_once, kernels_share=True), (note,)
 
 
 def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype) -> tuple[Machine, str | None]:

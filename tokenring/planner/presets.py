@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tokenring.errors import ConfigurationError
@@ -137,7 +137,8 @@ class Preset:
 
     def topology(self, hosts: int = 1) -> Topology:
         """One rank on each accelerator of so many of these servers, host by host."""
-        return topology(self.server, hosts)
+        reached = {kind: share.known() for kind, share in self.reached.items()}
+        return replace(topology(self.server, hosts), reached=reached)
 
     def facts(self, hosts: int = 1) -> list[Facts]:
         """As probes would have found it: what `to_json` saves."""

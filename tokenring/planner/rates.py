@@ -108,6 +108,7 @@ class Machine:
     shared_cores: where all ranks are processes of one machine, on how many cores they copy, merge and post in turns.
     kernels_share: whether kernels take turns there too; else they sleep, or something else than a core computes.
     start_seconds: of a pass, until its first instruction. transport: what moves messages there, where known.
+    kernel: by name, what computes there, where its cuts of a patch are known; None: it takes any patch in one call.
     """
 
     rates: Rates
@@ -116,6 +117,7 @@ class Machine:
     kernels_share: bool = False
     start_seconds: float = 0.0
     transport: str | None = None
+    kernel: str | None = None
 
     @cached_property
     def source(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.planner.bound import Bound
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Least, Prediction, Setting, least_seconds, predict
@@ -81,7 +81,8 @@ def decide(found: Judgement, setting: Setting, bound: Bound | None, memory_limit
     """The plan of the best. Raises ConfigurationError where nothing fits."""
     judged = found.judged
     if not judged or not judged[0].fits(memory_limit_bytes):
-        raise ConfigurationError(_nothing_fits(found, setting, memory_limit_bytes))
+        wrong = MemoryLimitError if judged else ConfigurationError
+        raise wrong(_nothing_fits(found, setting, memory_limit_bytes))
     best = judged[0]
     candidates = tuple(_candidate(each, best, bound, memory_limit_bytes) for each in judged)
     if best.seconds > (1 + NOTHING) * min(each.seconds for each in judged if each.fits(memory_limit_bytes)):

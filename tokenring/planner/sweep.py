@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log10
 
@@ -39,19 +39,35 @@ class Point:
         return next(iter(self.seconds))
 
 
-def sweep(options: argparse.Namespace, first: int, last: int, status: Callable[[str], None]) -> list[Point]:
-    """Plans at every power of two from the first length to the last. Raises ConfigurationError."""
+def sweep(
+    options: argparse.Namespace, first: int, last: int, status: Callable[[str], None]
+) -> tuple[list[Point], dict[int, str]]:
+    """Plans at every power of two from the first length to the last; and why there is none at some lengths.
+
+    Raises ConfigurationError where there is none at any.
+    """
     if first > last:
         raise ConfigurationError(f"--sweep {options.sweep}: the first length is the larger one")
-    points, tokens = [], first
+    points: list[Point] = []
+    skipped: dict[int, ConfigurationError] = {}
+    tokens = first
     while tokens <= last:
         status(f"planning for {length_text(tokens)} tokens")
-        asked = ask(argparse.Namespace(**{**vars(options), "seq": str(tokens)}))
-        plan = plan_or_forecast(asked.call)
-        times = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
-        points.append(Point(tokens, times, plan.candidates[0].bound_seconds or 0.0))
+        try:
+            points.append(_point(options, tokens))
+        except ConfigurationError as error:
+            skipped[tokens] = error
         tokens *= 2
-    return points
+    if not points:
+        raise next(iter(skipped.values()))
+    return points, {tokens: str(error) for tokens, error in skipped.items()}
+
+
+def _point(options: argparse.Namespace, tokens: int) -> Point:
+    asked = ask(argparse.Namespace(**{**vars(options), "seq": str(tokens)}))
+    plan = plan_or_forecast(asked.call)
+    times = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
+    return Point(tokens, times, plan.candidates[0].bound_seconds or 0.0)
 
 
 def length_text(tokens: int) -> str:
@@ -62,15 +78,16 @@ def length_text(tokens: int) -> str:
     return str(tokens)
 
 
-def sweep_table(points: Sequence[Point]) -> str:
-    """A line a length."""
-    lines = [f"{'tokens':>8}  {'time':>9}  {'× bound':>7}  schedule (the next)"]
+def sweep_table(points: Sequence[Point], skipped: Mapping[int, str]) -> str:
+    """A line a length, also of those that were not planned for."""
+    lines = {tokens: f"{length_text(tokens):>8}  not planned: {why}" for tokens, why in skipped.items()}
     for point in points:
         best, *rest = point.seconds.items()
         ratio = f"{best[1] / point.bound_seconds:.2f}" if point.bound_seconds else ""
         text = f"{length_text(point.tokens):>8}  {time_text(best[1]):>9}  {ratio:>7}  {best[0]}"
-        lines.append(text + (f" ({rest[0][0]} {rest[0][1] / best[1]:.2f} ×)" if rest else ""))
-    return "\n".join(lines)
+        lines[point.tokens] = text + (f" ({rest[0][0]} {rest[0][1] / best[1]:.2f} ×)" if rest else "")
+    head = f"{'tokens':>8}  {'time':>9}  {'× bound':>7}  schedule (the next)"
+    return "\n".join([head, *(lines[tokens] for tokens in sorted(lines))])
 
 
 def sweep_svg(points: Sequence[Point], options: argparse.Namespace) -> str:

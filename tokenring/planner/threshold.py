@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
+from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
 from tokenring.mask import Causal, Full, Mask
 from tokenring.planner.auto import Call, make
@@ -26,14 +26,14 @@ from tokenring.planner.models import MODELS, ModelHeads
 from tokenring.planner.predict import Setting, predict
 from tokenring.planner.presets import PRESETS, preset
 from tokenring.planner.rates import Machine
-from tokenring.planner.wiring import REACHED, interconnect_of
+from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.families.registry import variants
 from tokenring.schedule.ir import PASSES
 
 SHARE = 0.95
 POINTS = [*sorted(tokens for n in range(6, 20) for tokens in (1 << n, 3 << n - 1)), 1 << 20]  # tokens a rank
 OVER_NICS = 4  # hosts, each with one rank of the group: tensor parallelism has the node
-SHOWN = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "usp", "sub-sharded")
+SHOWN = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "packed", "usp", "sub-sharded")
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,10 @@ class Place:
 
     def network(self) -> tuple[Interconnect, int]:
         """The group's interconnect, and over how many ranks the heads are spread."""
-        found = PRESETS[self.name]
-        reached = {**REACHED, **{kind: share.known() for kind, share in found.reached.items()}}
         if not self.over_nics:
-            return interconnect_of(preset(self.name), reached), 1
-        tensor = found.server.count
-        return context_parallel_group(interconnect_of(preset(f"{self.name}*{OVER_NICS}"), reached), tensor), tensor
+            return interconnect_of(preset(self.name)), 1
+        tensor = PRESETS[self.name].server.count
+        return context_parallel_group(interconnect_of(preset(f"{self.name}*{OVER_NICS}")), tensor), tensor
 
 
 def places() -> list[Place]:
@@ -102,7 +100,7 @@ def _fewest(
 def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, tokens: int) -> float:
     """What part of the time kernels take, with so many tokens a rank."""
     length = tokens * net.world_size
-    machine = _machine(place, model)
+    machine = _machine(place.name, model.dtype)
     workload = heads_of_group(model.workload(length), tensor)
     layout = make_layout("zigzag" if model.causal else "contiguous", net.world_size, length)
     setting = Setting(workload, net, machine, PASSES)
@@ -111,12 +109,8 @@ def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask:
 
 
 @lru_cache
-def _machine(place: Place, model: ModelHeads) -> Machine:
-    """In the model's dtype; on a device that has no bf16, in fp16, whose blocks are as large."""
-    try:
-        return machine_of_preset(place.name, model.dtype)
-    except UnsupportedError:
-        return machine_of_preset(place.name, torch.float16)
+def _machine(name: str, dtype: torch.dtype) -> Machine:
+    return machine_of_preset(name, dtype, or_half=True)
 
 
 def table(chosen: Sequence[Place], models: Sequence[ModelHeads], status: Callable[[str], None]) -> Iterator[str]:
@@ -142,6 +136,14 @@ def _cell(found: dict[str, int | None], family: str) -> str:
     return "never" if tokens is None else f"{tokens:,}"
 
 
+def _names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """Names separated by commas. Raises ConfigurationError for those that are none."""
+    names, all_names = text.split(","), list(known)
+    if unknown := [name for name in names if name not in all_names]:
+        raise ConfigurationError(f"{option} {text}: {unknown[0]!r} is none of {', '.join(all_names)}")
+    return names
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tokenring.planner.threshold", description=__doc__)
     parser.add_argument("--presets", default=",".join(PRESETS), metavar="NAMES")
@@ -149,9 +151,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--where", choices=("node", "nics", "both"), default="both")
     options = parser.parse_args(argv)
     wanted = {"node": (False,), "nics": (True,), "both": (False, True)}[options.where]
-    chosen = [each for each in places() if each.name in options.presets.split(",") and each.over_nics in wanted]
-    models = [MODELS[name] for name in options.models.split(",")]
     try:
+        presets = _names("--presets", options.presets, PRESETS)
+        models = [MODELS[name] for name in _names("--models", options.models, MODELS)]
+        chosen = [each for each in places() if each.name in presets and each.over_nics in wanted]
         for line in table(chosen, models, lambda text: print(text, file=sys.stderr)):
             print(line, flush=True)
     except TokenRingError as error:

@@ -20,7 +20,7 @@ from tokenring.topology.graph import Edge, Graph
 from tokenring.topology.ranks import Topology
 from tokenring.topology.verdict import Verdict
 
-# Of published rates, what a copy reaches; by kind of link (sources: docs/presets.md).
+# Of published rates, what a copy reaches where a topology does not know; by kind of link (sources: docs/presets.md).
 REACHED: Mapping[str, float] = MappingProxyType(
     {"nvlink": 0.85, "hccs": 0.94, "sio": 0.89, "xgmi": 0.75, "pcie": 0.85, "sys": 1.0, "network": 0.97}
 )
@@ -33,7 +33,7 @@ TREE_KINDS = ("pcie", "sys", "uplink")
 Ids = tuple[str | None, ...]
 
 
-def interconnect_of(topology: Topology, reached: Mapping[str, float] = REACHED) -> Interconnect:
+def interconnect_of(topology: Topology) -> Interconnect:
     """The interconnect of a topology's ranks. Raises ConfigurationError for a topology of no ranks."""
     if topology.world_size < 1:
         raise ConfigurationError("this topology has no ranks: name one with accelerators, or a preset")
@@ -45,7 +45,7 @@ def interconnect_of(topology: Topology, reached: Mapping[str, float] = REACHED) 
     for rank, host in enumerate(hosts):
         places.append((number[host], len(ranks_of[host])))
         ranks_of[host].append(rank)
-    maker = _Maker(topology, reached, several=len(ranks_of) > 1)
+    maker = _Maker(topology, {**REACHED, **topology.reached}, several=len(ranks_of) > 1)
     fabrics = tuple(
         maker.fabric(host, ranks, tuple(devices[rank] for rank in ranks)) for host, ranks in ranks_of.items()
     )

@@ -8,8 +8,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tokenring.backends.kernels.reference import row_dot
-from tokenring.context import ContextParallel, Request
+from tokenring.context import ContextParallel
 from tokenring.errors import UnsupportedError
+from tokenring.request import Request
 from tokenring.runtime.executor import Call, Executor
 from tokenring.runtime.trace import Trace
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from tokenring.context import ContextParallel, Request
+from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
+from tokenring.request import Request
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.runtime.handles import context_of
 

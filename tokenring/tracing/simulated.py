@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tokenring.context import ContextParallel, Request
+from tokenring.context import ContextParallel
 from tokenring.planner.planner import Planner
 from tokenring.planner.predict import predict
 from tokenring.planner.timeline import timeline
+from tokenring.request import Request
 from tokenring.tracing.record import Simulated
 
 

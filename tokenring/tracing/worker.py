@@ -25,9 +25,10 @@ from tokenring.backends.members import this_member
 from tokenring.bench.race import make_inputs, no_garbage_collection
 from tokenring.bench.results import Case
 from tokenring.bench.worker import machine_of
-from tokenring.context import ContextParallel, Request
+from tokenring.context import ContextParallel
 from tokenring.mask import Mask, parse_mask
 from tokenring.ranks import Tell, process_group, quiet, serve
+from tokenring.request import Request
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.names import tiles as tiles_of
 from tokenring.runtime.trace import Event

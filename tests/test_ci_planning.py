@@ -1,0 +1,64 @@
+"""Scripts of ci/ about planning: what they say where something fails, instead of a traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+CI = Path(__file__).resolve().parent.parent / "ci"
+
+
+def script(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script as a module; what it adds to sys.path goes with the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec = importlib.util.spec_from_file_location(f"ci_{Path(path).stem}", CI / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        ({"ring": [0.2, 0.1, 0.3], "ulysses": [0.1]}, "auto ring 200.0 ms, best ulysses 100.0 ms, regret 2.000"),
+        ({"ring": [], "ulysses": [0.1]}, "auto ring failed, best ulysses 100.0 ms"),
+        ({"ulysses": [0.1]}, "auto ring failed, best ulysses 100.0 ms"),
+        ({"ring": []}, "auto ring; none of them ran"),
+        ({}, "auto ring; none of them ran"),
+    ],
+)
+def test_cells_whose_choice_failed(
+    seconds: dict[str, list[float]], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert script("cells/run.py", monkeypatch).said("ring", seconds) == says
+
+
+def test_plans_that_take_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of two takes too long: a line says so, and the other one is still planned; no picture of nothing."""
+    made = script("plan_scale.py", monkeypatch)
+    asked: list[str] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command[5])
+        if len(asked) == 1:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, 0, '{"reason": "ring"}', "")
+
+    monkeypatch.setattr(made.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["plan_scale.py", "--hosts", "1", "2"])
+    assert made.main() == 0
+    assert asked == ["preset:hgx-h100*1", "preset:hgx-h100*2"]
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "over 590 s" in first and "ring" in second
+    asked.clear()
+    monkeypatch.setattr(sys, "argv", ["plan_scale.py", "--hosts", "1", "--svg", str(tmp_path / "a.svg")])
+    assert made.main() == 0 and not (tmp_path / "a.svg").exists()
