@@ -33,7 +33,7 @@ def call_of(name: str, model: ModelHeads, mask: Mask, tokens: int) -> Call:
     net = interconnect_of(preset(name))
     machine = machine_of_preset(name, model.dtype, or_half=True)
     length = tokens * net.world_size
-    layout = make_layout("zigzag" if isinstance(mask, Causal) else "contiguous", net.world_size, length)
+    layout = make_layout("contiguous" if mask == Full() else "zigzag", net.world_size, length)
     return Call(Setting(model.workload(length), net, machine, PASSES), layout, layout, mask)
 
 
@@ -51,9 +51,9 @@ def ratios(presets: list[str], tokens: list[int]) -> Iterator[tuple[bool, float]
                         continue
                     seconds = plan.candidates[0].predicted_seconds or 0.0
                     ratio = seconds / call_bound(call).seconds
-                    attainable = isinstance(mask, Full) and model.kv_heads % call.setting.interconnect.world_size == 0
+                    attainable = mask == Full() and model.kv_heads % call.setting.interconnect.world_size == 0
                     what = "attainable" if attainable else ""
-                    circumstances = f"{name:16} {model.title:28} {type(mask).__name__:7} {some:6}"
+                    circumstances = f"{name:16} {model.title:28} {mask!s:7} {some:6}"
                     print(f"{circumstances} {plan.name:26} {ratio:5.2f} {what}", flush=True)
                     yield attainable, ratio
 

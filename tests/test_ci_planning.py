@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,3 +62,21 @@ def test_plans_that_take_too_long(
     asked.clear()
     monkeypatch.setattr(sys, "argv", ["plan_scale.py", "--hosts", "1", "--svg", str(tmp_path / "a.svg")])
     assert made.main() == 0 and not (tmp_path / "a.svg").exists()
+
+
+def test_what_is_set_over_the_bound(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Causal masks in the layout that balances them; only full masks can attain the bound."""
+    made = script("over_bound.py", monkeypatch)
+    monkeypatch.setattr(made, "MODELS", dict(list(made.MODELS.items())[:1]))
+    layouts: list[str] = []
+
+    def plan(call: Any) -> Any:
+        layouts.append(call.q_layout.name)
+        candidate = SimpleNamespace(predicted_seconds=2 * made.call_bound(call).seconds)
+        return SimpleNamespace(name="ring", candidates=[candidate])
+
+    monkeypatch.setattr(made, "plan_call", plan)
+    assert list(made.ratios(["hgx-h100"], [1024])) == [(True, pytest.approx(2.0)), (False, pytest.approx(2.0))]
+    assert layouts == ["contiguous", "zigzag"]
+    full, causal = capsys.readouterr().out.splitlines()
+    assert "full" in full and "attainable" in full and "causal" in causal and "attainable" not in causal
