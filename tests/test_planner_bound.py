@@ -14,7 +14,6 @@ from nets import BOTH, SHAPES, clusters, named, setting, workload
 
 import tokenring as tr
 from tokenring.mask import Mask
-from tokenring.planner.auto import visible_pairs
 from tokenring.planner.bound import _head_group_cost, _spread, _spread_evenly, group_bytes, lower_bound
 from tokenring.planner.interconnect import (
     Fabric,
@@ -28,6 +27,7 @@ from tokenring.planner.interconnect import (
 from tokenring.planner.interconnect import mesh_fabric as mesh
 from tokenring.planner.predict import Setting, least_seconds, predict
 from tokenring.planner.rates import Rates, constant
+from tokenring.planner.visible import visible_pairs
 from tokenring.workload import Workload
 
 FREE = constant(1e9)
