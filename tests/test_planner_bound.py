@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -13,8 +14,7 @@ from nets import BOTH, SHAPES, clusters, named, setting, workload
 
 import tokenring as tr
 from tokenring.mask import Mask
-from tokenring.planner.auto import visible_pairs
-from tokenring.planner.bound import _head_group_cost, _spread, group_bytes, lower_bound
+from tokenring.planner.bound import _head_group_cost, _spread, _spread_evenly, group_bytes, lower_bound
 from tokenring.planner.interconnect import (
     Fabric,
     Interconnect,
@@ -27,6 +27,7 @@ from tokenring.planner.interconnect import (
 from tokenring.planner.interconnect import mesh_fabric as mesh
 from tokenring.planner.predict import Setting, least_seconds, predict
 from tokenring.planner.rates import Rates, constant
+from tokenring.planner.visible import visible_pairs
 from tokenring.workload import Workload
 
 FREE = constant(1e9)
@@ -155,7 +156,48 @@ def test_one_rank_moves_nothing() -> None:
     assert lower_bound(size, size.q_length**2, full_mesh(1, 1.0), FREE, ("forward",)).transfer_seconds == 0
 
 
+def test_giving_each_rank_a_batch_entry() -> None:
+    """No schedule of ours does it; it is one head of eight: 7/8 of its Q, K and V come in, and of its O go out."""
+    size = replace(workload(8, (1, 1)), batch=8)
+    head = 4 * size.q_length * size.head_dim * size.itemsize * 7 / 8
+    for net, wires in ((switch(8, 1.0), 1), (full_mesh(8, 1.0), 7)):
+        found = bound_of(setting(net, size), tr.Full()) * 1e9
+        assert 0.8 * head / wires <= found <= head / wires
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}:{heads[1]}")
+@pytest.mark.parametrize("batch", [2, 64])
+def test_no_wire_of_any_schedule_of_a_batch_is_below(heads: tuple[int, int], batch: int) -> None:
+    """As above; and a batch needs at least as much as one entry, and no more than each of them."""
+    one = workload(8, heads, 336)
+    size = replace(one, batch=batch)
+    asked = [setting(net(8), size) for net in SHAPES.values()]
+    bounds = [bound_of(each, tr.Full()) for each in asked]
+    for each, bound in zip(asked, bounds, strict=True):
+        single = bound_of(replace(each, workload=one), tr.Full())
+        assert single <= bound <= batch * single * (1 + 1e-9)
+    for name in members(8, heads)[::4]:
+        schedule = named(name, 8, size.q_length)
+        for each, bound in zip(asked, bounds, strict=True):
+            assert least_wires(schedule, each) >= bound * (1 - 1e-9), f"{name}, {each.interconnect.name}"
+
+
 # ---------- widths
+
+
+def test_ranks_that_share_a_device() -> None:
+    """What passes between them passes no wire: divided into single ranks, they would be charged for it."""
+    fabric = mesh(2, 1.0)
+    net = Interconnect("pairs on devices", (fabric,), ((0, 0), (0, 0), (0, 1), (0, 1)))
+    size = workload(4, (4, 1))
+    asked = setting(net, size)
+    found = lower_bound(size, size.q_length**2, net, FREE, ("forward",))
+    assert found.cut == "2 neighbours"
+    assert found.transfer_seconds > 0
+    for name in members(4, (4, 1)):
+        assert least_wires(named(name, 4, size.q_length), asked) >= found.transfer_seconds * (1 - 1e-9), name
+    alone = Interconnect("one device", (mesh(1, 1.0),), ((0, 0), (0, 0)))
+    assert lower_bound(size, size.q_length**2, alone, FREE, ("forward",)).transfer_seconds == 0
 
 
 def test_unequal_ranks_are_averaged() -> None:
@@ -239,6 +281,18 @@ def test_the_division_by_force(groups: int, per_group: int, part: Fraction, work
         forced = by_force(float(work), groups, per_group, part, q, kv)
         assert found <= forced + 1e-9
         assert found == pytest.approx(forced, rel=0.1, abs=0.03)  # its steps are coarse
+        assert _spread_evenly(float(work), groups, per_group, part, cost) <= found + 1e-9
+
+
+@pytest.mark.parametrize("per_group", [1, 4])
+def test_many_heads_are_divided_as_their_hull(per_group: int) -> None:
+    """The hull of what one KV head costs is reached where there are many, and is never above."""
+    part, groups = Fraction(1, 8), 24
+    cost = _head_group_cost(per_group, 1.0, 1.0, float(part))
+    for share in (0.1, 0.3, 0.5, 1.0):
+        work = share * groups * per_group / 8
+        hull, wholes = (divide(work, groups, per_group, part, cost) for divide in (_spread_evenly, _spread))
+        assert 0.7 * wholes <= hull <= wholes + 1e-9
 
 
 def test_more_work_never_costs_less() -> None:

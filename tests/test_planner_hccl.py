@@ -17,7 +17,7 @@ from tokenring.cli import main
 from tokenring.layout import contiguous
 from tokenring.planner.fold import folded, symmetry_of
 from tokenring.planner.interconnect import full_mesh
-from tokenring.planner.large import figures
+from tokenring.planner.large import Task, figures
 from tokenring.planner.plan import Plan
 from tokenring.planner.predict import Setting, predict
 from tokenring.schedule.families.registry import parse
@@ -122,7 +122,7 @@ def test_folded_worlds_count_the_same(name: str, transport: str) -> None:
     scheme = parse(name).make(32)
     one = folded(scheme, size.q_length, size.kv_length, symmetry_of(scheme, 32, 4))
     assert max(connections(links(one, BOTH), able, rank) for rank in range(4)) == whole
-    found = figures(name, over(setting(net, size, BOTH, tflops=1.0), transport), 1.0, 2, float("inf"))
+    found = figures(name, Task(over(setting(net, size, BOTH, tflops=1.0), transport)), 2, float("inf"))
     assert found is not None and round(found.connections) == whole
     assert round(found.connection_bytes) == whole * CONNECTION_BYTES < found.peak_bytes
 

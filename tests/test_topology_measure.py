@@ -160,7 +160,7 @@ def test_command_on_ranks_of_its_own(tmp_path: Path) -> None:
     assert [link["source"] for link in document["links"]] == ["measured"]
     out = StringIO()
     assert main(["topology", "--from", str(tmp_path / "t.json")], out, StringIO(), StringIO()) == 0
-    assert out.getvalue().startswith("2 × accelerator, full mesh")
+    assert out.getvalue().startswith("2 × CPU process, full mesh")
 
 
 @pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf")])

@@ -18,6 +18,8 @@ PEER_KINDS = ("nvlink", "xgmi", "hccs", "sio", "ub", "mxlink", "mtlink", "mlulin
 PCIE_PATHS = ("pix", "pxb", "phb", "node", "sys")
 PCIE_KINDS = ("pcie", *PCIE_PATHS)  # "pcie": somewhere through PCIe, the source does not say how far
 ASSUMED = "assumed"  # the label of a link that no source shows
+PROCESS = "CPU process"  # the model of a rank that measured, whose transfers were between CPU memories
+HALF_DUPLEX = 1.25  # both ways at once, as a multiple of one way: no more than this
 # Accelerator to CPU; between hosts, and what leads there; between switches; measured, through parts that others share.
 OTHER_KINDS = ("c2c", "network", "uplink", "path")
 LINK_KINDS = (*PEER_KINDS, *PCIE_KINDS, *OTHER_KINDS)
@@ -76,6 +78,11 @@ class Measurement:
     latency_us: float | None = None
     what: str | None = None  # "peer access off", "copy engine, write"
     spread: float | None = None  # of repeated values, as a share: what else was at work
+
+    @property
+    def is_half_duplex(self) -> bool:
+        """Whether both ways at once carry about what one way does."""
+        return self.gbs is not None and self.both_gbs is not None and self.both_gbs <= HALF_DUPLEX * self.gbs
 
 
 @dataclass(frozen=True)

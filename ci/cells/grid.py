@@ -11,10 +11,11 @@ from pairwise import sample
 from tokenring.emulate.shapes import Shape
 from tokenring.layout import Layout, make_layout
 from tokenring.mask import Mask, parse_mask
-from tokenring.planner.auto import Call, plan_call, visible_pairs
+from tokenring.planner.auto import Call, plan_call
 from tokenring.planner.emulated import interconnect_of_shape, sleeping_machine
 from tokenring.planner.plan import Plan
 from tokenring.planner.predict import Setting, worst_wire
+from tokenring.planner.visible import visible_pairs
 from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
 from tokenring.workload import Workload

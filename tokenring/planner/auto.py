@@ -8,18 +8,18 @@ from functools import partial
 
 from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError
-from tokenring.layout import Layout, Positions
+from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.large import LEAST_HOSTS, forecast, has_equal_hosts, is_large, promising
+from tokenring.planner.large import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
 from tokenring.planner.modes import over, within_limit
 from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
 from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import Choice, Judgement, decide, judge
-from tokenring.region import Patch
+from tokenring.planner.visible import UNEVEN, is_even, most_of_own_rows, visible_pairs, visible_share
 from tokenring.schedule.families.registry import FAMILIES, check_heads, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.schemes import make_schedule
@@ -100,22 +100,28 @@ def _check_simulated(net: Interconnect) -> None:
 def _first_round(call: Call) -> Judgement:
     """Whole blocks. Of many ranks in equal hosts those that look best on one host, and those that cannot be seen so."""
     setting, names = call.setting, first_names(call)
-    if call.everything or not _is_many(call):
+    if call.everything or not _shows_on_one_host(call):
         return judge(_choices(call, names), setting, call.memory_limit_bytes, call.everything)
-    best, unknown = promising(names, setting, _visible_share(call), MANY_REFINED)
+    best, unknown = promising(names, _task(call), MANY_REFINED)
     found = judge(_choices(call, best), setting, call.memory_limit_bytes, False)
     return judge(_choices(call, unknown), setting, call.memory_limit_bytes, False, found)
 
 
+def _shows_on_one_host(call: Call) -> bool:
+    """Whether one host shows which schedules are best: not how a mask prunes them, nor whether they fit."""
+    limited = call.memory_limit_bytes is not None  # what looks best may not fit
+    return _is_many(call) and not limited and is_even(call.mask, call.q_layout, call.kv_layout)
+
+
 def _is_many(call: Call) -> bool:
     net = call.setting.interconnect
-    limited = call.memory_limit_bytes is not None  # what looks best may not fit
-    return net.world_size > MANY_RANKS and has_equal_hosts(net) and not limited
+    return net.world_size > MANY_RANKS and has_equal_hosts(net)
 
 
 def _refined(call: Call) -> int:
     """How many schedules of the first round are tried in finer pieces."""
-    return MANY_REFINED if _is_many(call) and not call.everything else REFINED
+    limited = call.memory_limit_bytes is not None
+    return MANY_REFINED if _is_many(call) and not limited and not call.everything else REFINED
 
 
 def plan_or_forecast(call: Call) -> Plan | Forecast:
@@ -130,15 +136,24 @@ def forecast_call(call: Call) -> Forecast:
 
 
 def _forecast(call: Call) -> Forecast:
-    return forecast(
-        first_names(call), call.setting, _visible_share(call), call_bound(call), call.memory_limit_bytes
-    )
+    return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes)
 
 
-def _visible_share(call: Call) -> float:
-    """Of all (query, key) pairs, how many the mask leaves."""
+def _task(call: Call) -> Task:
+    """What one host shows of it, and what it does not."""
     size = call.setting.workload
-    return visible_pairs(call.mask, size.q_length, size.kv_length) / (size.q_length * size.kv_length)
+    share = visible_share(call.mask, size.q_length, size.kv_length)
+    notes = () if is_even(call.mask, call.q_layout, call.kv_layout) else (_uneven_note(call),)
+    return Task(call.setting, share, (call.q_layout, call.kv_layout), notes)
+
+
+def _uneven_note(call: Call) -> str:
+    """Of a mask whose shape counts, where one host cannot show it."""
+    text = "the mask is reckoned by its share of all pairs alone, though"
+    most = most_of_own_rows(call.mask, call.q_layout, call.kv_layout.length)
+    if most >= 1 + UNEVEN:
+        text += f" one rank's queries see {most:.2g} × the average and"
+    return f"{text} some blocks (layout {call.q_layout.name}) see nothing of others and need not move"
 
 
 def call_bound(call: Call) -> Bound:
@@ -148,12 +163,6 @@ def call_bound(call: Call) -> Bound:
     net, machine = setting.interconnect, setting.machine
     found = lower_bound(setting.workload, pairs, net, machine.rates, setting.passes)
     return replace(found, compute_seconds=machine.kernel_seconds([found.compute_seconds] * net.world_size))
-
-
-def visible_pairs(mask: Mask, q_length: int, kv_length: int) -> int:
-    """(query, key) pairs that a mask leaves, of one head."""
-    region: Iterable[Patch] = mask.region(Positions(0, q_length), Positions(0, kv_length))
-    return sum(patch.pairs() for patch in region)
 
 
 def first_names(call: Call) -> list[str]:

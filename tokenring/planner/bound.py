@@ -1,7 +1,7 @@
 """How fast any schedule could be: a lower bound on computing and on the bytes that must enter a group of ranks.
 
 The derivation is in docs/bounds.md. It holds for every schedule that starts from a balanced sequence-sharded
-layout and leaves its results there, whatever it keeps, prunes or overlaps.
+layout and leaves its results there, whatever it keeps, prunes or overlaps, and whether or not it splits the batch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tokenring.workload import Workload
 
 MOST_RANKS = 64  # of a group that is looked at, and of all where hosts differ
 MOST_OUTSIDE = 64  # senders that are looked at: of equal hosts a few stand for all
+MOST_WHOLE_HEADS = 128  # query heads of all batch entries, up to which every division in whole heads is tried
 ROUNDING = 1e-9
 
 
@@ -67,17 +68,20 @@ def _compute_seconds(workload: Workload, pairs: int, ranks: int, rates: Rates, d
 def group_bytes(workload: Workload, share: float, group: int, ranks: int) -> float:
     """Bytes that must come into a group of `group` ranks, on average over groups that are all the ranks together.
 
-    share: of all (query, key) pairs, how many are visible.
+    share: of all (query, key) pairs, how many are visible. A head of one batch entry has nothing in common with that
+    of another: both count as heads.
     """
-    part = group / ranks
-    row = workload.batch * workload.head_dim * workload.itemsize  # one tensor's bytes of a token and head
+    part = Fraction(group, ranks)
+    row = workload.head_dim * workload.itemsize  # one tensor's bytes of a token, head and batch entry
     # Either pass moves two tensors of each: Q and O, K and V; or, where Q, K and V were kept, dO and dQ, dK and dV.
     q_bytes = 2 * row * workload.q_length  # of one query head, all of its rows
     kv_bytes = 2 * row * workload.kv_length
     per_group = workload.q_heads // workload.kv_heads
-    work = share * workload.q_heads * part  # in heads: what the group computes when all compute alike
-    cost = _head_group_cost(per_group, q_bytes, kv_bytes, part)
-    return _spread(work, workload.kv_heads, per_group, Fraction(group, ranks), cost)
+    heads = workload.batch * workload.q_heads
+    work = share * heads * float(part)  # in heads: what the group computes when all compute alike
+    cost = _head_group_cost(per_group, q_bytes, kv_bytes, float(part))
+    divide = _spread if heads <= MOST_WHOLE_HEADS else _spread_evenly
+    return divide(work, workload.batch * workload.kv_heads, per_group, part, cost)
 
 
 def _spread(work: float, groups: int, per_group: int, part: Fraction, cost: Cost) -> float:
@@ -87,10 +91,8 @@ def _spread(work: float, groups: int, per_group: int, part: Fraction, cost: Cost
     `part` and whole heads, so that in the cheapest division all KV heads but one are at such a point.
     `least[n][done]` is the least cost of `done` / part.denominator heads of work on n KV heads.
     """
-    unit, own = part.denominator, part.numerator
-    free = per_group * float(part) ** 2
-    points = {heads * own for heads in range(1, per_group + 1)} | {heads * unit for heads in range(1, per_group + 1)}
-    steps = {point: cost(point / unit) for point in sorted(points) if free < point / unit <= work + ROUNDING}
+    unit, free = part.denominator, _free(per_group, part)
+    steps = {point: cost(point / unit) for point in _corners(per_group, part) if point / unit <= work + ROUNDING}
     least: dict[int, float] = {0: 0.0}
     best = math.inf
     for taken in range(groups + 1):
@@ -102,6 +104,34 @@ def _spread(work: float, groups: int, per_group: int, part: Fraction, cost: Cost
                     after[done + step] = min(after.get(done + step, math.inf), before + more)
         least = after
     return best
+
+
+def _spread_evenly(work: float, groups: int, per_group: int, part: Fraction, cost: Cost) -> float:
+    """No more than `_spread`, and hardly less where there are many KV heads: as if a part of a KV head could be divided
+    as the whole of it can. What each of them costs is then the convex hull of its corners."""
+    corners = [(_free(per_group, part), 0.0)]
+    corners += [(point / part.denominator, cost(point / part.denominator)) for point in _corners(per_group, part)]
+    each = work / groups
+    if each <= corners[0][0]:
+        return 0.0
+    return groups * min(
+        (a_cost + (b_cost - a_cost) * (each - a) / (b - a) if b > a else min(a_cost, b_cost))
+        for a, a_cost in corners
+        for b, b_cost in corners
+        if a <= each <= b
+    )
+
+
+def _free(per_group: int, part: Fraction) -> float:
+    """Work on a KV head, in heads, for which nothing has to come in."""
+    return per_group * float(part) ** 2
+
+
+def _corners(per_group: int, part: Fraction) -> list[int]:
+    """Beyond what is free, where the cost of work on a KV head bends upwards; in 1 / part.denominator of a head."""
+    heads = range(1, per_group + 1)
+    points = {each * own for each in heads for own in (part.numerator, part.denominator)}
+    return sorted(point for point in points if point / part.denominator > _free(per_group, part))
 
 
 def _with_the_rest(
@@ -181,19 +211,24 @@ def _hosts_alike(net: Interconnect) -> int | None:
 
 
 def _width_into(net: Interconnect, groups: Groups) -> float:
-    """GB/s of a set of wires of which every way into one of the groups passes one: the narrowest of a few such sets."""
+    """GB/s of a set of wires of which every way into one of the groups passes one: the narrowest of a few such sets.
+
+    Infinite where a way passes no wire, as between ranks that share a device: what comes by it takes no time.
+    """
     picks: dict[str, set[str]] = {"last": set(), "first": set(), "narrowest": set()}
     for group in groups:
         inside = set(group)
         for src in _outside(net, inside):
             for dst in group:
-                if way := net.way(src, dst):
-                    picks["last"].add(way[-1])
-                    picks["first"].add(way[0])
-                    picks["narrowest"].add(min(way, key=net.gbs))
+                way = net.way(src, dst)
+                if not way:
+                    return math.inf
+                picks["last"].add(way[-1])
+                picks["first"].add(way[0])
+                picks["narrowest"].add(min(way, key=net.gbs))
     complete = net.world_size - len(groups[0]) <= MOST_OUTSIDE
     wires = picks.values() if complete else [picks["last"]]
-    return min(sum(map(net.gbs, each)) for each in wires) or math.inf
+    return min(sum(map(net.gbs, each)) for each in wires)
 
 
 def _outside(net: Interconnect, inside: set[int]) -> list[int]:

@@ -3,15 +3,17 @@
 A schedule is folded (fold.py) on all hosts if it has few tiles, else on few hosts, twice: every host added brings
 as many tokens, tiles and messages for each rank as the one before, so that time, compute and bytes lie on a
 straight line (docs/planner.md says how straight). A mask counts by the share of pairs that it leaves, which balanced
-layouts give to every rank alike; bytes are those without a mask.
+layouts give to every rank alike; bytes are those without a mask. Of masks that leave ranks unequally much this is
+no more than a guess (`visible.is_even`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tokenring.errors import ConfigurationError, MemoryLimitError
+from tokenring.layout import Layout
 from tokenring.planner.bound import Bound
 from tokenring.planner.fold import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnect import Interconnect
@@ -19,10 +21,10 @@ from tokenring.planner.operations import operations
 from tokenring.planner.plan import Candidate, Forecast
 from tokenring.planner.predict import WINDOW_SHARE, Setting, kernel_seconds_of
 from tokenring.planner.rates import Rates
-from tokenring.planner.select import connected, mb_text, time_text
+from tokenring.planner.select import connected, mb_text, time_text, too_little_text
 from tokenring.planner.simulate import simulate
 from tokenring.schedule.build import Scheme
-from tokenring.schedule.families.registry import check_heads, parse
+from tokenring.schedule.families.registry import check_fit, parse
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.lower import lower
 from tokenring.schedule.measure import Contacts, held, kept_bytes, links, program_bytes
@@ -31,12 +33,29 @@ FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 2  # times the time of the best so far
 LEAST_HOSTS = 4 * FEW_HOSTS  # equal ones, of which one stands for all
 FINAL = 4  # schedules that are looked at on twice as many
-MOST_TILES = 6_000  # of one host, that are folded as they are
+MOST_TILES = 6_000
 TOO_MANY_TILES = 40_000  # of one host: a schedule with more is not looked at
+LEAST_SHARE = 1e-12  # of pairs that are visible, where none is
 GROWS_FIRST = frozenset({"tiles", "mesh-kv", "mesh-q"})  # families whose first parameter grows with the hosts
 
 
 HELD = ("peak_bytes", "connections", "connection_bytes")  # is there all along, and does not add up
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is planned for, as far as one host shows it.
+
+    share: of all (query, key) pairs, how many the mask leaves. layouts: of q and of kv, whose chunks pieces must
+    divide. notes: what the mask and the layouts change that is not reckoned. most_tiles: of one host, that are folded
+    as they are; schedules with more are drawn out from a few hosts.
+    """
+
+    setting: Setting
+    share: float = 1.0
+    layouts: tuple[Layout | None, Layout | None] = (None, None)
+    notes: tuple[str, ...] = ()
+    most_tiles: int = MOST_TILES
 
 
 @dataclass(frozen=True)
@@ -68,31 +87,29 @@ def is_large(net: Interconnect, most_ranks: int) -> bool:
     return net.world_size > most_ranks and has_equal_hosts(net) and len(net.fabrics) >= LEAST_HOSTS
 
 
-def promising(
-    names: list[str], setting: Setting, share: float, best: int
-) -> tuple[list[str], list[str]]:
+def promising(names: list[str], task: Task, best: int) -> tuple[list[str], list[str]]:
     """Of names, the best by what one of several equal hosts does; and those that cannot be judged so.
 
     Far cheaper than simulating all ranks: flows grow with their square, and rates with the flows.
     """
-    judged = list(_judged(names, setting, share))
+    judged = list(_judged(names, task))
     found = sorted((each.seconds, name) for name, each in judged if isinstance(each, Figures))
     unknown = [name for name, each in judged if isinstance(each, ConfigurationError)]
     return [name for _, name in found[:best]], unknown
 
 
 def _judged(
-    names: list[str], setting: Setting, share: float
+    names: list[str], task: Task, limit_bytes: float = float("inf")
 ) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
-    """The figures of each; None where it is hopelessly slow, or why it has none."""
+    """The figures of each; None where it is hopelessly slower than one that keeps to the limit, or why it has none."""
     fastest = float("inf")
     for name in names:
         try:
-            each = figures(name, setting, share, FEW_HOSTS, HOPELESS * fastest)
+            each = figures(name, task, FEW_HOSTS, HOPELESS * fastest)
         except ConfigurationError as error:
             yield name, error
             continue
-        if each is not None:
+        if each is not None and each.peak_bytes <= limit_bytes:
             fastest = min(fastest, each.seconds)
         yield name, each
 
@@ -102,16 +119,15 @@ def has_equal_hosts(net: Interconnect) -> bool:
     return net.local is not None and len(net.fabrics) > 1 and len({id(fabric) for fabric in net.fabrics}) == 1
 
 
-def forecast(
-    names: list[str], setting: Setting, share: float, bound: Bound, memory_limit_bytes: int | None
-) -> Forecast:
-    """share: of all (query, key) pairs, how many the mask leaves. Raises ConfigurationError where nothing fits."""
+def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int | None) -> Forecast:
+    """The best of these schedules. Raises ConfigurationError where nothing fits."""
     found: list[tuple[str, Figures]] = []
     slow: list[Candidate] = []
     misfits: dict[str, Candidate] = {}  # one of a family stands for all
     # With one piece and with pieces it is the same at this size: chunks move whole.
     names = [name for name in names if not (name.endswith("/pieces1") and name.removesuffix("/pieces1") in names)]
-    for name, each in _judged(names, setting, share):
+    limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
+    for name, each in _judged(names, task, limit):
         if isinstance(each, Figures):
             found.append((name, each))
         elif each is None:
@@ -119,35 +135,58 @@ def forecast(
         else:
             family = name.partition("/")[0]
             misfits.setdefault(family, Candidate(name, None, None, None, None, None, None, f"not planned: {each}"))
-    found.sort(key=lambda each: (each[1].seconds, each[0]))
-    again = [(name, figures(name, setting, share, 2 * FEW_HOSTS, float("inf"))) for name, _ in found[:FINAL]]
-    found[:FINAL] = [(name, each) for name, each in again if each is not None]
-    limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
-    found.sort(key=lambda each: (each[1].peak_bytes > limit, each[1].seconds, each[0]))
+    found = _ranked(_looked_at_again(_ranked(found, limit), task), limit)
     if not found or found[0][1].peak_bytes > limit:
-        if not found:
-            raise ConfigurationError("no schedule can be planned for so many ranks")
-        raise MemoryLimitError(
-            f"no schedule fits in {mb_text(int(limit))} a rank: raise the limit, or use more ranks"
-        )
+        raise (MemoryLimitError if found else ConfigurationError)(_nothing(found, misfits.values(), task, limit))
     best = found[0][1]
     candidates = [_candidate(name, each, best, bound, limit) for name, each in found]
-    name, net = found[0][0], setting.interconnect
-    reason = (
-        f"{name}: {time_text(best.seconds)} predicted for {' + '.join(setting.passes)} on {net.name}, "
-        f"{best.seconds / bound.seconds:.2f} × the lower bound"
+    return Forecast(
+        found[0][0],
+        task.setting.workload,
+        _reason([each for each in found if each[1].peak_bytes <= limit], task, bound),
+        (*candidates, *slow, *misfits.values()),
     )
-    if len(found) > 1:
-        reason += f"; next {found[1][0]} with {time_text(found[1][1].seconds)}"
-    reason = "; ".join([reason, "one host stands for all, bytes as without a mask", *net.notes])
-    return Forecast(name, setting.workload, reason, (*candidates, *slow, *misfits.values()))
+
+
+def _ranked(found: Iterable[tuple[str, Figures]], limit: float) -> list[tuple[str, Figures]]:
+    """What fits first, then by time."""
+    return sorted(found, key=lambda each: (each[1].peak_bytes > limit, each[1].seconds, each[0]))
+
+
+def _looked_at_again(ranked: list[tuple[str, Figures]], task: Task) -> Iterator[tuple[str, Figures]]:
+    """The first of them on twice as many hosts."""
+    for name, known in ranked[:FINAL]:
+        again = figures(name, task, 2 * FEW_HOSTS, float("inf"))
+        yield name, known if again is None else again
+    yield from ranked[FINAL:]
+
+
+def _nothing(found: list[tuple[str, Figures]], misfits: Iterable[Candidate], task: Task, limit: float) -> str:
+    """Why there is no plan."""
+    if found:
+        _, least = min(found, key=lambda each: each[1].peak_bytes)
+        needs = (round(least.peak_bytes), round(least.connections), round(least.connection_bytes))
+        return too_little_text(int(limit), *needs, task.setting.able)
+    why = next((f": {each.name}: {each.reason}" for each in misfits), "")
+    return f"no schedule can be planned for so many ranks{why}"
+
+
+def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str:
+    """One line: what, on what, how long, how far from the bound, what the next would cost, what was not reckoned."""
+    (name, best), net = fitting[0], task.setting.interconnect
+    text = f"{name}: {time_text(best.seconds)} predicted for {' + '.join(task.setting.passes)} on {net.name}"
+    if bound.seconds > 0:
+        text += f", {best.seconds / bound.seconds:.2f} × the lower bound"
+    if len(fitting) > 1:
+        text += f"; next {fitting[1][0]} with {time_text(fitting[1][1].seconds)}"
+    return "; ".join([text, "one host stands for all, bytes as without a mask", *task.notes, *net.notes])
 
 
 def _candidate(name: str, each: Figures, best: Figures, bound: Bound, limit: float) -> Candidate:
     slower = each.seconds / best.seconds - 1
     reason = "the fastest" if each is best else f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
     if each.peak_bytes > limit:
-        reason = f"needs {mb_text(int(each.peak_bytes))} a rank"
+        reason = f"needs {mb_text(int(each.peak_bytes))} a rank, more than the limit of {mb_text(int(limit))}"
     connections = connected(round(each.connections), round(each.connection_bytes))
     return Candidate(
         name, each.seconds, each.compute_seconds, each.exposed_seconds, round(each.worst_wire_bytes),
@@ -158,20 +197,20 @@ def _candidate(name: str, each: Figures, best: Figures, bound: Bound, limit: flo
 # ---------- one schedule
 
 
-def figures(name: str, setting: Setting, share: float, few_hosts: int, hopeless_seconds: float) -> Figures | None:
+def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> Figures | None:
     """Of one schedule on all hosts, on the line through a few and twice as many.
 
     None as soon as it takes longer than `hopeless_seconds`. Raises ConfigurationError if it does not fold or fit.
     """
-    net = setting.interconnect
+    setting, net = task.setting, task.setting.interconnect
     hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
     scheme = parse(name).make(net.world_size)
-    check_heads(name, scheme.head_groups, setting.workload)
+    check_fit(name, scheme, setting.workload, *task.layouts)
     few = _few_hosts(scheme, unit, few_hosts)
-    if _tiles(scheme, net.world_size, unit) <= MOST_TILES or 2 * few >= hosts:
-        worlds = [_World(name, setting, share, hosts, unit)]
+    if _tiles(scheme, net.world_size, unit) <= task.most_tiles or 2 * few >= hosts:
+        worlds = [_World(name, task, hosts, unit)]
     else:
-        worlds = [_World(_shrunk(name, hosts // some), setting, share, some, unit) for some in (few, 2 * few)]
+        worlds = [_World(_shrunk(name, hosts // some), task, some, unit) for some in (few, 2 * few)]
     total: Figures | None = None
     for direction in setting.passes:
         found = [world.one_pass(direction) for world in worlds]
@@ -207,14 +246,15 @@ def _shrunk(name: str, times: int) -> str:
 class _World:
     """A schedule folded on so many hosts, with as many tokens a rank as in the whole."""
 
-    def __init__(self, name: str, setting: Setting, share: float, hosts: int, unit: int) -> None:
+    def __init__(self, name: str, task: Task, hosts: int, unit: int) -> None:
+        setting = task.setting
         net, whole = setting.interconnect, setting.workload
         self.setting = setting
         self.ranks, self.unit, self.messages = hosts * unit, unit, setting.machine.messages
         q_length, kv_length = (n * self.ranks // net.world_size for n in (whole.q_length, whole.kv_length))
         self.size = replace(whole, q_length=q_length, kv_length=kv_length)
         self.net = FoldedNet(Interconnect(net.name, net.fabrics[:hosts], net.places[: self.ranks], net.notes))
-        self.rates = _masked(setting.machine.rates, share)
+        self.rates = _masked(setting.machine.rates, task.share)
         try:
             scheme = parse(name).make(self.ranks)
         except ConfigurationError:
@@ -244,5 +284,6 @@ class _World:
 
 def _masked(rates: Rates, share: float) -> Rates:
     """Rates at which a whole tile takes the time of the share of it that is visible."""
+    share = max(share, LEAST_SHARE)
     forward, backward = (tuple((side, rate / share) for side, rate in each) for each in (rates.forward, rates.backward))
     return replace(rates, forward=forward, backward=backward)

@@ -9,6 +9,7 @@ from tokenring.planner.devices import DEVICES, DeviceFigures, device_figures
 from tokenring.planner.presets import PRESETS, find
 from tokenring.planner.rates import Machine, Messages, Rates, Sample
 from tokenring.schedule.ir import Pass
+from tokenring.topology.facts import PROCESS
 from tokenring.topology.ranks import Topology
 
 # How a flash kernel's rate grows with the length of its tile: shares of the rate at 16k tokens on A100, forward,
@@ -86,18 +87,23 @@ def machine_of_device(name: str, dtype: torch.dtype) -> Machine:
 
 def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
     """By the model of the topology's accelerators; a CPU's where there are none. Raises ConfigurationError."""
-    models = [] if topology.graph is None else [each.model or each.arch for each in topology.graph.accelerators]
+    models = models_of(topology)
     named = [model for model in models if model]
-    if not models:
+    if all(model == PROCESS for model in models):
         return Machine(CPU, CPU_MESSAGES, kernel="cpu-flash")
     model = named[0] if named else "accelerators of an unknown model"
     name = next((figures for word, figures in MODELS_OF.items() if word in model.upper()), None)
     if name is None:
         raise ConfigurationError(
             f"no compute figures of {model!r}: say what to reckon with, as in --device {next(iter(DEVICES))}, "
-            f"or --tflops N"
+            f"--rates FILE (of `tokenring rates`) or --tflops N"
         )
     return machine_of_device(name, dtype)
+
+
+def models_of(topology: Topology) -> list[str | None]:
+    """Of each accelerator, by what its figures are found; PROCESS for what CPU processes measured."""
+    return [] if topology.graph is None else [each.model or each.arch for each in topology.graph.accelerators]
 
 
 def _accelerator(device: DeviceFigures, rates: Rates, messages: Messages) -> Machine:

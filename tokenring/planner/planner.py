@@ -25,6 +25,7 @@ from tokenring.planner.machine import (
     device_rates,
     machine_of_topology,
     messages_of,
+    models_of,
 )  # fmt: skip
 from tokenring.planner.measured import Key, kept, key_of
 from tokenring.planner.plan import Candidate, Plan
@@ -33,6 +34,7 @@ from tokenring.planner.rates import Machine, Rates
 from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.schemes import make_schedule
+from tokenring.topology.facts import PROCESS
 from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
@@ -205,11 +207,11 @@ def _on_shared_cores(machine: Machine, ranks: int, threads: int) -> tuple[Machin
 
 def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype) -> tuple[Machine, str | None]:
     """Published figures of the device; those of another one where there are none, and a note that says so."""
-    accelerators = () if topology is None or topology.graph is None else topology.graph.accelerators
-    if device.type == "cpu" and not accelerators:
+    models = [] if topology is None else [model for model in models_of(topology) if model not in (None, PROCESS)]
+    if device.type == "cpu" and not models:
         return Machine(CPU, CPU_MESSAGES), None
     why = "no compute figures of these accelerators"
-    if topology is not None and any(each.model or each.arch for each in accelerators):
+    if topology is not None and models:
         try:
             return machine_of_topology(topology, dtype), None
         except TokenRingError as error:

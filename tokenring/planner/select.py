@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.planner.bound import Bound
 from tokenring.planner.plan import Candidate, Plan
@@ -206,20 +207,25 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
 
 def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
     judged, misfits = found.judged, found.misfits
-    fewest = setting.able.pair_serial and setting.able.channels == 1  # one connection for all between two ranks
-    way_out = "" if fewest else ", or a transport with fewer communicators (docs/transports.md)"
     if judged and limit is not None:
         found_all = [each.prediction for each in judged if each.prediction is not None]
         least = min(found_all, key=lambda each: each.peak_bytes)
-        connected = f", {mb_text(least.connection_bytes)} of it for {least.connections} communicators"
-        return (
-            f"no schedule fits in {mb_text(limit)} a rank; the smallest needs {mb_text(least.peak_bytes)}"
-            f"{connected if least.connection_bytes else ''}: raise the limit, use more ranks or a shorter sequence"
-            f"{way_out if least.connection_bytes else ''}"
-        )
+        return too_little_text(limit, least.peak_bytes, least.connections, least.connection_bytes, setting.able)
     if misfits:
         return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"
     return "there is no schedule to choose from"
+
+
+def too_little_text(limit: int, peak_bytes: int, connections: int, connection_bytes: int, able: Capabilities) -> str:
+    """That no schedule fits, what the smallest needs, and what would help."""
+    fewest = able.pair_serial and able.channels == 1  # one connection for all between two ranks
+    way_out = "" if fewest else ", or a transport with fewer communicators (docs/transports.md)"
+    connected = f", {mb_text(connection_bytes)} of it for {connections} communicators"
+    return (
+        f"no schedule fits in {mb_text(limit)} a rank; the smallest needs {mb_text(peak_bytes)}"
+        f"{connected if connection_bytes else ''}: raise the limit, use more ranks or a shorter sequence"
+        f"{way_out if connection_bytes else ''}"
+    )
 
 
 def time_text(seconds: float) -> str:

@@ -218,7 +218,7 @@ class Simulation:
     # ---------- transfers
 
     def _begin(self, transfer: _Transfer) -> None:
-        transfer.begin, transfer.left = self.now, transfer.nbytes
+        transfer.begin, transfer.left = self.now, transfer.nbytes * self._turns(transfer)
         for wire in transfer.way:
             self.wire_bytes[wire] += transfer.nbytes
         if not transfer.way and self.messages.flow_gbs == float("inf"):
@@ -265,10 +265,19 @@ class Simulation:
             self._begin(transfer)
 
     def _queue_of(self, transfer: _Transfer) -> Queue:
-        a, b = transfer.src, transfer.dst
-        if self.messages.pair_serial and a > b:
-            a, b = b, a
-        return a, b, transfer.channel if self.messages.channels > 1 else ""
+        pair = transfer.src, transfer.dst
+        if self.messages.pair_serial:
+            pair = min(pair, self._way_back(transfer))
+        return *pair, transfer.channel if self.messages.channels > 1 else ""
+
+    def _way_back(self, transfer: _Transfer) -> tuple[int, int]:
+        """The other direction of its pair, or what stands for that."""
+        return self.canonical(transfer.dst, transfer.src)
+
+    def _turns(self, transfer: _Transfer) -> int:
+        """Of hosts opposite to each other, one transfer stands for both directions: in one queue, for both turns."""
+        both = self.messages.pair_serial and self._way_back(transfer) == (transfer.src, transfer.dst)
+        return 2 if both else 1
 
     # ---------- ranks
 

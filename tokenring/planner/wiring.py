@@ -15,7 +15,7 @@ from types import MappingProxyType
 from tokenring.errors import ConfigurationError
 from tokenring.planner.interconnect import Fabric, Interconnect, Way
 from tokenring.planner.server import NETWORK, nics_of
-from tokenring.topology.facts import PCIE_PATHS, Device
+from tokenring.topology.facts import PCIE_PATHS, Device, unordered
 from tokenring.topology.graph import Edge, Graph
 from tokenring.topology.ranks import Topology
 from tokenring.topology.verdict import Verdict
@@ -31,6 +31,7 @@ ASSUMED: Mapping[str, float] = MappingProxyType(
 )
 TREE_KINDS = ("pcie", "sys", "uplink")
 Ids = tuple[str | None, ...]
+Pairs = frozenset[tuple[str, str]]  # of devices, in the order of their names
 
 
 def interconnect_of(topology: Topology) -> Interconnect:
@@ -67,10 +68,11 @@ class _Maker:
             return self._bare(ranks)
         part = _local(self._parts.get(host, Graph()), host)
         own = tuple(_tail(each or "", host) for each in ids)
-        key = (part, own)
+        half = _half_duplex(self.topology.graph, host)
+        key = (part, own, half)
         if key not in self._known:
             verdict = self._verdicts.get(host) or self.topology.verdict
-            self._known[key] = _Host(part, own, verdict, self.reached, self.notes, host).fabric(self.several)
+            self._known[key] = _Host(part, own, half, verdict, self.reached, self.notes, host).fabric(self.several)
         return self._known[key]
 
     def _bare(self, ranks: list[int]) -> Fabric:
@@ -107,16 +109,17 @@ class _Host:
     """One host's graph as ways between the ranks' devices."""
 
     def __init__(
-        self, graph: Graph, ids: tuple[str, ...], verdict: Verdict | None, reached: Mapping[str, float],
+        self, graph: Graph, ids: tuple[str, ...], half: Pairs, verdict: Verdict | None, reached: Mapping[str, float],
         notes: dict[str, None], host: str,
     ) -> None:  # fmt: skip
         self.graph, self.ids, self.reached, self.notes, self.host = graph, ids, reached, notes, host
         self.devices: dict[str, Device] = {device.id: device for device in graph.devices}
         self.between = graph.between()
         self.behind = _behind_switches(graph, verdict, host)
-        self.measured = bool(graph.edges) and all(
-            each.source == "measured" or each.kind == "path" for each in graph.edges
+        self.measured = any(each.source == "measured" for each in graph.edges) and all(
+            each.source == "measured" or each.kind in ("path", "network") for each in graph.edges
         )
+        self.half = half if self.measured else frozenset()
         self.gbs: dict[str, float] = {}
         self.neighbours = self._neighbours()
 
@@ -138,8 +141,8 @@ class _Host:
             switch = self.behind.get(src)
             if edge.kind != "sio" and switch is not None and switch == self.behind.get(dst):
                 return self._wire(f"{src}>", edge), self._wire(f">{dst}", edge)
-            return (self._wire(f"{src}>{dst}", edge),)
-        if ports := self._ports(src, dst):
+            return (self._wire(self._link(src, dst), edge),)
+        if not self.measured and (ports := self._ports(src, dst)):
             return ports
         if path := self._path(src, dst):
             return path
@@ -164,11 +167,12 @@ class _Host:
         }
 
     def _neighbours(self) -> dict[str, dict[str, Edge]]:
-        """The edges that are resources: links of accelerators, and the tree of PCIe."""
+        """The edges that are resources: links of accelerators, the tree of PCIe, and what was measured to lead out."""
         found: dict[str, dict[str, Edge]] = defaultdict(dict)
         for edge in self.graph.edges:
             ends = {self.devices[end].kind for end in (edge.a, edge.b) if end in self.devices}
             tree = edge.kind in TREE_KINDS and (self.measured or not ends <= {"accelerator", "nic"})
+            tree = tree or (self.measured and edge.kind == "network")
             if edge.a in self.devices and edge.b in self.devices and (tree or edge.is_peer):
                 found[edge.a][edge.b] = found[edge.b][edge.a] = edge
         return found
@@ -196,10 +200,16 @@ class _Host:
         for a, b in pairwise(nodes):
             edge = self.neighbours[a][b]
             if edge.bandwidth_gbs is not None or edge.is_peer:  # inside a CPU nothing limits
-                yield self._wire(f"{a}>{b}", edge)
+                yield self._wire(self._link(a, b), edge)
+
+    def _link(self, a: str, b: str) -> str:
+        """The name of the wire from one to the other; the same both ways where it is half duplex."""
+        return "-".join(unordered(a, b)) if unordered(a, b) in self.half else f"{a}>{b}"
 
     def _labelled(self, src: str, dst: str, edge: Edge | None) -> Way:
         """Only the name of the way is known: a slot each, and the link between NUMA nodes."""
+        if edge is not None and edge.kind == "path":
+            return self._shapeless(src, dst, edge)
         kind = edge.kind if edge is not None and edge.kind in PCIE_PATHS else "pcie"
         known = edge.bandwidth_gbs if edge is not None else None
         slot = ASSUMED["pcie"] if known is None else known * self._share(edge)
@@ -215,6 +225,18 @@ class _Host:
         crossing = "sys" if None in numa else f"numa{numa[0]}>numa{numa[1]}"
         self.gbs[crossing] = max(self.gbs.get(crossing, 0.0), ASSUMED["sys"] if known is None else slot)
         return f"{src}>pcie", crossing, f"pcie>{dst}"
+
+    def _shapeless(self, src: str, dst: str, edge: Edge) -> Way:
+        """Measured, but no shape fits: what the pair reached alone, through one port a rank."""
+        if edge.bandwidth_gbs is None:
+            self.notes[f"between ranks of one machine {ASSUMED['memory']:g} GB/s in all are assumed"] = None
+            self.gbs["memory"] = ASSUMED["memory"]
+            return ("memory",)
+        self.notes["no shape fits what was measured: one port a rank is assumed, as wide as its fastest pair"] = None
+        way = f"{src}>", f"{src}>{dst}", f">{dst}"
+        for wire in way:
+            self.gbs[wire] = max(self.gbs.get(wire, 0.0), edge.bandwidth_gbs)
+        return way
 
     # ---------- to other hosts
 
@@ -287,6 +309,12 @@ def _by_host(graph: Graph) -> dict[str, Graph]:
         if hosts.get(edge.a) == hosts.get(edge.b):
             edges[hosts[edge.a]].append(edge)
     return {host: Graph(tuple(devices[host]), tuple(edges[host])) for host in devices}
+
+
+def _half_duplex(graph: Graph, host: str) -> Pairs:
+    """Pairs of a host's devices that were measured to carry both ways at once no more than one way."""
+    ends = ((_tail(each.a, host), _tail(each.b, host)) for each in graph.measurements if each.is_half_duplex)
+    return frozenset(unordered(a, b) for a, b in ends)
 
 
 def _local(graph: Graph, host: str) -> Graph:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tokenring.topology.facts import Device, DeviceKind, Facts, Link, Measurement, Note, Origin, pairs
+from tokenring.topology.facts import PROCESS, Device, DeviceKind, Facts, Link, Measurement, Note, Origin, pairs
 from tokenring.topology.measure.lab import Flow, Lab, Race
 from tokenring.topology.measure.survey import Tables, totals
 
 FORMAT = "measured"
-HALF_DUPLEX = 1.25  # both ways at once, as a multiple of one way
 TOLERANCE = 1.25  # of the check round
 NOTED_SPREAD = 0.15
 
@@ -29,7 +28,7 @@ class Wire:
 
     @property
     def half_duplex(self) -> bool:
-        return self.gbs is not None and self.both_gbs is not None and self.both_gbs <= HALF_DUPLEX * self.gbs
+        return Measurement(self.a, self.b, self.gbs, self.both_gbs).is_half_duplex
 
 
 @dataclass
@@ -61,6 +60,11 @@ def name(rank: int) -> str:
     return f"rank{rank}"
 
 
+def process(rank: int) -> Device:
+    """A rank, which measures between its CPU memory and that of others."""
+    return Device(name(rank), "accelerator", index=rank, model=PROCESS)
+
+
 def check(model: Model, lab: Lab) -> None:
     """One more race, of flows that were not raced together before; what does not come as predicted is a doubt."""
     if not model.ways or model.ranks < 3:
@@ -78,7 +82,7 @@ def check(model: Model, lab: Lab) -> None:
 def facts(model: Model, tables: Tables) -> Facts:
     """The model and the tables as a source of facts."""
     everyone = range(model.ranks)
-    devices = [Device(name(rank), "accelerator", index=rank) for rank in everyone]
+    devices = [process(rank) for rank in everyone]
     devices += [Device(node, kind, name=node) for node, kind in model.nodes.items()]
     links = [Link(wire.a, wire.b, wire.kind) for wire in model.wires]
     close = {frozenset((wire.a, wire.b)) for wire in model.wires} | _behind_one_switch(model)

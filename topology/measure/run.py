@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
-from tokenring.topology.facts import Device, Facts, Origin
+from tokenring.topology.facts import Facts, Origin
 from tokenring.topology.graph import merge
 from tokenring.topology.measure.infer import infer
 from tokenring.topology.measure.lab import OutOfTime, Tell, TransportLab
-from tokenring.topology.measure.model import FORMAT, Model, facts, name
+from tokenring.topology.measure.model import FORMAT, Model, facts, process
 from tokenring.topology.measure.survey import Tables, survey
 from tokenring.topology.ranks import Topology
-from tokenring.topology.verdict import classify
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,7 +30,7 @@ def measure(
     if not 0 < seconds < math.inf:
         raise ConfigurationError(f"measuring in {seconds:g} seconds: use more than 0, and a number")
     if transport is None or transport.world_size == 1:
-        return Facts("links", (Device(name(0), "accelerator", index=0),), origin=Origin(FORMAT))
+        return Facts("links", (process(0),), origin=Origin(FORMAT))
     lab = TransportLab(transport, seconds, tell)
     tables = Tables(lab.ranks)
     try:
@@ -65,9 +63,5 @@ def measured_topology(group: ProcessGroup | None, transport: str | Transport, se
 
 
 def topology_of(measured: Facts) -> Topology:
-    """GB/s of each pair alone; the name is the verdict's class."""
-    ranks = {device.id: device.index for device in measured.accelerators if device.index is not None}
-    speeds: Mapping[tuple[int, int], float | None] = {
-        (ranks[each.a], ranks[each.b]): each.gbs for each in measured.measurements if {each.a, each.b} <= ranks.keys()
-    }
-    return Topology(classify(merge([measured])).name, len(ranks), speeds)
+    """The ranks with all that was measured: also what several pairs share, which no table of pairs shows."""
+    return Topology.of(merge([measured]))

@@ -1,0 +1,195 @@
+"""Many ranks: one host that stands for all is right where it is asked, limits and chunks count, masks that prune."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from nets import BOTH, call, clusters, named, setting, workload
+
+import tokenring as tr
+from tokenring.errors import ConfigurationError
+from tokenring.layout import make_layout
+from tokenring.planner.auto import Call, forecast_call, plan_call, plan_or_forecast
+from tokenring.planner.large import Figures, Task, figures
+from tokenring.planner.plan import Forecast
+from tokenring.planner.predict import predict
+from tokenring.planner.select import mb_text
+from tokenring.planner.visible import is_even, most_of_own_rows
+from tokenring.workload import Workload
+
+FEW = ("usp/4", "double-ring/4", "relay/4", "ring")
+STRAIGHT = ("ring", "tokenring", "bidirectional", "usp/8", "double-ring/8", "relay/8", "reduced/8")
+
+
+def large_call(hosts: int = 16, mask: tr.Mask | None = None, layout: str = "zigzag", **changes: object) -> Call:
+    """Of 4 ranks a host."""
+    size = workload(4 * hosts, (8, 8), 512)
+    return call(setting(clusters(hosts), size, tflops=1.0), mask or tr.Causal(), layout, **{"families": FEW, **changes})
+
+
+# ---------- the straight line
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_the_straight_line(name: str) -> None:
+    """On 2 and 4 hosts and drawn out, against all of 16 hosts of 8 folded."""
+    asked = Task(setting(clusters(16, 8), workload(128, (8, 8), 512), tflops=1.0), share=0.5)
+    whole, line = (figures(name, each, 2, float("inf")) for each in (asked, replace(asked, most_tiles=0)))
+    assert whole is not None and line is not None
+    for what, tolerance in (("seconds", 1e-3), ("compute_seconds", 1e-6), ("worst_wire_bytes", 1e-6)):
+        assert getattr(line, what) == pytest.approx(getattr(whole, what), rel=tolerance), what
+    most = 1.2 if name.startswith("reduced") else 1.0  # partials of other hosts come in, but not of all at once
+    assert whole.peak_bytes * (1 - 1e-6) <= line.peak_bytes <= whole.peak_bytes * most * (1 + 1e-6)
+
+
+def test_a_line_through_one_point_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: the larger of the two worlds alone is something else."""
+    asked = Task(setting(clusters(16, 8), workload(128, (8, 8), 512), tflops=1.0), share=0.5)
+    whole = figures("double-ring/8", asked, 2, float("inf"))
+    monkeypatch.setattr(Figures, "grown", lambda self, larger, times: larger)
+    other = figures("double-ring/8", replace(asked, most_tiles=0), 2, float("inf"))
+    assert whole is not None and other is not None
+    assert other.seconds != pytest.approx(whole.seconds, rel=0.01)
+
+
+def test_hopeless_is_nothing() -> None:
+    asked = Task(setting(clusters(16), workload(64), tflops=1.0))
+    found = figures("ring", asked, 2, float("inf"))
+    assert found is not None
+    assert figures("ring", asked, 2, found.seconds * 0.99) is None
+    assert figures("ring", asked, 2, found.seconds * 1.01) == found
+
+
+# ---------- forecasts
+
+
+def test_a_forecast() -> None:
+    found = plan_or_forecast(large_call(hosts=80, families=("ring", "usp/4")))
+    assert isinstance(found, Forecast)
+    first, *others = [each for each in found.candidates if each.predicted_seconds is not None]
+    assert first.name == found.name and first.reason == "the fastest"
+    assert all((each.predicted_seconds or 0) >= (first.predicted_seconds or 0) for each in others)
+    assert found.reason.startswith(f"{found.name}: ")
+    assert f"; next {others[0].name} with " in found.reason
+    assert "one host stands for all" in found.reason and "share of all pairs" not in found.reason
+
+
+def test_a_limit_takes_what_fits_however_slow() -> None:
+    """What does not fit does not make others hopeless."""
+    free = forecast_call(large_call())
+    sizes = {each.name: each.peak_bytes for each in free.candidates if each.peak_bytes is not None}
+    slow = {each.name for each in free.candidates if each.reason == "over 2 × as slow"}
+    assert slow, "nothing here is so slow that the test shows anything"
+    limit = min(sizes.values()) - 1
+    found = forecast_call(large_call(memory_limit_bytes=limit))
+    assert found.name in slow
+    assert (found.candidates[0].peak_bytes or 0) <= limit
+    lost = next(each for each in found.candidates if each.name == free.name)
+    assert lost.reason.endswith(f"a rank, more than the limit of {mb_text(limit)}")
+    fitting = [each for each in found.candidates if each.peak_bytes is not None and each.peak_bytes <= limit]
+    assert f"; next {fitting[1].name} with " in found.reason if len(fitting) > 1 else "; next" not in found.reason
+
+
+def test_a_limit_that_nothing_meets_names_the_smallest() -> None:
+    every = [forecast_call(large_call(families=(name,))) for name in ("ring", "relay/4", "usp/4")]
+    least = min(each.candidates[0].peak_bytes or 0 for each in every)
+    with pytest.raises(ConfigurationError) as refused:
+        forecast_call(large_call(memory_limit_bytes=1000, families=("usp/4", "ring", "relay/4")))
+    assert f"no schedule fits in 0.001 MB a rank; the smallest needs {mb_text(least)}: raise" in str(refused.value)
+
+
+def test_nothing_can_be_planned() -> None:
+    with pytest.raises(ConfigurationError, match="for so many ranks: usp/8: not planned: schedule 'usp/8' does not do"):
+        forecast_call(large_call(families=("usp/8",)))
+
+
+# ---------- chunks that pieces do not divide
+
+
+def odd(ranks: int, **changes: object) -> Call:
+    """Chunks of 33 tokens: nothing that moves in two pieces fits."""
+    size = Workload(1, 66 * ranks, 66 * ranks, 8, 8, 64)
+    return call(setting(clusters(ranks // 4), size), tr.Causal(), **changes)
+
+
+@pytest.mark.parametrize("ranks", [20, 64])
+def test_pieces_that_do_not_divide_are_left(ranks: int) -> None:
+    alone = figures("bidirectional", Task(odd(ranks).setting), 2, float("inf"))
+    other = figures("ring", Task(odd(ranks).setting), 2, float("inf"))
+    assert alone is not None and other is not None and alone.seconds < other.seconds, "it would win"
+    plan = plan_call(odd(ranks, families=("bidirectional", "bidirectional/pieces4", "ring")))
+    assert plan.name.partition("/")[0] == "ring"
+    lost = next(each for each in plan.candidates if each.name == "bidirectional")
+    assert "2 pieces do not divide chunks of 33 tokens" in lost.reason
+
+
+# ---------- masks
+
+
+@pytest.mark.slow
+def test_a_window_of_many_ranks_is_pruned() -> None:
+    """32 ranks in hosts of 4, a window of one chunk: a ring sends to one neighbour, but without a mask to all."""
+    size = workload(32, (32, 32), 64)
+    asked = call(setting(clusters(8), size), tr.SlidingWindow(64), "contiguous", families=("ulysses", "usp/4", "ring"))
+    plan = plan_call(asked)
+    ring = predict(named("ring", 32, size.q_length, tr.SlidingWindow(64)), asked.setting)
+    assert {"ring", "ulysses", "usp/4"} <= {each.name for each in plan.candidates}
+    assert (plan.candidates[0].predicted_seconds or 0) <= ring.seconds
+    dense = plan_call(replace(asked, mask=tr.Full()))
+    assert "ring" not in {each.name for each in dense.candidates}, "what one host shows would have done"
+
+
+def test_above_that_the_reason_says_what_is_not_reckoned() -> None:
+    for mask, layout, says in (
+        (tr.SlidingWindow(64), "contiguous", "though some blocks (layout contiguous) see nothing of others"),
+        (tr.Causal(), "contiguous", "though one rank's queries see 2 × the average and some blocks"),
+    ):
+        found = forecast_call(large_call(mask=mask, layout=layout, families=("ring",)))
+        assert says in found.reason
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "wanted"),
+    [
+        (tr.Full(), "contiguous", True),
+        (tr.Causal(), "zigzag", True),
+        (tr.Causal(), "striped", True),
+        (tr.Causal(), "zigzag/2", True),
+        (tr.Causal(), "contiguous", False),
+        (tr.SlidingWindow(64), "contiguous", False),
+        (tr.SlidingWindow(64), "zigzag", False),
+        (tr.SlidingWindow(2048), "striped", True),
+        (tr.Documents([0, 4096, 8192]), "contiguous", False),
+        (tr.Documents([0, 4096, 8192]), "striped", True),
+        (tr.Documents([0, 0]), "contiguous", True),  # of nothing, all ranks have the same
+    ],
+    ids=str,
+)
+def test_which_masks_leave_ranks_equally_much(mask: tr.Mask, layout: str, wanted: bool) -> None:
+    whole = make_layout(layout, 32, 8192)
+    assert is_even(mask, whole, whole) == wanted
+
+
+def test_how_much_the_last_rank_sees() -> None:
+    assert most_of_own_rows(tr.Causal(), make_layout("contiguous", 32, 8192), 8192) == pytest.approx(63 / 32, rel=0.01)
+    assert most_of_own_rows(tr.Causal(), make_layout("zigzag", 32, 8192), 8192) == pytest.approx(1.0)
+
+
+def test_nothing_visible_takes_no_time() -> None:
+    found = forecast_call(large_call(mask=tr.Documents([0, 0]), families=("ring",)))
+    assert found.candidates[0].compute_seconds == pytest.approx(0.0, abs=1e-9)
+
+
+# ---------- both passes
+
+
+def test_passes_follow_one_another() -> None:
+    size = workload(64, (8, 8), 64)
+    one, other, both = (
+        figures("ring", Task(setting(clusters(16), size, passes, tflops=1.0)), 2, float("inf"))
+        for passes in (BOTH[:1], BOTH[1:], BOTH)
+    )
+    assert one is not None and other is not None and both is not None
+    assert both.seconds == pytest.approx(one.seconds + other.seconds)
+    assert both.peak_bytes == max(one.peak_bytes, other.peak_bytes)
