@@ -37,7 +37,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for options that ContextParallel does not take."""
     if unknown := [name for name in options if name not in OPTIONS]:
         raise ConfigurationError(
-            f"TokenRingAttention got {', '.join(unknown)}; its options are {', '.join(OPTIONS)}, schedule, any_version; "
+            f"TokenRingAttention got {', '.join(unknown)}; known are {', '.join(OPTIONS)}, schedule, any_version; "
             f"if Megatron passed it, tokenring does not know this version of Megatron-core"
         )
 
