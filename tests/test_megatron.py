@@ -138,7 +138,7 @@ class TestSpecs:
 
     def test_without_attention_are_refused(self, megatron: tuple[str, Ranks]) -> None:
         for text in megatron[1](runs.refused_spec):
-            assert text.startswith("there is no core_attention of a self-attention in this ModuleSpec: give a layer spec")
+            assert text.startswith("there is no core_attention of a self-attention in this ModuleSpec: give a layer")
 
 
 class TestLayers:
