@@ -20,11 +20,13 @@ from ranks import Here, RankPools
 from tokenring import Causal, ContextParallel, Full, Mask, SlidingWindow
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
 from tokenring.integrations.megatron import per_layer, use_tokenring
+from tokenring.integrations.megatron.arguments import check_layer
 from tokenring.integrations.megatron.groups import SELF, group_of_call, group_of_layer
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.schedules import schedule_of_layer
 from tokenring.integrations.megatron.version import check_known
 from tokenring.layout import zigzag
+from tokenring.topology.ranks import full_mesh
 
 EXACT = 2e-6
 
@@ -59,6 +61,26 @@ class TestRefusals:
     def test_what_changes_the_softmax_or_looks_into_it(self, settings: dict[str, Any]) -> None:
         text = refusal(UnsupportedError, lambda: layer(config(**settings)))
         assert text.startswith(next(iter(settings)))
+
+    @pytest.mark.parametrize(
+        ("settings", "refused"),
+        [
+            ({"enable_cuda_graph": True}, True),
+            ({"external_cuda_graph": True, "cuda_graph_scope": "attn"}, True),
+            ({"cuda_graph_impl": "local", "cuda_graph_scope": []}, True),
+            ({"cuda_graph_impl": "local", "cuda_graph_scope": [SimpleNamespace(name="mlp")]}, False),
+            ({"cuda_graph_impl": "none", "cuda_graph_scope": "full"}, False),
+        ],
+    )
+    def test_cuda_graphs_of_attention(self, settings: dict[str, Any], refused: bool) -> None:
+        def check(ranks: int) -> None:
+            check_layer(config(context_parallel_size=ranks, **settings), "self", None)
+
+        check(1)
+        if refused:
+            assert refusal(UnsupportedError, lambda: check(2)).startswith("CUDA graphs of attention are not supported")
+        else:
+            check(2)
 
     def test_unknown_options(self) -> None:
         text = refusal(ConfigurationError, lambda: layer(speed=11))
@@ -225,6 +247,12 @@ class TestOneRank:
 
     def test_has_no_state(self) -> None:
         assert not list(layer().state_dict()) and not list(layer().parameters()) and not list(layer().buffers())
+
+    def test_takes_any_schedule_and_topology(self) -> None:
+        """Of the ranks that there are with context parallelism."""
+        x = torch.randn(4, 1, 4, 16)
+        out = layer(schedule="usp/2", topology=full_mesh(8))(x, x, x, None)
+        assert torch.equal(out, layer()(x, x, x, None))
 
     def test_groups_are_named_self_or_given(self) -> None:
         text = refusal(ConfigurationError, lambda: ContextParallel("world"))  # type: ignore[arg-type]

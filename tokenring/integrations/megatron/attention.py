@@ -119,7 +119,8 @@ class TokenRingAttention(torch.nn.Module):
         if group is self.group:
             return self._contexts
         if group not in self._others:
-            self._others[group] = contexts_of(group, self.options)
+            options = {name: value for name, value in self.options.items() if name != "topology"}  # of other ranks
+            self._others[group] = contexts_of(group, options)
         return self._others[group]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
