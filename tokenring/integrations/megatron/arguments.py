@@ -34,8 +34,8 @@ def check_layer(config: Any, attention_type: str, attention_dropout: float | Non
             raise UnsupportedError(f"{name} is not supported, {LOGITS}: set config.{name}=False")
     if config.context_parallel_size > 1 and _records_attention(config):
         raise UnsupportedError(
-            "CUDA graphs of attention are not supported under context parallelism, as ranks agree on each call over the "
-            "host: turn them off (cuda_graph_impl='none'), or leave attn out of cuda_graph_scope"
+            "CUDA graphs of attention are not supported under context parallelism, as ranks agree on each call over "
+            "the host: turn them off (cuda_graph_impl='none'), or leave attn out of cuda_graph_scope"
         )
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from tokenring.attention import attend, make_request
 from tokenring.context import ContextParallel, Request
-from tokenring.integrations.megatron.groups import SELF
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
 from tokenring.layout import make_layout
@@ -47,10 +46,10 @@ class Contexts:
 
     def __init__(self, group: LayerGroup, options: Mapping[str, Any]) -> None:
         self.group, self.options = group, dict(options)
-        self.ranks = 1 if group is SELF else dist.get_world_size(group)
+        self.ranks = 1 if isinstance(group, str) else dist.get_world_size(group)
         if self.ranks == 1:
             self.options.pop("topology", None)  # it is of the ranks that there would be
-        self.rank = 0 if group is SELF else dist.get_rank(group)
+        self.rank = 0 if isinstance(group, str) else dist.get_rank(group)
         self.packings = LastPacking()
         self._by_schedule: dict[str, ContextParallel] = {}
         self._for_sizes: dict[tuple[str, Request], str] = {}
