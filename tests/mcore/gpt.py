@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,7 @@ class Job:
             context_parallel_size=self.cp,
             pipeline_model_parallel_size=self.pp,
             pipeline_dtype=self.dtype,
+            calculate_per_token_loss=True,  # so that Megatron's loop takes our losses as they are
             cp_comm_type=per_layer(self.cp_comm_type) if isinstance(self.cp_comm_type, tuple) else self.cp_comm_type,
             **recompute,
         )
@@ -132,8 +133,7 @@ def build_whole(here: Here, job: Job) -> Any:
     return build(here, job, spec)
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """tokens, targets [B, T]; weights [B, T] of the tokens' losses, which add up to 1 over the whole."""
 
     tokens: torch.Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ranks import Here
 
 from mcore.gpt import (
+    Data,
     Job,
     build,
     build_whole,
@@ -83,34 +85,32 @@ def train(here: Here, job: Job, steps: int, whole_attention: bool = False) -> li
     return history
 
 
-def _forward_backward(job: Job, model: Any, data: Any) -> float:
-    """One microbatch through the pipeline, if there is one; the loss where its last stage is, else NaN."""
+def _forward_backward(job: Job, model: Any, data: Data) -> float:
+    """A step by Megatron's own schedule of microbatches, of one sequence each; the loss at the last stage, else NaN."""
     from megatron.core import parallel_state as state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    hidden = None
-    if not state.is_pipeline_first_stage():
-        width = job.heads * job.head_dim
-        hidden = torch.empty(data.tokens.shape[1], data.tokens.shape[0], width, dtype=job.dtype)
-        dist.recv(hidden, state.get_pipeline_model_parallel_prev_rank())
-        hidden.requires_grad_()
-        model.set_input_tensor(hidden)
-    if state.is_pipeline_last_stage():
-        share = loss_of(job, model, data)
-        share.backward()  # type: ignore[no-untyped-call]
-        loss = _sum_of_shares(share)
-    else:
-        positions = torch.arange(data.tokens.shape[1]).expand_as(data.tokens)
-        out = model(data.tokens, positions, None)
-        following = state.get_pipeline_model_parallel_next_rank()
-        dist.send(out.detach().contiguous(), following)
-        gradient = torch.empty_like(out)
-        dist.recv(gradient, following)
-        out.backward(gradient)
-        loss = math.nan
-    if hidden is not None:
-        assert hidden.grad is not None
-        dist.send(hidden.grad.contiguous(), state.get_pipeline_model_parallel_prev_rank())
-    return loss
+    def forward_step(parts: Iterator[Data], model: Any) -> tuple[torch.Tensor, Any]:
+        part = next(parts)
+        positions = torch.arange(part.tokens.shape[1])[None]
+        found = model(part.tokens, positions, None, labels=part.targets)
+
+        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            share = (losses.double() * part.weights).sum()
+            return share, torch.tensor(1, dtype=torch.int), share.detach()
+
+        return found, loss
+
+    count = data.tokens.shape[0]
+    shares = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([Data(*(x[[n]] for x in data)) for n in range(count)]),
+        model=model,
+        num_microbatches=count,
+        seq_length=job.length,
+        micro_batch_size=1,
+    )
+    return _sum_of_shares(sum(shares)) if state.is_pipeline_last_stage() else math.nan
 
 
 def _gradient_norm(model: Any) -> float:

@@ -10,12 +10,23 @@ import torch
 from ranks import Here
 
 
+class OnCpu:
+    """torch, where zeros that are to lie on a GPU lie here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *sizes: Any, device: Any = None, **more: Any) -> torch.Tensor:
+        return torch.zeros(*sizes, **more)
+
+
 def load(here: Here, folder: str) -> str:
     """Import Megatron-core from this folder; its version. Called once in a process, before anything else here."""
     sys.path.insert(0, folder)
     warnings.simplefilter("ignore")  # Megatron's own, of missing GPU packages; ours are errors again below
     import megatron.core
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as rng
 
     assert megatron.core.__file__.startswith(folder), megatron.core.__file__
@@ -23,6 +34,11 @@ def load(here: Here, folder: str) -> str:
     # Recomputation keeps the states of the GPU's generators. There are none, and nothing random is computed here.
     rng._get_all_rng_states = lambda: ()
     rng._set_all_rng_states = lambda *states: None
+    # The loop over microbatches counts tokens on the GPU, and hands activations from stage to stage there.
+    schedules.torch = OnCpu()
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *rest, **more: self  # type: ignore[method-assign]
     here.memory["states"] = {}
     warnings.filterwarnings("error", module="tokenring")
     version: str = megatron.core.__version__
