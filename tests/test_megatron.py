@@ -84,15 +84,15 @@ class TestGradients:
             check_gradients(found)
 
 
-DOCUMENTS = ((48, 48), (16, 16), (5, 16), (0, 0), (30, 32), (16, 16))  # real and padded tokens; 128 with them
+DOCUMENTS = ((48, 48), (16, 16), (5, 16), (0, 0), (30, 32), (16, 16))  # real and padded tokens
 
 
 class TestPacked:
-    """Documents of unequal lengths, some padded, one empty, and a tail that belongs to none."""
+    """Documents of unequal lengths, some padded, one empty."""
 
     @pytest.mark.parametrize("cp", [2, 4])
     def test_gradients_are_those_of_one_rank(self, megatron: tuple[str, Ranks], cp: int) -> None:
-        job = Job(cp=cp, batch=1, length=144, documents=DOCUMENTS)
+        job = Job(cp=cp, batch=1, length=128, documents=DOCUMENTS)
         check_gradients(megatron[1](runs.worst_errors, job, FEW))
 
     def test_cut_as_one_sequence_is_seen(self, megatron: tuple[str, Ranks]) -> None:
