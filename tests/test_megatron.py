@@ -16,6 +16,7 @@ from mcore.world import load
 from ranks import RankPools, Ranks
 
 import tokenring as tr
+from tokenring.layout import zigzag
 from tokenring.schedule.families.registry import misfit, variants
 
 FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
@@ -45,7 +46,7 @@ def schedules_for(version: str, job: Job) -> list[str]:
     """All that fit, of the newest version; of others a few, as the schedules do not know of versions."""
     size = tr.Workload(job.batch, job.length, job.length, job.heads, job.groups, job.head_dim)
     names = ["auto", *variants(job.cp, size, 2)] if version == NEWEST or FULL_GRID else FEW
-    layout = tr.layout.zigzag(job.cp, job.length)
+    layout = zigzag(job.cp, job.length)
     return [name for name in names if name == "auto" or misfit(name, job.cp, size, layout, layout) is None]
 
 
