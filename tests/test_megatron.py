@@ -115,23 +115,30 @@ class TestTraining:
         version, ranks = megatron
         if dtype == torch.bfloat16 and version != NEWEST and not FULL_GRID:
             pytest.skip("of the newest version only, without TOKENRING_FULL_GRID=1")
-        whole = Job(dtype=dtype, seed=2)
-        wanted = ranks(runs.train, whole, 10, dtype == torch.float32)[0]
-        check_steps(ranks(runs.train, replace(whole, **SPLITS[split]), 10), wanted, STEP_LIMITS[dtype])
+        job = Job(dtype=dtype, seed=2, **SPLITS[split])
+        # In half precision tensor parallelism alone rounds otherwise: that is in both. In float32 nothing is split.
+        without = replace(job, cp=1) if dtype == torch.bfloat16 else replace(job, tp=1, cp=1, pp=1)
+        wanted = ranks(runs.train, without, 10, dtype == torch.float32)
+        check_steps(ranks(runs.train, job, 10), wanted, STEP_LIMITS[dtype])
 
     def test_other_steps_are_seen(self, megatron: tuple[str, Ranks]) -> None:
         ranks = megatron[1]
-        found, wanted = ranks(runs.train, Job(cp=2, rows="contiguous"), 2), ranks(runs.train, Job(), 2, True)[0]
+        found, wanted = ranks(runs.train, Job(cp=2, rows="contiguous"), 2), ranks(runs.train, Job(), 2, True)
         with pytest.raises(AssertionError):
             check_steps(found, wanted, STEP_LIMITS[torch.bfloat16])
 
 
-def check_steps(found: list[list[tuple[float, float]]], wanted: list[tuple[float, float]], limit: float) -> None:
-    assert any(not math.isnan(loss) for history in found for loss, _ in history)
-    for history in found:
-        for (loss, norm), (wanted_loss, wanted_norm) in zip(history, wanted, strict=True):
-            assert math.isnan(loss) or abs(loss - wanted_loss) <= limit * wanted_loss
-            assert abs(norm - wanted_norm) <= limit * wanted_norm
+History = list[tuple[float, float]]  # of a rank: (loss, gradient norm) of each step; NaN where a pipeline has no loss
+
+
+def check_steps(found: list[History], wanted: list[History], limit: float) -> None:
+    ends = [history for history in found if not math.isnan(history[0][0])]
+    end = next(history for history in wanted if not math.isnan(history[0][0]))
+    assert ends
+    off = [abs(got / want - 1) for history in ends for (got, _), (want, _) in zip(history, end, strict=True)]
+    off += [abs(got / want - 1) for history in found for (_, got), (_, want) in zip(history, end, strict=True)]
+    print(f"largest relative difference {max(off):.1e}")
+    assert max(off) <= limit
 
 
 class TestSpecs:

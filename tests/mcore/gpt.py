@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -228,11 +229,12 @@ def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:
             parameter.copy_(part_of(model, name, parameter, whole))
 
 
-def sum_gradients(model: Any) -> None:
+def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Over the ranks that have other tokens: data and context parallel ones."""
     from megatron.core import parallel_state as state
 
-    for parameter in model.parameters():
+    for parameter in parameters:
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=state.get_data_parallel_group(with_context_parallel=True))
 
 
