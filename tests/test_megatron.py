@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import tokenring as tr
 from tokenring.layout import zigzag
 from tokenring.schedule.families.registry import misfit, variants
 
+pytestmark = pytest.mark.timeout(300)  # the first test of a version waits until it is loaded
+LOAD_SECONDS = 240
 FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 NEWEST = PINNED[-1]
 LIMIT = 2e-6  # of a gradient, relative, in float32 against float64
@@ -36,7 +39,7 @@ def megatron(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ranks]]:
     pools = RankPools()
     try:
         made = pools(4)
-        assert set(made(load, str(folder(version)))) == {version}
+        assert set(made.within(LOAD_SECONDS, load, str(folder(version)))) == {version}
         yield version, made
     finally:
         pools.close()
@@ -103,7 +106,11 @@ class TestPacked:
             check_gradients(found)
 
 
-SPLITS = {"TP 2 × CP 2": {"tp": 2, "cp": 2}, "CP 2 × DP 2": {"cp": 2}, "PP 2 × CP 2": {"pp": 2, "cp": 2}}
+SPLITS: dict[str, dict[str, Any]] = {
+    "TP 2 × CP 2": {"tp": 2, "cp": 2},
+    "CP 2 × DP 2": {"cp": 2},
+    "PP 2 × CP 2": {"pp": 2, "cp": 2},
+}
 
 
 class TestTraining:
@@ -115,7 +122,8 @@ class TestTraining:
         version, ranks = megatron
         if dtype == torch.bfloat16 and version != NEWEST and not FULL_GRID:
             pytest.skip("of the newest version only, without TOKENRING_FULL_GRID=1")
-        job = Job(dtype=dtype, seed=2, **SPLITS[split])
+        heads = (4, 2) if dtype == torch.float32 else (8, 4)  # more parameters: their roundings tell less in the norm
+        job = Job(*heads, dtype=dtype, seed=2, **SPLITS[split])
         # In half precision tensor parallelism alone rounds otherwise: that is in both. In float32 nothing is split.
         without = replace(job, cp=1) if dtype == torch.bfloat16 else replace(job, tp=1, cp=1, pp=1)
         wanted = ranks(runs.train, without, 10, dtype == torch.float32)

@@ -204,7 +204,7 @@ def whole_gradients(here: Here, job: Job, data: Data) -> tuple[float, dict[str, 
     logits = model(data.tokens, positions, None, packed_seq_params=packing(whole))
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data.targets.flatten(), reduction="none")
     loss = (losses * data.weights.flatten()).sum()
-    loss.backward()
+    torch.autograd.backward(loss)
     named = dict(model.named_parameters())
     return loss.item(), {n: p.detach() for n, p in named.items()}, {n: p.grad for n, p in named.items()}
 
@@ -220,7 +220,8 @@ def part_of(model: Any, name: str, parameter: Any, whole: dict[str, torch.Tensor
     if not getattr(parameter, "tensor_model_parallel", False):
         return found
     ranks, rank = state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
-    return found.chunk(ranks, dim=parameter.partition_dim)[rank]
+    part: torch.Tensor = found.chunk(ranks, dim=parameter.partition_dim)[rank]
+    return part
 
 
 def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:

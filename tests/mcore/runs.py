@@ -59,7 +59,7 @@ def worst_errors(here: Here, job: Job, schedules: list[str], layout: str | None 
                 contexts_of(each.group, each.options).context(schedule).layout = layout
         model.zero_grad()
         share = loss_of(job, model, mine)
-        share.backward()
+        torch.autograd.backward(share)
         sum_gradients(model.parameters())
         total = _sum_of_shares(share)
         assert math.isclose(total, loss, rel_tol=1e-3), (total, loss)  # a coarse check: gradients tell the rest
@@ -105,7 +105,7 @@ def main_gradient(parameter: torch.Tensor) -> torch.Tensor:
         master.grad = found if master.grad is None else master.grad + found
         parameter.grad = None
 
-    parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[attr-defined]
+    parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
     return master
 
 
