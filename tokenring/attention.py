@@ -61,13 +61,31 @@ def attention(
     bias, dtypes) and PeerLost (a rank that does not answer within cp.timeout_seconds).
     """
     _refuse({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
+    # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
+    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None,
+    scale: float | None,
+    training: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of `attention`, for a caller that knows what gradients being off does not say.
+
+    training: whether a backward pass follows; also in the forward pass of a checkpoint, which is done again with
+    gradients on and should take the same schedule then.
+    """
     q, k, v = _inputs(q, k, v, cp)
     if torch.compiler.is_compiling():
-        out, lse = traced_attention(q, k, v, cp, mask, scale)
-    else:
-        request = make_request(q, k, v, cp, mask, scale)
-        out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
-    return (out, lse) if return_lse else out
+        return traced_attention(q, k, v, cp, mask, scale, training)
+    request = make_request(q, k, v, cp, mask, scale, training)
+    out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
+    return out, lse
 
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None) -> Plan:
@@ -77,11 +95,16 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel,
 
 
 def make_request(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None,
+    scale: float | None,
+    training: bool | None = None,
 ) -> Request:
-    """What a call asks for; checks that everything fits together."""
-    # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
-    training = torch.is_grad_enabled()
+    """What a call asks for; checks that everything fits together. training None: whether gradients are on."""
+    training = torch.is_grad_enabled() if training is None else training
     differentiable = any(x.requires_grad for x in (q, k, v))
     return request_of(q, k, v, cp, mask, scale, training, differentiable)
 

@@ -34,10 +34,8 @@ from tokenring.weak import weakly
 from tokenring.workload import Workload
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
     from tokenring.backends.base import AttentionKernel, Transport
+    from tokenring.groups import Group
     from tokenring.planner.interconnect import Interconnect
     from tokenring.planner.plan import Plan
     from tokenring.planner.planner import Planner
@@ -53,8 +51,8 @@ CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
 class ContextParallel:
     """Attention over the ranks of a group.
 
-    group: a ProcessGroup, a one-dimensional DeviceMesh (as mesh["cp"]), or None for the world (one
-        rank, if torch.distributed is not initialised).
+    group: a ProcessGroup, a one-dimensional DeviceMesh (as mesh["cp"]), "self" for this rank alone, or None for the
+        world (one rank, if torch.distributed is not initialised).
     layout: "contiguous", "zigzag", "striped", a finer cut of one ("zigzag/2"), or a Layout.
     schedule: "auto", "auto:ring,tokenring" (choose among these), a name ("ring", "usp/2": docs/schedules.md),
         a Scheme or Schedule of your own, or a Plan. None: what TOKENRING_SCHEDULE says, else "auto".
@@ -72,7 +70,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: Group = None,
         layout: str | Layout = "zigzag",
         schedule: str | Scheme | Schedule | Plan | None = None,
         transport: str | Transport = "auto",
@@ -129,27 +127,21 @@ class ContextParallel:
 
     def _check_schedule(self) -> None:
         from tokenring.planner.plan import Plan
+        from tokenring.schedule.families.registry import misfit
 
-        by_name = isinstance(self.schedule, str)
         made = self.schedule.schedule if isinstance(self.schedule, Plan) else self.schedule
         if not isinstance(made, (Scheme, Schedule)):
             check_schedule_name(made)
-            if not made.startswith("auto"):
-                self._check_parameters(made)
+            if not made.startswith("auto") and (reason := misfit(made, self.world_size)) is not None:
+                raise ConfigurationError(reason)
         elif isinstance(made, Schedule) and made.world_size != self.world_size:
             raise ConfigurationError(f"the schedule is for {made.world_size} ranks, the group has {self.world_size}")
         if self.pieces is None:
             return
         if (as_integer(self.pieces) or 0) < 1:
             raise ConfigurationError(f"pieces={self.pieces!r}: give an integer from 1 on, or None for the default")
-        if not by_name or str(self.schedule).startswith("auto"):
+        if not isinstance(self.schedule, str) or self.schedule.startswith("auto"):
             raise ConfigurationError(f"pieces={self.pieces} goes with a schedule by name; others say it themselves")
-
-    def _check_parameters(self, name: str) -> None:
-        from tokenring.schedule.families.registry import misfit
-
-        if (reason := misfit(name, self.world_size)) is not None:
-            raise ConfigurationError(reason)
 
     def close(self) -> None:
         """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
@@ -222,20 +214,29 @@ class ContextParallel:
 
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
-        self.check_open()
-        transport = self.transport_for(request.device)
-        if transport is None:
-            return self._bound(request, direction)
-        self._agree(transport, self._description(request, direction), direction)
-        if self._plans and request not in self._agreed:
-            self._plan_together(transport, request)
+        transport = self._settle(request, direction)
         try:
             return self._bound(request, direction)
         except TokenRingError:  # on all ranks alike
             raise
         except BaseException as error:  # such as Ctrl-C: the others begin the pass
-            transport.fail(error)
+            if transport is not None:
+                transport.fail(error)
             raise
+
+    def agreed_plan(self, request: Request) -> Plan:
+        """The schedule of a call that need not be made: all ranks ask together, and get the same answer."""
+        self._settle(request, "forward")
+        return self.plan(request)
+
+    def _settle(self, request: Request, direction: Pass) -> Transport | None:
+        """What all ranks have to agree on before a pass; the transport, where there are several ranks."""
+        transport = self.transport_for(request.device)
+        if transport is not None:
+            self._agree(transport, self._description(request, direction), direction)
+            if self._plans and request not in self._agreed:
+                self._plan_together(transport, request)
+        return transport
 
     def _bound(self, request: Request, direction: Pass) -> Executor:
         """The executor of a pass, on the memory that the pool has now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
@@ -12,11 +12,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    Group = ProcessGroup | DeviceMesh | Literal["self"] | None  # "self": this rank alone; None: the world
+
 NOT_A_MEMBER = "this rank is not a member of the group; only members make a ContextParallel"
 
 
-def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+def process_group(group: Group) -> ProcessGroup | None:
     """What a user gives as a group, as the group itself; None where there is one process only."""
+    if isinstance(group, str):
+        if group != "self":
+            raise ConfigurationError(f"group is {group!r}; of names there is 'self' only, for this rank alone")
+        return None
     if group is None:
         ready = dist.is_available() and dist.is_initialized()
         return dist.group.WORLD if ready else None

@@ -46,12 +46,13 @@ def traced_attention(
     cp: ContextParallel,
     mask: Mask | None,
     scale: float | None,
+    training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break."""
     low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, cp.handle, low, high, cu_seqlens, scale, torch.is_grad_enabled(), differentiable
+        q, k, v, cp.handle, low, high, cu_seqlens, scale, training, differentiable
     )
     return out, lse
 

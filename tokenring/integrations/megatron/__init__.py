@@ -1,0 +1,12 @@
+"""Context parallelism for Megatron-core: attention over the context-parallel group, by the planner's schedule.
+
+spec = use_tokenring(get_gpt_layer_with_transformer_engine_spec(), schedule="auto")
+
+Importing this imports no Megatron. docs/megatron.md says what happens then.
+"""
+
+from tokenring.integrations.megatron.attention import TokenRingAttention
+from tokenring.integrations.megatron.schedules import per_layer
+from tokenring.integrations.megatron.specs import use_tokenring
+
+__all__ = ["TokenRingAttention", "per_layer", "use_tokenring"]

@@ -1,0 +1,142 @@
+"""Megatron-core's `core_attention`, over the context-parallel group by a schedule of ours.
+
+Megatron's words: s tokens (here, of s · cp), b batch, t tokens of packed documents, np query heads and ng kv heads of
+this tensor-parallel rank, hn head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokenring.integrations.megatron.arguments import check_call, check_layer, check_options, check_shapes
+from tokenring.integrations.megatron.contexts import Contexts, contexts_of
+from tokenring.integrations.megatron.groups import group_of_call, group_of_layer
+from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
+from tokenring.integrations.megatron.packed import attend_packed
+from tokenring.integrations.megatron.schedules import schedule_of_layer
+from tokenring.integrations.megatron.version import check_version
+
+if TYPE_CHECKING:
+    from tokenring.mask import Mask
+
+
+class TokenRingAttention(torch.nn.Module):
+    """Attention of one layer; for `core_attention` in a layer spec, as a class or in a ModuleSpec with `params`.
+
+    It has no parameters and no buffers. Megatron gives all arguments up to model_comm_pgs; `params` may hold schedule,
+    any_version and ContextParallel's options, as for use_tokenring. Raises UnsupportedError for what no schedule
+    computes (dropout, sinks, cross attention, an unknown version), ConfigurationError for names and groups that are
+    wrong or missing.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: Any = None,
+        pg_collection: Any = None,
+        model_comm_pgs: Any = None,
+        *,
+        schedule: str = "auto",
+        any_version: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not any_version:
+            check_version()
+        check_options(options)
+        check_layer(config, attention_type, attention_dropout)
+        self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
+        self.schedule = schedule_of_layer(cp_comm_type, schedule, config)
+        self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+        self.window = window_of_layer(config, layer_number)
+        self.group, self.options = group_of_layer(config, pg_collection, model_comm_pgs), options
+        self._contexts = contexts_of(self.group, options)  # held, so that layers made later find it
+        self._others: dict[Any, Contexts] = {}  # of groups that calls bring
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """out [s, b, np · hn] of query [s, b, np, hn], key and value [s, b, ng, hn]; of packed [t, ...], [t, np · hn].
+
+        Raises UnsupportedError for masks and biases that cannot be split, ConfigurationError for documents that cannot.
+        """
+        check_call(attention_bias, more)
+        packed = getattr(packed_seq_params, "qkv_format", None) == "thd"
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        mask = mask_of_call(mask_type, attention_mask, packed, self.window)
+        contexts = self._contexts_of_call(packed_seq_params)
+        q, k, v = with_one_head_dim(query, key, value)
+        if packed:
+            out = self._packed(contexts, packed_seq_params, mask, q, k, v)
+        else:
+            out = self._batch(contexts, mask, q, k, v)
+        return out[..., : value.shape[-1]].flatten(-2)
+
+    def _batch(
+        self, contexts: Contexts, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        check_shapes(q, k, contexts.ranks)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return contexts.attend(self.schedule, q, k, v, mask, self.softmax_scale, self._training).transpose(0, 1)
+
+    def _packed(
+        self, contexts: Contexts, params: Any, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        packing = contexts.packings.of(params, contexts.rank, contexts.ranks, q.shape[0])
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (q, k, v))
+        return attend_packed(
+            q, k, v, packing, mask,
+            lambda q, k, v, mask: contexts.attend(
+                self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True
+            ),
+        )  # fmt: skip
+
+    @property
+    def _training(self) -> bool:
+        """Whether a backward pass follows: also where Megatron recomputes, and has gradients off in forward."""
+        return self.training or torch.is_grad_enabled()
+
+    def _contexts_of_call(self, packed_seq_params: Any) -> Contexts:
+        group = group_of_call(self.group, packed_seq_params)
+        if group is self.group:
+            return self._contexts
+        if group not in self._others:
+            options = {name: value for name, value in self.options.items() if name != "topology"}  # of other ranks
+            self._others[group] = contexts_of(group, options)
+        return self._others[group]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **more: Any) -> None:
+        """Checkpoints of models with TransformerEngine's attention have a state of it here; we have none."""
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **more)
+
+    def extra_repr(self) -> str:
+        return f"schedule={self.schedule!r}, layer_number={self.layer_number}"
+
+
+def with_one_head_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v with zeros up to the largest head dim, which change no logit; out has zeros there, too.
+
+    For multi-latent attention, whose values are narrower than its keys; the zeros travel with the rest.
+    """
+    widest = max(x.shape[-1] for x in (q, k, v))
+    missing = [widest - x.shape[-1] for x in (q, k, v)]
+    return tuple(torch.nn.functional.pad(x, (0, n)) if n else x for x, n in zip((q, k, v), missing, strict=True))

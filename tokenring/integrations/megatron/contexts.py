@@ -1,0 +1,140 @@
+"""What the layers of a model share: for each group a transport, and a ContextParallel for each schedule.
+
+Megatron makes layers one by one, from a class or a spec: all they have in common is their group. So what they share is
+kept here by group and options, for as long as a layer holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from tokenring.attention import attend, make_request
+from tokenring.context import ContextParallel, Request
+from tokenring.integrations.megatron.packed import LastPacking
+from tokenring.integrations.megatron.startup import Announcer
+from tokenring.layout import make_layout
+from tokenring.mask import Mask
+from tokenring.schedule.families.registry import misfit
+
+if TYPE_CHECKING:
+    from tokenring.integrations.megatron.groups import LayerGroup
+
+ALWAYS_FITS = "ring"  # also one rank alone, where nothing moves
+_KEPT: WeakValueDictionary[tuple[object, ...], Contexts] = WeakValueDictionary()
+
+
+def contexts_of(group: LayerGroup, options: Mapping[str, Any]) -> Contexts:
+    """What all layers of this group with these options share; `options` are those of ContextParallel."""
+    key = (group, *((name, _identity(options[name])) for name in sorted(options)))
+    found = _KEPT.get(key)
+    if found is None:
+        found = _KEPT[key] = Contexts(group, options)
+    return found
+
+
+class Contexts:
+    """The ContextParallels of a group, made when a schedule is first asked for; they share one transport.
+
+    Layout: zigzag, as Megatron cuts sequences; one rank alone takes any length.
+    """
+
+    def __init__(self, group: LayerGroup, options: Mapping[str, Any]) -> None:
+        self.group, self.options = group, dict(options)
+        self.ranks = 1 if isinstance(group, str) else dist.get_world_size(group)
+        if self.ranks == 1:
+            self.options.pop("topology", None)  # it is of the ranks that there would be
+        self.rank = 0 if isinstance(group, str) else dist.get_rank(group)
+        self.packings = LastPacking()
+        self._by_schedule: dict[str, ContextParallel] = {}
+        self._for_sizes: dict[tuple[str, Request], str] = {}
+        self._announcer = Announcer()
+
+    def context(self, schedule: str, device: torch.device | None = None) -> ContextParallel:
+        """The ContextParallel of a schedule. All ranks of the group get here together. Raises ConfigurationError."""
+        if self.ranks == 1:
+            schedule = ALWAYS_FITS
+        if schedule not in self._by_schedule:
+            options = dict(self.options)
+            if schedule.startswith("auto"):
+                options.pop("pieces", None)  # it goes with schedules by name
+            if self._by_schedule and self.ranks > 1:
+                options["transport"] = next(iter(self._by_schedule.values())).transport_for(device)
+            layout = "contiguous" if self.ranks == 1 else "zigzag"
+            self._by_schedule[schedule] = ContextParallel(self.group, layout, schedule, **options)
+        return self._by_schedule[schedule]
+
+    def attend(
+        self,
+        schedule: str,
+        q_BTHD: torch.Tensor,
+        k_BTHD: torch.Tensor,
+        v_BTHD: torch.Tensor,
+        mask: Mask,
+        scale: float,
+        training: bool,
+        any_length: bool = False,
+    ) -> torch.Tensor:
+        """out [B, T, Hq, D] of tokens that this rank holds.
+
+        training: as in tokenring.attention.attend. any_length: B documents, where each step brings ones of other
+        lengths; "auto" does not plan for each of these, but once for all sizes up to the next power of two.
+        """
+        cp = taken = self.context(schedule, q_BTHD.device)
+        if self.ranks == 1 or torch.compiler.is_compiling():
+            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)[0]
+        kind = request = make_request(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)
+        if any_length:
+            kind = _nominal(request, self.ranks)
+            taken = self._for_size(schedule, kind, request)
+        out, _ = attend(q_BTHD, k_BTHD, v_BTHD, taken, mask, scale, training)
+        self._announcer.announce(cp, kind)
+        return out
+
+    def _for_size(self, schedule: str, nominal: Request, request: Request) -> ContextParallel:
+        """What computes a call of about this size: what was planned for the size goes by its name."""
+        cp = self.context(schedule, request.device)
+        if not schedule.startswith("auto"):
+            return cp
+        if (schedule, nominal) not in self._for_sizes:
+            self._for_sizes[schedule, nominal] = cp.agreed_plan(nominal).name
+        return self.context(_fitting(self._for_sizes[schedule, nominal], request, cp), request.device)
+
+
+def _nominal(request: Request, ranks: int) -> Request:
+    """The call that stands for all of about its size: sizes up to the next power of two, without padding."""
+    size = request.workload
+    length = _power_of_two(size.q_length, 2 * ranks)
+    size = replace(size, batch=_power_of_two(size.batch, 1), q_length=length, kv_length=length)
+    return replace(request, workload=size, mask=replace(request.mask, cu_seqlens=None))
+
+
+def _fitting(name: str, request: Request, cp: ContextParallel) -> str:
+    """The schedule itself if its pieces divide these documents, else without pieces, else one that always fits."""
+    size = request.workload
+    layout = make_layout(cp.layout, cp.world_size, size.q_length)
+    for each in (name, name.partition("/pieces")[0]):
+        if misfit(each, cp.world_size, size, layout, layout) is None:
+            return each
+    return ALWAYS_FITS
+
+
+def _power_of_two(number: int, unit: int) -> int:
+    """The least unit · 2^n that is no less."""
+    while unit < number:
+        unit *= 2
+    return unit
+
+
+def _identity(value: object) -> object:
+    """The value where it can be compared, else which object it is."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

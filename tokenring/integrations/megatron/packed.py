@@ -1,0 +1,171 @@
+"""Packed sequences: documents of unequal lengths one after another (Megatron's format "thd").
+
+Every rank holds a part of each document, which is cut zigzag by itself: document i of padded length n gives each of P
+ranks n / P tokens, in the order of the documents. So documents of one length are a batch, and each length is one call.
+
+t tokens held here, of all documents; B documents of one length, T tokens of each held here, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.layout import zigzag
+from tokenring.mask import Documents, Mask
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask], torch.Tensor]  # q, k, v [B, T, H, D], mask → out
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Documents of a packed sequence, whole: each one's tokens with and without the padding at its end.
+
+    padded, real: of each document. rank, ranks: of the group that holds them together.
+    """
+
+    padded: tuple[int, ...]
+    real: tuple[int, ...]
+    rank: int
+    ranks: int
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens of each document on one rank."""
+        return tuple(length // self.ranks for length in self.padded)
+
+    @property
+    def has_padding(self) -> bool:
+        return self.padded != self.real
+
+    def alike(self, mask: Mask) -> dict[tuple[int, Mask], list[int]]:
+        """Documents that go as one batch, longest first: by padded length, and by the mask of one document.
+
+        A mask that looks back only needs no padding in it: no token sees what comes after it.
+        """
+        looks_back = mask.high is not None and mask.high <= 0
+        found: dict[tuple[int, Mask], list[int]] = defaultdict(list)
+        for index, (length, real) in enumerate(zip(self.padded, self.real, strict=True)):
+            if real:
+                whole = looks_back or real == length
+                found[length, mask if whole else mask & Documents([0, real])].append(index)
+        return dict(sorted(found.items(), key=lambda item: -item[0][0]))
+
+    @cached_property
+    def real_rows(self) -> torch.Tensor:
+        """Which of the tokens held here are none of the padding: booleans [t]."""
+        rows = [torch.arange(0)]
+        for length, real in zip(self.padded, self.real, strict=True):
+            rows.append(self._positions(length) < real)
+        return torch.cat([each.bool() for each in rows])
+
+    def _positions(self, length: int) -> torch.Tensor:
+        """Where the tokens that this rank holds of a document stand in it."""
+        if self.ranks == 1 or length == 0:
+            return torch.arange(length)
+        return torch.tensor(zigzag(self.ranks, length).positions(self.rank))
+
+
+def packing_of(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
+    """The documents that packed_seq_params describes, of which `tokens` tokens are held here.
+
+    Reads cu_seqlens_q, and cu_seqlens_q_padded where it is set. Raises ConfigurationError for documents that cannot be
+    cut or are more than there is, UnsupportedError where keys and values are packed otherwise than queries.
+    """
+    ends = _bounds(params, "q")
+    if _bounds(params, "kv") != ends:
+        raise UnsupportedError(
+            "packed sequences with other cu_seqlens for keys than for queries are not supported: pack both alike"
+        )
+    real, padded = (tuple(b - a for a, b in pairwise(bounds)) for bounds in ends)
+    cut = 1 if ranks == 1 else 2 * ranks
+    for index, (length, held) in enumerate(zip(padded, real, strict=True)):
+        if not 0 <= held <= length:
+            raise ConfigurationError(
+                f"packed document {index} has {held} tokens and {length} with its padding: cu_seqlens and "
+                f"cu_seqlens_padded must not decrease, nor the padded lengths be shorter"
+            )
+        if length % cut:
+            raise ConfigurationError(
+                f"packed document {index} has {length} tokens, which {ranks} ranks cannot cut into {cut} equal chunks: "
+                f"pad each document to a multiple of {cut} and give the padded ends as cu_seqlens_q_padded"
+            )
+    if sum(padded) > tokens * ranks:
+        raise ConfigurationError(
+            f"cu_seqlens end at {sum(padded)}, but {ranks} ranks hold {tokens} tokens each, {tokens * ranks} together: "
+            f"cu_seqlens count tokens of the whole sequence, over all ranks of the context-parallel group"
+        )
+    return Packing(padded, real, rank, ranks)
+
+
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, mask: Mask, attend: Attend
+) -> torch.Tensor:
+    """Attention of each document to itself. q [t, Hq, D], k, v [t, Hkv, D]; out [t, Hq, D].
+
+    Padding, inside documents and after the last, gets out 0 and no gradient. mask: of one document.
+    """
+    rest, device = q.shape[0] - sum(packing.held), q.device
+    parts = [torch.split(x, [*packing.held, rest]) for x in (q, k, v)]
+    outs = [torch.zeros_like(part) for part in parts[0]]
+    for (_, document_mask), members in packing.alike(mask).items():
+        q, k, v = (torch.stack([part[index] for index in members]) for part in parts)
+        for index, out in zip(members, attend(q, k, v, document_mask), strict=True):
+            outs[index] = out
+    whole = torch.cat(outs)
+    if packing.has_padding:
+        hidden = ~torch.nn.functional.pad(packing.real_rows, (0, rest)).to(device)
+        whole = whole.masked_fill(hidden[:, None, None], 0.0)
+    return whole
+
+
+class LastPacking:
+    """The packing read last: all layers of a step get the same, and reading one waits for the device."""
+
+    def __init__(self) -> None:
+        self._tensors: tuple[Any, ...] = ()  # they live on here: an address alone could be another tensor's by now
+        self._key: tuple[object, ...] = ()
+        self._packing: Packing | None = None
+
+    def of(self, params: Any, rank: int, ranks: int, tokens: int) -> Packing:
+        """As packing_of."""
+        tensors = tuple(getattr(params, name, None) for name in (*_names("q"), *_names("kv")))
+        key = (*map(_version, tensors), rank, ranks, tokens)
+        same = key == self._key and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
+        if self._packing is None or not same:
+            self._packing = packing_of(params, rank, ranks, tokens)
+            self._tensors, self._key = tensors, key
+        return self._packing
+
+
+def _names(of: str) -> tuple[str, str]:
+    return f"cu_seqlens_{of}", f"cu_seqlens_{of}_padded"
+
+
+def _bounds(params: Any, of: str) -> tuple[list[int], list[int]]:
+    """The ends of documents without and with padding, from 0 on."""
+    plain, padded = (getattr(params, name, None) for name in _names(of))
+    if plain is None and padded is None:
+        raise ConfigurationError(f"packed_seq_params of format thd without cu_seqlens_{of}: give the documents' ends")
+    given: tuple[Any, Any] = (padded if plain is None else plain, plain if padded is None else padded)
+    bounds = given[0].tolist(), given[1].tolist()
+    if len(bounds[0]) != len(bounds[1]) or any(not each or each[0] != 0 for each in bounds):
+        raise ConfigurationError(
+            f"cu_seqlens_{of} has {len(bounds[0])} entries and its padded form {len(bounds[1])}: both start with 0 and "
+            f"have one entry more than there are documents"
+        )
+    return bounds
+
+
+def _version(x: torch.Tensor | None) -> object:
+    """Changes when the tensor does; at every call where that cannot be seen, as of tensors made in inference mode."""
+    if x is None:
+        return None
+    return object() if x.is_inference() else x._version

@@ -1,0 +1,67 @@
+"""What rank 0 logs when training starts: what joins the ranks, and the schedule of each kind of layer."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tokenring.topology.ranks import Topology
+
+if TYPE_CHECKING:
+    from tokenring.context import ContextParallel, Request
+
+LOG = logging.getLogger("tokenring")
+
+
+class Announcer:
+    """Logs once what is said of a group, and once of each kind of call."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[object, ...]] = set()
+
+    def announce(self, cp: ContextParallel, request: Request) -> None:
+        """Called after each call, by all ranks of the group. Where there is something to probe, they do it together."""
+        key = (cp.schedule, request.workload, request.mask)
+        if key in self._said or not _has_rank_0(cp):
+            return
+        first = not self._said
+        self._said.add(key)
+        topology = _topology(cp, request.device) if first else None
+        if dist.get_rank() == 0:
+            if topology is not None:
+                LOG.info("topology: %s", verdict_of(topology))
+            LOG.info("%s", described(cp, request))
+
+
+def verdict_of(topology: Topology) -> str:
+    """The topology in one sentence."""
+    if topology.graph is None or topology.verdict is None:
+        return topology.name
+    from tokenring.topology.report import sentence
+
+    return sentence(topology.graph, topology.verdict)
+
+
+def described(cp: ContextParallel, request: Request) -> str:
+    """The kind of layer, and its plan."""
+    size, plan = request.workload, cp.plan(request)
+    dtype = str(size.dtype).removeprefix("torch.")
+    heads = f"{size.q_heads} query and {size.kv_heads} kv heads of {size.head_dim}"
+    tokens = f"{size.batch} × {size.q_length:,} tokens in {dtype}"
+    return f"attention of {heads}, {tokens}, {request.mask}, over {cp.world_size} ranks: {plan.name} ({plan.reason})"
+
+
+def _topology(cp: ContextParallel, device: torch.device) -> Topology | None:
+    """What was given, else what is found; a probe is found again in this machine's cache. None: nobody knows."""
+    if cp.topology is not None:
+        return cp.topology if isinstance(cp.topology, Topology) else None
+    if device.type == "cpu":
+        return Topology("machine without accelerators", cp.world_size)
+    return Topology.probe(cp.group, device)
+
+
+def _has_rank_0(cp: ContextParallel) -> bool:
+    return cp.group is not None and 0 in dist.get_process_group_ranks(cp.group)
