@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test setup lint wheel clean
+.PHONY: demo test setup lint wheel megatron clean
 
 demo: setup
 	$(BIN)/tokenring demo
 
 # pytest comes last, so that its summary closes the output.
-test: lint wheel
+test: lint wheel megatron
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 setup: $(STAMP)
@@ -30,6 +30,13 @@ lint: setup
 
 wheel: setup
 	ci/wheel $(BIN)/python
+
+# Each version of Megatron-core in a folder of its own, without what it says it needs: on a CPU it needs none of that.
+megatron: $(VENV)/megatron/.stamp
+
+$(VENV)/megatron/.stamp: $(STAMP) ci/megatron-versions.txt
+	ci/megatron $(BIN)/python $(VENV)/megatron
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -128,15 +128,16 @@ def _ring_flash(name: str, layout: str, setting: Setting, group: Any) -> Runner:
         raise NotRun("for the causal mask only")
     if setting.ranks == 1:
         raise NotRun("one rank cannot send to itself")
-    module, notes = _ring_flash_module(name)
-    notes = notes + _patch(module, f"{name}_backward")
-    call = getattr(module, f"{name}_func")
+    call, notes = ring_flash_function(name)
     return Runner(
-        _what(layout),
-        setting.positions(layout),
-        lambda q, k, v: call(q, k, v, causal=causal, group=group),
-        notes=tuple(notes),
+        _what(layout), setting.positions(layout), lambda q, k, v: call(q, k, v, causal=causal, group=group), notes=notes
     )
+
+
+def ring_flash_function(name: str) -> tuple[Callable[..., Any], tuple[Note, ...]]:
+    """A function of ring-flash-attn by its module, made ready for CPUs, and what had to be changed for it."""
+    module, notes = _ring_flash_module(name)
+    return getattr(module, f"{name}_func"), tuple(notes + _patch(module, f"{name}_backward"))
 
 
 def _llama3(setting: Setting, group: Any) -> Runner:

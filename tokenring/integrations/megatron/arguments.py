@@ -10,6 +10,7 @@ import torch
 from tokenring.errors import ConfigurationError, UnsupportedError
 
 OPTIONS = ("transport", "topology", "memory_limit_bytes", "kernel", "pieces", "timeout_seconds")  # of ContextParallel
+WITHOUT_ATTENTION = {"mlp", "moe", "moe_router", "moe_preprocess", "mamba"}  # scopes of CUDA graphs
 LOGITS = "the largest attention logit is not computed here"
 
 
@@ -31,13 +32,26 @@ def check_layer(config: Any, attention_type: str, attention_dropout: float | Non
     for name in ("qk_clip", "log_max_attention_logit"):
         if getattr(config, name, False):
             raise UnsupportedError(f"{name} is not supported, {LOGITS}: set config.{name}=False")
+    if config.context_parallel_size > 1 and _records_attention(config):
+        raise UnsupportedError(
+            "CUDA graphs of attention are not supported under context parallelism, as ranks agree on each call over "
+            "the host: turn them off (cuda_graph_impl='none'), or leave attn out of cuda_graph_scope"
+        )
+
+
+def _records_attention(config: Any) -> bool:
+    """Whether Megatron is to make CUDA graphs that have attention in them."""
+    graphs = [getattr(config, name, None) for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")]
+    scope = getattr(config, "cuda_graph_scope", "full")
+    parts = {getattr(part, "name", part) for part in (scope if isinstance(scope, list) else [scope])}
+    return any(graph not in (None, False, "none") for graph in graphs) and not (parts and parts <= WITHOUT_ATTENTION)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for options that ContextParallel does not take."""
     if unknown := [name for name in options if name not in OPTIONS]:
         raise ConfigurationError(
-            f"TokenRingAttention got {', '.join(unknown)}; its options are {', '.join(OPTIONS)}, schedule, any_version; "
+            f"TokenRingAttention got {', '.join(unknown)}; known are {', '.join(OPTIONS)}, schedule, any_version; "
             f"if Megatron passed it, tokenring does not know this version of Megatron-core"
         )
 

@@ -119,13 +119,14 @@ class TokenRingAttention(torch.nn.Module):
         if group is self.group:
             return self._contexts
         if group not in self._others:
-            self._others[group] = contexts_of(group, self.options)
+            options = {name: value for name, value in self.options.items() if name != "topology"}  # of other ranks
+            self._others[group] = contexts_of(group, options)
         return self._others[group]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **more: Any) -> None:
         """Checkpoints of models with TransformerEngine's attention have a state of it here; we have none."""
         state_dict.pop(f"{prefix}_extra_state", None)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **more)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"schedule={self.schedule!r}, layer_number={self.layer_number}"

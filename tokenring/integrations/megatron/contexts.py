@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from tokenring.attention import attend, make_request
 from tokenring.context import ContextParallel, Request
-from tokenring.integrations.megatron.groups import SELF
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
 from tokenring.layout import make_layout
@@ -26,6 +25,7 @@ from tokenring.schedule.families.registry import misfit
 if TYPE_CHECKING:
     from tokenring.integrations.megatron.groups import LayerGroup
 
+ALWAYS_FITS = "ring"  # also one rank alone, where nothing moves
 _KEPT: WeakValueDictionary[tuple[object, ...], Contexts] = WeakValueDictionary()
 
 
@@ -46,8 +46,10 @@ class Contexts:
 
     def __init__(self, group: LayerGroup, options: Mapping[str, Any]) -> None:
         self.group, self.options = group, dict(options)
-        self.ranks = 1 if group is SELF else dist.get_world_size(group)
-        self.rank = 0 if group is SELF else dist.get_rank(group)
+        self.ranks = 1 if isinstance(group, str) else dist.get_world_size(group)
+        if self.ranks == 1:
+            self.options.pop("topology", None)  # it is of the ranks that there would be
+        self.rank = 0 if isinstance(group, str) else dist.get_rank(group)
         self.packings = LastPacking()
         self._by_schedule: dict[str, ContextParallel] = {}
         self._for_sizes: dict[tuple[str, Request], str] = {}
@@ -55,6 +57,8 @@ class Contexts:
 
     def context(self, schedule: str, device: torch.device | None = None) -> ContextParallel:
         """The ContextParallel of a schedule. All ranks of the group get here together. Raises ConfigurationError."""
+        if self.ranks == 1:
+            schedule = ALWAYS_FITS
         if schedule not in self._by_schedule:
             options = dict(self.options)
             if schedule.startswith("auto"):
@@ -126,7 +130,7 @@ def _fitting(name: str, request: Request, cp: ContextParallel) -> str:
     for each in (name, name.partition("/pieces")[0]):
         if misfit(each, cp.world_size, size, layout, layout) is None:
             return each
-    return "ring"
+    return ALWAYS_FITS
 
 
 def _power_of_two(number: int, unit: int) -> int:

@@ -27,6 +27,7 @@ def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> Laye
     if wanted == 1:  # also where another part of the model has a group
         return SELF
     collection = model_comm_pgs if pg_collection is None else pg_collection
+    group: ProcessGroup | None
     if collection is None:
         group, place = _of_parallel_state(), "parallel_state"
         remedy = f"call initialize_model_parallel(context_parallel_size={wanted}) before the model is made"
@@ -45,9 +46,9 @@ def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> Laye
 
 def group_of_call(own: LayerGroup, packed_seq_params: Any) -> LayerGroup:
     """The group that a call brings in its packed_seq_params, else the layer's own."""
-    group = getattr(packed_seq_params, "cp_group", None)
+    group: ProcessGroup | None = getattr(packed_seq_params, "cp_group", None)
     if group is not None:
-        return SELF if dist.get_world_size(group) == 1 else group  # type: ignore[no-any-return]
+        return SELF if dist.get_world_size(group) == 1 else group
     size = getattr(packed_seq_params, "local_cp_size", None)
     if size is None:
         return own

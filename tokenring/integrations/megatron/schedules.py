@@ -25,7 +25,7 @@ def schedule_of_layer(cp_comm_type: Any, schedule: str, config: Any) -> str:
     if cp_comm_type == A2A_P2P:
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         return f"usp/{sizes[0]}" if sizes else "auto:usp"
-    name = OF_MEGATRON.get(cp_comm_type, cp_comm_type) if isinstance(cp_comm_type, str) else cp_comm_type
+    name: str = OF_MEGATRON.get(cp_comm_type, cp_comm_type) if isinstance(cp_comm_type, str) else cp_comm_type
     try:
         check_schedule_name(name)
     except ConfigurationError as error:

@@ -1,0 +1,1 @@
+"""Real Megatron-core on CPU ranks. `versions`: what is there; the rest runs in ranks' processes."""

@@ -1,0 +1,244 @@
+"""GPT models of Megatron-core, split and whole, with the same weights; and where their gradients differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from oracle import relative_error
+from ranks import Here
+
+from mcore.world import contiguous_rows, cpu_rotary, packed_rows, parallel, zigzag_rows
+from tokenring.integrations.megatron import per_layer, use_tokenring
+
+VOCABULARY = 96
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its data and how both are split. rows: how the sequence is cut; "contiguous" is wrong."""
+
+    heads: int = 4
+    groups: int = 2
+    head_dim: int = 16
+    layers: int = 2
+    length: int = 64
+    batch: int = 2
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    recompute: str = ""  # "selective" or "full"
+    cp_comm_type: str | tuple[str, ...] | None = None  # several: one for each layer
+    rows: str = "zigzag"
+    documents: tuple[tuple[int, int], ...] = ()  # of packed ones: (real, padded) tokens
+    dtype: torch.dtype = torch.float32
+    seed: int = 1
+
+    @property
+    def whole(self) -> Job:
+        """The same on one rank, in float64."""
+        return replace(self, tp=1, cp=1, pp=1, recompute="", cp_comm_type=None, rows="zigzag", dtype=torch.float64)
+
+    def config(self) -> Any:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        recompute: dict[str, Any] = {"recompute_granularity": self.recompute or None}
+        if self.recompute == "full":
+            recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return TransformerConfig(
+            num_layers=self.layers,
+            hidden_size=self.heads * self.head_dim,
+            num_attention_heads=self.heads,
+            num_query_groups=self.groups,
+            use_cpu_initialization=True,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            tensor_model_parallel_size=self.tp,
+            context_parallel_size=self.cp,
+            pipeline_model_parallel_size=self.pp,
+            pipeline_dtype=self.dtype,
+            calculate_per_token_loss=True,  # so that Megatron's loop takes our losses as they are
+            cp_comm_type=per_layer(self.cp_comm_type) if isinstance(self.cp_comm_type, tuple) else self.cp_comm_type,
+            **recompute,
+        )
+
+
+class WholeAttention(torch.nn.Module):
+    """core_attention written apart from everything else: all scores at once, of a whole sequence or of documents."""
+
+    def __init__(self, config: Any, **rest: Any) -> None:
+        super().__init__()
+        self.scale = 1 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any, packed_seq_params: Any = None,
+        **rest: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        packed = q.dim() == 3
+        q, k, v = (x[:, None] if packed else x for x in (q, k, v))
+        repeats = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
+        hidden = ~visible(q.shape[0], packed_seq_params)
+        scores = torch.einsum("sbhd,tbhd->bhst", q, k) * self.scale
+        shares = torch.softmax(scores.masked_fill(hidden, -1e30), dim=-1).masked_fill(hidden, 0.0)
+        out = torch.einsum("bhst,tbhd->sbhd", shares, v).flatten(2)
+        return out[:, 0] if packed else out
+
+
+def visible(length: int, params: Any) -> torch.Tensor:
+    """Causal, inside each document without its padding: booleans [length, length]."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    if params is None:
+        return causal
+    seen = torch.zeros_like(causal)
+    real = params.cu_seqlens_q.diff().tolist()
+    for (start, _), tokens in zip(pairwise(params.cu_seqlens_q_padded.tolist()), real, strict=True):
+        seen[start : start + tokens, start : start + tokens] = True
+    return seen & causal
+
+
+def build(here: Here, job: Job, spec: Any = None, **options: Any) -> Any:
+    """The model of this rank, with the world split as the job says. spec: the layers'; options: of use_tokenring."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    parallel(here, job.tp, job.cp, job.pp)
+    torch.manual_seed(job.seed)
+    model = GPTModel(
+        config=job.config(),
+        transformer_layer_spec=use_tokenring(get_gpt_layer_local_spec(), **options) if spec is None else spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=job.length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    if hasattr(model, "rotary_pos_emb"):
+        cpu_rotary(model.rotary_pos_emb)
+    return model.to(job.dtype).train()
+
+
+def build_whole(here: Here, job: Job) -> Any:
+    """The model on one rank, in the job's dtype, with the attention above."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = WholeAttention
+    return build(here, job, spec)
+
+
+class Data(NamedTuple):
+    """tokens, targets [B, T]; weights [B, T] of the tokens' losses, which add up to 1 over the whole."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+
+
+def data_of(job: Job, step: int = 0) -> Data:
+    generator = torch.Generator().manual_seed(100 * job.seed + step)
+    text = torch.randint(VOCABULARY, (job.batch, job.length + 1), generator=generator)
+    weights = torch.ones(job.batch, job.length)
+    start = 0
+    for real, padded in job.documents:
+        weights[:, start + real : start + padded] = 0
+        start += padded
+    if job.documents:
+        weights[:, start:] = 0
+    return Data(text[:, :-1], text[:, 1:], weights / weights.sum())
+
+
+def local_data(job: Job, data: Data) -> Data:
+    """What this rank has of it: its rows of the sequence, and its part of the batch."""
+    from megatron.core import parallel_state as state
+
+    rank, ranks = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
+    replica, replicas = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+    if job.rows == "zigzag" and job.documents:
+        rows = packed_rows([padded for _, padded in job.documents], rank, ranks)
+    else:
+        rows = (zigzag_rows if job.rows == "zigzag" else contiguous_rows)(job.length, rank, ranks)
+    if job.batch % replicas:  # every replica has all of it
+        return Data(*(x[:, rows] for x in (data.tokens, data.targets, data.weights / replicas)))
+    mine = slice(replica * job.batch // replicas, (replica + 1) * job.batch // replicas)
+    return Data(*(x[mine][:, rows] for x in (data.tokens, data.targets, data.weights)))
+
+
+def packing(job: Job) -> Any:
+    """packed_seq_params, of documents with padding at their ends; None without documents."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if not job.documents:
+        return None
+    real, padded = (
+        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for lengths in zip(*job.documents, strict=True)
+    )
+    longest = max(length for _, length in job.documents)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, max_seqlen_q=longest, max_seqlen_kv=longest,
+    )  # fmt: skip
+
+
+def loss_of(job: Job, model: Any, data: Data) -> torch.Tensor:
+    """This rank's share of the mean loss, by Megatron's own cross-entropy; without a pipeline."""
+    positions = torch.arange(data.tokens.shape[1]).expand_as(data.tokens)
+    losses = model(data.tokens, positions, None, labels=data.targets, packed_seq_params=packing(job))
+    share: torch.Tensor = (losses.to(torch.float64) * data.weights).sum()
+    return share
+
+
+def whole_gradients(here: Here, job: Job, data: Data) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Loss, weights and gradients by name, of the whole model in float64."""
+    whole = job.whole
+    model = build_whole(here, whole)
+    positions = torch.arange(job.length).expand_as(data.tokens)
+    logits = model(data.tokens, positions, None, packed_seq_params=packing(whole))
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data.targets.flatten(), reduction="none")
+    loss = (losses * data.weights.flatten()).sum()
+    loss.backward()
+    named = dict(model.named_parameters())
+    return loss.item(), {n: p.detach() for n, p in named.items()}, {n: p.grad for n, p in named.items()}
+
+
+def part_of(model: Any, name: str, parameter: Any, whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What this rank has of a parameter of the whole model, or of its gradient."""
+    from megatron.core import parallel_state as state
+
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(model.decoder.layers[int(words[2])].layer_number - 1)
+    found = whole[".".join(words)]
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return found
+    ranks, rank = state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
+    return found.chunk(ranks, dim=parameter.partition_dim)[rank]
+
+
+def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(part_of(model, name, parameter, whole))
+
+
+def sum_gradients(model: Any) -> None:
+    """Over the ranks that have other tokens: data and context parallel ones."""
+    from megatron.core import parallel_state as state
+
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=state.get_data_parallel_group(with_context_parallel=True))
+
+
+def gradient_errors(model: Any, wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """‖got - want‖ / ‖want‖ of each parameter that this rank has."""
+    return {
+        name: relative_error(parameter.grad, part_of(model, name, parameter, wanted))
+        for name, parameter in model.named_parameters()
+    }

@@ -1,0 +1,214 @@
+"""What tests run on ranks that have Megatron-core loaded (`world.load`)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Here
+
+from mcore.gpt import (
+    Data,
+    Job,
+    build,
+    build_whole,
+    data_of,
+    gradient_errors,
+    local_data,
+    loss_of,
+    sum_gradients,
+    take_weights,
+    whole_gradients,
+)
+from tokenring.errors import ConfigurationError
+from tokenring.integrations.megatron import use_tokenring
+from tokenring.integrations.megatron.contexts import contexts_of
+
+LEARNING_RATE = 1e-3
+
+
+def attentions(model: Any) -> list[Any]:
+    return [layer.self_attention.core_attention for layer in model.decoder.layers]
+
+
+def worst_errors(here: Here, job: Job, schedules: list[str], layout: str | None = None) -> dict[str, float]:
+    """Of each schedule the largest relative error of a parameter's gradient on this rank, against float64.
+
+    layout: a wrong one for our attention to take.
+    """
+    data = data_of(job)
+    loss, weights, wanted = whole_gradients(here, job, data)
+    model = build(here, job)
+    take_weights(model, weights)
+    mine, found = local_data(job, data), {}
+    for schedule in schedules:
+        for each in attentions(model):
+            each.schedule = schedule
+            if layout is not None:
+                contexts_of(each.group, {}).context(schedule).layout = layout
+        model.zero_grad()
+        share = loss_of(job, model, mine)
+        share.backward()
+        sum_gradients(model)
+        total = _sum_of_shares(share)
+        assert math.isclose(total, loss, rel_tol=1e-3), (total, loss)  # a coarse check: gradients tell the rest
+        found[schedule] = max(gradient_errors(model, wanted).values())
+    return found
+
+
+def _sum_of_shares(share: torch.Tensor) -> float:
+    from megatron.core import parallel_state as state
+
+    total = share.detach().clone()
+    dist.all_reduce(total, group=state.get_data_parallel_group(with_context_parallel=True))
+    return total.item()
+
+
+def train(here: Here, job: Job, steps: int, whole_attention: bool = False) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each Adam step; NaN for the loss where this rank has no last pipeline stage."""
+    _, weights, _ = whole_gradients(here, job, data_of(job))
+    model = build_whole(here, job) if whole_attention else build(here, job)
+    take_weights(model, weights)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = _forward_backward(job, model, local_data(job, data_of(job, step)))
+        sum_gradients(model)
+        history.append((loss, _gradient_norm(model)))
+        optimizer.step()
+    return history
+
+
+def _forward_backward(job: Job, model: Any, data: Data) -> float:
+    """A step by Megatron's own schedule of microbatches, of one sequence each; the loss at the last stage, else NaN."""
+    from megatron.core import parallel_state as state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(parts: Iterator[Data], model: Any) -> tuple[torch.Tensor, Any]:
+        part = next(parts)
+        positions = torch.arange(part.tokens.shape[1])[None]
+        found = model(part.tokens, positions, None, labels=part.targets)
+
+        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            share = (losses.double() * part.weights).sum()
+            return share, torch.tensor(1, dtype=torch.int), share.detach()
+
+        return found, loss
+
+    count = data.tokens.shape[0]
+    shares = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([Data(*(x[[n]] for x in data)) for n in range(count)]),
+        model=model,
+        num_microbatches=count,
+        seq_length=job.length,
+        micro_batch_size=1,
+    )
+    return _sum_of_shares(sum(shares)) if state.is_pipeline_last_stage() else math.nan
+
+
+def _gradient_norm(model: Any) -> float:
+    """Over all tensor and pipeline parallel ranks; what tensor parallel ranks have alike counts once."""
+    from megatron.core import parallel_state as state
+
+    first = state.get_tensor_model_parallel_rank() == 0
+    counted = [p.grad for p in model.parameters() if first or getattr(p, "tensor_model_parallel", False)]
+    total = torch.stack([grad.double().square().sum() for grad in counted]).sum()
+    dist.all_reduce(total, group=state.get_model_parallel_group())
+    return math.sqrt(total.item())
+
+
+def bytes_of_layers(here: Here, job: Job) -> list[dict[int, int]]:
+    """Of each layer's forward attention, the bytes that this rank sends to each other one."""
+    model = build(here, job, transport="gloo")
+    found: list[dict[int, int]] = []
+    for each in attentions(model):
+        each.register_forward_pre_hook(lambda module, args: found.append(_negative(_sent(module))))
+        each.register_forward_hook(lambda module, args, out: found.append(_sent(module)))
+    with torch.no_grad():
+        loss_of(job, model, local_data(job, data_of(job)))
+    pairs = zip(found[::2], found[1::2], strict=True)
+    return [{to: after.get(to, 0) + before.get(to, 0) for to in after} for before, after in pairs]
+
+
+def _sent(module: Any) -> dict[int, int]:
+    contexts = contexts_of(module.group, module.options)
+    transport: Any = contexts.context(module.schedule).transport_for(torch.device("cpu"))
+    return dict(transport.sent_bytes)
+
+
+def _negative(counts: dict[int, int]) -> dict[int, int]:
+    return {to: -count for to, count in counts.items()}
+
+
+def names_in_state(here: Here, job: Job) -> tuple[list[str], list[str]]:
+    """Of a model with our attention, and of one with another that has none."""
+    return list(build(here, job).state_dict()), list(build_whole(here, job).state_dict())
+
+
+def loads_strictly(here: Here, job: Job) -> str:
+    """With what TransformerEngine's attention leaves in a checkpoint."""
+    model = build(here, job)
+    state = model.state_dict() | {"decoder.layers.0.self_attention.core_attention._extra_state": torch.zeros(1)}
+    return str(model.load_state_dict(state, strict=True))
+
+
+def logged(here: Here, job: Job) -> list[str]:
+    """What two steps say."""
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tokenring")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model = build(here, job, schedule="auto:ring,ulysses")
+        for _ in range(2):
+            loss_of(job, model, local_data(job, data_of(job)))
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+    return said
+
+
+def shared_contexts(here: Here, job: Job) -> tuple[int, int]:
+    """How many ContextParallels and how many transports two models of one group have, after a step."""
+    models = [build(here, job), build(here, replace(job, layers=3))]
+    for model in models:
+        loss_of(job, model, local_data(job, data_of(job)))
+    shared = {id(contexts_of(each.group, each.options)): each for model in models for each in attentions(model)}
+    made = [cp for each in shared.values() for cp in contexts_of(each.group, each.options)._by_schedule.values()]
+    return len(made), len({id(cp.transport_for(torch.device("cpu"))) for cp in made})
+
+
+def specs(here: Here) -> tuple[str, str, list[str], dict[str, Any]]:
+    """core_attention of a layer spec after it was given, of what came back, of a block spec, and its params."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    def core(spec: Any) -> Any:
+        return spec.submodules.self_attention.submodules.core_attention
+
+    given = get_gpt_layer_local_spec()
+    layer = use_tokenring(given, "usp/2", timeout_seconds=30)
+    block = use_tokenring(TransformerBlockSubmodules(layer_specs=[given, given]))
+    names = [core(each).module.__name__ for each in block.layer_specs]
+    return core(given).__name__, core(layer).module.__name__, names, core(layer).params
+
+
+def refused_spec(here: Here) -> str:
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    try:
+        use_tokenring(ModuleSpec(module=MLP))
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"

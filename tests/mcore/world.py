@@ -1,0 +1,103 @@
+"""A rank's process with one version of Megatron-core in it, on a CPU: what is put in its place where it wants a GPU."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from ranks import Here
+
+
+class OnCpu:
+    """torch, where zeros that are to lie on a GPU lie here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *sizes: Any, device: Any = None, **more: Any) -> torch.Tensor:
+        return torch.zeros(*sizes, **more)
+
+
+def load(here: Here, folder: str) -> str:
+    """Import Megatron-core from this folder; its version. Called once in a process, before anything else here."""
+    sys.path.insert(0, folder)
+    warnings.simplefilter("ignore")  # Megatron's own, of missing GPU packages; ours are errors again below
+    import megatron.core
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import random as rng
+
+    assert megatron.core.__file__.startswith(folder), megatron.core.__file__
+    assert gpt_layer_specs and gpt_model
+    # Recomputation keeps the states of the GPU's generators. There are none, and nothing random is computed here.
+    rng._get_all_rng_states = lambda: ()
+    rng._set_all_rng_states = lambda *states: None
+    # The loop over microbatches counts tokens on the GPU, and hands activations from stage to stage there.
+    schedules.torch = OnCpu()
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *rest, **more: self  # type: ignore[method-assign]
+    here.memory["states"] = {}
+    warnings.filterwarnings("error", module="tokenring")
+    version: str = megatron.core.__version__
+    return version
+
+
+def parallel(here: Here, tp: int = 1, cp: int = 1, pp: int = 1) -> None:
+    """Make this the split of the world in Megatron's parallel_state, of which the groups are made once and kept."""
+    from megatron.core import parallel_state as state
+
+    states: dict[tuple[int, int, int], dict[str, Any]] = here.memory["states"]
+    if (tp, cp, pp) not in states:
+        blank = states.setdefault((0, 0, 0), _globals(state))
+        vars(state).update(blank)
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
+        )
+        states[tp, cp, pp] = _globals(state)
+    vars(state).update(states[tp, cp, pp])
+
+
+def _globals(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name.startswith("_") and name[1:].isupper()}
+
+
+def cpu_rotary(original: Any) -> None:
+    """Let a RotaryEmbedding of Megatron's compute where its tensors are, by its own frequencies."""
+    from megatron.core import parallel_state
+
+    class CpuRotary(type(original)):  # type: ignore[misc]
+        def forward(
+            self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+        ) -> torch.Tensor:
+            freqs = self.get_freqs_non_repeated(max_seq_len, offset)
+            angles: torch.Tensor = torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+            ranks, rank = (
+                parallel_state.get_context_parallel_world_size(),
+                parallel_state.get_context_parallel_rank(),
+            )
+            return angles if packed_seq else angles[zigzag_rows(max_seq_len, rank, ranks)]
+
+    original.__class__ = CpuRotary
+
+
+def zigzag_rows(length: int, rank: int, ranks: int) -> torch.Tensor:
+    """The positions that a rank has of a sequence, as Megatron cuts it: parts rank and 2 · ranks - 1 - rank."""
+    parts = torch.arange(length).chunk(2 * ranks)
+    return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
+
+
+def contiguous_rows(length: int, rank: int, ranks: int) -> torch.Tensor:
+    """A wrong layout, for the tests to refuse."""
+    return torch.arange(length).chunk(ranks)[rank]
+
+
+def packed_rows(lengths: list[int], rank: int, ranks: int) -> torch.Tensor:
+    """The positions that a rank has of packed documents, each cut zigzag by itself."""
+    rows, start = [], 0
+    for length in lengths:
+        rows.append(start + zigzag_rows(length, rank, ranks))
+        start += length
+    return torch.cat([each for each in rows if each.numel()])

@@ -1,0 +1,173 @@
+"""Real Megatron-core models, on four CPU ranks: gradients and training as without context parallelism."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from mcore import runs
+from mcore.gpt import Job
+from mcore.versions import PINNED, folder, is_here
+from mcore.world import load
+from ranks import RankPools, Ranks
+
+import tokenring as tr
+from tokenring.schedule.families.registry import misfit, variants
+
+FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
+NEWEST = PINNED[-1]
+LIMIT = 2e-6  # of a gradient, relative, in float32 against float64
+STEP_LIMITS = {torch.float32: 5e-6, torch.bfloat16: 2e-3}
+HEADS = {"GQA": (4, 2), "MHA": (4, 4), "MQA": (4, 1)}
+FEW = ["auto", "ring", "tokenring", "all-gather-kv", "ulysses"]
+
+
+@pytest.fixture(scope="module", params=PINNED)
+def megatron(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ranks]]:
+    """A version of Megatron-core, and four ranks that have it loaded."""
+    version = request.param
+    if not is_here(version):
+        pytest.skip(f"no Megatron-core {version} in {folder(version)}: make megatron")
+    pools = RankPools()
+    try:
+        made = pools(4)
+        assert set(made(load, str(folder(version)))) == {version}
+        yield version, made
+    finally:
+        pools.close()
+
+
+def schedules_for(version: str, job: Job) -> list[str]:
+    """All that fit, of the newest version; of others a few, as the schedules do not know of versions."""
+    size = tr.Workload(job.batch, job.length, job.length, job.heads, job.groups, job.head_dim)
+    names = ["auto", *variants(job.cp, size, 2)] if version == NEWEST or FULL_GRID else FEW
+    layout = tr.layout.zigzag(job.cp, job.length)
+    return [name for name in names if name == "auto" or misfit(name, job.cp, size, layout, layout) is None]
+
+
+def check_gradients(found: list[dict[str, float]]) -> None:
+    wrong = {name: error for each in found for name, error in each.items() if not error <= LIMIT}
+    assert not wrong, f"gradients off by {wrong}"
+
+
+class TestGradients:
+    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize("cp", [2, 4])
+    def test_are_those_of_one_rank(self, megatron: tuple[str, Ranks], cp: int, heads: str) -> None:
+        version, ranks = megatron
+        job = Job(*HEADS[heads], cp=cp)
+        check_gradients(ranks(runs.worst_errors, job, schedules_for(version, job)))
+
+    @pytest.mark.parametrize("recompute", ["selective", "full"])
+    def test_when_recomputed(self, megatron: tuple[str, Ranks], recompute: str) -> None:
+        check_gradients(megatron[1](runs.worst_errors, Job(cp=4, recompute=recompute), FEW))
+
+    def test_under_tensor_parallelism(self, megatron: tuple[str, Ranks]) -> None:
+        check_gradients(megatron[1](runs.worst_errors, Job(tp=2, cp=2), FEW))
+
+    def test_wrong_data_layout_is_seen(self, megatron: tuple[str, Ranks]) -> None:
+        found = megatron[1](runs.worst_errors, Job(cp=4, rows="contiguous"), ["ring"])
+        with pytest.raises(AssertionError, match="gradients off by"):
+            check_gradients(found)
+
+    def test_wrong_attention_layout_is_seen(self, megatron: tuple[str, Ranks]) -> None:
+        found = megatron[1](runs.worst_errors, Job(cp=4), ["ring"], "contiguous")
+        with pytest.raises(AssertionError, match="gradients off by"):
+            check_gradients(found)
+
+
+DOCUMENTS = ((48, 48), (16, 16), (5, 16), (0, 0), (30, 32), (16, 16))  # real and padded tokens; 128 with them
+
+
+class TestPacked:
+    """Documents of unequal lengths, some padded, one empty, and a tail that belongs to none."""
+
+    @pytest.mark.parametrize("cp", [2, 4])
+    def test_gradients_are_those_of_one_rank(self, megatron: tuple[str, Ranks], cp: int) -> None:
+        job = Job(cp=cp, batch=1, length=144, documents=DOCUMENTS)
+        check_gradients(megatron[1](runs.worst_errors, job, FEW))
+
+    def test_cut_as_one_sequence_is_seen(self, megatron: tuple[str, Ranks]) -> None:
+        job = Job(cp=4, batch=1, length=128, documents=DOCUMENTS, rows="contiguous")
+        found = megatron[1](runs.worst_errors, job, ["ring"])
+        with pytest.raises(AssertionError, match="gradients off by"):
+            check_gradients(found)
+
+
+SPLITS = {"TP 2 × CP 2": {"tp": 2, "cp": 2}, "CP 2 × DP 2": {"cp": 2}, "PP 2 × CP 2": {"pp": 2, "cp": 2}}
+
+
+class TestTraining:
+    """Ten steps of Adam: loss and gradient norm as without context parallelism."""
+
+    @pytest.mark.parametrize("dtype", STEP_LIMITS, ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("split", SPLITS)
+    def test_goes_the_same_way(self, megatron: tuple[str, Ranks], split: str, dtype: torch.dtype) -> None:
+        version, ranks = megatron
+        if dtype == torch.bfloat16 and version != NEWEST and not FULL_GRID:
+            pytest.skip("of the newest version only, without TOKENRING_FULL_GRID=1")
+        whole = Job(dtype=dtype, seed=2)
+        wanted = ranks(runs.train, whole, 10, dtype == torch.float32)[0]
+        check_steps(ranks(runs.train, replace(whole, **SPLITS[split]), 10), wanted, STEP_LIMITS[dtype])
+
+    def test_other_steps_are_seen(self, megatron: tuple[str, Ranks]) -> None:
+        ranks = megatron[1]
+        found, wanted = ranks(runs.train, Job(cp=2, rows="contiguous"), 2), ranks(runs.train, Job(), 2, True)[0]
+        with pytest.raises(AssertionError):
+            check_steps(found, wanted, STEP_LIMITS[torch.bfloat16])
+
+
+def check_steps(found: list[list[tuple[float, float]]], wanted: list[tuple[float, float]], limit: float) -> None:
+    assert any(not math.isnan(loss) for history in found for loss, _ in history)
+    for history in found:
+        for (loss, norm), (wanted_loss, wanted_norm) in zip(history, wanted, strict=True):
+            assert math.isnan(loss) or abs(loss - wanted_loss) <= limit * wanted_loss
+            assert abs(norm - wanted_norm) <= limit * wanted_norm
+
+
+class TestSpecs:
+    def test_of_layers_and_blocks_get_our_attention(self, megatron: tuple[str, Ranks]) -> None:
+        for given, layer, block, params in megatron[1](runs.specs):
+            assert given == "DotProductAttention"  # the given spec stays what it is
+            assert (layer, block) == ("TokenRingAttention", ["TokenRingAttention"] * 2)
+            assert params == {"schedule": "usp/2", "any_version": False, "timeout_seconds": 30}
+
+    def test_without_attention_are_refused(self, megatron: tuple[str, Ranks]) -> None:
+        for text in megatron[1](runs.refused_spec):
+            assert text.startswith("there is no core_attention of a self-attention in this ModuleSpec: give a layer")
+
+
+class TestLayers:
+    def test_schedule_of_each_comes_from_cp_comm_type(self, megatron: tuple[str, Ranks]) -> None:
+        """Seen by the bytes on the wire, which are those of the schedules."""
+        names = ["ring", "ulysses", "all_gather"]
+        job = Job(4, 4, layers=3, cp=4, batch=1, cp_comm_type=tuple(names))
+        found = megatron[1](runs.bytes_of_layers, job)
+        for layer, name in enumerate(["ring", "ulysses", "all-gather-kv"]):
+            size = tr.Workload(job.batch, job.length, job.length, job.heads, job.groups, job.head_dim)
+            schedule = tr.schedule(name, ranks=4, mask=tr.Causal(), length=job.length)
+            wanted = schedule.link_bytes(size, "forward")
+            sent = {(rank, to): count for rank in range(4) for to, count in found[rank][layer].items() if count}
+            assert sent == {link: count for link, count in wanted.items() if count}, name
+
+    def test_share_one_context(self, megatron: tuple[str, Ranks]) -> None:
+        assert set(megatron[1](runs.shared_contexts, Job(cp=2))) == {(1, 1)}
+
+    def test_have_nothing_in_checkpoints(self, megatron: tuple[str, Ranks]) -> None:
+        for ours, others in megatron[1](runs.names_in_state, Job(cp=2)):
+            assert ours == others
+
+    def test_load_checkpoints_of_other_attention(self, megatron: tuple[str, Ranks]) -> None:
+        assert set(megatron[1](runs.loads_strictly, Job(cp=2))) == {"<All keys matched successfully>"}
+
+    def test_rank_0_says_once_what_they_do(self, megatron: tuple[str, Ranks]) -> None:
+        found = megatron[1](runs.logged, Job(cp=2))
+        ours, *others = [[text for text in said if not text.startswith("schedule auto")] for said in found]
+        assert others == [[], [], []]
+        assert ours[0] == "topology: machine without accelerators"
+        kind = "attention of 4 query and 2 kv heads of 16, 1 × 64 tokens in float32, causal, over 2 ranks: "
+        assert [text.startswith(kind) for text in ours[1:]] == [True]

@@ -1,0 +1,138 @@
+"""Packed documents as Megatron hands them over: what is read, what is refused, and exact attention of each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mcore.stand_ins import config, layer, params, refusal
+from oracle import allowed, attention64, relative_error
+from ranks import Here, RankPools
+
+from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, attention
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.megatron.packed import LastPacking, Packing, attend_packed, packing_of
+from tokenring.layout import zigzag
+
+EXACT = 2e-6
+
+
+class TestPacking:
+    def test_reads_documents(self) -> None:
+        assert packing_of(params([3, 8, 0], [4, 8, 0]), 1, 2, 6) == Packing((4, 8, 0), (3, 8, 0), 1, 2)
+        assert packing_of(params([8]), 0, 1, 8) == Packing((8,), (8,), 0, 1)
+
+    def test_refuses_what_cannot_be_cut(self) -> None:
+        text = refusal(ConfigurationError, lambda: packing_of(params([8, 6]), 0, 2, 7))
+        assert text == (
+            "packed document 1 has 6 tokens, which 2 ranks cannot cut into 4 equal chunks: pad each document to a "
+            "multiple of 4 and give the padded ends as cu_seqlens_q_padded"
+        )
+
+    def test_refuses_more_than_there_is(self) -> None:
+        text = refusal(ConfigurationError, lambda: packing_of(params([8, 8]), 0, 2, 4))
+        assert text.startswith("cu_seqlens end at 16, but 2 ranks hold 4 tokens each, 8 together")
+
+    def test_refuses_what_makes_no_sense(self) -> None:
+        text = refusal(ConfigurationError, lambda: packing_of(params([8, 8], [8, 4]), 0, 1, 16))
+        assert text.startswith("packed document 1 has 8 tokens and 4 with its padding")
+        refusal(ConfigurationError, lambda: packing_of(params([8, 8], [16]), 0, 1, 16))
+        refusal(ConfigurationError, lambda: packing_of(SimpleNamespace(), 0, 1, 16))
+        other = params([8, 8], cu_seqlens_kv=torch.tensor([0, 4, 16]))
+        assert "other cu_seqlens for keys" in refusal(UnsupportedError, lambda: packing_of(other, 0, 1, 16))
+
+    def test_documents_of_one_length_go_together(self) -> None:
+        packing = Packing((4, 8, 4, 0, 8), (4, 8, 3, 0, 8), 0, 1)
+        assert packing.alike(Causal()) == {(8, Causal()): [1, 4], (4, Causal()): [0, 2]}
+        full = {(8, Full()): [1, 4], (4, Full()): [0], (4, Documents([0, 3])): [2]}
+        assert packing.alike(Full()) == full
+
+    def test_is_read_once_for_all_layers(self) -> None:
+        last, given = LastPacking(), params([8, 8])
+        first = last.of(given, 0, 1, 16)
+        assert last.of(given, 0, 1, 16) is first
+        given.cu_seqlens_q += 0  # whatever was written
+        assert last.of(given, 0, 1, 16) is not first
+        assert last.of(params([4, 12]), 0, 1, 16).real == (4, 12)
+        with torch.inference_mode():
+            given = params([8, 8])
+        assert last.of(given, 0, 1, 16) is not last.of(given, 0, 1, 16)
+
+
+LENGTHS = {"real": [5, 16, 0, 7, 16, 3], "padded": [8, 16, 0, 8, 16, 8]}
+TOKENS = 64  # 8 more than the documents
+
+
+def packed_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: Mask) -> Any:
+    """Document by document in float64: out, dq, dk, dv [t, H, D], zero at padding."""
+    found = [torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v)]
+    ends = torch.tensor([0, *LENGTHS["padded"]]).cumsum(0).tolist()
+    for (start, _), real in zip(pairwise(ends), LENGTHS["real"], strict=True):
+        if real:
+            one = slice(start, start + real)
+            whole = attention64(q[None, one], k[None, one], v[None, one], dout[None, one], allowed(mask, real, real))
+            for x, part in zip(found, (whole.out, whole.dq, whole.dk, whole.dv), strict=True):
+                x[one] = part[0]
+    return found
+
+
+def packed_inputs() -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    return [torch.randn(TOKENS, heads, 16) for heads in (4, 2, 2, 4)]
+
+
+def packed_on_ranks(here: Here, mask: Mask, schedule: str) -> list[torch.Tensor]:
+    """out, dq, dk, dv of the tokens that this rank holds."""
+    kind = {Causal(): "causal", Full(): "no_mask"}.get(mask, "causal")
+    window = None if mask in (Causal(), Full()) else (-(mask.low or 0), 0)
+    group = SimpleNamespace(cp=dist.group.WORLD)
+    settings = config(context_parallel_size=here.world_size, window_size=window)
+    made = layer(settings, pg_collection=group, schedule=schedule)
+    rows = held_rows(here.rank, here.world_size)
+    q, k, v, dout = (x[rows] for x in packed_inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = made(q, k, v, None, attn_mask_type=SimpleNamespace(name=kind), packed_seq_params=params(**LENGTHS))
+    gradients = torch.autograd.grad(out, leaves, dout.flatten(1))
+    if schedule == "auto":
+        assert len(made._contexts._for_sizes) <= 2  # of three lengths, and two kinds of padding under Full
+    return [out.detach().unflatten(-1, (4, 16)), *gradients]
+
+
+def held_rows(rank: int, ranks: int) -> torch.Tensor:
+    """Of each document its zigzag part, and an equal part of the tail."""
+    rows, start = [], 0
+    for length in LENGTHS["padded"]:
+        if length:
+            rows += [start + position for position in zigzag(ranks, length).positions(rank)]
+        start += length
+    tail = (TOKENS - start) // ranks
+    return torch.tensor([*rows, *range(start + rank * tail, start + (rank + 1) * tail)])
+
+
+class TestPackedAttention:
+    @pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(4, 0)], ids=str)
+    def test_on_one_rank(self, mask: Mask) -> None:
+        q, k, v, dout = packed_inputs()
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        cp = ContextParallel("self", layout="contiguous")
+        packing = packing_of(params(**LENGTHS), 0, 1, TOKENS)
+        out = attend_packed(q, k, v, packing, mask, lambda q, k, v, mask: attention(q, k, v, cp, mask))
+        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        for got, want in zip(found, packed_reference(q, k, v, dout, mask), strict=True):
+            assert relative_error(got, want) <= EXACT
+
+    @pytest.mark.parametrize("schedule", ["auto", "ring", "tokenring", "ulysses"])
+    @pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(4, 0)], ids=str)
+    @pytest.mark.parametrize("world_size", [2, 4])
+    def test_on_several(self, ranks: RankPools, world_size: int, mask: Mask, schedule: str) -> None:
+        found = ranks(world_size)(packed_on_ranks, mask, schedule)
+        wanted = packed_reference(*packed_inputs(), mask)
+        order = torch.cat([held_rows(rank, world_size) for rank in range(world_size)])
+        for index, want in enumerate(wanted):
+            got = torch.cat([parts[index] for parts in found])
+            assert relative_error(got, want[order]) <= EXACT
+            assert relative_error(got, want) > 0.1  # in another order the check fails
