@@ -190,17 +190,19 @@ def like_mindspeed(line: str = "whole") -> Iterator[LikeMindSpeed]:
 def without(*names: str) -> Iterator[pytest.MonkeyPatch]:
     """As if these packages had not been imported; afterwards everything is as it was."""
     before = dict(sys.modules)
-    with pytest.MonkeyPatch.context() as patched:
-        for name in before:
+
+    def forget(among: set[str]) -> None:
+        for name in among:
             if any(name == each or name.startswith(f"{each}.") for each in names):
                 del sys.modules[name]
-        try:
+
+    try:
+        forget(set(before))
+        with pytest.MonkeyPatch.context() as patched:
             yield patched
-        finally:
-            for name in set(sys.modules) - set(before):
-                if any(name == each or name.startswith(f"{each}.") for each in names):
-                    del sys.modules[name]
-            sys.modules.update(before)
+    finally:
+        forget(set(sys.modules) - set(before))
+        sys.modules.update(before)
 
 
 def put(patched: pytest.MonkeyPatch, name: str, content: dict[str, Any]) -> None:

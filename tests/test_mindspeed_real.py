@@ -246,6 +246,27 @@ def test_a_batch_that_was_not_cut_is_refused(started: Any) -> None:
         assert "the batch was not cut" in text
 
 
+def own_gets(here: Here) -> list[str]:
+    """What MindSpeed's own attention is called with where the plan is said to save too little. On the CPU."""
+    parse(here, SOURCES, FLAGS)
+    ours = import_module("tokenring.integrations.mindspeed.attention")
+    core = attention_of(here)
+    (own,) = core._own
+    called: list[Any] = []
+    q = torch.randn(layer.LENGTH // here.world_size, 1, layer.HEADS, layer.DIM)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ours, "WORTH", 2.0)
+        patched.setattr(own, "forward", lambda *call: called.extend(call))
+        core(q, q, q, None, core.attn_mask_type)
+    assert all(x is q for x in called[:3]) and called[3:] == [None, core.attn_mask_type, None, None]
+    return [each.__name__ for each in type(own).__mro__[:2]]
+
+
+@whole
+def test_own_attention_is_mindspeeds(started: Any) -> None:
+    assert started(own_gets) == [["MindSpeedCPDotProductAttention", "CPDotProductAttentionImpl"]] * RANKS
+
+
 def too_late(here: Here, sources: dict[str, str], flags: list[str]) -> None:
     """MindSpeed's import first."""
     sys.argv[1:] = flags

@@ -45,12 +45,12 @@ def _surface() -> tuple[list[Any], type[Any]]:
     """MindSpeed's list of features, and the class of which they are."""
     try:
         package = import_module("mindspeed.features_manager")
-        features, base = package.MindSpeedFeaturesManager.FEATURES_LIST, package.MindSpeedFeature
     except Exception as error:
         raise _unavailable(error) from error
+    features = getattr(getattr(package, "MindSpeedFeaturesManager", None), "FEATURES_LIST", [])
     if not any(each.feature_name == "context_parallel_size" for each in features):
-        raise _unknown("none of its features is context parallelism")
-    return features, base
+        raise _unknown("its features_manager has no list with context parallelism in it")
+    return features, package.MindSpeedFeature
 
 
 def _unavailable(error: Exception) -> BackendUnavailable:
@@ -59,7 +59,7 @@ def _unavailable(error: Exception) -> BackendUnavailable:
         return BackendUnavailable(f"there is no MindSpeed here: {INSTALL}")
     if "placeholder" in str(error):
         return BackendUnavailable(f"this MindSpeed does nothing: {INSTALL}")
-    if missing.startswith("mindspeed.") or isinstance(error, AttributeError):
+    if missing.startswith("mindspeed."):
         return _unknown(one_line(error))
     return BackendUnavailable(f"MindSpeed cannot be imported ({one_line(error)}): `tokenring doctor` may tell why")
 

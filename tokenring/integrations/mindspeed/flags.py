@@ -6,6 +6,7 @@ args: those of the command line, or a TransformerConfig, into which MindSpeed pu
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Callable
 from typing import Any
 
 from tokenring.arguments import check_schedule_name
@@ -15,7 +16,7 @@ from tokenring.schedule.families.registry import misfit
 ASKED = "--context-parallel-attention tokenring"
 SCHEDULE = "--tokenring-schedule"
 
-CONFLICTS = {  # attribute → which of its values, and why
+CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → which of its values, and why
     "context_parallel_algo": (
         lambda value: value not in (None, "megatron_cp_algo"),
         f"MindSpeed cuts batch and rotary embeddings by it: keep megatron_cp_algo, and choose with {SCHEDULE}",
@@ -63,8 +64,8 @@ def is_auto(schedule: str) -> bool:
 
 def check_arguments(args: Any) -> None:
     """Raises ConfigurationError for flags that conflict, and for a schedule that is unknown or does not fit."""
-    name = args.tokenring_schedule
-    if args.context_parallel_attention != "tokenring" and name != "auto":
+    name = getattr(args, "tokenring_schedule", "auto")
+    if name != "auto" and args.context_parallel_attention != "tokenring":
         raise ConfigurationError(f"{SCHEDULE} {name} has no effect without {ASKED}: add it")
     if not is_asked(args):
         return
