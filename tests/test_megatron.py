@@ -66,6 +66,10 @@ class TestGradients:
     def test_when_recomputed(self, megatron: tuple[str, Ranks], recompute: str) -> None:
         check_gradients(megatron[1](runs.worst_errors, Job(cp=4, recompute=recompute), FEW))
 
+    def test_recomputed_layers_are_planned_once(self, megatron: tuple[str, Ranks]) -> None:
+        """Forward without gradients and forward again with them take one schedule."""
+        assert set(megatron[1](runs.plans_of_a_step, Job(cp=4, recompute="full"))) == {1}
+
     def test_under_tensor_parallelism(self, megatron: tuple[str, Ranks]) -> None:
         check_gradients(megatron[1](runs.worst_errors, Job(tp=2, cp=2), FEW))
 

@@ -212,3 +212,11 @@ def refused_spec(here: Here) -> str:
     except ConfigurationError as error:
         return str(error)
     return "not refused"
+
+
+def plans_of_a_step(here: Here, job: Job) -> int:
+    """How often ranks planned in forward and backward."""
+    model = build(here, job)
+    loss_of(job, model, local_data(job, data_of(job))).backward()  # type: ignore[no-untyped-call]
+    first = attentions(model)[0]
+    return len(contexts_of(first.group, first.options).context(first.schedule)._agreed)

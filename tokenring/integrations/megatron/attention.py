@@ -104,8 +104,8 @@ class TokenRingAttention(torch.nn.Module):
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (q, k, v))
         return attend_packed(
             q, k, v, packing, mask,
-            lambda q, k, v, mask: contexts.attend_documents(
-                self.schedule, q, k, v, mask, self.softmax_scale, self._training
+            lambda q, k, v, mask: contexts.attend(
+                self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True
             ),
         )  # fmt: skip
 

@@ -78,41 +78,32 @@ class Contexts:
         mask: Mask,
         scale: float,
         training: bool,
+        any_length: bool = False,
     ) -> torch.Tensor:
-        """out [B, T, Hq, D] of tokens that this rank holds. training: as in tokenring.attention.attend."""
-        cp = self.context(schedule, q_BTHD.device)
-        out, _ = attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)
-        if self.ranks > 1 and not torch.compiler.is_compiling():
-            self._announcer.announce(cp, make_request(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training))
-        return out
+        """out [B, T, Hq, D] of tokens that this rank holds.
 
-    def attend_documents(
-        self,
-        schedule: str,
-        q_BTHD: torch.Tensor,
-        k_BTHD: torch.Tensor,
-        v_BTHD: torch.Tensor,
-        mask: Mask,
-        scale: float,
-        training: bool,
-    ) -> torch.Tensor:
-        """The same for B documents of one length, where each step brings documents of other lengths.
-
-        "auto" does not plan for each: it plans once for all sizes up to the next power of two, and its choice is taken
-        by name.
+        training: as in tokenring.attention.attend. any_length: B documents, where each step brings ones of other
+        lengths; "auto" does not plan for each of these, but once for all sizes up to the next power of two.
         """
-        cp = self.context(schedule, q_BTHD.device)
-        request = make_request(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)
-        nominal = _nominal(request, self.ranks)
-        if schedule.startswith("auto") and self.ranks > 1:
-            if (schedule, nominal) not in self._for_sizes:
-                self._for_sizes[schedule, nominal] = cp.agreed_plan(nominal).name
-            schedule = _fitting(self._for_sizes[schedule, nominal], request, cp)
-        named = self.context(schedule, q_BTHD.device)
-        out, _ = attend(q_BTHD, k_BTHD, v_BTHD, named, mask, scale, training)
-        if self.ranks > 1 and not torch.compiler.is_compiling():
-            self._announcer.announce(cp, nominal)
+        cp = taken = self.context(schedule, q_BTHD.device)
+        if self.ranks == 1 or torch.compiler.is_compiling():
+            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)[0]
+        kind = request = make_request(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)
+        if any_length:
+            kind = _nominal(request, self.ranks)
+            taken = self._for_size(schedule, kind, request)
+        out, _ = attend(q_BTHD, k_BTHD, v_BTHD, taken, mask, scale, training)
+        self._announcer.announce(cp, kind)
         return out
+
+    def _for_size(self, schedule: str, nominal: Request, request: Request) -> ContextParallel:
+        """What computes a call of about this size: what was planned for the size goes by its name."""
+        cp = self.context(schedule, request.device)
+        if not schedule.startswith("auto"):
+            return cp
+        if (schedule, nominal) not in self._for_sizes:
+            self._for_sizes[schedule, nominal] = cp.agreed_plan(nominal).name
+        return self.context(_fitting(self._for_sizes[schedule, nominal], request, cp), request.device)
 
 
 def _nominal(request: Request, ranks: int) -> Request:
