@@ -121,6 +121,7 @@ def check_own_flags(flags: list[str]) -> None:
         args = mindspeed.import_adaptor(*(each for pair in pairs for each in pair))
         assert args.context_parallel_attention == "tokenring"
         assert not {name for name in vars(args) if name.startswith("tokenring")} - {"tokenring_schedule"}
+        args.attention_dropout = float(args.attention_dropout)  # as Megatron's parser does
         mindspeed.validate(args)
 
 
@@ -133,7 +134,8 @@ def read(manifest: Path) -> dict[str, Any]:
 def replicas(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Volcano's tasks, or the PyTorchJob's two kinds of pods."""
     spec = found["spec"]
-    return spec["tasks"] if found["kind"] == "Job" else list(spec["pytorchReplicaSpecs"].values())
+    made: list[dict[str, Any]] = spec["tasks"] if found["kind"] == "Job" else [*spec["pytorchReplicaSpecs"].values()]
+    return made
 
 
 def container(replica: dict[str, Any]) -> dict[str, Any]:
