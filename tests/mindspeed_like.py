@@ -147,8 +147,8 @@ class LikeMindSpeed:
             DPA: {"DotProductAttention": local},
             TE: {"TEDotProductAttention": engine},
             SPECS: {"DotProductAttention": local, "TEDotProductAttention": engine},
-            BATCH: {"get_batch_on_this_cp_rank": None},
-            ROTARY: {"get_pos_emb_on_this_cp_rank": None},
+            BATCH: {"get_batch_on_this_cp_rank": lambda batch: batch},
+            ROTARY: {"get_pos_emb_on_this_cp_rank": lambda pos_emb, seq_dim: pos_emb},
         }
         if self.line == "whole":
             found["mindspeed.te"] = {}

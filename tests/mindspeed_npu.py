@@ -1,12 +1,14 @@
 """torch_npu as far as MindSpeed asks for it when it is imported, around the emulated device of tests/ascend.
 
-What matters is real: the device, its operators, HCCL, and `transfer_to_npu`, after which torch.cuda answers for NPUs.
-All else that is looked up in torch_npu and torchair, none of which runs here, is a mock.
+What matters is there: the device, its operators, HCCL, and `transfer_to_npu`, after which torch.cuda answers for NPUs.
+All else that is looked up in torch_npu and torchair, none of which runs here, is a mock; so are scientific packages that
+MindSpeed imports for other features, where they are not installed.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,7 +20,8 @@ from ascend import device, hccl, operators
 from ascend.schemas import OFFERS
 from ranks import Here
 
-MOCKED = ("torch_npu", "torchair", "transformer_engine_npu")
+OF_NPUS = ("torch_npu", "torchair")
+WHERE_MISSING = ("gpytorch", "pandas", "scipy", "six", "sklearn", "sqlalchemy")
 SHARED = (
     "is_available", "device_count", "current_device", "set_device", "current_stream", "synchronize", "Stream", "Event",
     "get_device_properties", "get_device_name", "empty_cache", "manual_seed", "manual_seed_all", "mem_get_info",
@@ -39,16 +42,22 @@ class _Mock(ModuleType):
 class _Finder(MetaPathFinder, Loader):
     """Finds any module of these packages."""
 
+    def __init__(self, *packages: str) -> None:
+        self.packages = packages
+
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in MOCKED else None
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in self.packages else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Mock(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = f"{module.__name__}.py"
         if module.__name__ == "torch_npu":
             module.__version__ = "2.7.1"  # type: ignore[attr-defined]
             module.npu = torch.get_device_module("npu")  # type: ignore[attr-defined]
+        if module.__name__ == "torch_npu.contrib":
+            module.transfer_to_npu = import_module("torch_npu.contrib.transfer_to_npu")  # type: ignore[attr-defined]
         if module.__name__ == "torch_npu.contrib.transfer_to_npu":
             _transfer()
 
@@ -56,7 +65,8 @@ class _Finder(MetaPathFinder, Loader):
 def install(here: Here) -> None:
     """In a rank with emulated NPUs (ascend.ranks): a torch_npu to import, the operators of a wheel, and HCCL."""
     if "torch_npu" not in here.memory:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _Finder(*OF_NPUS))
+        sys.meta_path.append(_Finder(*WHERE_MISSING))
         operators.register(next(iter(OFFERS)))
         hccl.install()
         here.memory["torch_npu"] = True

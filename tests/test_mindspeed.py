@@ -25,6 +25,7 @@ from tokenring.integrations.megatron import TokenRingAttention
 from tokenring.planner.plan import Candidate
 
 ASKED = ("--context-parallel-attention", "tokenring", "--context-parallel-size", "2")
+REPO = Path(__file__).resolve().parent.parent
 CAUSAL = SimpleNamespace(name="causal")
 UNLISTED = "its features_manager has no list with context parallelism in it"
 
@@ -119,7 +120,7 @@ class TestImport:
 
     def test_missing(self) -> None:
         with without("mindspeed", OURS) as patched:
-            patched.setitem(sys.modules, "mindspeed", None)
+            patched.setattr(sys, "path", [str(REPO)])
             check_unavailable(
                 "there is no MindSpeed here: install it from its git repository (Ascend/MindSpeed), in the branch for "
                 "your Megatron-core; what PyPI has under that name is an empty placeholder"
