@@ -1,6 +1,6 @@
 """torch_npu as far as MindSpeed asks for it when it is imported, around the emulated device of tests/ascend.
 
-What matters is there: the device, its operators, HCCL, and `transfer_to_npu`, after which torch.cuda answers for NPUs.
+What matters is there: the device, its operators, HCCL, and `transfer_to_npu`, which lets torch.cuda answer for NPUs.
 All else that is looked up in torch_npu and torchair, none of which runs here, is a mock; so are scientific packages that
 MindSpeed imports for other features, where they are not installed.
 """
@@ -69,6 +69,8 @@ def install(here: Here) -> None:
         sys.meta_path.append(_Finder(*WHERE_MISSING))
         operators.register(next(iter(OFFERS)))
         hccl.install()
+        # Each rank sees one NPU, as under ASCEND_RT_VISIBLE_DEVICES: some gradients make helpers on the first one.
+        device.install(1)
         here.memory["torch_npu"] = True
 
 
