@@ -85,9 +85,9 @@ def errors(
     for name, wanted in without_context_parallel().items():
         grad = given[name].grad
         assert grad is not None
-        whole = grad.cpu().double()
-        total(whole)
-        found[name] = float((whole - wanted).norm() / wanted.norm())
+        whole = grad.cpu()
+        total(whole)  # in fp32: MindSpeed's all_reduce of float64 sums a copy
+        found[name] = float((whole.double() - wanted).norm() / wanted.norm())
     return found
 
 

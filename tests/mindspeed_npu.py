@@ -21,7 +21,7 @@ from ascend.schemas import OFFERS
 from ranks import Here
 
 OF_NPUS = ("torch_npu", "torchair")
-WHERE_MISSING = ("gpytorch", "pandas", "scipy", "six", "sklearn", "sqlalchemy")
+WHERE_MISSING = ("gpytorch", "pandas", "scipy", "six", "sklearn", "sqlalchemy", "triton")
 SHARED = (
     "is_available", "device_count", "current_device", "set_device", "current_stream", "synchronize", "Stream", "Event",
     "get_device_properties", "get_device_name", "empty_cache", "manual_seed", "manual_seed_all", "mem_get_info",

@@ -203,7 +203,7 @@ def layer_errors(here: Here, schedule: str, rotary: str) -> dict[str, float]:
 @pytest.mark.parametrize("schedule", ["ring", "tokenring", "ulysses"])
 def test_layer_is_as_without_context_parallelism(started: Any, schedule: str) -> None:
     for found in started(layer_errors, schedule, "cut"):
-        print(schedule, found)
+        print(schedule, max(found.values()))
         assert max(found.values()) <= layer.LIMIT, found
 
 
