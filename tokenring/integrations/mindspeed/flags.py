@@ -1,0 +1,77 @@
+"""The flags of the feature, and what of MindSpeed's and Megatron's does not go with them.
+
+args: those of the command line, or a TransformerConfig, into which MindSpeed puts all of them.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from typing import Any
+
+from tokenring.arguments import check_schedule_name
+from tokenring.errors import ConfigurationError
+from tokenring.schedule.families.registry import misfit
+
+ASKED = "--context-parallel-attention tokenring"
+SCHEDULE = "--tokenring-schedule"
+
+CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → which of its values, and why
+    "context_parallel_algo": (
+        lambda value: value not in (None, "megatron_cp_algo"),
+        f"MindSpeed cuts batch and rotary embeddings by it: keep megatron_cp_algo, and choose with {SCHEDULE}",
+    ),
+    "attention_mask_type": (lambda value: value == "general", "only masks of positions can be split: use causal"),
+    "reset_attention_mask": (bool, "documents packed in MindSpeed's order are not supported: leave out one of the two"),
+    "position_embedding_type": (lambda value: value == "alibi", "a bias of attention cannot be split: use rope"),
+    "tp_2d": (bool, "its ranks share the sequence, too: leave it out"),
+    "attention_dropout": (bool, "it cannot be the same under every split: set it to 0 (Megatron's default is 0.1)"),
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """To MindSpeed's parser, and by MindSpeed to Megatron's."""
+    group = parser.add_argument_group("tokenring")
+    group.add_argument(
+        "--context-parallel-attention",
+        choices=("mindspeed", "tokenring"),
+        default="mindspeed",
+        help="whose attention runs under context parallelism",
+    )
+    group.add_argument(
+        SCHEDULE,
+        default="auto",
+        metavar="NAME",
+        help="auto (MindSpeed's own algorithm stays where it is hardly slower), auto:ring,usp to choose among these, "
+        "or one by name, as usp/4, without comparing",
+    )
+
+
+def is_asked(args: Any) -> bool:
+    """Whether our attention is to run."""
+    return getattr(args, "context_parallel_attention", None) == "tokenring" and ranks(args) > 1
+
+
+def ranks(args: Any) -> int:
+    """Of the context-parallel group: text until Megatron has parsed its own flags."""
+    return int(getattr(args, "context_parallel_size", 1))
+
+
+def is_auto(schedule: str) -> bool:
+    """Whether the planner chooses."""
+    return schedule.partition(":")[0] == "auto"
+
+
+def check_arguments(args: Any) -> None:
+    """Raises ConfigurationError for flags that conflict, and for a schedule that is unknown or does not fit."""
+    name = getattr(args, "tokenring_schedule", "auto")
+    if name != "auto" and args.context_parallel_attention != "tokenring":
+        raise ConfigurationError(f"{SCHEDULE} {name} has no effect without {ASKED}: add it")
+    if not is_asked(args):
+        return
+    for attribute, (conflicts, why) in CONFLICTS.items():
+        if conflicts(value := getattr(args, attribute, None)):
+            raise ConfigurationError(f"--{attribute.replace('_', '-')} {value} does not go with {ASKED}: {why}")
+    check_schedule_name(name)
+    if not is_auto(name) and (reason := misfit(name, ranks(args))) is not None:
+        raise ConfigurationError(f"{SCHEDULE} {name}: {reason}")
