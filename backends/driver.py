@@ -37,8 +37,9 @@ def wait_flags(device: int) -> int:
     """How a stream of this device waits for a word that a peer sets behind what it has put there.
 
     A device may reorder writes that come from outside: by the driver's text, work behind the wait is sure to see what
-    came before the word if the wait flushes. Where a device cannot flush there is nothing else to ask for, and others
-    (NCCL, torch's own symmetric memory) do without. Raises RuntimeError.
+    came before the word if the wait flushes. Where a device cannot flush there is nothing else to ask for.
+
+    Raises RuntimeError.
     """
     made, found = ctypes.c_int(), ctypes.c_int()
     _check("cuDeviceGet", library().cuDeviceGet(ctypes.byref(made), device))

@@ -146,7 +146,7 @@ def test_wait_waits_and_then_clears(made: tuple[SymmetricMemory, Symmetric, Call
 
 
 @pytest.mark.parametrize(("can_flush", "flags"), [(0, 1), (1, 1 | 1 << 30)])
-def test_waits_flush_where_the_device_can(can_flush: int, flags: int, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_flush_where_they_can(can_flush: int, flags: int, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a peer put before it set the word is seen behind the wait."""
     memory, _, calls = made
     monkeypatch.setattr(Driver, "can_flush", can_flush)
