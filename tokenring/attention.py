@@ -60,7 +60,7 @@ def attention(
     bias, dtypes) and PeerLost (a rank that does not answer within cp.timeout_seconds).
     """
     _refuse({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
-    q, k, v = _inputs(q, k, v, cp)
+    q, k, v = call_inputs(q, k, v, cp)
     if torch.compiler.is_compiling():
         out, lse = traced_attention(q, k, v, cp, mask, scale)
     else:
@@ -71,7 +71,7 @@ def attention(
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None) -> Plan:
     """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
-    q, k, v = _inputs(q, k, v, cp)
+    q, k, v = call_inputs(q, k, v, cp)
     return cp.plan(make_request(q, k, v, cp, mask, None))
 
 
@@ -114,10 +114,10 @@ def _refuse(features: dict[str, object]) -> None:
             raise UnsupportedError(f"attention with {name} is not supported: {advice[name]}")
 
 
-def _inputs(
+def call_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v as they are computed with; checks that they and cp are what they should be."""
+    """q, k and v as they are computed with, under autocast too; checks that they and cp are what they should be."""
     if not isinstance(cp, ContextParallel):
         raise ConfigurationError(
             f"cp is of type {type(cp).__name__}; make a ContextParallel, once, and give it to every call"
