@@ -224,8 +224,8 @@ def test_sums_of_ranks_and_steps_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     import gpu_times
 
     lines: list[Any] = []
-    for name, value in {"HEADS": 8, "DIM": 16, "ROUNDS": 1}.items():
-        monkeypatch.setattr(gpu_times, name, value)
+    for name, small in {"HEADS": 8, "DIM": 16, "ROUNDS": 1}.items():
+        monkeypatch.setattr(gpu_times, name, small)
     passes, read = gpu_times._passes, list[torch.Tensor]()
 
     def watched(bound: Any, *given: Any) -> None:

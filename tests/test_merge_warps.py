@@ -63,7 +63,7 @@ class Pointer:
 
 
 def pointer(x: torch.Tensor) -> Pointer:
-    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())  # type: ignore[arg-type]
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     return Pointer(whole, x.storage_offset())
 
 

@@ -165,10 +165,10 @@ def test_inference_before_training() -> None:
 def test_fake_tensors_before_real_ones() -> None:
     """A mode that makes other tensors, as torch.compile's, leaves none behind."""
     with Watched() as seen:
-        with FakeTensorMode() as mode:  # type: ignore[no-untyped-call]
+        with FakeTensorMode() as mode:
             assert shard(mode.from_tensor(whole(1)), seen.cp).shape == whole(1).shape
         assert torch.equal(shard(whole(1), seen.cp), whole(1))
-        with FakeTensorMode() as mode:  # type: ignore[no-untyped-call]
+        with FakeTensorMode() as mode:
             shard(mode.from_tensor(whole(1)), seen.cp)
 
 
