@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The merge kernel on one GPU: first that it merges right there, then its GB/s against those of a copy.
+"""The merge kernel on one GPU: first that it merges right there, each time alike, then its GB/s against a copy's.
 
     ci/gpu_merge.py [--rows 8192] [--heads 32] [--head-dim 128] [--sweep]
     ci/gpu_merge.py --device cpu --rows 64          # a dry run of the script: torch's merge
@@ -12,7 +12,6 @@ records do. Bytes: out and lse are read and written, what comes is read. Exit co
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from gpu_clock import in_turn
+
 from tokenring.backends.base import Merger
-from tokenring.backends.devices import device_of
 from tokenring.backends.mergers import choose_merger, trial
 
 ENOUGH = 0.85  # of a copy's bandwidth
@@ -72,7 +72,7 @@ def measure(device: torch.device, sizes: Sizes, merger: Merger | None = None) ->
             "copy": partial(target.copy_, source),
             "torch": partial(plain.merge_, *given),
         }
-        seconds = _seconds(device, calls)
+        seconds = in_turn(calls, device, ROUNDS, CALLS)
         made.append(Rate(layout, *(nbytes / seconds[name] / 1e9 for name in ("merge", "copy", "torch"))))
     return made
 
@@ -97,18 +97,34 @@ LAYOUTS: dict[str, Callable[[torch.device, Sizes], tuple[torch.Tensor, torch.Ten
 }
 
 
-def _seconds(device: torch.device, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Of one call of each: medians of rounds that take turns."""
-    clock = device_of(device).clock
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(ROUNDS + 1):
-        for name, call in calls.items():
-            began = clock()
-            for _ in range(CALLS):
-                call()
-            if turn:  # the first compiles and warms up
-                found[name].append((clock() - began) / CALLS)
-    return {name: statistics.median(times) for name, times in found.items()}
+def repeated(device: torch.device, sizes: Sizes, times: int = 20) -> str | None:
+    """None, or what is wrong: many rows are merged right, and to the bit alike each time.
+
+    A kernel whose warps overtake each other is wrong in some rows and in some runs, which a trial of few rows misses.
+    """
+    from tokenring.runtime.merge import TorchMerger
+
+    merger, rows = choose_merger(device, sizes.head_dim).merger, sizes.rows
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (rows, 1, sizes.heads, sizes.head_dim)
+    new_out = torch.randn(shape, device=device, generator=generator).bfloat16()
+    start, new_lse = (torch.randn(shape[:3], device=device, generator=generator) for _ in range(2))
+    scratch = torch.empty(2, *start.shape, device=device)
+    for layout, make in LAYOUTS.items():
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for each in (TorchMerger(), *[merger] * times):
+            out, lse = make(device, sizes)
+            out.fill_(1.0)
+            lse.copy_(start)
+            each.merge_(out, lse, new_out, new_lse, scratch)
+            found.append((out, lse))
+        right, first = found[:2]
+        for name, mine, wanted in zip(("out", "lse"), first, right, strict=True):
+            if not (error := float((mine - wanted).abs().max())) < 1e-5:  # NaN too
+                return f"{name} of {rows} rows ({layout}) is off by {error:.1e}"
+        if wrong := sum(not torch.equal(a, b) for made in found[2:] for a, b in zip(made, first, strict=True)):
+            return f"{wrong} of {2 * (times - 1)} results for {rows} rows ({layout}) differ from the first"
+    return None
 
 
 def verdict(device: torch.device, sizes: Sizes) -> tuple[bool, str]:
@@ -116,7 +132,7 @@ def verdict(device: torch.device, sizes: Sizes) -> tuple[bool, str]:
     made = choose_merger(device, sizes.head_dim)
     if device.type == "cuda" and made.merger.name != "triton":
         return False, f"merge: no Triton kernel: {'; '.join(why for _, why in made.others)}"
-    wrong = trial(made.merger, device, sizes.head_dim)
+    wrong = trial(made.merger, device, sizes.head_dim) or repeated(device, sizes)
     if wrong is not None:
         return False, f"merge: {wrong}"
     rates = measure(device, sizes)

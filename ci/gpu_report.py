@@ -8,11 +8,13 @@ a line is for information. A part that is not here is said to be missing, and is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -105,14 +107,19 @@ def _run(name: str, limit_seconds: float) -> list[Line]:
     paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
     try:
         said, _ = process.communicate(timeout=limit_seconds)
         wrong = "" if process.returncode == 0 else f"ended with code {process.returncode}"
     except subprocess.TimeoutExpired:
-        process.kill()
+        _end(process)
         said, _ = process.communicate()
         wrong = f"no end within {limit_seconds:.0f} s"
+    except BaseException:  # such as Ctrl-C, which another session does not hear
+        _end(process)
+        raise
     lines = [Line(**json.loads(text.removeprefix(PREFIX))) for text in said.splitlines() if text.startswith(PREFIX)]
     if wrong:
         others = [text for text in said.splitlines() if text.strip() and not text.startswith(PREFIX)]
@@ -120,6 +127,12 @@ def _run(name: str, limit_seconds: float) -> list[Line]:
         lines.append(Line(name, f"{wrong}: {others[-1] if others else 'it said nothing'}", "", False))
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     return lines
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """With all that it started: what it leaves behind would hold its output open, and the device."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its own session, and so the number of its group
 
 
 def run_part(name: str) -> int:

@@ -1,15 +1,14 @@
-"""Times of the executor: tiles and merges of eight virtual ranks, a step's Python, a graph of it, a copy beside it."""
+"""Times of the executor: tiles and merges of eight virtual ranks, a step's Python, a graph of it."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from gpu_exact import Tensors, one_call
+from gpu_clock import Tensors, one_call_seconds, seconds
 from gpu_report import Report, guarded
 from own_time import Idle, Nothing
 from virtual_ranks import Bound, bind
@@ -28,7 +27,6 @@ RANKS, LENGTH, HEADS, DIM = 8, 65536, 32, 128
 SCHEDULES = ("ring", "tokenring", "direct-q", "ulysses")
 FORWARD_LIMIT, BOTH_LIMIT = 1.05, 1.08
 STEP_LIMIT_US, GRAPH_LIMIT_US = 40.0, 5.0
-MOVE_BYTES, SLOWER_LIMIT = 64 << 20, 0.02
 ROUNDS = 5
 
 
@@ -37,7 +35,6 @@ def run(report: Report) -> None:
     sum_of_ranks(report, device, LENGTH)
     guarded(report, "host time of a step, eager", f"{STEP_LIMIT_US:g} µs", lambda: eager_step(device))
     guarded(report, "host time of a step in a captured graph", f"{GRAPH_LIMIT_US:g} µs", lambda: captured_step(device))
-    moves(report, device)
 
 
 # ---------- tiles and merges of all ranks, and one call
@@ -50,12 +47,10 @@ def sum_of_ranks(report: Report, device: torch.device, length: int) -> None:
     q, k, v, dout = (torch.randn(1, length, HEADS, DIM, device=device, dtype=torch.bfloat16) for _ in range(4))
     whole = Positions(0, length, 1)
     (patch,) = Causal().region(whole, whole)
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     one: dict[bool, float] = {}
 
     def one_of_each() -> tuple[str, None]:
-        one[False] = seconds(lambda: kernel.forward(*heads_first, patch=patch, scale=DIM**-0.5), device)
-        one[True] = seconds(lambda: one_call(kernel, (q, k, v, dout), patch, DIM**-0.5), device)
+        one[False], one[True] = one_call_seconds(kernel, (q, k, v, dout), patch, DIM**-0.5, ROUNDS)
         return f"{1e3 * one[False]:.2f} ms forward, {1e3 * one[True]:.2f} ms both", None
 
     size = f"{length >> 10}k, {HEADS} heads of {DIM}, bf16, causal"
@@ -78,8 +73,15 @@ def of_ranks(schedule: Schedule, workload: Workload, kernel: Any, given: Tensors
     device, found = given[0].device, []
     for rank in range(schedule.world_size):
         bound = bind(schedule, workload, rank, kernel, Nothing(schedule.world_size), device)
-        found.append(seconds(partial(_passes, bound, given, backward), device))
+        for executor in bound.values():
+            _fill(executor.views.base)
+        found.append(seconds(partial(_passes, bound, given, backward), device, ROUNDS))
     return found
+
+
+def _fill(pool: torch.Tensor) -> None:
+    """With numbers as they come from other ranks: products of what nobody wrote, zeros or NaN, take less power."""
+    pool[: pool.numel() // 2 * 2].view(torch.bfloat16).normal_()
 
 
 def _passes(bound: Bound, given: Tensors, backward: bool) -> None:
@@ -87,17 +89,6 @@ def _passes(bound: Bound, given: Tensors, backward: bool) -> None:
     out, lse, kept = run_forward(bound["forward"], None, q, k, v)
     if backward:
         run_backward(bound["backward"], None, dout, q, k, v, out, lse, kept)
-
-
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median over some rounds, after two to warm up; the device's own work, which the host runs ahead of."""
-    clock = device_of(device).clock
-    times = []
-    for turn in range(ROUNDS + 2):
-        began = clock()
-        call()
-        times.append(clock() - began if turn >= 2 else 0.0)
-    return statistics.median(times[2:])
 
 
 # ---------- the host's share of a step
@@ -168,60 +159,3 @@ def captured_step(device: torch.device, rounds: int = 200) -> tuple[str, bool]:
             executor.streams.forget()
         found.append(1e6 * statistics.median(times) / len(set(executor.program.steps)))
     return f"{found[0]:.2f} µs forward, {found[1]:.2f} µs backward", max(found) <= GRAPH_LIMIT_US
-
-
-# ---------- a move while attention runs
-
-
-def moves(report: Report, device: torch.device) -> None:
-    """Attention alone, beside copies of the driver's (to another buffer, and to the host), and beside a copy kernel."""
-    kernel = make_kernel("auto", device)
-    heads, length = 32, 16384
-    q, k, v = (torch.randn(1, heads, length, DIM, device=device, dtype=torch.bfloat16) for _ in range(3))
-    whole = Positions(0, length, 1)
-    (patch,) = Causal().region(whole, whole)
-    source, target = (torch.zeros(MOVE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    host = torch.zeros(MOVE_BYTES, dtype=torch.uint8, pin_memory=True)
-    side: Any = device_of(device).new_stream(high_priority=True)
-    wide, into = source.view(torch.int32), target.view(torch.int32)
-    copies: dict[str, Callable[[], object]] = {
-        "nothing": lambda: None,
-        "cudaMemcpyAsync on the device": lambda: target.copy_(source, non_blocking=True),
-        "a copy engine, to the host": lambda: host.copy_(source, non_blocking=True),
-        "a copy kernel (as NCCL's, on SMs)": lambda: torch.add(wide, 0, out=into),
-    }
-    times: dict[str, float] = {}
-
-    def beside(copy: Callable[[], object]) -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            copy()
-        kernel.forward(q, k, v, patch=patch, scale=DIM**-0.5)
-
-    for name, copy in copies.items():
-
-        def line(name: str = name, copy: Callable[[], object] = copy) -> tuple[str, bool | None]:
-            times[name] = _attention_seconds(lambda: beside(copy), device)
-            if name == "nothing":
-                return f"{1e3 * times[name]:.3f} ms", None
-            slower = times[name] / times["nothing"] - 1
-            return f"{slower:+.1%}", slower <= SLOWER_LIMIT if "kernel" not in name else None
-
-        limit = f"+{SLOWER_LIMIT:.0%}" if "engine" in name or "Async" in name else ""
-        guarded(report, f"attention beside a move of 64 MB: {name}", limit, line)
-
-
-def _attention_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of what stands in the current stream, by events; the median over many rounds."""
-    times = []
-    for turn in range(23):
-        torch.cuda.synchronize()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
-        call()
-        ended.record()
-        torch.cuda.synchronize()
-        if turn >= 3:
-            times.append(1e-3 * float(began.elapsed_time(ended)))
-    return float(statistics.median(times))
-

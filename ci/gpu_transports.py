@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests"), str(REPO / "ci")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from gpu_clock import stream_seconds  # noqa: E402
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, capture, shard  # noqa: E402
 from tokenring.backends import symmetric  # noqa: E402
@@ -38,7 +39,8 @@ SLOWER_AT_MOST = 1.02
 SM_COPY_BLOCKS = 8  # of a copy as NCCL makes it, by a few thread blocks
 CALLS = 20
 RANKS = (2, 4)
-SECONDS = 120.0  # for each part
+SECONDS = 20.0  # for each check: two that hang leave time for the others
+PEER_SECONDS = 10.0  # for a rank that is waited for: shorter, so that it is named
 SETTINGS = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
@@ -67,15 +69,7 @@ def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool, st
             each.start()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-        deadline, heard = time.monotonic() + SECONDS, dict[int, tuple[bool, str]]()
-        while len(heard) < world_size and time.monotonic() < deadline:
-            if not answers.empty():
-                rank, well, text = answers.get()
-                heard[rank] = well, text
-            elif not any(each.is_alive() for each in processes):
-                break
-            else:
-                time.sleep(0.05)
+        heard = answers_of(processes, answers, SECONDS)
         for each in processes:
             each.kill()
             each.join()
@@ -83,6 +77,21 @@ def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool, st
     if silent := [rank for rank in range(world_size) if rank not in heard]:
         failed.append(f"no answer of ranks {silent} within {SECONDS:g} s")
     return (False, failed[0]) if failed else (True, heard[0][1])
+
+
+def answers_of(processes: Sequence[Any], answers: Any, seconds: float) -> dict[int, tuple[bool, str]]:
+    """By rank, whether it went well and what it says: of those that answer in time and before they end."""
+    deadline, heard = time.monotonic() + seconds, dict[int, tuple[bool, str]]()
+    while len(heard) < len(processes) and time.monotonic() < deadline:
+        alive = any(each.is_alive() for each in processes)  # before looking: what they said in the end counts
+        if not answers.empty():
+            rank, well, text = answers.get()
+            heard[rank] = well, text
+        elif alive:
+            time.sleep(0.05)
+        else:
+            break
+    return heard
 
 
 def _rank(rank: int, check: Callable[[int], str], world_size: int, file: str, answers: Any) -> None:
@@ -96,7 +105,7 @@ def _rank(rank: int, check: Callable[[int], str], world_size: int, file: str, an
     os._exit(0)  # a driver that is in trouble must not hold us up
 
 
-def transport(seconds: float = 30.0) -> SymmTransport:
+def transport(seconds: float = PEER_SECONDS) -> SymmTransport:
     assert dist.group.WORLD is not None
     return SymmTransport(dist.group.WORLD, seconds)
 
@@ -211,7 +220,7 @@ def captured(rank: int) -> str:
 
 def dies(rank: int) -> str:
     """Rank 1 goes; rank 0, whose stream waits for it, is told and not left waiting."""
-    made = transport(20.0)
+    made = transport()
     heap = made.allocate(1 << 20)
     assert heap is not None
     made.begin(made.place([(1 - rank, REQUESTS, heap[: 1 << 20])]))
@@ -268,7 +277,17 @@ def beside_attention(rank: int) -> str:
     def attend() -> None:
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
-    alone = beside(attend, lambda: None, side)
+    def beside(move: Callable[[], object]) -> float:
+        """Seconds of attention while moves follow each other on a stream of their own."""
+
+        def queue() -> None:
+            with torch.cuda.stream(side):
+                for _ in range(8):
+                    move()
+
+        return stream_seconds(attend, CALLS, queue)
+
+    alone = beside(lambda: None)
     # Inside one GPU the driver may copy with SMs: only a copy that leaves the device is sure to take an engine.
     moves: dict[str, Callable[[], object]] = {
         "copy engine (to the host)": lambda: host.copy_(source, non_blocking=True),
@@ -278,29 +297,10 @@ def beside_attention(rank: int) -> str:
         from gpu_sm_copy import sm_copy
 
         moves[f"SM copy, {SM_COPY_BLOCKS} blocks"] = lambda: sm_copy(source, target, SM_COPY_BLOCKS)
-    ratios = {name: beside(attend, move, side) / alone for name, move in moves.items()}
+    ratios = {name: beside(move) / alone for name, move in moves.items()}
     text = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
     assert ratios["copy engine (to the host)"] <= SLOWER_AT_MOST, f"attention takes {text} times as long"
     return f"attention alone {alone * 1e3:.2f} ms; beside a 64 MB move times {text}"
-
-
-def beside(attend: Callable[[], object], move: Callable[[], object], side: Any) -> float:
-    """Median seconds of attention while moves follow each other on a stream of their own."""
-    for _ in range(3):
-        attend()
-    seconds: list[float] = []
-    for _ in range(CALLS):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(side):
-            for _ in range(8):
-                move()
-        start.record()
-        attend()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(seconds)
 
 
 PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (

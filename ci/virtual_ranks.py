@@ -1,5 +1,8 @@
 """Several ranks in one process and on one device: a thread for each, with a stream of its own where there are streams.
 
+The threads stay from one schedule to the next, since cuDNN keeps its plans for each thread. What fails at one rank ends
+the waits of all others.
+
 Their transport copies from the sender's slot into the receiver's once both have posted, on a stream between them. It
 keeps the rules that the executor relies on: messages of two ranks on one channel keep their order, a post waits for
 what stands in the current stream, and `wait` holds up the current stream. For figures of exactness; its timings mean
@@ -13,6 +16,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -31,13 +36,18 @@ Tensors = tuple[torch.Tensor, ...]
 WAIT_SECONDS = 60.0
 
 
+class Stopped(RuntimeError):
+    """Another rank failed."""
+
+
 @dataclass
 class _End:
     """One end of a message: memory, and when it may be used."""
 
     data: torch.Tensor
     ready: Any
-    met: threading.Event = field(default_factory=threading.Event)
+    met: threading.Event = field(default_factory=threading.Event)  # with the other end, or with an error
+    moved: bool = False
     done: Any = None
 
 
@@ -49,10 +59,21 @@ class Meeting:
         self.lock = threading.Lock()
         self.waiting: dict[tuple[int, int, str, str], deque[_End]] = defaultdict(deque)
         self.streams: dict[tuple[int, int, str], Any] = {}
+        self.error: BaseException | None = None  # the first one of any rank
+
+    def fail(self, error: BaseException) -> None:
+        """A rank has failed: nobody needs to wait for anybody."""
+        with self.lock:
+            self.error = self.error or error
+            ends = [end for some in self.waiting.values() for end in some]
+        for end in ends:
+            end.met.set()
 
     def post(self, src: int, dst: int, channel: str, kind: str, data: torch.Tensor) -> _End:
         end = _End(data, self._event())
         with self.lock:
+            if self.error is not None:
+                raise Stopped(f"another rank failed: {self.error}")
             others = self.waiting[src, dst, channel, "recv" if kind == "send" else "send"]
             if not others:
                 self.waiting[src, dst, channel, kind].append(end)
@@ -78,6 +99,7 @@ class Meeting:
                     stream.wait_event(end.ready)
             received.data.copy_(sent.data)
             sent.done = received.done = self._event()
+        sent.moved = received.moved = True
         sent.met.set()
         received.met.set()
 
@@ -91,6 +113,8 @@ class _Handle:
     def wait(self) -> None:
         if not self.end.met.wait(WAIT_SECONDS):
             raise TimeoutError(f"{self.label}: nobody posted the other end within {WAIT_SECONDS:g} s")
+        if not self.end.moved:
+            raise Stopped(f"{self.label}: another rank failed: {self.meeting.error}")
         if self.end.done is not None:
             self.meeting.device.current_stream().wait_event(self.end.done)
 
@@ -110,7 +134,7 @@ class VirtualTransport:
         return _Handle(self.meeting.post(src, self.rank, channel, "recv", data), self.meeting, f"receive of {label}")
 
     def fail(self, error: BaseException) -> None:
-        """Other ranks find out by their time limits."""
+        self.meeting.fail(error)
 
 
 Bound = dict[Pass, Executor]  # the programs of one rank
@@ -128,47 +152,70 @@ def bind(
     return made
 
 
+class Workers:
+    """Threads for so many ranks, each on a stream of its own."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._device = device_of(device)
+        self._work: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(count)]
+        self._stuck = False
+        for queue in self._work:
+            threading.Thread(target=self._serve, args=(queue,), daemon=True).start()
+
+    def _serve(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        stream = self._device.new_stream()
+        with self._device.on(stream) if stream is not None else nullcontext():
+            while (work := queue.get()) is not None:
+                work()
+
+    def run(self, function: Callable[[int], T], count: int, meeting: Meeting) -> list[T]:
+        """function(0), function(1), ..., at once. Raises the first error of theirs; TimeoutError where one hangs."""
+        found: dict[int, T] = {}
+        ended: SimpleQueue[int] = SimpleQueue()
+
+        def one(rank: int) -> None:
+            try:
+                found[rank] = function(rank)
+            except BaseException as error:
+                meeting.fail(error)
+            ended.put(rank)
+
+        if self._stuck:
+            raise TimeoutError("a rank of an earlier schedule has come to no end")
+        self._device.synchronize()  # the inputs were made on another stream
+        for rank in range(count):
+            self._work[rank].put(partial(one, rank))
+        try:
+            for _ in range(count):
+                ended.get(timeout=2 * WAIT_SECONDS)
+        except Empty:
+            self._stuck = True
+            raise TimeoutError(f"some rank has come to no end within {2 * WAIT_SECONDS:g} s") from None
+        self._device.synchronize()
+        if meeting.error is not None:
+            raise meeting.error
+        return [found[rank] for rank in range(count)]
+
+    def close(self) -> None:
+        """Their threads end."""
+        for queue in self._work:
+            queue.put(None)
+
+
 def both_passes(
-    schedule: Schedule, workload: Workload, kernel: AttentionKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    dout: torch.Tensor,
-) -> Tensors:  # fmt: skip
-    """out, dq, dk, dv over the whole sequence [B, T, H, D], computed by as many threads as the schedule has ranks."""
-    ranks, device = schedule.world_size, q.device
+    schedule: Schedule, workload: Workload, kernel: AttentionKernel, given: Tensors, workers: Workers
+) -> Tensors:
+    """out, dq, dk, dv over the whole sequence from q, k, v, dout [B, T, H, D]: a worker for each of its ranks."""
+    ranks, device = schedule.world_size, given[0].device
     meeting = Meeting(device)
     places = [torch.tensor(schedule.q_layout.positions(rank), device=device) for rank in range(ranks)]
 
     def run(rank: int) -> Tensors:
-        q_, k_, v_, dout_ = (x.index_select(1, places[rank]) for x in (q, k, v, dout))
+        q, k, v, dout = (x.index_select(1, places[rank]) for x in given)
         bound = bind(schedule, workload, rank, kernel, VirtualTransport(meeting, rank, ranks), device)
-        out, lse, kept = run_forward(bound["forward"], None, q_, k_, v_)
-        return out, *run_backward(bound["backward"], None, dout_, q_, k_, v_, out, lse, kept)
+        out, lse, kept = run_forward(bound["forward"], None, q, k, v)
+        return out, *run_backward(bound["backward"], None, dout, q, k, v, out, lse, kept)
 
-    parts = _threads(run, ranks, device)
+    parts = workers.run(run, ranks, meeting)
     order = torch.argsort(torch.cat(places))
     return tuple(torch.cat(each, 1).index_select(1, order) for each in zip(*parts, strict=True))
-
-
-def _threads(run: Callable[[int], T], count: int, device: torch.device) -> list[T]:
-    """run(0), run(1), ..., at once, each on a stream of its own. Raises the first error of theirs."""
-    found: dict[int, T] = {}
-    errors: list[BaseException] = []
-    of_device = device_of(device)
-
-    def one(rank: int) -> None:
-        stream = of_device.new_stream()
-        try:
-            with of_device.on(stream) if stream is not None else nullcontext():
-                found[rank] = run(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    of_device.synchronize()  # the inputs were made on another stream
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * WAIT_SECONDS)
-    of_device.synchronize()
-    if errors:
-        raise errors[0]
-    return [found[rank] for rank in range(count)]

@@ -1,15 +1,17 @@
 """What every merger must do, checked against float64: one suite for all of them.
 
-`check(merger, case)` raises AssertionError. `python -m merging MODULE:MAKE [device]` runs all cases in a process of
-its own and prints a line of JSON for each: Triton's interpreter is chosen when triton is imported.
+`check(merger, case)` raises AssertionError. `python -m merging` runs mergers in a process of their own, since Triton's
+interpreter is chosen when triton is imported: it reads [["module:make", [check, ...]], ...] (no checks: all)
+and prints [merger, check, null or what is wrong] of each, and [merger, "", exit code].
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -213,6 +215,21 @@ def check_kept(merger: Merger, device: str = "cpu") -> None:
     assert bool((out == before[0]).all() & (lse == before[1]).all())
 
 
+def check_nan(merger: Merger, device: str = "cpu") -> None:
+    """What went wrong elsewhere must be seen in the end: NaN is no row that has seen nothing. Others are as ever."""
+    out, lse, new_out, new_lse = parts(CASES[0], device)
+    expected = wanted(*(x.cpu() for x in (out, lse, new_out, new_lse)))
+    spoilt = {0: lse, 1: new_lse, 2: lse, 3: new_lse}
+    for row, which in spoilt.items():
+        which[row] = math.nan
+    for row, other in ((2, new_lse), (3, lse)):
+        other[row] = -INF
+    out, lse = merger.merged(out, lse, new_out, new_lse, scratch_for(lse))
+    for x, right in ((out, expected[0]), (lse, expected[1])):
+        assert bool(x[: len(spoilt)].isnan().all()), "NaN is gone"
+        assert relative_error(x[4:6].cpu(), right[4:6]) < 1e-6
+
+
 def check_softmax(merger: Merger, count: int, device: str = "cpu") -> None:
     """Attention over `count` parts of the keys, some of which a row does not see, is attention over all."""
     random = torch.Generator().manual_seed(count)
@@ -241,24 +258,40 @@ def suite(device: str = "cpu") -> dict[str, Callable[[Merger], None]]:
         str(case): partial(check, case=case, device=device) for case in CASES
     }
     checks["what comes to nothing"] = partial(check_kept, device=device)
+    checks["NaN"] = partial(check_nan, device=device)
     for count in (2, 3, 8):
         softmax = partial(check_softmax, count=count, device=device)
         checks[f"{count} parts of a softmax"] = softmax
     return checks
 
 
-def main(made_by: str, device: str = "cpu") -> None:
-    """Each check of the merger that a function makes, "module:function": [its name, null or what is wrong]."""
+def checked(made_by: str, names: Collection[str]) -> None:
+    """Print each check of the merger that a function makes, "module:function": its name, null or what is wrong."""
     module, _, function = made_by.partition(":")
     merger = getattr(import_module(module), function)()
-    for check_name, run in suite(device).items():
+    for name, run in suite().items():
+        if names and name not in names:
+            continue
         wrong = None
         try:
             run(merger)
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
-        print(json.dumps([check_name, wrong]), flush=True)
+        print(json.dumps([made_by, name, wrong]), flush=True)
+
+
+def main(jobs: list[tuple[str, list[str]]]) -> None:
+    """Each in a child, since what writes where it must not may end the process, and torch is imported once for all."""
+    for made_by, names in jobs:
+        child = os.fork()
+        if child == 0:
+            checked(made_by, names)
+            sys.stdout.flush()
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps([made_by, "", code]), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    import_module("triton")
+    main(json.load(sys.stdin))

@@ -169,6 +169,71 @@ def test_without_gradients(device: GraphDevice) -> None:
     assert same(made(q, k, v), plain(cp)(q, k, v))
 
 
+def trained(call: Any, steps: int) -> Tensors:
+    """The gradients of some steps that nobody sets to zero, as a loop that accumulates them has them."""
+    leaves = inputs(0)[:3]
+    for seed in range(steps):
+        out, _ = call(*leaves)
+        torch.autograd.backward(out, inputs(seed)[3])
+    return tuple(x.grad for x in leaves if x.grad is not None)
+
+
+def test_gradients_accumulate(device: GraphDevice) -> None:
+    """Leaves keep the first gradient that they get, and add the others to it: it must not lie in the capture."""
+    cp = ContextParallel(schedule="ring")
+    made, wanted = (trained(call, 3) for call in (captured(inputs(0), cp, Causal()), plain(cp, Causal())))
+    assert len(made) == 3 and same(made, wanted)
+
+
+def test_the_backward_of_an_older_launch_is_refused(device: GraphDevice) -> None:
+    cp = ContextParallel(schedule="ring")
+    made = captured(inputs(0), cp, Causal())
+    one, two = inputs(1), inputs(2)
+    first, second = made(*one[:3])[0], made(*two[:3])[0]
+    with pytest.raises(ConfigurationError, match="backward of launch 1 of a captured call, which was launched 2 times"):
+        torch.autograd.grad(first, one[:3], one[3])
+    found = torch.autograd.grad(second, two[:3], two[3])
+    assert same(found, results(plain(cp, Causal()), inputs(2))[2:])
+    out = made(*one[:3])[0]
+    with torch.no_grad():
+        made(*two[:3])  # no gradients of its own, and the same memory
+    with pytest.raises(ConfigurationError, match="backward of launch 3"):
+        torch.autograd.grad(out, one[:3], one[3])
+
+
+def test_gradients_that_were_not_captured_are_refused(device: GraphDevice) -> None:
+    cp = ContextParallel(schedule="ring")
+    q, k, v, _ = inputs(1)
+    made = capture(q.detach(), k.detach(), v.detach(), cp)
+    with pytest.raises(ConfigurationError, match=r"gradients of q, v are wanted.*under torch\.no_grad"):
+        made(q, k.detach(), v)
+    with torch.no_grad():
+        assert same(made(q, k, v), plain(cp)(q, k, v))
+    with torch.no_grad():
+        made = capture(q, k, v, cp)
+    with pytest.raises(ConfigurationError, match="gradients of q, k, v are wanted"):
+        made(q, k, v)
+
+
+def test_autocast(device: GraphDevice) -> None:
+    """As attention does: in bf16, with gradients in fp32 for inputs in fp32."""
+    cp = ContextParallel(schedule="ring")
+
+    def half(call: Any) -> Tensors:
+        *qkv, dout = inputs(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            out, lse = call(*qkv)
+        return out.detach().clone(), lse.detach().clone(), *torch.autograd.grad(out, qkv, dout.bfloat16())
+
+    with torch.autocast("cpu", torch.bfloat16):
+        made = captured(inputs(0), cp, Causal())
+    found = half(made)
+    assert [x.dtype for x in found] == [torch.bfloat16, *[torch.float32] * 4]
+    assert same(found, half(plain(cp, Causal())))
+    with pytest.raises(ConfigurationError, match=r"q is .*float32 .*; captured was .*bfloat16"):
+        results(made, inputs(1))
+
+
 def test_what_is_refused(device: GraphDevice) -> None:
     cp = ContextParallel(schedule="ring")
     q, k, v, _ = inputs(0)
@@ -219,6 +284,50 @@ def captured_with_messages(here: Here, case: Case, capturable: bool) -> Any:
         vars(module)["device_of"] = device_of
     cp.close()
     return sum(seen), len(seen) > 0, len(device.graphs)
+
+
+class FailingDevice(GraphDevice):
+    """Its last graph cannot be made: known only when everything in it has been captured."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        with super().capture() as graph:
+            yield graph
+        if self.fails and len(self.graphs) == 2:
+            raise MemoryError("no room for a graph")
+
+
+def captured_on_some(here: Here, case: Case) -> tuple[str, str]:
+    """What a rank says where the last one fails to capture, and of the call after that."""
+    cp = ContextParallel(layout=case.layout, schedule=case.schedule, transport="gloo", timeout_seconds=20.0)
+    moved: Any = cp.transport
+    moved.capabilities = replace(moved.capabilities, capturable=True)
+    device, said = FailingDevice(here.rank == here.world_size - 1), []
+    vars(module)["device_of"] = lambda where: device
+    try:
+        for call in (captured, results):
+            try:
+                call(inputs(0), cp, Causal()) if call is captured else results(plain(cp, Causal()), inputs(0))
+                said.append("done")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    finally:
+        vars(module)["device_of"] = device_of
+    cp.close()
+    return said[0], said[1]
+
+
+def test_a_rank_that_cannot_capture_is_known_to_all(ranks: RankPools) -> None:
+    """The graphs of the others would wait for it for ever."""
+    case = Case(2, "ring", "zigzag", "causal", 4, 2, 1, 16, torch.float32, None)
+    with ranks.expendable(2) as some:
+        (other, then), (failed, _) = some(captured_on_some, case)
+    assert failed == "MemoryError: no room for a graph"
+    assert other.startswith("PeerLost: ") and "rank 1" in other and then.startswith("PeerLost: ")
 
 
 def test_transports_that_need_the_host_are_refused(ranks: RankPools) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import pytest
 import torch
 from conformance import PATCHES, Tile, check, operands, patch
+from cuda_ops.aten import calls, operators
 
 from tokenring.backends import registry
 from tokenring.backends.base import AttentionKernel
 from tokenring.backends.kernels.choice import ORDERS, default_order, ranked
-from tokenring.backends.kernels.choosing import REFUSALS, Choosing, for_device, refuses
+from tokenring.backends.kernels.choosing import REFUSALS, Choosing, refuses
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.kernels.reference import Reference
+from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
 from tokenring.errors import BackendUnavailable, UnsupportedError
-from tokenring.planner.measured import kept, key_of
 from tokenring.planner.rates import Rates
-from tokenring.planner.rates_command import main as rates_main
 from tokenring.region import Patch
 
 FAST = Rates("by hand", ((64, 100.0), (4096, 500.0)), ((64, 50.0), (4096, 300.0)))
@@ -118,26 +118,71 @@ NO_CUDNN = RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execut
 
 
 def test_the_next_one_with_one_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal at run time: logged once, with what it said; the kernel is not asked again."""
+    """A refusal at run time: logged once, with what it said; the kernel is not asked for such a call again."""
     first, second = Refusing("torch-cudnn", NO_CUDNN), Refusing("torch-flash")
     kernel = choosing(first, second)
     with caplog.at_level(logging.INFO, "tokenring"):
         run(kernel, passes=3)
-    assert first.calls == ["forward"] and second.calls == ["forward", "backward"] * 3
+    assert first.calls == ["forward", "backward"] and second.calls == ["forward", "backward"] * 3
     warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert warned == [
-        "kernel 'auto' leaves out torch-cudnn for float32, head dim 40: it refused a call forward: cuDNN Frontend "
-        "error: [cudnn_frontend] Error: No execution plans support the graph."
+        f"kernel 'auto' leaves out torch-cudnn for tiles of 8, float32, head dim 40: it refused a call {direction}: "
+        "cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph."
+        for direction in ("forward", "backward")
     ]
     run(kernel, HALF)  # another kind of call: it may try
-    assert first.calls == ["forward"] * 2
+    assert first.calls == ["forward", "backward"] * 2
+
+
+class OneShape(Refusing):
+    """Refuses tiles of one size."""
+
+    def __init__(self, name: str, *rows: int) -> None:
+        super().__init__(name)
+        self.rows = rows
+
+    def _do(self, direction: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self.error = NO_CUDNN if named["patch"].rows in self.rows else None
+        return super()._do(direction, given, named)
+
+
+def forward(kernel: Choosing, rows: int, dtype: torch.dtype = torch.float32) -> None:
+    tile = Tile("full", patch(rows, rows), dtype=dtype)
+    given = operands(tile, torch.device("cpu"))
+    kernel.forward(given.q, *given.tile, patch=tile.patch, scale=0.2)
+
+
+def test_one_refused_shape_costs_no_others() -> None:
+    first, second = OneShape("torch-cudnn", 20), Refusing("torch-flash")
+    kernel = choosing(first, second)
+    for rows in (20, 20, 40, 70, 20):
+        forward(kernel, rows)
+    assert (len(first.calls), len(second.calls)) == (3, 3), "asked once for 20 rows, and for all others"
+
+
+def test_several_refused_shapes_cost_all(caplog: pytest.LogCaptureFixture) -> None:
+    """Of that pass, dtype and head dim: what was not built for a chip is not asked for each size."""
+    first, second = OneShape("torch-cudnn", 9, 20, 40, 70, 140), Refusing("torch-flash")
+    kernel = choosing(first, second)
+    for rows in (9, 20):
+        forward(kernel, rows)
+    assert kernel.why_not("torch-cudnn", 40, torch.float32) is None
+    for rows in (40, 70, 140, 300):
+        forward(kernel, rows)
+    assert len(first.calls) == 3 and len(second.calls) == 6
+    assert "leaves out torch-cudnn for all tiles forward, float32, head dim 40: it refused" in caplog.text
+    assert "No execution plans" in str(kernel.why_not("torch-cudnn", 40, torch.float32))
+    run(kernel)
+    assert first.calls[3:] == ["backward"], "the other pass"
+    forward(kernel, 300, HALF)
+    assert len(first.calls) == 5, "the other dtype"
 
 
 def test_a_gradient_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     first = Refusing("flash-attn", RuntimeError("FlashAttention backward only supports A100"), only="backward")
     kernel = choosing(first, Refusing("torch-efficient"))
     check(kernel, Tile("full", PATCHES["full"]))
-    assert first.calls == ["forward", "backward"]
+    assert first.calls == ["forward", "backward", "backward"], "tiles of two sizes"
     assert "refused a call backward" in caplog.text
 
 
@@ -164,6 +209,10 @@ def test_nobody_is_left() -> None:
     kernel = choosing("flash-attn", Refusing("torch-flash", NotImplementedError("Could not run")))
     with pytest.raises(UnsupportedError, match=r"no kernel computes a tile of 13 × 17.*flash-attn: .*cannot be"):
         run(kernel)
+    assert kernel.supports(40, torch.float32) is None, "it may compute others"
+    for rows in (20, 40, 70):
+        with pytest.raises(UnsupportedError, match="torch-flash: it refused a call forward: Could not run"):
+            forward(kernel, rows)
     assert "Could not run" in str(kernel.supports(40, torch.float32))
     assert choosing("flash-attn").supports(40, HALF) == "kernel 'flash-attn' cannot be imported"
 
@@ -195,13 +244,64 @@ def test_what_is_no_refusal_is_raised(error: Exception) -> None:
         RuntimeError("CUDA error: no kernel image is available for execution on the device"),
         RuntimeError("cutlassF: no kernel found to launch!"),
         NotImplementedError("Could not run 'aten::_flash_attention_forward' with arguments from the 'CUDA' backend"),
-        AssertionError("Unsupported compute capability. Supported: 9.x, 10.x, 11.x"),
         ImportError("libcudart.so.12"),
     ],
 )
 def test_what_is_a_refusal(error: Exception) -> None:
     assert refuses(error)
     assert len(REFUSALS) == len(set(REFUSALS))
+
+
+def asserting(module: str) -> Callable[[], None]:
+    """A function of a module, that asserts something which is not so."""
+    space: dict[str, Any] = {"__name__": module}
+    exec("def check():\n    assert 8 in (9, 10), 'Unsupported compute capability'", space)
+    made: Callable[[], None] = space["check"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("module", "is_refusal"),
+    [("flash_attn.cute.interface", True), ("torch._inductor.lowering", True),
+     ("tokenring.backends.kernels.torch_cuda", False)],
+)  # fmt: skip
+def test_whose_assertion(module: str, is_refusal: bool) -> None:
+    """Packages refuse by it; one of our own is a mistake, which must not look like a kernel that is left out."""
+
+    class Asserting(Refusing):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            asserting(module)()
+
+    second = Refusing("torch-flash")
+    kernel = choosing(Asserting("flash-attn-4"), second)
+    if is_refusal:
+        forward(kernel, 20)
+        assert second.calls
+    else:
+        with pytest.raises(AssertionError, match="Unsupported compute capability"):
+            forward(kernel, 20)
+        assert not second.calls
+    assert not refuses(AssertionError("raised by nobody knows whom"))
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_determinism_is_asked_for_at_each_call() -> None:
+    """Switched on after calls that did without, and off again."""
+    with operators():
+        kernel = choosing(TorchCudnn(), TorchFlash())
+        for wanted, used in ((False, {"cudnn", "cudnn backward"}), (True, {"flash", "flash backward"})) * 2:
+            calls.clear()
+            with deterministic() if wanted else nullcontext():
+                run(kernel, HALF)
+            assert {name for name, _ in calls} == used
 
 
 def test_by_table() -> None:
@@ -228,64 +328,34 @@ def test_tiles_that_a_kernel_avoids() -> None:
     assert first.calls, "where nobody else does"
 
 
+@pytest.mark.parametrize(
+    ("where", "used"),
+    [("full", "cudnn"), ("causal, square", "cudnn"), ("band", "flash"), ("causal, tall", "flash"),
+     ("unequal steps", "flash")],
+)  # fmt: skip
+def test_tiles_that_the_first_has_to_cut(where: str, used: str) -> None:
+    """Who says a tile in fewer calls takes it; those last in all orders say everything in one, and take nothing."""
+    with operators():
+        kernel = choosing(TorchCudnn(), TorchFlash(), TorchEfficient(), Refusing("flex"), Reference())
+        given = operands(tile := Tile(where, PATCHES[where], dtype=HALF), torch.device("cpu"))
+        _, lse = kernel.forward(given.q, *given.tile, patch=tile.patch, scale=0.2)
+        kernel.backward(given.dout, given.q, *given.tile, lse, torch.zeros_like(lse), patch=tile.patch, scale=0.2)
+        assert {name.partition(" ")[0] for name, _ in calls} == {used}
+
+
+def test_a_window_takes_one_call() -> None:
+    """As on an H100 without flash-attn: cuDNN would take dozens."""
+    window = Patch(0, 512, 0, 512, -63, 0)
+    with operators():
+        assert TorchCudnn().calls_for(window) > 20 and TorchFlash().calls_for(window) == 1
+        kernel = choosing(TorchCudnn(), TorchFlash())
+        q = torch.zeros(1, 1, 512, 8, dtype=HALF)
+        kernel.forward(q, q, q, patch=window, scale=1.0)
+        assert [(name, how["sides"]) for name, how in calls] == [("flash", (63, 0))]
+
+
 def test_conformance() -> None:
     kernel = choosing(Refusing("a", NO_CUDNN), CpuFlash(), Reference())
     for name in ("full", "causal, tall", "unequal steps, rows see nothing", "nothing at all"):
         check(kernel, Tile(name, PATCHES[name]))
     assert kernel.supports_patch(PATCHES["band"]) is None
-
-
-# ---------- in the registry
-
-
-def test_auto_on_cuda_chooses() -> None:
-    made = registry.make_kernel("auto", torch.device("cuda"))
-    assert isinstance(made, Choosing) and made.name == "auto"
-    assert made is registry.make_kernel("auto", torch.device("cuda")), "what it finds out, it says once"
-    assert made.order == default_order((0, 0)), "no device here"
-    assert "computes on the CUDA" not in str(made.why_not("torch-flash", 64, HALF))
-
-
-def test_nothing_is_imported_before_it_is_asked_for(run_python: Callable[[str], str]) -> None:
-    code = (
-        "import sys, tokenring, tokenring.backends.registry\n"
-        "names = ('choosing', 'torch_cuda', 'flash_attn', 'flex')\n"
-        "print([n for n in names if f'tokenring.backends.kernels.{n}' in sys.modules], 'flash_attn' in sys.modules)"
-    )
-    assert run_python(code) == "[] False\n"
-
-
-@pytest.fixture
-def run_python(tmp_path: Path) -> Callable[[str], str]:
-    import vendor
-
-    return lambda code: vendor.run(tmp_path, "-c", code).out
-
-
-def test_kept_tables_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tokenring rates` measures each kernel, keeps a table of each, and the choice goes by them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu = torch.device("cpu")
-    chosen = for_device(cpu, lambda name: Reference() if name == "reference" else CpuFlash())
-    chosen.order = ("torch-efficient", "reference")
-    monkeypatch.setattr("tokenring.planner.rates_command.make_kernel", lambda name, device: chosen)
-    assert rates_main(["--device", "cpu", "--dtype", "fp32", "--dim", "16", "--seconds", "0.001"]) == 0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert kept(key_of(CpuFlash(), cpu, torch.float32, 16)) is not None
-        assert kept(key_of(chosen, cpu, torch.float32, 16)) is not None
-        assert "by `tokenring rates`" in chosen.picks("forward", 64, 16, torch.float32)[0].why
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_kernel_that_cannot_be_measured_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    chosen = choosing(Refusing("torch-cudnn", NO_CUDNN), Refusing("torch-flash"))
-    monkeypatch.setattr("tokenring.planner.rates_command.make_kernel", lambda name, device: chosen)
-    assert rates_main(["--device", "cpu", "--dtype", "fp32", "--dim", "16", "--seconds", "0.001"]) == 0
-    said = capsys.readouterr().out
-    assert "torch-cudnn is left out: cuDNN Frontend error" in said and said.count("kept in") == 2

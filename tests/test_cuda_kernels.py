@@ -17,10 +17,10 @@ from cuda_ops.packages import RELEASES, installed
 
 from tokenring.backends.kernels import flash_attn
 from tokenring.backends.kernels.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
-from tokenring.backends.kernels.tiles import HALF, TileKernel, aligned
+from tokenring.backends.kernels.tiles import HALF, TileKernel, aligned, packed
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
 from tokenring.backends.registry import KERNELS, make_kernel
-from tokenring.errors import BackendUnavailable
+from tokenring.errors import BackendUnavailable, UnsupportedError
 from tokenring.region import Patch
 
 SLACK = 1.5  # × the limits: tiles made for fp32 are small, or have large scores, for bf16
@@ -192,6 +192,9 @@ class TestSupports:
         try:
             assert "torch-cudnn is not deterministic" in str(TorchCudnn().supports(64, torch.bfloat16))
             assert TorchFlash().supports(64, torch.bfloat16) is None
+            x, lse = torch.zeros(1, 1, 4, 8, dtype=torch.float16), torch.zeros(1, 1, 4)
+            with pytest.raises(UnsupportedError, match=r"not deterministic.*use ContextParallel"):  # bound before
+                TorchCudnn().backward(x, x, x, x, lse, lse, patch=Patch(0, 4, 0, 4), scale=1.0)
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -288,3 +291,30 @@ def test_aligned() -> None:
     assert aligned(x[..., 1:]).is_contiguous() and aligned(x.mT).stride(-1) == 1
     narrow = torch.zeros(2, 3, 5, 4, dtype=torch.bfloat16)
     assert aligned(narrow[:, :, 1:]) is not narrow and aligned(narrow[:, :, 1:]).is_contiguous()
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_one_row_is_contiguous_and_misaligned(heads: int) -> None:
+    """A row of a record behind an odd number of statistics, or of whole statistics: a view that torch does not copy."""
+    x = torch.randn(1, heads, 5, 8).to(torch.bfloat16)
+    row = between(x)[:, :, 1:2]
+    assert row.is_contiguous() and row.data_ptr() % 16 and row.contiguous() is row
+    assert aligned(row).data_ptr() % 16 == 0 and torch.equal(aligned(row), x[:, :, 1:2])
+    lse = torch.randn(1, 1, 8)[:, :, 1:]
+    assert lse.is_contiguous() and lse.data_ptr() % 16
+    assert packed(lse).data_ptr() % 16 == 0 and torch.equal(packed(lse), lse)
+    assert packed(strided(torch.randn(2, 3, 5))).is_contiguous()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_single_row_of_a_record(name: str) -> None:
+    """The same through kernels, whose operators check addresses."""
+    with kernel_of(name) as kernel:
+        tile = Tile("record", PATCHES["one row"], (3, 1), 40, batch=1, dtype=torch.bfloat16)
+        given = operands(tile, torch.device("cpu"))
+        q, k, v, dout = (between(x) for x in (given.q, *given.tile, given.dout))
+        out, lse = kernel.forward(q, k, v, patch=tile.patch, scale=0.2)
+        right, _ = kernel.forward(given.q, *given.tile, patch=tile.patch, scale=0.2)
+        assert torch.equal(out, right)
+        made = kernel.backward(dout, q, k, v, lse, torch.zeros_like(lse), patch=tile.patch, scale=0.2)
+        assert all(bool(x.isfinite().all()) for x in made)

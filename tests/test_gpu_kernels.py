@@ -12,6 +12,7 @@ import pytest
 import torch
 from cuda_ops import aten
 from cuda_ops.aten import operators
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenring.backends.base import AttentionKernel
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchFlash
@@ -33,7 +34,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "TILES", [tile for tile in module.TILES if tile.name in few])
     patch = module.Patch
     monkeypatch.setattr(module, "COMPARED", {"causal": patch(0, 40, 0, 40, None, 0), "full": patch(0, 30, 0, 41)})
-    for name, value in {"RANKS": 2, "HEADS": 2, "DIM": 16, "ROUNDS": 1}.items():
+    for name, value in {"HEADS": 2, "DIM": 16, "ROUNDS": 1}.items():
         monkeypatch.setattr(module, name, value)
 
     def made(name: str, device: torch.device) -> AttentionKernel:
@@ -63,9 +64,35 @@ def test_all_is_well(script: Any) -> None:
         for dtype in ("bfloat16", "float16"):
             assert found[f"{kernel}, {dtype}: suite of all kernels"] == ("4 of 4 tiles", "", True)
             assert found[f"{kernel}, {dtype}: error"][2] is True, found
-    assert [name for name in found if name.startswith("one call of torch-flash, 0k, 2 heads of 16, bf16, causal")]
-    (tiles,) = (name for name in found if name.startswith("all tiles and merges of 2 virtual ranks by torch-"))
-    assert found[tiles][1] == "1.05 × forward, 1.08 × both" and "×" in found[tiles][0]
+        value, limit, met = found[f"one call of {kernel}, 0k, 2 heads of 16, bf16, causal"]
+        assert "ms forward" in value and "TFLOP/s" in value and (limit, met) == ("", None)
+
+
+class Sdpa(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the attention operators that torch takes: heads of k, whether causal, whether with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[str, int, bool, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "scaled_dot_product" in (name := func._schema.name) and "backward" not in name:
+            causal = any(value is True for value in args[3:])
+            self.seen.append((name, args[1].shape[1], causal, (kwargs or {}).get("attn_mask") is not None))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_kernels_are_compared_with(script: Any) -> None:
+    """A kernel of torch's, which takes no grouped heads beside a mask: its plain arithmetic errs less."""
+    for where, causal, masked in (("full", False, False), ("causal", True, False), ("window", False, True)):
+        patch = {"window": script.Patch(0, 40, 0, 40, -9, 0)} | script.COMPARED
+        tile = script.Tile(where, patch[where], (8, 4), 16, 1, torch.bfloat16)
+        given = script.operands(tile, torch.device("cpu"))
+        with Sdpa() as mode:
+            made = script.torchs_own(given.q, *given.tile, given.dout, tile.patch, 0.25)
+        assert [(heads, *how) for _, heads, *how in mode.seen] == [(8, causal, masked)]
+        assert "flash" in mode.seen[0][0]
+        assert [x.shape for x in made] == [x.shape for x in (given.q, given.q, *given.tile)]
 
 
 def test_what_is_wrong_is_seen(script: Any) -> None:

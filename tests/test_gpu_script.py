@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,20 +57,33 @@ def test_no_part_loses_the_others(parts: Path) -> None:
     )
     (parts / "part_dies.py").write_text("import os\ndef run(report):\n    os.abort()\n")
     (parts / "part_hangs.py").write_text(
-        "import time\ndef run(report):\n    report('c', '4', '', None)\n    time.sleep(600)\n"
+        "import subprocess, sys, time\ndef run(report):\n    report('c', '4', '', None)\n"
+        "    made = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"  # it holds our stdout
+        "    report('d', str(made.pid), '', None)\n    time.sleep(600)\n"
     )
     gpu_report.PARTS["part_hangs"] = 6.0
+    began = time.monotonic()
     lines = gpu_report.run_parts(["part_raises", "part_missing", "part_dies", "part_hangs", "part_good"], 60.0)
+    assert time.monotonic() - began < 45, "a child of a part that hangs was waited for"
     del gpu_report.PARTS["part_hangs"]
     values = [(line.name, line.value, line.met) for line in lines]
     assert values[0] == ("b", "3 µs", False)
     assert values[1][0] == "part_raises" and "RuntimeError: on purpose" in values[1][1] and values[1][2] is False
     assert values[2] == ("part_missing", "not in this checkout", None)
     assert values[3][0] == "part_dies" and values[3][1].startswith("ended with code -6")
-    assert values[4] == ("c", "4", None) and values[5][1].startswith("no end within 6 s")
-    assert values[6] == ("a", "1 µs", True)
+    assert values[4] == ("c", "4", None) and values[6][1].startswith("no end within 6 s")
+    assert not is_running(int(values[5][1]))
+    assert values[7] == ("a", "1 µs", True)
     text = gpu_report.table(lines)
     assert "b             3 µs" in text and text.splitlines()[-1].endswith("yes")
+
+
+def is_running(process: int) -> bool:
+    """A child of a process that is gone; one that nobody has waited for yet is none."""
+    try:
+        return "(zombie)" not in Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
 
 
 def test_no_time_is_left(parts: Path) -> None:
@@ -89,45 +107,135 @@ def test_lines_are_guarded() -> None:
     assert seen == [("x", "UnsupportedError: head dim 7", "y", False), ("x", "fine", "y", True)]
 
 
+# ---------- ranks of the part for transports
+
+
+class Ended:
+    """A process that says something at its very end."""
+
+    def __init__(self, answers: Any) -> None:
+        self.answers = answers
+
+    def is_alive(self) -> bool:
+        self.answers.said = [(0, True, "4 µs")]
+        return False
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def empty(self) -> bool:
+        return not self.said
+
+    def get(self) -> Any:
+        return self.said.pop()
+
+
+def test_the_last_words_of_ranks_count() -> None:
+    transports = import_module("gpu_transports")
+    answers = Answers()
+    assert transports.answers_of([Ended(answers)], answers, 5.0) == {0: (True, "4 µs")}
+    dead = SimpleNamespace(is_alive=lambda: False)
+    assert transports.answers_of([dead, dead], Answers(), 5.0) == {}
+    alive, began = SimpleNamespace(is_alive=lambda: True), time.monotonic()
+    assert transports.answers_of([alive], Answers(), 0.2) == {} and time.monotonic() - began < 5
+
+
 # ---------- what can be run without a GPU
 
 
+@contextmanager
+def exactness(kernel: CpuFlash, ranks: int) -> Iterator[Any]:
+    """The part's inputs in bf16, small."""
+    import gpu_exact
+    import virtual_ranks
+
+    workers = virtual_ranks.Workers(ranks, CPU)
+    yield gpu_exact.Inputs(128, 4, 2, 16, torch.bfloat16, CPU, kernel, workers)
+    workers.close()
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_exactness_of_virtual_ranks(ranks: int) -> None:
+def test_exactness_of_virtual_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads, bf16: the ratios that ci/gpu shows; and they are large where a schedule's messages are mixed up."""
     import gpu_exact
     import virtual_ranks
 
-    case = gpu_exact.Inputs(128, 4, 2, 16, torch.bfloat16, CPU, CpuFlash())
-    names = [name for name in gpu_exact.names(ranks, case.workload) if "/" not in name]
-    assert {"ring", "tokenring", "direct-q"} <= set(names)
-    assert max(case.ratio(name, ranks) for name in names) < 1.5
-    copy = virtual_ranks.Meeting._copy
+    with exactness(CpuFlash(), ranks) as case:
+        names = [name for name in gpu_exact.names(ranks, case.workload) if "/" not in name]
+        assert {"ring", "tokenring", "direct-q"} <= set(names)
+        assert max(case.ratio(name, ranks) for name in names) < 1.5
+        copy = virtual_ranks.Meeting._copy
 
-    def twice(self: Any, way: Any, sent: Any, received: Any) -> None:
-        sent.data = sent.data.roll(64)
-        copy(self, way, sent, received)
+        def twice(self: Any, way: Any, sent: Any, received: Any) -> None:
+            sent.data = sent.data.roll(64)
+            copy(self, way, sent, received)
 
-    virtual_ranks.Meeting._copy = twice  # type: ignore[method-assign]
-    try:
+        monkeypatch.setattr(virtual_ranks.Meeting, "_copy", twice)
         assert case.ratio("ring", ranks) > 1.5
-    finally:
-        virtual_ranks.Meeting._copy = copy  # type: ignore[method-assign]
+        value, met = gpu_exact.line(case, ranks, 0.0)
+        assert met is False and "no time for" in value
 
 
-def test_sums_of_ranks_and_steps_on_a_cpu() -> None:
-    """The measuring itself; the figures are those of whoever has a GPU."""
+class Watched(CpuFlash):
+    """Notes the threads that it runs in; raises in some."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.breaks = False
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        self.threads.add(threading.get_ident())
+        if self.breaks and threading.get_ident() == min(self.threads):
+            raise MemoryError("no room at one rank")
+        return super().forward(*given, **named)
+
+
+def test_ranks_keep_their_threads() -> None:
+    """cuDNN keeps its plans for each thread."""
+    with exactness(kernel := Watched(), 4) as case:
+        kernel.threads.clear()
+        for name in ("ring", "tokenring", "direct-q"):
+            case.ratio(name, 4)
+        assert len(kernel.threads) == 4
+
+
+def test_one_rank_that_fails_ends_the_waits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line says of which schedule, those after it are tried, and time that is up is no failure."""
+    import gpu_exact
+
+    monkeypatch.setattr(gpu_exact, "names", lambda ranks, workload: ["ring", "tokenring"])
+    with exactness(kernel := Watched(), 4) as case:
+        kernel.threads.clear()
+        assert gpu_exact.line(case, 4, 60.0)[1] is True
+        value, met = gpu_exact.line(case, 4, 0.0)
+        assert met is None and value.endswith("(ring, of 1 schedules); no time for 1 more")
+        kernel.breaks, began = True, time.monotonic()
+        value, met = gpu_exact.line(case, 4, 60.0)
+        assert time.monotonic() - began < 20, "the others waited for the one that failed"
+        assert met is False and value.startswith("2 failed: ring: MemoryError: no room at one rank; tokenring: Mem")
+        kernel.breaks = False
+        assert gpu_exact.line(case, 4, 60.0)[1] is True
+
+
+def test_sums_of_ranks_and_steps_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measuring itself; the figures are those of whoever has a GPU. Ranks compute with what somebody wrote."""
     import gpu_times
 
     lines: list[Any] = []
-    small = {"HEADS": 8, "DIM": 16, "ROUNDS": 1}
-    before = {name: getattr(gpu_times, name) for name in small}
-    vars(gpu_times).update(small)
-    try:
-        gpu_times.sum_of_ranks(lambda *line: lines.append(line), CPU, 1024)
-    finally:
-        vars(gpu_times).update(before)
+    for name, small in {"HEADS": 8, "DIM": 16, "ROUNDS": 1}.items():
+        monkeypatch.setattr(gpu_times, name, small)
+    passes, read = gpu_times._passes, list[torch.Tensor]()
+
+    def watched(bound: Any, *given: Any) -> None:
+        read.extend(executor.views.base.view(torch.bfloat16).float().clone() for executor in bound.values())
+        passes(bound, *given)
+
+    monkeypatch.setattr(gpu_times, "_passes", watched)
+    gpu_times.sum_of_ranks(lambda *line: lines.append(line), CPU, 1024)
     assert len(lines) == 1 + len(gpu_times.SCHEDULES)
     assert all("×" in value and "Error" not in value for _, value, *_ in lines[1:]), lines
+    assert read and all(x.numel() == 0 or (0.5 < float(x.std()) < 2 and bool(x.isfinite().all())) for x in read[:2])
     value, _ = gpu_times.eager_step(CPU, 3)
     assert "µs forward" in value

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from cases import LAYOUTS
 from ranks import Here, RankPools
+from torch._subclasses import FakeTensorMode
 
-from tokenring import ConfigurationError, positions, shard, unshard
+from tokenring import ConfigurationError, ContextParallel, positions, shard, sharding, unshard
+from tokenring.layout import Layout, zigzag
 
 LENGTH = 96
 
@@ -100,6 +108,77 @@ def sum_of_parts(here: Here) -> bool:
 
 def test_shard_after_unshard_is_nothing(ranks: RankPools) -> None:
     assert all(ranks(3)(sum_of_parts))
+
+
+# ---------- indices are made once
+
+
+class Watched:
+    """A context whose layout counts how often it lists its positions."""
+
+    def __init__(self) -> None:
+        self.cp = ContextParallel(layout=replace(zigzag(1, LENGTH), name=f"watched {next(NUMBERS)}"))
+        self.listed = 0
+
+    def __enter__(self) -> Watched:
+        positions = Layout.positions
+
+        def counted(layout: Layout, rank: int) -> list[int]:
+            self.listed += 1
+            return positions(layout, rank)
+
+        self._patched = pytest.MonkeyPatch()
+        self._patched.setattr(Layout, "positions", counted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patched.undo()
+
+
+NUMBERS = count()
+
+
+def test_positions_are_listed_once() -> None:
+    with Watched() as seen:
+        for _ in range(3):
+            assert torch.equal(unshard(shard(whole(1), seen.cp), seen.cp), whole(1))
+        assert seen.listed == 2
+
+
+def test_what_positions_gives_may_be_changed() -> None:
+    with Watched() as seen:
+        for _ in range(2):
+            assert torch.equal(shard(whole(1), seen.cp), whole(1))
+            positions(seen.cp, LENGTH).zero_()
+
+
+def test_inference_before_training() -> None:
+    """What inference mode makes cannot be saved for backward."""
+    with Watched() as seen:
+        with torch.inference_mode():
+            unshard(shard(whole(1), seen.cp), seen.cp)
+        x = whole(1).requires_grad_()
+        unshard(shard(x, seen.cp), seen.cp).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None and bool((x.grad == 1).all())
+
+
+def test_fake_tensors_before_real_ones() -> None:
+    """A mode that makes other tensors, as torch.compile's, leaves none behind."""
+    with Watched() as seen:
+        with FakeTensorMode() as mode:
+            assert shard(mode.from_tensor(whole(1)), seen.cp).shape == whole(1).shape
+        assert torch.equal(shard(whole(1), seen.cp), whole(1))
+        with FakeTensorMode() as mode:
+            shard(mode.from_tensor(whole(1)), seen.cp)
+
+
+@pytest.mark.parametrize(("device", "limits"), [("cpu", [(timedelta(seconds=7),)]), ("cuda", [()])])
+def test_only_a_cpu_waits_with_a_limit(device: str, limits: list[Any]) -> None:
+    """On others that would hold up the host until the device is done."""
+    given: list[Any] = []
+    work = SimpleNamespace(wait=lambda *limit: given.append(limit))
+    sharding._finish(work, ContextParallel(timeout_seconds=7), "unshard", torch.device(device))
+    assert given == limits
 
 
 def refused(here: Here, what: str) -> str:

@@ -80,7 +80,7 @@ def attend(
     training: whether a backward pass follows; also in the forward pass of a checkpoint, which is done again with
     gradients on and should take the same schedule then.
     """
-    q, k, v = _inputs(q, k, v, cp)
+    q, k, v = call_inputs(q, k, v, cp)
     if torch.compiler.is_compiling():
         return traced_attention(q, k, v, cp, mask, scale, training)
     request = make_request(q, k, v, cp, mask, scale, training)
@@ -90,7 +90,7 @@ def attend(
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None) -> Plan:
     """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
-    q, k, v = _inputs(q, k, v, cp)
+    q, k, v = call_inputs(q, k, v, cp)
     return cp.plan(make_request(q, k, v, cp, mask, None))
 
 
@@ -138,10 +138,10 @@ def _refuse(features: dict[str, object]) -> None:
             raise UnsupportedError(f"attention with {name} is not supported: {advice[name]}")
 
 
-def _inputs(
+def call_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v as they are computed with; checks that they and cp are what they should be."""
+    """q, k and v as they are computed with, under autocast too; checks that they and cp are what they should be."""
     if not isinstance(cp, ContextParallel):
         raise ConfigurationError(
             f"cp is of type {type(cp).__name__}; make a ContextParallel, once, and give it to every call"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenring.attention import make_request
+from tokenring.attention import call_inputs, make_request
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -41,9 +41,10 @@ def capture(
     enabled, backward is captured too. All ranks capture together: they agree on the call here, and not again when it is
     launched. Each place in a model that calls attention needs a capture of its own, since backward finds in
     it what forward left. As with torch.cuda.make_graphed_callables, results lie in memory of the capture until its
-    next call.
+    next call; gradients are the caller's.
 
-    Raises UnsupportedError where the device has no graphs or the transport cannot be captured; what attention raises.
+    Raises UnsupportedError where the device has no graphs or the transport cannot be captured; PeerLost where another
+    rank fails to capture; what attention raises.
     """
     return CapturedAttention(q, k, v, cp, mask, scale)
 
@@ -55,6 +56,7 @@ class CapturedAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None,
         scale: float | None,
     ) -> None:  # fmt: skip
+        q, k, v = call_inputs(q, k, v, cp)
         request = make_request(q, k, v, cp, mask, scale)
         device, transport = device_of(q), cp.transport_for(q.device)
         if transport is not None and not transport.capabilities.capturable:
@@ -62,21 +64,37 @@ class CapturedAttention:
                 f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
                 f"call attention without a capture, or choose a transport whose messages the device moves alone"
             )
+        side = device.new_stream()
+        if side is None:
+            raise UnsupportedError(NO_GRAPHS.format(device.type))
         passes: tuple[Pass, ...] = PASSES if request.training and request.differentiable else PASSES[:1]
         for _ in range(2):  # bound again on the memory that the pool has grown to for the other pass
             executors = {direction: cp.executor(request, direction) for direction in passes}
         inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in (q, k, v))
-        with torch.no_grad():
-            self._forward, kept = _forward(device, executors["forward"], inputs)
-            self._backward = _backward(device, executors["backward"], self._forward, kept) if len(passes) > 1 else None
         self._cp, self._executors = cp, executors  # with the memory that the graphs use
+        self._launches, self._backward = 0, None
+        try:
+            with torch.no_grad():
+                self._forward, kept = _forward(device, side, executors["forward"], inputs)
+                if len(passes) > 1:
+                    self._backward = _backward(device, side, executors["backward"], self._forward, kept)
+            if transport is not None:  # a graph waits for ever for a rank that has none
+                transport.exchange(b"", "the capture")
+        except BaseException as error:
+            for executor in executors.values():
+                _forget(executor)
+            if transport is not None:
+                transport.fail(error)
+            raise
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [B, T, Hq, D] and lse [B, Hq, T], in the capture's memory until the next call; differentiable.
 
-        Raises ConfigurationError for tensors of other sizes, dtypes or devices, or when the context was closed.
+        Raises ConfigurationError for tensors of other sizes, dtypes or devices, for gradients that were not captured,
+        or when the context was closed; in backward, where the capture was called again since.
         """
         self._cp.check_open()
+        q, k, v = call_inputs(q, k, v, self._cp)
         for name, given, held in zip("qkv", (q, k, v), self._forward.inputs, strict=True):
             if (given.shape, given.dtype, given.device) != (held.shape, held.dtype, held.device):
                 raise ConfigurationError(
@@ -84,6 +102,12 @@ class CapturedAttention:
                     f"{held.dtype} on {held.device}: capture a call for each size"
                 )
         if self._backward is None:
+            wanting = [name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad]
+            if wanting and torch.is_grad_enabled():
+                raise ConfigurationError(
+                    f"gradients of {', '.join(wanting)} are wanted, and this capture has no backward: capture with "
+                    f"inputs that require gradients while these are enabled, or call it under torch.no_grad()"
+                )
             return self._launch(self._forward, (q, k, v))  # type: ignore[return-value]
         out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out, lse
@@ -97,14 +121,21 @@ class CapturedAttention:
         which.graph.replay()
         return tuple(x.detach() for x in which.outputs)
 
-    def launch_forward(self, given: Tensors) -> Tensors:
-        """out and lse."""
-        return self._launch(self._forward, given)
+    def launch_forward(self, given: Tensors) -> tuple[Tensors, int]:
+        """out and lse; the number of the launch."""
+        self._launches += 1
+        return self._launch(self._forward, given), self._launches
 
-    def launch_backward(self, dout: torch.Tensor) -> Tensors:
-        """dq, dk and dv of the last forward."""
+    def launch_backward(self, launch: int, dout: torch.Tensor) -> Tensors:
+        """dq, dk and dv of a forward, the caller's to keep and add to. Raises ConfigurationError for an old one."""
         assert self._backward is not None  # only calls that were captured with it are differentiable
-        return self._launch(self._backward, (dout,))
+        if launch != self._launches:
+            raise ConfigurationError(
+                f"this is the backward of launch {launch} of a captured call, which was launched {self._launches} "
+                f"times: the last one has overwritten what it needs; capture the call for each place in the model, "
+                f"and run backward before the next forward"
+            )
+        return tuple(x.clone() for x in self._launch(self._backward, (dout,)))
 
 
 class _Launched(torch.autograd.Function):
@@ -116,7 +147,7 @@ class _Launched(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.captured = captured
         ctx.set_materialize_grads(False)
-        out, lse = captured.launch_forward((q, k, v))
+        (out, lse), ctx.launch = captured.launch_forward((q, k, v))
         return out, lse
 
     @staticmethod
@@ -127,35 +158,34 @@ class _Launched(torch.autograd.Function):
             raise UnsupportedError(GRADIENT_OF_LSE)
         if dout is None:
             return None, None, None, None
-        return *ctx.captured.launch_backward(dout), None
+        return *ctx.captured.launch_backward(ctx.launch, dout), None
 
 
-def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
+def _forward(device: Device, side: Any, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
     """The graph, and what backward wants besides its results."""
     q, k, v = inputs
-    _warm_up(device, executor, lambda: run_forward(executor, None, q, k, v))
+    _warm_up(device, side, executor, lambda: run_forward(executor, None, q, k, v))
     with device.capture() as graph:
         out, lse, kept = run_forward(executor, None, q, k, v)
     _forget(executor)
     return _Graph(graph, inputs, (out, lse), executor.streams), kept
 
 
-def _backward(device: Device, executor: Executor, forward: _Graph, kept: torch.Tensor | None) -> _Graph:
+def _backward(
+    device: Device, side: Any, executor: Executor, forward: _Graph, kept: torch.Tensor | None
+) -> _Graph:  # fmt: skip
     out, lse = forward.outputs
     dout = torch.zeros_like(out)
     given = (dout, *forward.inputs, out, lse, kept)
-    _warm_up(device, executor, lambda: run_backward(executor, None, *given))  # type: ignore[arg-type]
+    _warm_up(device, side, executor, lambda: run_backward(executor, None, *given))  # type: ignore[arg-type]
     with device.capture() as graph:
         made = run_backward(executor, None, *given)  # type: ignore[arg-type]
     _forget(executor)
     return _Graph(graph, (dout,), made, executor.streams)
 
 
-def _warm_up(device: Device, executor: Executor, call: Any) -> None:
+def _warm_up(device: Device, stream: Any, executor: Executor, call: Any) -> None:
     """On a stream of its own, as torch asks of what is then captured."""
-    stream = device.new_stream()
-    if stream is None:
-        raise UnsupportedError(NO_GRAPHS.format(device.type))
     stream.wait_stream(device.current_stream())
     with device.on(stream):
         for _ in range(WARM_UP_CALLS):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError
-from tokenring.layout import as_integer, split_order
+from tokenring.layout import Layout, as_integer, split_order
+
+CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position
 
 
 def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
@@ -20,15 +25,16 @@ def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
     Raises ConfigurationError when the length does not divide.
     """
     dim = _sequence_dim("shard", x, cp, dim)
-    return x.index_select(dim, positions(cp, x.shape[dim], x.device))
+    layout = cp.layout_for(x.shape[dim])
+    return x.index_select(dim, _once(_held, layout, cp.rank, x.device))
 
 
 def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | None = None) -> torch.Tensor:
     """The global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
     _check_context("positions", cp)
-    held = cp.layout_for(seq_len).positions(cp.rank)
+    layout = cp.layout_for(seq_len)
     try:
-        return torch.tensor(held, dtype=torch.int64, device=device)
+        return _held(layout, cp.rank, device)  # a new one, which the caller may change
     except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError: torch without CUDA
         why = str(error).partition("\n")[0]
         raise ConfigurationError(f"positions: no tensor can be made on device {device!r}: {why}") from None
@@ -42,9 +48,39 @@ def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
     """
     dim = _sequence_dim("unshard", x, cp, dim)
     gathered: torch.Tensor = _Gather.apply(x, cp, dim)  # type: ignore[no-untyped-call]
-    layout = cp.layout_for(gathered.shape[dim])
-    order = torch.tensor(split_order(layout), device=x.device)
-    return gathered.index_select(dim, torch.argsort(order))
+    return gathered.index_select(dim, _once(_places, cp.layout_for(gathered.shape[dim]), x.device))
+
+
+# ---------- indices
+
+
+def _held(layout: Layout, rank: int, device: torch.device | str | None) -> torch.Tensor:
+    """The global position of each of the rank's tokens."""
+    return torch.tensor(layout.positions(rank), dtype=torch.int64, device=device)
+
+
+def _places(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Where each position lies when all ranks' parts are laid end to end."""
+    return torch.argsort(torch.tensor(split_order(layout), dtype=torch.int64, device=device))
+
+
+def _once(make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
+    """What `make` gives, made once for all calls and not to be changed: on the host it takes a list of all positions.
+
+    Anew where what is made would be no tensor to keep: while torch.compile or another mode traces.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return make(*args)
+    return _kept(make, *args)
+
+
+@lru_cache(maxsize=CACHED_INDICES)
+def _kept(make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
+    with torch.inference_mode(False):  # later calls may want gradients, and save it for them
+        return make(*args)
+
+
+# ---------- checks
 
 
 def _sequence_dim(what: str, x: torch.Tensor, cp: ContextParallel, dim: int) -> int:
@@ -75,21 +111,29 @@ class _Gather(torch.autograd.Function):
             return x.clone()
         _check_same_parts(x, cp, dim)
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cp.world_size)]
-        _finish(dist.all_gather(parts, x.contiguous(), group=cp.group, async_op=True), cp, "unshard")
+        _finish(dist.all_gather(parts, x.contiguous(), group=cp.group, async_op=True), cp, "unshard", x.device)
         return torch.cat(parts, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grads[0].contiguous().clone()
         if ctx.cp.world_size > 1:
-            _finish(dist.all_reduce(grad, group=ctx.cp.group, async_op=True), ctx.cp, "the gradient of unshard")
+            work = dist.all_reduce(grad, group=ctx.cp.group, async_op=True)
+            _finish(work, ctx.cp, "the gradient of unshard", grad.device)
         return grad.chunk(ctx.cp.world_size, ctx.dim)[ctx.cp.rank], None, None
 
 
-def _finish(work: Any, cp: ContextParallel, what: str) -> None:
-    """Wait for a collective call of the user's group within our own time limit."""
+def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> None:
+    """Wait for a collective call of the user's group: on a CPU within our own time limit.
+
+    On accelerators a wait with a limit holds up the host until the device is done. There the stream waits, and the
+    group's own watch ends what does not come to an end.
+    """
     try:
-        work.wait(timedelta(seconds=cp.timeout_seconds))
+        if device.type == "cpu":
+            work.wait(timedelta(seconds=cp.timeout_seconds))
+        else:
+            work.wait()
     except RuntimeError as error:
         assert cp.transport is not None  # there are several ranks
         peer = (cp.rank + 1) % cp.world_size

@@ -2,26 +2,29 @@
 
 A kernel that is missing, that does not take the dtype or head dim, or that refuses a call for a reason that only the
 device knows (no cuDNN, a chip that it was not built for) gives way to the next one, and the log says so once, with the
-reason. Errors that are no refusals, such as memory that ran out or a device that failed, are raised as they are.
+reason. What refused one kind of call is asked again for other kinds, until it has refused several. Errors that are no
+refusals, such as memory that ran out or a device that failed, are raised as they are.
+
+A tile that the first one has to cut into more calls than another, such as a window for cuDNN, goes to that other one.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from traceback import walk_tb
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from tokenring.backends.base import AttentionKernel
 from tokenring.backends.devices import has_device
-from tokenring.backends.kernels.choice import Pick, Table, default_order, ranked
+from tokenring.backends.kernels.choice import LAST, Pick, Table, default_order, ranked
 from tokenring.backends.kernels.tiles import named
 from tokenring.errors import BackendUnavailable, UnsupportedError, one_line
 from tokenring.region import Patch
-
-if TYPE_CHECKING:
-    from tokenring.schedule.ir import Pass
+from tokenring.schedule.ir import PASSES, Pass
 
 LOG = logging.getLogger("tokenring")
 Made = TypeVar("Made")
@@ -33,6 +36,7 @@ REFUSALS = (
     "requires", "is disabled", "no kernel image",
 )  # fmt: skip
 MOST_SAID = 300  # characters of an error
+MOST_REFUSED = 3  # kinds of calls of one pass, head dim and dtype; who refused so many is asked for no other
 SLOW = ("flex", "reference")  # to measure: one compiles each shape, the other holds every score of a tile
 COMPILERS = ("cutlass", "triton", "torch._inductor", "torch._dynamo")  # modules whose errors mean: not this call
 BROKEN = ("cuda error", "out of memory", "illegal memory access", "device-side assert", "unspecified launch failure")
@@ -56,12 +60,25 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
 
 
 class Call(NamedTuple):
-    """What the order of kernels depends on. side: of the tile, rounded down to a power of two."""
+    """A kind of call, on which the order of kernels depends.
+
+    side: of the tile, rounded down to a power of two. deterministic: torch.use_deterministic_algorithms is on.
+    """
 
     direction: Pass
     side: int
     head_dim: int
     dtype: torch.dtype
+    deterministic: bool
+
+    @staticmethod
+    def of(direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> Call:
+        """As torch is set now."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return Call(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic)
+
+    def __str__(self) -> str:
+        return f"{named((self.dtype,))}, head dim {self.head_dim}"
 
 
 class Choosing:
@@ -75,7 +92,7 @@ class Choosing:
         self.order, self._make, self._tables, self._where = tuple(order), make, tables, where
         self._made: dict[str, AttentionKernel] = {}
         self._missing: dict[str, str] = {}
-        self._dropped: dict[tuple[str, int, torch.dtype], str] = {}
+        self._refused: dict[str, dict[Call, str]] = defaultdict(dict)
         self._picks: dict[Call, list[Pick]] = {}
         self._said: set[tuple[str, str]] = set()
 
@@ -91,17 +108,37 @@ class Choosing:
         return self._made.get(name)
 
     def why_not(self, name: str, head_dim: int, dtype: torch.dtype) -> str | None:
-        """Why a kernel computes no such calls; None: it does."""
+        """Why a kernel computes no such calls of any size; None: it does, but for what it may have refused."""
         made = self.kernel(name)
         if made is None:
             return self._missing[name]
-        return self._dropped.get((name, head_dim, dtype)) or made.supports(head_dim, dtype)
+        return self._gave_up(name, head_dim, dtype, PASSES) or made.supports(head_dim, dtype)
+
+    def why_not_call(self, name: str, call: Call) -> str | None:
+        """Why a kernel is not taken for one kind of call; None: it may be."""
+        made = self.kernel(name)
+        if made is None:
+            return self._missing[name]
+        return self._refusal(name, call) or made.supports(call.head_dim, call.dtype)
+
+    def _refusal(self, name: str, call: Call) -> str | None:
+        """What it said to such a call, or to several of its pass."""
+        return self._refused[name].get(call) or self._gave_up(name, call.head_dim, call.dtype, (call.direction,))
+
+    def _gave_up(self, name: str, head_dim: int, dtype: torch.dtype, passes: Sequence[Pass]) -> str | None:
+        """What it said the last time, where it refused so many kinds of calls that it will refuse all."""
+        for direction in passes:
+            wanted = direction, head_dim, dtype
+            said = [why for call, why in self._refused[name].items() if (call[0], *call[2:4]) == wanted]
+            if len(said) >= MOST_REFUSED:
+                return said[-1]
+        return None
 
     def picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
-        """The kernels that compute such tiles, the one that is taken first, each with the reason for its place."""
-        call = Call(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype)
+        """The kernels that compute such tiles in their order, each with the reason for its place."""
+        call = Call.of(direction, side, head_dim, dtype)
         if call not in self._picks:
-            able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
+            able = [name for name in self.order if self.why_not_call(name, call) is None]
             found = {name: self._tables(name, head_dim, dtype) for name in able}
             tables: Mapping[str, Table] = {name: table for name, table in found.items() if table is not None}
             self._picks[call] = ranked(able, tables, direction, call.side, self._where)
@@ -153,39 +190,42 @@ class Choosing:
         self, direction: Pass, q: torch.Tensor, patch: Patch, compute: Callable[[AttentionKernel], Made]
     ) -> Made:
         """What the first kernel gives that does not refuse."""
-        head_dim, dtype, side = q.shape[-1], q.dtype, min(patch.rows, patch.cols)
-        while picks := self.picks(direction, side, head_dim, dtype):
+        call = Call.of(direction, min(patch.rows, patch.cols), q.shape[-1], q.dtype)
+        while picks := self.picks(*call[:4]):
             name = _willing(picks, patch, self._made)
             try:
                 return compute(self._made[name])
             except Exception as error:
                 if not refuses(error):
                     raise
-                self._drop(name, head_dim, dtype, direction, error)
-        reasons = "; ".join(f"{name}: {self.why_not(name, head_dim, dtype)}" for name in self.order)
+                self._drop(name, call, error)
+        reasons = "; ".join(f"{name}: {self.why_not_call(name, call)}" for name in self.order)
         raise UnsupportedError(
-            f"no kernel computes a tile of {patch.rows} × {patch.cols}, head dim {head_dim}, {named((dtype,))}, "
-            f"{direction} ({reasons}): see `tokenring doctor`, or use ContextParallel(kernel='reference')"
+            f"no kernel computes a tile of {patch.rows} × {patch.cols}, head dim {call.head_dim}, "
+            f"{named((call.dtype,))}, {direction} ({reasons}): see `tokenring doctor`, or use "
+            f"ContextParallel(kernel='reference')"
         )
 
-    def _drop(self, name: str, head_dim: int, dtype: torch.dtype, direction: Pass, error: Exception) -> None:
-        why = f"it refused a call {direction}: {one_line(error, MOST_SAID)}"
-        self._dropped[name, head_dim, dtype] = why
-        self._picks = {call: picks for call, picks in self._picks.items() if call[2:] != (head_dim, dtype)}
-        self._log(logging.WARNING, name, f"leaves out {name} for {named((dtype,))}, head dim {head_dim}: {why}")
+    def _drop(self, name: str, call: Call, error: Exception) -> None:
+        why = f"it refused a call {call.direction}: {one_line(error, MOST_SAID)}"
+        self._refused[name][call] = why
+        self._picks.clear()
+        tiles = f"tiles of {call.side}"
+        if self._gave_up(name, call.head_dim, call.dtype, (call.direction,)):
+            tiles = f"all tiles {call.direction}"
+        self._log(logging.WARNING, name, f"leaves out {name} for {tiles}, {call}: {why}")
 
     def _tell(self, call: Call) -> None:
         """Once for each kind of call: who computes it and who does not, each with the reason."""
-        kind = f"{named((call.dtype,))}, head dim {call.head_dim}"
         for name in self.order:
-            why_not = self.why_not(name, call.head_dim, call.dtype)
-            if why_not is not None and (name, call.head_dim, call.dtype) not in self._dropped:
-                self._log(logging.INFO, name, f"has no {name} for {kind}: {why_not}")
+            why_not = self.why_not_call(name, call)
+            if why_not is not None and self._refusal(name, call) is None:
+                self._log(logging.INFO, name, f"has no {name} for {call}: {why_not}")
         picks = self._picks[call]
         if picks:
             level = logging.WARNING if picks[0].name == "reference" else logging.INFO
             slow = ", which holds every score of a tile in memory" if picks[0].name == "reference" else ""
-            self._log(level, picks[0].name, f"takes {picks[0].name} for {kind}{slow}")
+            self._log(level, picks[0].name, f"takes {picks[0].name} for {call}{slow}")
 
     def _log(self, level: int, name: str, text: str) -> None:
         if (name, text) not in self._said:
@@ -194,17 +234,32 @@ class Choosing:
 
 
 def _willing(picks: list[Pick], patch: Patch, made: Mapping[str, AttentionKernel]) -> str:
-    """The first that has nothing against this tile; the first of all where each has."""
-    for pick in picks:
-        avoids = getattr(made[pick.name], "avoids", None)
-        if avoids is None or avoids(patch) is None:
-            return pick.name
-    return picks[0].name
+    """Who computes this tile: of those that have nothing against it (or of all), the first with the fewest calls.
+
+    Those that stand last in any order take every tile in one call, and are not for being quick: they are no rivals.
+    """
+    names = [pick.name for pick in picks]
+    willing = [name for name in names if _avoids(made[name], patch) is None] or names
+    if willing[0] in LAST:
+        return willing[0]
+    return min((name for name in willing if name not in LAST), key=lambda name: _calls_for(made[name], patch))
+
+
+def _avoids(kernel: AttentionKernel, patch: Patch) -> str | None:
+    asked: Callable[[Patch], str | None] | None = getattr(kernel, "avoids", None)
+    return None if asked is None else asked(patch)
+
+
+def _calls_for(kernel: AttentionKernel, patch: Patch) -> int:
+    asked: Callable[[Patch], int] | None = getattr(kernel, "calls_for", None)
+    return 1 if asked is None else asked(patch)
 
 
 def refuses(error: Exception) -> bool:
     """Whether an error means that a kernel does not do such calls, and not that something went wrong in one."""
-    if isinstance(error, (BackendUnavailable, UnsupportedError, NotImplementedError, ImportError, AssertionError)):
+    if isinstance(error, AssertionError):  # packages check their arguments so; one of ours is a mistake of ours
+        return not _ours(error)
+    if isinstance(error, (BackendUnavailable, UnsupportedError, NotImplementedError, ImportError)):
         return True
     if isinstance(error, torch.OutOfMemoryError):
         return False
@@ -214,3 +269,10 @@ def refuses(error: Exception) -> bool:
     if "no kernel image" not in text and any(each in text for each in BROKEN):
         return False
     return isinstance(error, (RuntimeError, ValueError)) and any(each in text for each in REFUSALS)
+
+
+def _ours(error: Exception) -> bool:
+    """Whether it was raised in a module of this package, or nobody can say where."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    return module.partition(".")[0] in ("", "tokenring")

@@ -33,12 +33,11 @@ def _merge_rows(  # type: ignore[no-untyped-def,unused-ignore]
     lse_at = lse + r * lse_r + b * lse_b + h * lse_h
     old = tl.load(lse_at, mask=there, other=float("-inf"))
     new = tl.load(new_lse + r * stat_r + b * stat_b + h * stat_h, mask=there, other=float("-inf"))
-    largest = tl.maximum(old, new)
-    seen = largest > float("-inf")
+    largest = tl.maximum(old, new, propagate_nan=tl.PropagateNan.ALL)
+    seen = largest != float("-inf")  # NaN is to be seen
     shift = tl.where(seen, largest, 0.0)  # -inf minus -inf would be NaN
     old_weight, new_weight = tl.exp(old - shift), tl.exp(new - shift)
     total = tl.where(seen, old_weight + new_weight, 1.0)
-    tl.store(lse_at, tl.where(seen, shift + tl.log(total), float("-inf")), mask=there)
 
     d = tl.arange(0, COLS)
     here = there[:, None] & (d < D)[None, :]
@@ -46,6 +45,11 @@ def _merge_rows(  # type: ignore[no-untyped-def,unused-ignore]
     new_at = new_out + (r * new_r + b * new_b + h * new_h)[:, None] + (d * new_d)[None, :]
     kept = tl.load(out_at, mask=here, other=0.0).to(tl.float32) * (old_weight / total)[:, None]
     come = tl.load(new_at, mask=here, other=0.0).to(tl.float32) * (new_weight / total)[:, None]
+
+    # Several warps may hold the same rows, as where a block has fewer rows than threads: all must have read them
+    # before one writes them, or the slower ones merge what is merged already (triton-lang/triton#1615).
+    tl.debug_barrier()
+    tl.store(lse_at, tl.where(seen, shift + tl.log(total), float("-inf")), mask=there)
     tl.store(out_at, (kept + come).to(out.dtype.element_ty), mask=here)
 
 

@@ -55,11 +55,15 @@ class TileKernel(ABC):
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
-        """dq, dk, dv. out: of the whole rows, or a stand-in; lse: of the whole rows, contiguous fp32."""
+        """dq, dk, dv. out: of the whole rows, or a stand-in; lse: of the whole rows, contiguous fp32, aligned."""
 
     def avoids(self, patch: Patch) -> str | None:
         """Why another kernel should take a tile, where there is a choice; None: nothing speaks against it."""
         return None
+
+    def calls_for(self, patch: Patch) -> int:
+        """In how many calls, whose results are merged, it computes a tile; 0 where nothing is visible."""
+        return len(self._parts(patch))
 
     # ---------- AttentionKernel
 
@@ -131,7 +135,7 @@ class TileKernel(ABC):
     ) -> Gradients:
         dout, q, out = (aligned(part.of_rows(x)) for x in rows)
         k, v = (aligned(part.of_cols(x)) for x in cols)
-        lse = part.of_rows(lse).float().contiguous()
+        lse = packed(part.of_rows(lse).float())
         if not self.says(part.patch):
             made = self._plain.backward(dout, q, k, v, lse, None, out=out, patch=part.patch, scale=scale)
         else:
@@ -166,7 +170,17 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     steps = [x.data_ptr(), *(stride * size for stride, count in outer if count > 1)]
     if x.stride(-1) == 1 and not any(each % ALIGNMENT_BYTES for each in steps):
         return x
-    return x.contiguous()
+    return _copied(x)
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """The same, with nothing between its elements."""
+    return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT_BYTES == 0 else _copied(x)
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """In memory of its own. `contiguous()` would give x itself where the axes that have more than one entry are so."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def named(dtypes: tuple[torch.dtype, ...]) -> str:

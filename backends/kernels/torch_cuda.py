@@ -23,7 +23,7 @@ import torch
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.backends.kernels.tiles import HALF, Gradients, TileKernel
 from tokenring.backends.kernels.windows import Window, second_version
-from tokenring.errors import BackendUnavailable
+from tokenring.errors import BackendUnavailable, UnsupportedError
 from tokenring.region import Patch
 
 LSE_MULTIPLE = 32  # rows in the lse of the memory-efficient operator (kAlignLSE)
@@ -92,9 +92,12 @@ class TorchCudnn(TileKernel):
         self._lse_dims: int | None = None  # as the last forward gave it: 4, or 3 in older torch
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return self._undetermined() or super().supports(head_dim, dtype)
+
+    def _undetermined(self) -> str | None:
         if torch.are_deterministic_algorithms_enabled():
             return f"{self.name} is not deterministic, and torch.use_deterministic_algorithms is on"
-        return super().supports(head_dim, dtype)
+        return None
 
     def avoids(self, patch: Patch) -> str | None:
         if min(patch.rows, patch.cols) < 2:
@@ -115,6 +118,8 @@ class TorchCudnn(TileKernel):
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
+        if reason := self._undetermined():  # a program that was bound before does not ask `supports` again
+            raise UnsupportedError(f"{reason}: use ContextParallel(kernel='auto'), or another kernel by name")
         if self._lse_dims is None:  # another kernel computed forward: ask with a tile of 2 × 2
             self.call_forward(q[:, :, :2], k[:, :, :2], v[:, :, :2], Patch(0, 2, 0, 2), scale)
         lse = lse[..., None] if self._lse_dims == 4 else lse
