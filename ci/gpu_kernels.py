@@ -25,12 +25,13 @@ from conformance import TILES, Tile, check, operands, visible
 from gpu_report import Report, guarded
 from oracle import attention64, relative_error
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.base import AttentionKernel, Tiles
 from tokenring.backends.devices import device_of
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.backends.registry import HOMES, make_kernel
 from tokenring.errors import one_line
 from tokenring.region import Patch
+from tokenring.runtime.masking import held
 
 Call = Callable[[], object]
 RATIO = 1.5  # × the error of torch's own call on the same tile
@@ -174,6 +175,7 @@ def _times(report: Report, kernels: dict[str, AttentionKernel], device: torch.de
 def one_call(kernel: AttentionKernel, given: tuple[torch.Tensor, ...], patch: Patch, scale: float) -> tuple[Call, Call]:
     """Forward; forward and backward."""
     q, k, v, dout = given
+    kernel = held(kernel, Tiles((patch,), "forward", q.shape[-1], q.dtype, q.device))
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         return kernel.forward(q, k, v, patch=patch, scale=scale)
@@ -195,6 +197,7 @@ def tiles_of_rank(
     pieces = [(slice(0, rows), slice(0, rows), Patch(0, rows, 0, rows, None, 0))]
     pieces += [(slice(0, rows), slice(0, half), Patch(0, rows, 0, half))] * rank
     pieces += [(slice(half, rows), slice(0, rows), Patch(0, half, 0, rows))] * (RANKS - 1 - rank)
+    kernel = held(kernel, Tiles(tuple(patch for *_, patch in pieces), "forward", q.shape[-1], q.dtype, q.device))
     out = torch.zeros(rows, 1, q.shape[1], q.shape[3], device=q.device)
     lse = torch.zeros(rows, 1, q.shape[1], device=q.device)
     merge, scratch = _merge(q), torch.zeros(2, *lse.shape, device=q.device)

@@ -7,17 +7,19 @@ reason. Errors that are no refusals, such as memory that ran out or a device tha
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.base import AttentionKernel, MaskingKernel, Tiles
 from tokenring.backends.devices import has_device
 from tokenring.backends.kernels.choice import Pick, Table, default_order, ranked
 from tokenring.backends.kernels.tiles import named
-from tokenring.errors import BackendUnavailable, UnsupportedError, one_line
+from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.region import Patch
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ REFUSALS = (
     "not available",
     "requires", "is disabled", "no kernel image",
 )  # fmt: skip
-MOST_SAID = 300  # characters of an error
 SLOW = ("flex", "reference")  # to measure: one compiles each shape, the other holds every score of a tile
 COMPILERS = ("cutlass", "triton", "torch._inductor", "torch._dynamo")  # modules whose errors mean: not this call
 BROKEN = ("cuda error", "out of memory", "illegal memory access", "device-side assert", "unspecified launch failure")
@@ -78,6 +79,7 @@ class Choosing:
         self._dropped: dict[tuple[str, int, torch.dtype], str] = {}
         self._picks: dict[Call, list[Pick]] = {}
         self._said: set[tuple[str, str]] = set()
+        self._holding: dict[str, AttentionKernel] = {}  # those of one program; all else its copies share
 
     # ---------- who computes
 
@@ -112,6 +114,21 @@ class Choosing:
         """All that compute such calls and can be measured in a minute."""
         able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
         return [self._made[name] for name in able if name not in SLOW]
+
+    def holding(self, tiles: Tiles) -> Choosing:
+        """These kernels, those that are going to be taken with the masks of the tiles that they are taken for."""
+        by_name: dict[str, list[Patch]] = {}
+        for patch in tiles.patches:
+            picks = self.picks(tiles.direction, min(patch.rows, patch.cols), tiles.head_dim, tiles.dtype)
+            if picks:
+                by_name.setdefault(_willing(picks, patch, self._made), []).append(patch)
+        held = copy.copy(self)
+        held._holding = {}
+        for name, patches in by_name.items():
+            kernel = self._made[name]
+            if isinstance(kernel, MaskingKernel):
+                held._holding[name] = kernel.holding(replace(tiles, patches=tuple(patches)))
+        return held
 
     # ---------- AttentionKernel
 
@@ -157,7 +174,7 @@ class Choosing:
         while picks := self.picks(direction, side, head_dim, dtype):
             name = _willing(picks, patch, self._made)
             try:
-                return compute(self._made[name])
+                return compute(self._holding.get(name, self._made[name]))
             except Exception as error:
                 if not refuses(error):
                     raise
@@ -171,7 +188,8 @@ class Choosing:
     def _drop(self, name: str, head_dim: int, dtype: torch.dtype, direction: Pass, error: Exception) -> None:
         why = f"it refused a call {direction}: {one_line(error, MOST_SAID)}"
         self._dropped[name, head_dim, dtype] = why
-        self._picks = {call: picks for call, picks in self._picks.items() if call[2:] != (head_dim, dtype)}
+        for call in [call for call in self._picks if call[2:] == (head_dim, dtype)]:
+            del self._picks[call]
         self._log(logging.WARNING, name, f"leaves out {name} for {named((dtype,))}, head dim {head_dim}: {why}")
 
     def _tell(self, call: Call) -> None:
