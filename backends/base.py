@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from tokenring.errors import PeerLost
 from tokenring.region import Patch
+
+if TYPE_CHECKING:
+    from tokenring.schedule.ir import Pass
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,25 @@ class AttentionKernel(Protocol):
         One of the two is given: out where it is at hand, at the rank that owns q; delta elsewhere.
         Results are new tensors, which the caller may change.
         """
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a program is going to ask of a kernel: the patches of its tiles, and the operands that it will give."""
+
+    patches: tuple[Patch, ...]
+    direction: Pass
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@runtime_checkable
+class MaskingKernel(Protocol):
+    """A kernel that reads masks in device memory, which a program holds from when it is bound."""
+
+    def holding(self, tiles: Tiles) -> AttentionKernel:
+        """The same kernel with the masks of these tiles made, complete for every stream: who holds it holds them."""
 
 
 @runtime_checkable

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.base import AttentionKernel, Tiles
 from tokenring.backends.devices import device_of
 from tokenring.region import Patch
+from tokenring.runtime.masking import held
 
 Tensors = tuple[torch.Tensor, ...]
 Work = Callable[[], object]
@@ -31,6 +32,7 @@ def one_call_seconds(
     """Of forward, and of both passes; given [B, T, H, D]."""
     q, k, v, _ = (x.transpose(1, 2) for x in given)
     device = q.device
+    kernel = held(kernel, Tiles((patch,), "forward", q.shape[-1], q.dtype, device))
     forward = seconds(lambda: kernel.forward(q, k, v, patch=patch, scale=scale), device, rounds)
     return forward, seconds(lambda: one_call(kernel, given, patch, scale), device, rounds)
 

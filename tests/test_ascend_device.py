@@ -124,14 +124,30 @@ def refusals(here: Here) -> None:
 
 
 def waits(here: Here) -> None:
-    x = torch.ones(2, device="npu")
+    x, few = torch.ones(2, device="npu"), torch.ones(2)
+    seen, at, counts = x > 0, torch.zeros(1, dtype=torch.int64, device="npu"), torch.tensor([2, 0]).to("npu")
     host_waits.clear()
-    ((x + 1) * 2).to(torch.bfloat16).copy_(torch.ones(2))
-    x.to("cpu", non_blocking=True)
+    ((x + 1) * 2).to(torch.bfloat16).copy_(few, non_blocking=True)
+    x.to("cpu", non_blocking=True), few.to("npu", non_blocking=True), x.to("npu:1")
+    x[at] += x.index_select(0, at) * x.masked_fill(seen, 2.0)[0]
+    x.repeat_interleave(2), x.repeat_interleave(counts, output_size=2), x.where(seen, 0.0)
+    x[1:] = 3.0
     assert host_waits == []
-    x.sum().item()
-    x.cpu()
-    assert host_waits == ["aten::_local_scalar_dense", "aten::_to_copy to the host"]
+    waiting: dict[str, Callable[[], object]] = {
+        "aten::_local_scalar_dense": lambda: x.sum().item(),
+        "aten::_to_copy to the host": lambda: x.cpu(),
+        "aten::copy_ from the host": lambda: few.to("npu"),
+        "aten::copy_ to the host": lambda: few.copy_(x),
+        "aten::index": lambda: x[seen],
+        "aten::index_put_": lambda: x.index_put_((seen,), x[0]),
+        "aten::nonzero": lambda: torch.where(seen),
+        "aten::_unique2": lambda: torch.ops.aten._unique2(x),
+        "aten::repeat_interleave": lambda: x.repeat_interleave(counts),
+    }
+    for name, act in waiting.items():
+        host_waits.clear()
+        act()
+        assert host_waits == [name]
 
 
 @pytest.mark.parametrize("what", [moves, views, gradients, streams, refusals, waits], ids=lambda what: what.__name__)

@@ -16,6 +16,7 @@ from conformance import PATCHES, TILES, Tile, check, operands, visible
 from oracle import attention64, relative_error
 
 from tokenring.backends.kernels.flex import BLOCK, Flex, block_mask, blocks
+from tokenring.backends.kernels.masks import Masks
 from tokenring.region import Patch
 
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ def test_a_wrong_mask_is_seen() -> None:
     given = operands(Tile("band", PATCHES["band"]), CPU)
     kernel = Flex(compiled=False)
     right, _ = kernel.forward(given.q, *given.tile, patch=PATCHES["band"], scale=0.2)
-    kernel._masks = lambda patch, device: block_mask(patch._replace(high=3), device)  # type: ignore[assignment]
+    kernel._masks = Masks(lambda patch, dtype, device: block_mask(patch._replace(high=3), device))
     wrong, _ = kernel.forward(given.q, *given.tile, patch=PATCHES["band"], scale=0.2)
     assert relative_error(wrong, right) > 0.1
 

@@ -177,7 +177,9 @@ def mismatched(here: Here, how: str) -> str:
     """Rank 0 does what is right, rank 1 something else."""
     made, peer = group(here), 1 - here.rank
     wrong = here.rank == 1
+    text = f"step {here.rank}, kv1" if how != "label" else f"step 2, kv{here.rank}"
     acts: dict[str, Callable[[], Any]] = {
+        "label": lambda: made.recv([space(2)], peer, 0) if wrong else made.send([npu(1.0, 2.0)], peer, 0),
         "both send": lambda: made.send([npu(1.0, 2.0)], peer, 0),
         "both receive": lambda: made.recv([space()], peer, 0),
         "count": lambda: made.recv([space(3)], peer, 0) if wrong else made.send([npu(1.0, 2.0)], peer, 0),
@@ -185,7 +187,7 @@ def mismatched(here: Here, how: str) -> str:
             made.recv([space(2, torch.bfloat16)], peer, 0) if wrong else made.send([npu(1.0, 2.0)], peer, 0)
         ),
     }
-    with refused() as said, labelled(f"step {here.rank}, kv1"):
+    with refused() as said, labelled(text):
         acts[how]().wait()
     return said[0]
 
@@ -197,13 +199,15 @@ def mismatched(here: Here, how: str) -> str:
         ("both receive", "both receive, which would hang"),
         ("count", "the counts differ"),
         ("dtype", "the dtypes differ"),
+        ("label", "another message of the same size, which would go unnoticed"),
     ],
 )
 def test_ends_that_do_not_match(how: str, says: str, npus: NpuPools) -> None:
     """Trap 9: at once, with ranks and labels, not after 1836 s."""
     for rank, text in enumerate(npus(2)(mismatched, how)):
-        assert says in text and text.startswith(f"rank {rank}: "), text
-        assert f"(step {rank}, kv1" in text and f"(step {1 - rank}, kv1" in text and f"rank {1 - rank}'s" in text
+        assert says in text and text.startswith(f"rank {rank}: ") and f"rank {1 - rank}'s" in text, text
+        for label in ("step 2, kv0", "step 2, kv1") if how == "label" else ("step 0, kv1", "step 1, kv1"):
+            assert f"({label}; " in text
 
 
 def tensors_refused(here: Here) -> list[str]:

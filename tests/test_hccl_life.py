@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ascend.hccl_ledger import MEGABYTE, Noted, ledger
+from ascend.hccl_ledger import MEGABYTE, HcclError, Noted, ledger
 from ascend.hccl_ranks import fresh
 from ascend.ranks import NpuPools
 from every_link import new
@@ -16,9 +20,10 @@ from ranks import Here
 
 from tokenring import PeerLost
 from tokenring.backends.hccl import CONNECTION_BYTES, watchdog_seconds
-from tokenring.backends.registry import transport_capabilities
+from tokenring.backends.registry import make_transport, transport_capabilities
 from tokenring.schedule.ir import REQUESTS
 
+COLLECTIVES = "hccl/collectives"
 NPU = "npu"  # no torch.device: only ranks know it
 
 
@@ -94,13 +99,47 @@ def test_the_watchdog_lets_a_host_run_ahead(npus: NpuPools) -> None:
     assert watchdog_seconds({"HCCL_EXEC_TIMEOUT": "soon"}) > 1836
 
 
-def dropped(here: Here, closes: bool) -> list[str]:
+def aged(here: Here, how: str) -> str:
+    """Rank 0 posts long before rank 1 does, in a group with a short limit."""
+    fresh()
+    made: Any = dist.new_group(backend="hccl", timeout=timedelta(seconds=0.5))
+    peer = 1 - here.rank
+    memory, act = torch.zeros(8, device=NPU), (dist.isend, dist.irecv)[here.rank]
+    acts: dict[str, Callable[[], Any]] = {
+        "message": lambda: [made.send, made.recv][here.rank]([memory], peer, 0),
+        "batch": lambda: dist.batch_isend_irecv([dist.P2POp(act, memory, peer, made)])[0],
+        "collective": lambda: dist.all_reduce(memory, group=made, async_op=True),
+    }
+    acts[how]().wait()  # connected beforehand
+    dist.barrier()
+    if here.rank == 1:
+        time.sleep(1.0)
+    work = acts[how]()
+    if here.rank == 1:
+        work.wait()
+        return ""
+    with pytest.raises(HcclError) as caught:
+        work.wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["message", "batch", "collective"])
+def test_the_emulated_watchdog_counts_from_the_post(how: str, npus: NpuPools) -> None:
+    text, _ = npus(2)(aged, how)
+    assert re.search(r"the watchdog of group .* ends the process: .* is older than its 0.5 s", text), text
+
+
+def dropped(here: Here, name: str, closes: bool) -> list[str]:
     """A transport whose messages were waited for, which blocks no host."""
     fresh()
     ledger.torn.clear()
-    transport = new("hccl")
-    memory = torch.zeros(8, dtype=torch.uint8, device=NPU)
-    work = [transport.send, transport.recv][here.rank](memory, 1 - here.rank, REQUESTS, "step 0, kv0")
+    transport, peer = made(here, name), 1 - here.rank
+    memory, into = (torch.zeros(8, dtype=torch.uint8, device=NPU) for _ in range(2))
+    torch.get_device_module(NPU).synchronize()  # what made the connections is over
+    if name == COLLECTIVES:
+        work = transport.all_to_all({peer: memory}, {peer: into}, (0, 1), "step 0, kv")
+    else:
+        work = [transport.send, transport.recv][here.rank](memory, peer, REQUESTS, "step 0, kv0")
     work.wait()
     if closes:
         transport.close()
@@ -109,7 +148,17 @@ def dropped(here: Here, closes: bool) -> list[str]:
     return list(ledger.torn)
 
 
-def test_closing_waits_for_the_device(npus: NpuPools) -> None:
+def made(here: Here, name: str) -> Any:
+    """A transport with all its connections."""
+    if name != COLLECTIVES:
+        return new(name)
+    transport: Any = make_transport(name, dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport.prepare_groups([(0, 1)], torch.device(NPU))
+    return transport
+
+
+@pytest.mark.parametrize("name", ["hccl", COLLECTIVES])
+def test_closing_waits_for_the_device(name: str, npus: NpuPools) -> None:
     """Communicators must not go while messages move; the mutant drops them without closing."""
-    assert npus(2)(dropped, True) == [[], []]
-    assert all("was dropped under" in texts[0] for texts in npus(2)(dropped, False))
+    assert npus(2)(dropped, name, True) == [[], []]
+    assert all("was dropped under" in texts[0] for texts in npus(2)(dropped, name, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 import torch
 from ascend import device, module
 from ascend.hccl_ledger import limits
-from ascend.hccl_ranks import Change, fresh, kept_transport, run_case, small_case, swapped, without
+from ascend.hccl_ranks import Change, calls, fresh, kept_transport, later, run_case, small_case, swapped, without
+from ascend.operators import register
 from ascend.ranks import NpuPools
+from ascend.schemas import OFFERS
 from cases import Case
 from ranks import Here
 
 import tokenring as tr
+from tokenring import ContextParallel
+from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.schedule.program import Attend, Program, Recv, Send, Wait
 
 
@@ -24,12 +29,25 @@ def broken(here: Here, case: Case, transport: str, at: int, change: Change | Non
     fresh()
     here.memory.pop(transport, None)
     kept_transport(here, transport)
-    limits.execute = 2.0
+    limits.execute = 20.0 if change is None else 2.0  # what is right may take its time on a busy machine
     try:
         run_case(here, case, transport, change if here.rank == at else None)
     except (tr.TokenRingError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def swap_sends_of_lane(program: Program) -> Program:
+    """Two sends of equal size to one peer, over one channel, change places: the first goes right after the second."""
+    found = [(at, each) for at, each in enumerate(program.instructions) if isinstance(each, Send)]
+    for one, first in found:
+        for other, then in found:
+            between = program.instructions[one:other]
+            alike = _peer(first) == _peer(then) and first.span.rows == then.span.rows
+            same_kind = program.slots[first.span.slot].kind == program.slots[then.span.slot].kind
+            if one < other and alike and same_kind and Wait(first.message) not in between:
+                return later(program, one, other)
+    raise ValueError("no two sends to change")
 
 
 def posts(program: Program) -> list[int]:
@@ -89,6 +107,7 @@ def reuse_early(program: Program) -> Program:
 @pytest.mark.parametrize(
     ("schedule", "transport", "change", "says"),
     [
+        ("direct-kv", "hccl", swap_sends_of_lane, r"another message of the same size, which would go unnoticed"),
         ("direct-kv", "hccl/channel", swap_order_of_pair, r"both (send|receive), which would hang"),
         ("direct-kv", "hccl/pair", swap_order_of_pair, r"both (send|receive), which would hang"),
         ("ring", "hccl", drop_wait_for_receive, r"reads the buffer of rank 1's receive from rank 0"),
@@ -99,7 +118,7 @@ def reuse_early(program: Program) -> Program:
 )
 def test_mutants_are_detected(schedule: str, transport: str, change: Any, says: str, npus: NpuPools) -> None:
     """The emulation names rank and step; the right program passes."""
-    case = small_case(3, schedule)
+    case = replace(small_case(3, schedule), pieces=2 if change is swap_sends_of_lane else None)
     assert npus(3)(broken, case, transport, 1, None) == [""] * 3
     with npus.expendable(3) as some:
         texts = some(broken, case, transport, 1, change)
@@ -137,26 +156,42 @@ def test_a_single_stream_is_enough_but_not_for_early_receives(npus: NpuPools) ->
 # ---------- what would stop the device
 
 
-def host_waits(here: Here, case: Case, transport: str, synchronizes: bool) -> list[str]:
-    """Where the host waits for the device in both passes of a call."""
+def host_waits(here: Here, case: Case, transport: str, kernel: str, mutant: str) -> list[str]:
+    """Where the host waits for the device in both passes of a call that was made before. mutant: what also waits."""
     fresh()
-    here.memory.pop(transport, None)
+    register(next(iter(OFFERS)))
     moved: Any = kept_transport(here, transport)
-    if synchronizes:
-        send = moved.send
-
-        def slow(*args: Any) -> Any:
-            torch.get_device_module("npu").synchronize()
-            return send(*args)
-
-        moved.send = slow
+    cp = ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=moved, kernel=kernel)
+    call = calls(cp, case)
+    call()
     device.host_waits.clear()
     module.noted.clear()
-    run_case(here, case, transport, to_host=False)
+    with pytest.MonkeyPatch.context() as patched:
+        if mutant:
+            owner = moved if mutant in ("send", "all_to_all") else NpuFusion
+            act = getattr(owner, mutant)
+            patched.setattr(owner, mutant, lambda *given, **how: _waits_first(act, *given, **how), raising=False)
+        call()
     return [*device.host_waits, *(what for what, _, _ in module.noted if what == "synchronize")]
 
 
-def test_the_host_waits_for_nothing_in_the_step_loop(npus: NpuPools) -> None:
-    case = small_case(3, "tokenring")
-    assert npus(3)(host_waits, case, "hccl", False) == [[]] * 3
-    assert all("synchronize" in found for found in npus(3)(host_waits, case, "hccl", True))
+def _waits_first(act: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    torch.get_device_module("npu").synchronize()
+    return act(*given, **how)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "transport", "kernel", "mutant"),
+    [
+        ("tokenring", "hccl", "npu-fusion", "send"),
+        ("tokenring", "hccl", "reference", "send"),
+        ("direct-kv", "hccl/pair", "npu-fusion", "backward"),
+        ("ulysses", "hccl/collectives", "npu-fusion", "all_to_all"),
+    ],
+)
+def test_the_host_waits_for_nothing_in_the_step_loop(
+    schedule: str, transport: str, kernel: str, mutant: str, npus: NpuPools
+) -> None:
+    case = replace(small_case(3, schedule, "causal"), q_heads=6, kv_heads=3)
+    assert npus(3)(host_waits, case, transport, kernel, "") == [[]] * 3
+    assert all("synchronize" in found for found in npus(3)(host_waits, case, transport, kernel, mutant))

@@ -65,6 +65,8 @@ JUDGED: list[tuple[str, dict[str, Any], str]] = [
     ("overlap", {"stretch": {"messages": 1.05, "batch": 1.9}}, OTHERWISE),
     ("wait-blocks", {"seconds in wait": 0.001, "delay": 0.5}, AS_ASSUMED),
     ("wait-blocks", {"seconds in wait": 0.5, "delay": 0.5}, OTHERWISE),
+    ("staging", {"wrong": 0, "rounds": 8}, AS_ASSUMED),
+    ("staging", {"wrong": 1, "rounds": 8}, OTHERWISE),
     ("pair-memory", {"bytes": 41 << 20, "assumed bytes": 40 << 20}, AS_ASSUMED),
     ("pair-memory", {"bytes": 400 << 20, "assumed bytes": 40 << 20}, OTHERWISE),
     ("pair-memory", {"bytes": 0, "assumed bytes": 40 << 20}, OPEN),

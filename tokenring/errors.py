@@ -62,6 +62,9 @@ class TopologyError(TokenRingError, ValueError):
         super().__init__(f"{':'.join(place)}: {message}" if place else message)
 
 
+MOST_SAID = 300  # characters of an error that another's message holds
+
+
 def one_line(error: BaseException, most: int | None = None) -> str:
     """What an error says, in one line (of up to `most` characters); its type where it says nothing."""
     text = " ".join(str(error).split()) or type(error).__name__

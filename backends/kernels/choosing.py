@@ -10,19 +10,21 @@ A tile that the first one has to cut into more calls than another, such as a win
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from traceback import walk_tb
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.base import AttentionKernel, MaskingKernel, Tiles
 from tokenring.backends.devices import has_device
 from tokenring.backends.kernels.choice import LAST, Pick, Table, default_order, ranked
 from tokenring.backends.kernels.tiles import named
-from tokenring.errors import BackendUnavailable, UnsupportedError, one_line
+from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.region import Patch
 from tokenring.schedule.ir import PASSES, Pass
 
@@ -35,7 +37,6 @@ REFUSALS = (
     "not available",
     "requires", "is disabled", "no kernel image",
 )  # fmt: skip
-MOST_SAID = 300  # characters of an error
 MOST_REFUSED = 3  # kinds of calls of one pass, head dim and dtype; who refused so many is asked for no other
 SLOW = ("flex", "reference")  # to measure: one compiles each shape, the other holds every score of a tile
 COMPILERS = ("cutlass", "triton", "torch._inductor", "torch._dynamo")  # modules whose errors mean: not this call
@@ -95,6 +96,7 @@ class Choosing:
         self._refused: dict[str, dict[Call, str]] = defaultdict(dict)
         self._picks: dict[Call, list[Pick]] = {}
         self._said: set[tuple[str, str]] = set()
+        self._holding: dict[str, AttentionKernel] = {}  # those of one program; all else its copies share
 
     # ---------- who computes
 
@@ -150,6 +152,21 @@ class Choosing:
         able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
         return [self._made[name] for name in able if name not in SLOW]
 
+    def holding(self, tiles: Tiles) -> Choosing:
+        """These kernels, those that are going to be taken with the masks of the tiles that they are taken for."""
+        by_name: dict[str, list[Patch]] = {}
+        for patch in tiles.patches:
+            picks = self.picks(tiles.direction, min(patch.rows, patch.cols), tiles.head_dim, tiles.dtype)
+            if picks:
+                by_name.setdefault(_willing(picks, patch, self._made), []).append(patch)
+        held = copy.copy(self)
+        held._holding = {}
+        for name, patches in by_name.items():
+            kernel = self._made[name]
+            if isinstance(kernel, MaskingKernel):
+                held._holding[name] = kernel.holding(replace(tiles, patches=tuple(patches)))
+        return held
+
     # ---------- AttentionKernel
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -194,7 +211,7 @@ class Choosing:
         while picks := self.picks(*call[:4]):
             name = _willing(picks, patch, self._made)
             try:
-                return compute(self._made[name])
+                return compute(self._holding.get(name, self._made[name]))
             except Exception as error:
                 if not refuses(error):
                     raise

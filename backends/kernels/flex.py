@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property, lru_cache, partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from tokenring.backends.kernels.masks import MaskedKernel, Masks
 from tokenring.backends.kernels.reference import row_dot
-from tokenring.backends.kernels.tiles import HALF, Gradients, TileKernel
+from tokenring.backends.kernels.tiles import HALF, Gradients
 from tokenring.errors import BackendUnavailable
 from tokenring.region import Patch
 
@@ -27,7 +28,7 @@ BLOCK = 128  # rows and columns of a block of its masks
 LARGEST = 2**31 - 1  # stands for no bound
 
 
-class Flex(TileKernel):
+class Flex(MaskedKernel):
     """torch.nn.attention.flex_attention. compiled: as torch.compile makes it; without, it holds every score at once."""
 
     name = "flex"
@@ -35,34 +36,26 @@ class Flex(TileKernel):
     dtypes = (*HALF, torch.float32)
 
     def __init__(self, compiled: bool = True, attention: Callable[..., Any] | None = None) -> None:
-        super().__init__()
+        super().__init__(MASKS)
         if find_spec(MODULE) is None:
             raise BackendUnavailable(
                 f"kernel 'flex' needs {MODULE}, and torch {torch.__version__} has none: "
                 f"use ContextParallel(kernel='auto')"
             )
-        self._compiled, self._given = compiled, attention
-        self._masks = lru_cache(maxsize=64)(block_mask)
-
-    @cached_property
-    def _attention(self) -> Callable[..., Any]:
-        """flex_attention, imported with the first call: it brings the compiler along."""
-        module = import_module(MODULE)
-        attention = module.flex_attention if self._given is None else self._given
-        # The lse by the request of 2.9 and later, or by the flag before, which later ones warn of.
-        request = getattr(module, "AuxRequest", None)
-        ask: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
-        return partial(torch.compile(attention, dynamic=True) if self._compiled else attention, **ask)
+        self._attention = cache(lambda: _differentiable(compiled, attention))  # with the first call, and once
 
     def says(self, patch: Patch) -> bool:
         return True
 
+    def mask_bytes(self, patch: Patch, dtype: torch.dtype) -> int:
+        """About: four tables of a number for each block, and some."""
+        return 0 if patch.is_full else 16 * (1 + patch.rows // BLOCK) * (2 + patch.cols // BLOCK)
+
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = None if patch.is_full else self._masks(patch, q.device)
-        out, made = self._attention(
-            q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        out, made = self._attention()(
+            q, k, v, block_mask=self.mask(patch, q), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )  # fmt: skip
         lse = made if isinstance(made, torch.Tensor) else made.lse
         return out, lse.float()
@@ -83,6 +76,16 @@ class Flex(TileKernel):
         return dq, dk, dv
 
 
+def _differentiable(compiled: bool, given: Callable[..., Any] | None) -> Callable[..., Any]:
+    """flex_attention with its lse; imported here: it brings the compiler along."""
+    module = import_module(MODULE)
+    attention = module.flex_attention if given is None else given
+    # The lse by the request of 2.9 and later, or by the flag before, which later ones warn of.
+    request = getattr(module, "AuxRequest", None)
+    ask: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+    return partial(torch.compile(attention, dynamic=True) if compiled else attention, **ask)
+
+
 def block_mask(patch: Patch, device: torch.device) -> Any:
     """Its BlockMask, from the patch's bounds: which blocks are seen in part and which wholly, without all pairs."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -101,6 +104,9 @@ def block_mask(patch: Patch, device: torch.device) -> Any:
         *_listed(seen & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible,
         seq_lengths=(patch.rows, patch.cols),
     )  # fmt: skip
+
+
+MASKS = Masks(lambda patch, dtype, device: block_mask(patch, device))
 
 
 def blocks(patch: Patch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

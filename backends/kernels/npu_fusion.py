@@ -10,12 +10,21 @@ torch.use_deterministic_algorithms is on. Dropout is never asked for.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 
+from tokenring.backends.base import Tiles
 from tokenring.backends.kernels import npu_packed
-from tokenring.backends.kernels.npu_masks import EXPLICIT, common_mode, every_row_sees, options
+from tokenring.backends.kernels.npu_masks import (
+    EXPLICIT,
+    TRIANGLE,
+    common_mode,
+    every_row_sees,
+    options,
+    wants_triangle,
+)  # fmt: skip
 from tokenring.backends.kernels.npu_operator import find
 from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
 from tokenring.backends.kernels.whole_out import whole_out
@@ -36,6 +45,7 @@ class NpuFusion:
     def __init__(self) -> None:
         self._forward = find("npu_fusion_attention", "npu_fusion_attention_v2")
         self._gradient = find("npu_fusion_attention_grad", "npu_fusion_attention_grad_v2")
+        self._triangle = TRIANGLE
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         if head_dim > LARGEST_HEAD_DIM:
@@ -50,13 +60,20 @@ class NpuFusion:
             return None
         return f"its mask of {patch.rows} × {patch.cols} bytes is larger than {MASK_BYTES >> 20} MiB"
 
+    def holding(self, tiles: Tiles) -> NpuFusion:
+        """This kernel with the triangle of the compressed modes, if one of these tiles goes by any."""
+        some = any(wants_triangle(_at_corner(patch)) for patch in tiles.patches)
+        held = copy.copy(self)
+        held._triangle = self._triangle.holding([(tiles.device,)] if some else [], tiles.device)
+        return held
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if patch.pairs() == 0:
             lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
             return torch.zeros_like(q), lse
-        layout, how = _layout(q, k, v), options(patch, q.device)
+        layout, how = _layout(q, k, v), options(patch, q.device, self._triangle)
         operands = [_in_layout(x, layout) for x in (q, k, v)]
         out, largest, total = self._forward(*operands, q.shape[1], layout, scale=scale, **how)[:3]
         lse = row_lse(largest, total)
@@ -85,7 +102,7 @@ class NpuFusion:
         made = self._gradient(
             *operands, q.shape[1], layout, scale=scale,
             attention_in=_in_layout(whole_out(dout, delta, out, q.dtype), layout),
-            **statistics(lse), **options(patch, q.device),
+            **statistics(lse), **options(patch, q.device, self._triangle),
         )  # fmt: skip
         dq, dk, dv = (_in_layout_back(x, layout) for x in made[:3])
         return dq, dk, dv
@@ -102,7 +119,7 @@ class NpuFusion:
         def call(how: npu_packed.Packing, entries: slice) -> list[Made]:
             return how.forward(self._forward, q[entries], k[entries], v[entries], scale)
 
-        return npu_packed.in_calls(patches, q.shape[0], call)
+        return npu_packed.in_calls(patches, q.shape[0], call, self._triangle)
 
     def backward_packed(
         self,
@@ -123,7 +140,7 @@ class NpuFusion:
                 None if delta is None else delta[entries], None if out is None else out[entries], scale,
             )  # fmt: skip
 
-        return npu_packed.in_calls(patches, q.shape[0], call)
+        return npu_packed.in_calls(patches, q.shape[0], call, self._triangle)
 
 
 def _layout(*operands: torch.Tensor) -> str:

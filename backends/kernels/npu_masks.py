@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from tokenring.backends.kernels.masks import Masks
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.region import Patch
 
@@ -21,20 +22,28 @@ FOREVER = 2147483647
 Options = dict[str, object]
 
 
-@lru_cache(maxsize=16)
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """The upper triangle above the diagonal, made once for each device: 4 MiB."""
-    with torch.inference_mode(False):
-        return torch.ones(SIDE, SIDE, dtype=torch.bool, device=device).triu(1)
+    """The upper triangle above the diagonal: 4 MiB."""
+    return torch.ones(SIDE, SIDE, dtype=torch.bool, device=device).triu(1)
 
 
-def options(patch: Patch, device: torch.device) -> Options:
+Triangle = Masks[torch.Tensor]
+TRIANGLE: Triangle = Masks(lambda device: compressed_mask(device))  # one for all programs of a device that hold it
+
+
+def wants_triangle(patch: Patch) -> bool:
+    """Whether a compressed mode computes this patch, alone or with others."""
+    found = common_mode((patch,))
+    return found is not None and found[0] != 0
+
+
+def options(patch: Patch, device: torch.device, triangle: Triangle = TRIANGLE) -> Options:
     """What makes the operator compute this patch."""
-    compressed = packed_options((patch,), device)
+    compressed = packed_options((patch,), device, triangle)
     return {"atten_mask": _hidden(patch, device), "sparse_mode": EXPLICIT} if compressed is None else compressed
 
 
-def packed_options(patches: tuple[Patch, ...], device: torch.device) -> Options | None:
+def packed_options(patches: tuple[Patch, ...], device: torch.device, triangle: Triangle = TRIANGLE) -> Options | None:
     """One mode for all of these patches, or None."""
     found = _mode_in_calls(patches)
     if found is None:
@@ -42,7 +51,7 @@ def packed_options(patches: tuple[Patch, ...], device: torch.device) -> Options 
     mode, before, after = found
     if mode == 0:
         return {}
-    options: Options = {"atten_mask": compressed_mask(device), "sparse_mode": mode}
+    options: Options = {"atten_mask": triangle(device), "sparse_mode": mode}
     return options | ({"before": before, "after": after} if mode == BAND else {})
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from tokenring.backends.kernels.npu_masks import packed_options
+from tokenring.backends.kernels.npu_masks import TRIANGLE, Triangle, packed_options
 from tokenring.backends.kernels.npu_operator import Operator
 from tokenring.backends.kernels.npu_rows import row_lse, statistics
 from tokenring.backends.kernels.whole_out import whole_out
@@ -23,14 +23,19 @@ MOST_TOKENS = 1 << 20
 Made = tuple[torch.Tensor, ...]
 
 
-def in_calls(patches: Sequence[Patch], batch: int, call: Callable[[Packing, slice], list[Made]]) -> list[Made]:
+def in_calls(
+    patches: Sequence[Patch],
+    batch: int,
+    call: Callable[[Packing, slice], list[Made]],
+    triangle: Triangle = TRIANGLE,
+) -> list[Made]:
     """What each patch gives, from as few calls as the operator's limits allow; call: of patches, for batch entries."""
     largest = max(max(patch.rows, patch.cols) for patch in patches)
     entries = min(batch, MOST_SEQUENCES, max(1, MOST_TOKENS // largest))  # of a call
     parts = [slice(start, min(start + entries, batch)) for start in range(0, batch, entries)]
     made: list[Made] = []
     for group in _groups(patches, MOST_SEQUENCES // entries, MOST_TOKENS // entries):
-        found = [call(Packing(group, part.stop - part.start), part) for part in parts]
+        found = [call(Packing(group, part.stop - part.start, triangle), part) for part in parts]
         made += found[0] if len(parts) == 1 else [_joined_entries(each) for each in zip(*found, strict=True)]
     return made
 
@@ -53,9 +58,9 @@ def _joined_entries(parts: Sequence[Made]) -> Made:
 class Packing:
     """Patches with rows and columns one after another, as sequences; every entry of a batch has all of them."""
 
-    def __init__(self, patches: Sequence[Patch], batch: int) -> None:
+    def __init__(self, patches: Sequence[Patch], batch: int, triangle: Triangle = TRIANGLE) -> None:
         self.patches = tuple(patch.shifted(-patch.row0, -patch.col0) for patch in patches)
-        self.batch = batch
+        self.batch, self._triangle = batch, triangle
         self.rows = [(patch.row0, patch.row1) for patch in patches]
         self.cols = [(patch.col0, patch.col1) for patch in patches]
 
@@ -101,7 +106,7 @@ class Packing:
         return list(zip(dq, dk, dv, strict=True))
 
     def _options(self, operator: Operator, device: torch.device) -> dict[str, object]:
-        options = packed_options(self.patches, device)
+        options = packed_options(self.patches, device, self._triangle)
         assert options is not None  # `packs` said so
         options |= {
             "actual_seq_qlen": self._ends(self.rows),

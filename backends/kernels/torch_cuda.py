@@ -15,11 +15,11 @@ mem_eff_attention/kernel_backward.h}, ATen/native/cudnn/MHA.cpp, torch/_meta_reg
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from tokenring.backends.kernels.masks import MaskedKernel, Masks
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.backends.kernels.tiles import HALF, Gradients, TileKernel
 from tokenring.backends.kernels.windows import Window, second_version
@@ -28,6 +28,7 @@ from tokenring.region import Patch
 
 LSE_MULTIPLE = 32  # rows in the lse of the memory-efficient operator (kAlignLSE)
 BIAS_BYTES = 16 << 20  # of one patch's: larger ones are cut
+HELD_BYTES = 256 << 20  # of all that a program holds: others are made for each call
 BIAS_MULTIPLE = 16  # columns that a row of a bias has in memory
 
 
@@ -130,18 +131,18 @@ class TorchCudnn(TileKernel):
         return dq, dk, dv
 
 
-class TorchEfficient(TileKernel):
+class TorchEfficient(MaskedKernel):
     """aten::_scaled_dot_product_efficient_attention and its gradient: fp32 too, any head dim, bands as a bias."""
 
     name = "torch-efficient"
     largest_head_dim = None
     dtypes = (*HALF, torch.float32)
+    most_held_bytes = HELD_BYTES
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(BIASES)
         self._forward = operator(self.name, "_scaled_dot_product_efficient_attention")
         self._gradient = operator(self.name, "_scaled_dot_product_efficient_attention_backward")
-        self._biases = lru_cache(maxsize=8)(bias)
 
     def says(self, patch: Patch) -> bool:
         if patch.row_step != 1 or patch.col_step != 1:
@@ -171,17 +172,29 @@ class TorchEfficient(TileKernel):
 
     def _bias(self, patch: Patch, q: torch.Tensor) -> torch.Tensor | None:
         """[B, Hq, rows, columns] without memory for each batch entry and head."""
+        found = self.mask(patch, q)
+        return None if found is None else found.expand(*q.shape[:2], -1, -1)
+
+    def mask_bytes(self, patch: Patch, dtype: torch.dtype) -> int:
         if patch.is_full or patch.is_causal:
-            return None
-        return self._biases(patch, q.dtype, q.device).expand(*q.shape[:2], -1, -1)
+            return 0
+        return patch.rows * _bias_columns(patch) * dtype.itemsize
 
 
 def bias(patch: Patch, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[rows, columns], 0 where visible and -inf where not, its rows so far apart as the operator wants them."""
     visible = dense_mask(patch, device)
     assert visible is not None  # full patches need none
-    memory = torch.zeros(patch.rows, patch.cols + -patch.cols % BIAS_MULTIPLE, dtype=dtype, device=device)
+    memory = torch.zeros(patch.rows, _bias_columns(patch), dtype=dtype, device=device)
     return memory[:, : patch.cols].masked_fill_(~visible, float("-inf"))
+
+
+def _bias_columns(patch: Patch) -> int:
+    """Those of its memory."""
+    return patch.cols + -patch.cols % BIAS_MULTIPLE
+
+
+BIASES = Masks(lambda patch, dtype, device: bias(patch, dtype, device))
 
 
 def _said(patch: Patch) -> tuple[bool, dict[str, int]]:

@@ -16,7 +16,7 @@ from npu_smoke.team import TASK_SECONDS, Asked, run
 from npu_smoke.unknowns import UNKNOWNS, verdict
 
 FORMAT, VERSION = "tokenring.npu-smoke", 1
-LINKS = ["pair", "peers", "ways", "wait", "memory"]
+LINKS = ["pair", "peers", "ways", "staging", "wait", "memory"]
 OPERATORS = ["rows", "packed", "determinism", "updates"]
 KERNEL = ["tile", "documents", "merges"]
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from npu_smoke.here import Here, pair_buffer_bytes, wait_all
 
 DELAY_SECONDS = 0.5
+STAGING_ROUNDS = 8
 Post = Callable[[], list[Any]]  # posts, and returns the works
 
 
@@ -140,6 +141,33 @@ def _exchanges(here: Here) -> tuple[dict[str, tuple[Post, int]], dict[str, Any]]
     exchanges = {"messages": (messages, sent), "batch": (batched, sent), "all-to-all": (all_to_all, sent),
                  "all-gather": (all_gather, sent)}  # fmt: skip
     return exchanges, counted
+
+
+def staging(here: Here) -> dict[str, Any]:
+    """All-to-alls of lists, posted on one stream and waited for on another, as the executor does.
+
+    torch_npu copies lists through one buffer for all that is given and one for all that is taken. The memory that
+    is asked for meanwhile, on the stream of the post, must not be theirs.
+    """
+    if here.ranks < 2 or here.backend != "hccl":
+        return {"left out": "one rank has no peer" if here.ranks < 2 else "a matter of HCCL's all-to-all of lists"}
+    size, group, side = here.sizes.message_bytes // here.ranks, here.group("staging"), here.device.new_stream()
+    given = [here.buffer(size).fill_(1 + here.rank) for _ in range(here.ranks)]
+    wrong = 0
+    for _ in range(STAGING_ROUNDS):
+        taken = [here.buffer(size) for _ in range(here.ranks)]
+        here.device.synchronize()
+        here.meet()
+        with here.device.on(side):
+            work = dist.all_to_all(taken, given, group=group, async_op=True)
+            others = [here.buffer(size * here.ranks).fill_(255) for _ in range(STAGING_ROUNDS)]
+        work.wait()
+        seen = torch.stack([(each != 1 + rank).any() for rank, each in enumerate(taken)])
+        wrong += int(seen.any())
+        del others
+    most = torch.tensor(wrong, dtype=torch.int64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return {"wrong": int(most), "rounds": STAGING_ROUNDS}
 
 
 def in_one_order(ranks: int) -> list[tuple[int, int]]:

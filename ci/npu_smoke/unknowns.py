@@ -103,6 +103,11 @@ def _overlap(found: Found) -> Verdict:
     return _yes(max(found["stretch"].values()) <= AT_ONCE, text)
 
 
+def _staging(found: Found) -> Verdict:
+    text = f"{found['wrong']} of {found['rounds']} all-to-alls of lists brought something else"
+    return _yes(not found["wrong"], f"{text}, posted on one stream and waited for on another")
+
+
 def _blocks(found: Found) -> Verdict:
     waited, delay = found["seconds in wait"], found["delay"]
     return _yes(waited < delay / 2, f"the host spent {waited:.3g} s in wait for a message that came {delay:g} s late")
@@ -206,6 +211,8 @@ UNKNOWNS = (
     Unknown("ways", "point to point, in a batch, or as a collective: which is fastest to all peers?",
             "point to point", "ways", _ways, True),
     Unknown("overlap", "do transfers hide behind attention?", "yes", "ways", _overlap, True),
+    Unknown("staging", "is what a collective of lists copies through kept until a wait on another stream?",
+            "yes, whatever MULTI_STREAM_MEMORY_REUSE is", "staging", _staging),
     Unknown("wait-blocks", "does wait block the host?", "no: the stream waits", "wait", _blocks, True),
     Unknown("pair-memory", "how much memory does a pair of ranks take in a group?", "2 × P2P_HCCL_BUFFSIZE (20 MB)",
             "memory", _memory, True),

@@ -17,7 +17,12 @@ from ascend import module
 
 CROSSING = {"aten::copy_", "aten::_to_copy"}  # what may read one device and write another
 # The host waits for the device in these. `host_waits` counts them: the step loop must not contain any.
-WAITING = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::masked_select"}
+WAITING = {
+    "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::masked_select",
+    "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_dim_consecutive", "aten::unique_consecutive",
+    "aten::bincount",
+}  # fmt: skip
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 # Refused, with torch's own error for what a device does not offer.
 NO_STORAGE = {"aten::set_", "aten::resize_", "aten::_resize_output_"}
 # Factories that torch composes of an empty tensor that they resize, which a wrapper cannot follow.
@@ -174,7 +179,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_one_device(name, leaves)
     elif name == "aten::copy_" or kwargs.get("device") is not None:
         _note_crossing(name, args, kwargs)
-    if name in WAITING:
+    if name in WAITING or _asks_for_a_size(name, args, kwargs):
         host_waits.append(name)
     _check_generator(kwargs)
     index, back = _where(leaves, kwargs)
@@ -233,13 +238,20 @@ def _devices(leaves: list[torch.Tensor]) -> Iterator[torch.device]:
             yield x.device
 
 
+def _asks_for_a_size(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host must hear from the device how large a result is: how many are True, how often rows repeat."""
+    if name in INDEXING:
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return name == "aten::repeat_interleave" and kwargs.get("output_size") is None
+
+
 def _note_crossing(name: str, args: Any, kwargs: dict[str, Any]) -> None:
-    """A copy to the host waits for the device, unless it is said not to block."""
+    """A copy between host and device, either way, is waited for unless it is said not to block."""
     source = args[1] if name == "aten::copy_" else args[0]
     target = args[0].device if name == "aten::copy_" else torch.device(kwargs["device"])
     blocking = not (args[2] if name == "aten::copy_" and len(args) > 2 else kwargs.get("non_blocking", False))
-    if source.device.type == "npu" and target.type == "cpu" and blocking:
-        host_waits.append(f"{name} to the host")
+    if blocking and "cpu" in (ways := (source.device.type, target.type)) and "npu" in ways:
+        host_waits.append(f"{name} {'to' if target.type == 'cpu' else 'from'} the host")
 
 
 def _check_generator(kwargs: dict[str, Any]) -> None:

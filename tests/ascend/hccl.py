@@ -241,16 +241,20 @@ class HcclGroup(dist.ProcessGroup):
         if peer not in self._pairs:
             self._pairs[peer] = PairStream(self._store, self.rank(), peer, self.group_id, self.p2p_bytes)
         stream = self._pairs[peer]
-        ledger.running[self.group_id] = transfer.name
         stream.post(transfer)
-        return HcclWork(f"rank {self.rank()}'s {transfer.name}", partial(self._finish, stream, transfer, monotonic()))
+        return self._under_way(transfer.name, partial(stream.finish, transfer))
 
-    def _finish(self, stream: PairStream, transfer: Transfer, posted: float) -> None:
-        """As the watchdog sees it, a message is as old as its post on the host."""
-        stream.finish(transfer)
+    def _under_way(self, name: str, finish: Callable[[], None]) -> HcclWork:
+        """The work of what was posted just now: until the host waits for the device, its communicator must live."""
+        ledger.running[self.group_id] = name
+        return HcclWork(f"rank {self.rank()}'s {name}", partial(self._finish, name, finish, monotonic()))
+
+    def _finish(self, name: str, finish: Callable[[], None], posted: float) -> None:
+        """As the watchdog sees it, a message or collective is as old as its post on the host."""
+        finish()
         if monotonic() - posted > self.timeout_seconds:
             raise HcclError(
-                f"the watchdog of group {self.group_id} ends the process: {transfer.name} is older than its "
+                f"the watchdog of group {self.group_id} ends the process: {name} is older than its "
                 f"{self.timeout_seconds:g} s"
             )
 
@@ -284,7 +288,7 @@ class HcclGroup(dist.ProcessGroup):
             self._all = GroupStream(self._store, self.rank(), self.group_id, self.group_bytes)
         stream = self._all
         stream.put(entry)
-        return HcclWork(f"rank {self.rank()}'s {name}", partial(stream.queue.finish, entry))
+        return self._under_way(name, partial(stream.queue.finish, entry))
 
     def gloo(self) -> Any:
         """What carries collectives here. All ranks get to it together."""

@@ -121,6 +121,17 @@ def small_case(ranks: int, schedule: str = "direct-q", mask: str = "full") -> Ca
     return Case(ranks, schedule, "zigzag", mask, 4, 2, 1, 8, torch.float32, None, given_length=16 * ranks)
 
 
+def calls(cp: ContextParallel, case: Case) -> Callable[[], list[torch.Tensor]]:
+    """Both passes of a case on NPUs, to be called again and again: its inputs lie there."""
+    q, k, v, dout = (shard(x, cp).to("npu").requires_grad_(index < 3) for index, x in enumerate(case.inputs()))
+
+    def call() -> list[torch.Tensor]:
+        out = attention(q, k, v, cp, case.mask)
+        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    return call
+
+
 def _change_programs(cp: ContextParallel, change: Change) -> None:
     """Executors of this context run changed programs."""
     from tokenring.runtime import executor
@@ -150,5 +161,16 @@ def swapped(program: Program, one: int, other: int) -> Program:
     """The program with two instructions in each other's place."""
     order = list(range(len(program.instructions)))
     order[one], order[other] = other, one
+    return _in_order(program, order)
+
+
+def later(program: Program, one: int, other: int) -> Program:
+    """The program with an instruction right after a later one."""
+    order = [at for at in range(len(program.instructions)) if at != one]
+    order.insert(other, one)
+    return _in_order(program, order)
+
+
+def _in_order(program: Program, order: list[int]) -> Program:
     instructions = tuple(program.instructions[at] for at in order)
     return replace(program, instructions=instructions, steps=tuple(program.steps[at] for at in order))

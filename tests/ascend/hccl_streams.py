@@ -33,9 +33,10 @@ class Transfer:
     def __init__(self, kind: str, memory: torch.Tensor, rank: int, peer: int, group: str) -> None:
         self.kind, self.memory, self.rank, self.peer = kind, memory, rank, peer
         self.number = ""  # among the messages of this pair on its communicator: the same at both ends
+        self.label = label.get()
         nbytes = memory.numel() * memory.element_size()
         way = f"send to rank {peer}" if kind == "send" else f"receive from rank {peer}"
-        self.name = f"{way} ({label.get() or 'no label'}; {memory.numel()} × {memory.dtype}; group {group})"
+        self.name = f"{way} ({self.label or 'no label'}; {memory.numel()} × {memory.dtype}; group {group})"
         self.before = bytes_of(memory) if kind == "send" else b""
         self.arrived: bytes | None = None
         if kind == "recv":
@@ -45,22 +46,27 @@ class Transfer:
             ledger.check_read(memory, f"rank {rank}: {self.name}")
         self.use = InUse(kind, *extent(memory), f"rank {rank}'s {self.name}")
         ledger.in_use.append(self.use)
-        ledger.messages.append(Noted(group, kind, peer, nbytes, label.get()))
+        ledger.messages.append(Noted(group, kind, peer, nbytes, self.label))
 
     def said(self) -> dict[str, Any]:
         """What the peer must know of it."""
         size = len(self.before)
         described = {"kind": self.kind, "count": self.memory.numel(), "dtype": str(self.memory.dtype)}
-        return {**described, "name": self.name, "nbytes": size}
+        return {**described, "name": self.name, "label": self.label, "nbytes": size}
 
     def check(self, theirs: dict[str, Any]) -> None:
-        """Raises HcclError if the other end is none of this message."""
+        """Raises HcclError if the other end is none of this message.
+
+        HCCL knows no labels: where they differ it would move other bytes than the ranks think, and say nothing.
+        """
         both = f"rank {self.rank}: {self.name} meets rank {self.peer}'s {theirs['name']}"
         if theirs["kind"] == self.kind:
             raise HcclError(f"{both}: both {'send' if self.kind == 'send' else 'receive'}, which would hang")
         for what in ("count", "dtype"):
             if theirs[what] != self.said()[what]:
                 raise HcclError(f"{both}: the {what}s differ, {self.said()[what]} and {theirs[what]}")
+        if self.label and theirs["label"] and theirs["label"] != self.label:
+            raise HcclError(f"{both}: another message of the same size, which would go unnoticed")
 
     def missing(self) -> str:
         """That the other end is."""

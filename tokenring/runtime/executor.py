@@ -17,6 +17,7 @@ from tokenring.backends.base import AttentionKernel, Handle, PackingKernel, Tran
 from tokenring.backends.mergers import merger_for
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.collective import Collectives
+from tokenring.runtime.masking import holding
 from tokenring.runtime.merge import accepting, copying
 from tokenring.runtime.names import range_names
 from tokenring.runtime.packing import patches, spanned, together
@@ -78,6 +79,7 @@ class Executor:
     ) -> None:
         self.program, self.transport, self._named_by = program, transport, (schedule, program, kernel.supports_patch)
         self.views = Views(schedule, workload, program, pool)
+        kernel = holding(kernel, program, workload, self.views.base.device)
         binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
         # Nothing is done for releases: the posted receive is the credit, on all transports there are.
         numbered = zip(program.instructions, program.steps, strict=True)

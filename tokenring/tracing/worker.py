@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import tokenring as tr
 from tokenring.attention import make_request
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.base import AttentionKernel, Tiles
 from tokenring.backends.devices import device_of
 from tokenring.backends.members import this_member
 from tokenring.bench.race import make_inputs, no_garbage_collection
@@ -30,6 +30,7 @@ from tokenring.mask import Mask, parse_mask
 from tokenring.ranks import Tell, process_group, quiet, serve
 from tokenring.request import Request
 from tokenring.runtime.executor import Executor
+from tokenring.runtime.masking import held
 from tokenring.runtime.names import tiles as tiles_of
 from tokenring.runtime.trace import Event
 from tokenring.schedule.ir import Pass
@@ -116,6 +117,9 @@ class _ClockedKernel:
     def __post_init__(self) -> None:
         self.name = self.kernel.name
         self.supports, self.supports_patch = self.kernel.supports, self.kernel.supports_patch
+
+    def holding(self, tiles: Tiles) -> _ClockedKernel:
+        return _ClockedKernel(held(self.kernel, tiles), self.made)
 
     def forward(self, *tensors: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
         result = self.kernel.forward(*tensors, **how)
