@@ -51,7 +51,8 @@ def described(cp: ContextParallel, request: Request) -> str:
     dtype = str(size.dtype).removeprefix("torch.")
     heads = f"{size.q_heads} query and {size.kv_heads} kv heads of {size.head_dim}"
     tokens = f"{size.batch} × {size.q_length:,} tokens in {dtype}"
-    return f"attention of {heads}, {tokens}, {request.mask}, over {cp.world_size} ranks: {plan.name} ({plan.reason})"
+    why = plan.reason if plan.reason.startswith(plan.name) else f"{plan.name}, {plan.reason}"
+    return f"attention of {heads}, {tokens}, {request.mask}, over {cp.world_size} ranks: {why}"
 
 
 def _topology(cp: ContextParallel, device: torch.device) -> Topology | None:
