@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from mcore.world import load
 from ranks import RankPools, Ranks
 
 import tokenring as tr
+from tokenring.layout import zigzag
 from tokenring.schedule.families.registry import misfit, variants
 
+pytestmark = pytest.mark.timeout(300)  # the first test of a version waits until it is loaded
+LOAD_SECONDS = 240
 FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 NEWEST = PINNED[-1]
 LIMIT = 2e-6  # of a gradient, relative, in float32 against float64
@@ -35,7 +39,7 @@ def megatron(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ranks]]:
     pools = RankPools()
     try:
         made = pools(4)
-        assert set(made(load, str(folder(version)))) == {version}
+        assert set(made.within(LOAD_SECONDS, load, str(folder(version)))) == {version}
         yield version, made
     finally:
         pools.close()
@@ -45,7 +49,7 @@ def schedules_for(version: str, job: Job) -> list[str]:
     """All that fit, of the newest version; of others a few, as the schedules do not know of versions."""
     size = tr.Workload(job.batch, job.length, job.length, job.heads, job.groups, job.head_dim)
     names = ["auto", *variants(job.cp, size, 2)] if version == NEWEST or FULL_GRID else FEW
-    layout = tr.layout.zigzag(job.cp, job.length)
+    layout = zigzag(job.cp, job.length)
     return [name for name in names if name == "auto" or misfit(name, job.cp, size, layout, layout) is None]
 
 
@@ -84,15 +88,15 @@ class TestGradients:
             check_gradients(found)
 
 
-DOCUMENTS = ((48, 48), (16, 16), (5, 16), (0, 0), (30, 32), (16, 16))  # real and padded tokens; 128 with them
+DOCUMENTS = ((48, 48), (16, 16), (5, 16), (0, 0), (30, 32), (16, 16))  # real and padded tokens
 
 
 class TestPacked:
-    """Documents of unequal lengths, some padded, one empty, and a tail that belongs to none."""
+    """Documents of unequal lengths, some padded, one empty."""
 
     @pytest.mark.parametrize("cp", [2, 4])
     def test_gradients_are_those_of_one_rank(self, megatron: tuple[str, Ranks], cp: int) -> None:
-        job = Job(cp=cp, batch=1, length=144, documents=DOCUMENTS)
+        job = Job(cp=cp, batch=1, length=128, documents=DOCUMENTS)
         check_gradients(megatron[1](runs.worst_errors, job, FEW))
 
     def test_cut_as_one_sequence_is_seen(self, megatron: tuple[str, Ranks]) -> None:
@@ -102,7 +106,11 @@ class TestPacked:
             check_gradients(found)
 
 
-SPLITS = {"TP 2 × CP 2": {"tp": 2, "cp": 2}, "CP 2 × DP 2": {"cp": 2}, "PP 2 × CP 2": {"pp": 2, "cp": 2}}
+SPLITS: dict[str, dict[str, Any]] = {
+    "TP 2 × CP 2": {"tp": 2, "cp": 2},
+    "CP 2 × DP 2": {"cp": 2},
+    "PP 2 × CP 2": {"pp": 2, "cp": 2},
+}
 
 
 class TestTraining:
@@ -114,23 +122,31 @@ class TestTraining:
         version, ranks = megatron
         if dtype == torch.bfloat16 and version != NEWEST and not FULL_GRID:
             pytest.skip("of the newest version only, without TOKENRING_FULL_GRID=1")
-        whole = Job(dtype=dtype, seed=2)
-        wanted = ranks(runs.train, whole, 10, dtype == torch.float32)[0]
-        check_steps(ranks(runs.train, replace(whole, **SPLITS[split]), 10), wanted, STEP_LIMITS[dtype])
+        heads = (4, 2) if dtype == torch.float32 else (8, 4)  # more parameters: their roundings tell less in the norm
+        job = Job(*heads, dtype=dtype, seed=2, **SPLITS[split])
+        # In half precision tensor parallelism alone rounds otherwise: that is in both. In float32 nothing is split.
+        without = replace(job, cp=1) if dtype == torch.bfloat16 else replace(job, tp=1, cp=1, pp=1)
+        wanted = ranks(runs.train, without, 10, dtype == torch.float32)
+        check_steps(ranks(runs.train, job, 10), wanted, STEP_LIMITS[dtype])
 
     def test_other_steps_are_seen(self, megatron: tuple[str, Ranks]) -> None:
         ranks = megatron[1]
-        found, wanted = ranks(runs.train, Job(cp=2, rows="contiguous"), 2), ranks(runs.train, Job(), 2, True)[0]
+        found, wanted = ranks(runs.train, Job(cp=2, rows="contiguous"), 2), ranks(runs.train, Job(), 2, True)
         with pytest.raises(AssertionError):
             check_steps(found, wanted, STEP_LIMITS[torch.bfloat16])
 
 
-def check_steps(found: list[list[tuple[float, float]]], wanted: list[tuple[float, float]], limit: float) -> None:
-    assert any(not math.isnan(loss) for history in found for loss, _ in history)
-    for history in found:
-        for (loss, norm), (wanted_loss, wanted_norm) in zip(history, wanted, strict=True):
-            assert math.isnan(loss) or abs(loss - wanted_loss) <= limit * wanted_loss
-            assert abs(norm - wanted_norm) <= limit * wanted_norm
+History = list[tuple[float, float]]  # of a rank: (loss, gradient norm) of each step; NaN where a pipeline has no loss
+
+
+def check_steps(found: list[History], wanted: list[History], limit: float) -> None:
+    ends = [history for history in found if not math.isnan(history[0][0])]
+    end = next(history for history in wanted if not math.isnan(history[0][0]))
+    assert ends
+    off = [abs(got / want - 1) for history in ends for (got, _), (want, _) in zip(history, end, strict=True)]
+    off += [abs(got / want - 1) for history in found for (_, got), (_, want) in zip(history, end, strict=True)]
+    print(f"largest relative difference {max(off):.1e}")
+    assert max(off) <= limit
 
 
 class TestSpecs:

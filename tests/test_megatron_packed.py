@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from tokenring.integrations.megatron.packed import LastPacking, Packing, attend_
 from tokenring.layout import zigzag
 
 EXACT = 2e-6
+FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 
 
 class TestPacking:
@@ -127,10 +129,11 @@ class TestPackedAttention:
 
     @pytest.mark.parametrize("schedule", ["auto", "ring", "tokenring", "ulysses"])
     @pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(4, 0)], ids=str)
-    @pytest.mark.parametrize("world_size", [2, 4])
+    @pytest.mark.parametrize("world_size", [2, 4] if FULL_GRID else [4])
     def test_on_several(self, ranks: RankPools, world_size: int, mask: Mask, schedule: str) -> None:
         found = ranks(world_size)(packed_on_ranks, mask, schedule)
-        wanted = packed_reference(*packed_inputs(), mask)
+        q, k, v, dout = packed_inputs()
+        wanted = packed_reference(q, k, v, dout, mask)
         order = torch.cat([held_rows(rank, world_size) for rank in range(world_size)])
         for index, want in enumerate(wanted):
             got = torch.cat([parts[index] for parts in found])

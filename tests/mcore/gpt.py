@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -203,7 +204,7 @@ def whole_gradients(here: Here, job: Job, data: Data) -> tuple[float, dict[str, 
     logits = model(data.tokens, positions, None, packed_seq_params=packing(whole))
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data.targets.flatten(), reduction="none")
     loss = (losses * data.weights.flatten()).sum()
-    loss.backward()
+    torch.autograd.backward(loss)
     named = dict(model.named_parameters())
     return loss.item(), {n: p.detach() for n, p in named.items()}, {n: p.grad for n, p in named.items()}
 
@@ -219,7 +220,8 @@ def part_of(model: Any, name: str, parameter: Any, whole: dict[str, torch.Tensor
     if not getattr(parameter, "tensor_model_parallel", False):
         return found
     ranks, rank = state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
-    return found.chunk(ranks, dim=parameter.partition_dim)[rank]
+    part: torch.Tensor = found.chunk(ranks, dim=parameter.partition_dim)[rank]
+    return part
 
 
 def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:
@@ -228,11 +230,12 @@ def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:
             parameter.copy_(part_of(model, name, parameter, whole))
 
 
-def sum_gradients(model: Any) -> None:
+def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Over the ranks that have other tokens: data and context parallel ones."""
     from megatron.core import parallel_state as state
 
-    for parameter in model.parameters():
+    for parameter in parameters:
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=state.get_data_parallel_group(with_context_parallel=True))
 
 

@@ -21,7 +21,8 @@ def layer(settings: Any = None, **more: Any) -> TokenRingAttention:
     """A causal self-attention, as Megatron makes it, but of no version."""
     settings = config() if settings is None else settings
     kind = SimpleNamespace(name="causal")
-    return TokenRingAttention(settings, 1, kind, **{"attention_type": "self", "any_version": True} | more)
+    given: dict[str, Any] = {"attention_type": "self", "any_version": True} | more
+    return TokenRingAttention(settings, 1, kind, **given)
 
 
 def refusal(kind: type[TokenRingError], call: Any) -> str:

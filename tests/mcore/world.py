@@ -20,9 +20,14 @@ class OnCpu:
         return torch.zeros(*sizes, **more)
 
 
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    return _as_it_is if function is None else function
+
+
 def load(here: Here, folder: str) -> str:
     """Import Megatron-core from this folder; its version. Called once in a process, before anything else here."""
     sys.path.insert(0, folder)
+    torch.compile = _as_it_is  # type: ignore[assignment]  # of Megatron's small functions: it takes seconds to import
     warnings.simplefilter("ignore")  # Megatron's own, of missing GPU packages; ours are errors again below
     import megatron.core
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model

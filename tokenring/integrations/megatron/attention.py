@@ -126,7 +126,7 @@ class TokenRingAttention(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **more: Any) -> None:
         """Checkpoints of models with TransformerEngine's attention have a state of it here; we have none."""
         state_dict.pop(f"{prefix}_extra_state", None)
-        super()._load_from_state_dict(state_dict, prefix, *rest, **more)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest, **more)
 
     def extra_repr(self) -> str:
         return f"schedule={self.schedule!r}, layer_number={self.layer_number}"

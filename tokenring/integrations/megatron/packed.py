@@ -112,16 +112,16 @@ def attend_packed(
 
     Padding, inside documents and after the last, gets out 0 and no gradient. mask: of one document.
     """
-    rest = q.shape[0] - sum(packing.held)
-    parts = [x.split([*packing.held, rest]) for x in (q, k, v)]
+    rest, device = q.shape[0] - sum(packing.held), q.device
+    parts = [torch.split(x, [*packing.held, rest]) for x in (q, k, v)]
     outs = [torch.zeros_like(part) for part in parts[0]]
     for (_, document_mask), members in packing.alike(mask).items():
-        batch = [torch.stack([part[index] for index in members]) for part in parts]
-        for index, out in zip(members, attend(*batch, document_mask), strict=True):
+        q, k, v = (torch.stack([part[index] for index in members]) for part in parts)
+        for index, out in zip(members, attend(q, k, v, document_mask), strict=True):
             outs[index] = out
     whole = torch.cat(outs)
     if packing.has_padding:
-        hidden = ~torch.nn.functional.pad(packing.real_rows, (0, rest)).to(q.device)
+        hidden = ~torch.nn.functional.pad(packing.real_rows, (0, rest)).to(device)
         whole = whole.masked_fill(hidden[:, None, None], 0.0)
     return whole
 
@@ -154,8 +154,8 @@ def _bounds(params: Any, of: str) -> tuple[list[int], list[int]]:
     plain, padded = (getattr(params, name, None) for name in _names(of))
     if plain is None and padded is None:
         raise ConfigurationError(f"packed_seq_params of format thd without cu_seqlens_{of}: give the documents' ends")
-    plain, padded = padded if plain is None else plain, plain if padded is None else padded
-    bounds = plain.tolist(), padded.tolist()
+    given: tuple[Any, Any] = (padded if plain is None else plain, plain if padded is None else padded)
+    bounds = given[0].tolist(), given[1].tolist()
     if len(bounds[0]) != len(bounds[1]) or any(not each or each[0] != 0 for each in bounds):
         raise ConfigurationError(
             f"cu_seqlens_{of} has {len(bounds[0])} entries and its padded form {len(bounds[1])}: both start with 0 and "
