@@ -47,7 +47,7 @@ def angles() -> torch.Tensor:
 def loss(given: Weights, words: torch.Tensor, labels: torch.Tensor, turns: torch.Tensor, core: Core) -> torch.Tensor:
     """A number to which every token counts. words, labels [b, s]; turns [s, 1, 1, d]."""
     x = given["words"][words].transpose(0, 1)
-    q, k, v = ((x @ given[name]).unflatten(-1, (-1, DIM)) for name in ("q", "k", "v"))
+    q, k, v = ((x @ given[name]).reshape(*x.shape[:2], -1, DIM) for name in ("q", "k", "v"))
     out = core(_turned(q, turns), _turned(k, turns), v)
     return (out * given["labels"][labels].transpose(0, 1)).sum() / LENGTH
 

@@ -56,6 +56,8 @@ class _Finder(MetaPathFinder, Loader):
         if module.__name__ == "torch_npu":
             module.__version__ = "2.7.1"  # type: ignore[attr-defined]
             module.npu = torch.get_device_module("npu")  # type: ignore[attr-defined]
+        if module.__name__ == "triton":
+            module.runtime.driver.active.get_current_target.return_value.backend = "npu"
         if module.__name__ == "torch_npu.contrib":
             module.transfer_to_npu = import_module("torch_npu.contrib.transfer_to_npu")  # type: ignore[attr-defined]
         if module.__name__ == "torch_npu.contrib.transfer_to_npu":

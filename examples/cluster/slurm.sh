@@ -15,8 +15,8 @@
 # Run: with stand-ins of srun and scontrol, by tests/test_cluster.py. Not run: under Slurm.
 set -euo pipefail
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export NNODES=$SLURM_JOB_NUM_NODES MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export NNODES=$SLURM_JOB_NUM_NODES MASTER_ADDR=${HOSTS%%$'\n'*} MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export PER_NODE=${PER_NODE:-8}
 
 # SLURM_NODEID differs from node to node: it is read there.
