@@ -142,7 +142,10 @@ class Control:
 
     # ---------- waiting
 
-    def wait(self, attempt: Callable[[float], bool], peer: int | Callable[[], int | None], what: str) -> None:
+    def wait(
+        self, attempt: Callable[[float], bool], peer: int | Callable[[], int | None], what: str,
+        limit_seconds: float | None = None,
+    ) -> None:  # fmt: skip
         """Until attempt(seconds) succeeds, for no longer than the time limit. Raises PeerLost.
 
         peer: for whom, or what tells who is missing at the moment; if nobody is, someone died on the way.
@@ -150,7 +153,8 @@ class Control:
         self.progress()
         if attempt(PROMPT_SECONDS):  # as nearly always: not worth telling anyone
             return
-        deadline = time.monotonic() + self.timeout_seconds
+        limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
+        deadline = time.monotonic() + limit_seconds
         while True:
             missing = peer() if callable(peer) else peer
             missing = (self.rank + 1) % self.world_size if missing is None else missing
@@ -160,7 +164,7 @@ class Control:
                 break
             late = time.monotonic() >= deadline
             if (late or self.is_hopeless(missing)) and not attempt(0.0):
-                raise self.lost(missing, what, f"no answer within {self.timeout_seconds:g} s" if late else "")
+                raise self.lost(missing, what, f"no answer within {limit_seconds:g} s" if late else "")
         self.board.note_waiting(None)
 
     def is_hopeless(self, peer: int) -> bool:

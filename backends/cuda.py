@@ -66,7 +66,7 @@ class CudaTransport(Preferring):
         said = [json.loads(each) for each in meeting.gather("their devices", json.dumps(self._facts()))]
         unreached = meeting.gather("whom they reach", json.dumps(self._unreached(said)))
         hosts = {each["boot_id"] for each in said}
-        domain: Domain = "across" if len(hosts) > 1 else "none" if any(map(json.loads, unreached)) else "pcie"
+        domain: Domain = "across" if len(hosts) > 1 else "apart" if any(map(json.loads, unreached)) else "reached"
         return choose(domain, {name: _first_reason(said, name) for name in (ONE_SIDED, TWO_SIDED)})
 
     def _facts(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def choice_here() -> tuple[str | None, str]:
     apart = [
         (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
-    found = choose("none" if apart else "pcie", reasons)
+    found = choose("apart" if apart else "reached", reasons)
     where = f" (GPU {apart[0][0]} does not reach GPU {apart[0][1]})" if apart else ""
     return found.transport, f"{found.reason}{where}; nccl between machines"
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -23,23 +23,42 @@ class StoreSilent(Exception):
     """The store did not answer in time, or is gone."""
 
 
+class Aside(Generic[T]):
+    """A call in a thread of its own, because it may never come back."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.error: BaseException | None = None  # what it raised
+        self._answers: list[T] = []
+        self._function = function
+        self._thread = threading.Thread(target=self._work, daemon=True, name="tokenring aside")
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._answers.append(self._function())
+        except BaseException as error:
+            self.error = error
+
+    def ended(self, seconds: float) -> bool:
+        """Whether it is over, within so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        """What it gave, once it has ended. Raises what it raised."""
+        if self.error is not None:
+            raise self.error
+        return self._answers[0]
+
+
 def bounded(function: Callable[[], T], seconds: float) -> T:
     """The function's result. Raises StoreSilent after so many seconds: a stopped store answers nothing, ever."""
-    answers: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            answers.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True, name="tokenring store")
-    thread.start()
-    thread.join(seconds)
-    if answers:
-        return answers[0]
-    raise StoreSilent(str(errors[0]).partition("\n")[0] if errors else f"no answer within {seconds:g} s")
+    call = Aside(function)
+    if not call.ended(seconds):
+        raise StoreSilent(f"no answer within {seconds:g} s")
+    if call.error is not None:
+        raise StoreSilent(str(call.error).partition("\n")[0])
+    return call.result()
 
 
 def forget(store: Any, what: str, keys: list[str], world_size: int) -> None:

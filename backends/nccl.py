@@ -18,26 +18,29 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from tokenring.backends import driver
 from tokenring.backends.accelerated import Accelerated
 from tokenring.backends.apart import TAG, Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Link
 from tokenring.backends.control import Control
 from tokenring.backends.devices import device_of
+from tokenring.backends.meeting import Aside
 from tokenring.backends.watch import Watch, Watched
-from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import GroupName
 
+T = TypeVar("T")
 LEAST_LIMIT_SECONDS = 600  # torch's own for an NCCL group
 MARGIN_SECONDS = 600
 LATE = "what NCCL finds wrong with a message is said at a later call; TORCH_NCCL_BLOCKING_WAIT=1 says it in place"
@@ -59,6 +62,7 @@ class Together:
         self.posts: list[Post] = []
         self.stream: Any = None  # on which they were posted: NCCL's own stream follows it
         self.work: Any = None
+        self.begun: Any = None  # the event before the first wait for it
 
 
 class NcclTransport(Watched, Accelerated):
@@ -68,6 +72,7 @@ class NcclTransport(Watched, Accelerated):
     device_type, device_name, finds_which = "cuda", "GPU", "CUDA_LAUNCH_BLOCKING=1"
     vendor_says = re.compile(r"nccl|\btime[d-]? ?out|remote error|connection", re.IGNORECASE)
     capabilities = Capabilities(early_receives=False, channels=2, pair_serial=True)
+    contact_seconds = 60.0  # at least, for the first contact: most of it is work, and more with more ranks
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         self._check_available()
@@ -81,7 +86,8 @@ class NcclTransport(Watched, Accelerated):
         self._connected: set[Link] = set()
         self._device: torch.device | None = None  # of the tensors that it moves
         groups = self._groups  # not the transport, which the watch must not hold
-        self._watch = Watch(self.control, lambda: _abort(groups))
+        begin = driver.stay_out_of_captures if self.device_type == "cuda" else None
+        self._watch = Watch(self.control, lambda: _abort(groups), begin)
 
     # ---------- groups
 
@@ -120,24 +126,47 @@ class NcclTransport(Watched, Accelerated):
         self._connected |= set(new)
 
     def _touch(self, links: list[Link], channel: str, device: torch.device) -> None:
-        """A byte over each link, and before the first one something that makes the communicator, on all ranks."""
+        """A byte over each link, and before the first one something that makes the communicator, on all ranks.
+
+        NCCL has no time limit here, and no abort reaches a communicator that is not made: so a thread does it.
+        """
         if not links:
             return
         group, batch, first = self._groups[channel], Together(), next(iter(links))
-        try:
-            if not any(link[2] == channel for link in self._connected):
-                group.allreduce([torch.zeros(1, dtype=torch.int32, device=device)], dist.AllreduceOptions()).wait()
-            for src, dst, _ in links:
-                if self.rank in (src, dst):
-                    byte = torch.zeros(1, dtype=torch.uint8, device=device)
-                    sends = self.rank == src
-                    batch.posts.append(Post("send" if sends else "recv", byte, dst if sends else src))
+        meets = not any(link[2] == channel for link in self._connected)
+        word = torch.zeros(1, dtype=torch.int32, device=device)
+        for src, dst, _ in links:
+            if self.rank in (src, dst):
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                sends = self.rank == src
+                batch.posts.append(Post("send" if sends else "recv", byte, dst if sends else src))
+        peer = next((post.peer for post in batch.posts), first[0])
+
+        def meet() -> list[Any]:
+            works = [group.allreduce([word], dist.AllreduceOptions())] if meets else []
             if batch.posts:
                 self._start(batch, channel)
-                batch.work.wait()
+                works.append(batch.work)
+            for work in works:
+                work.wait()
+            return works
+
+        contact, what = Aside(_on_this_stream(meet, device)), f"connected ({channel})"
+        limit_seconds = max(self.control.timeout_seconds, self.contact_seconds)
+        self.control.wait(contact.ended, self._missing, what, limit_seconds)
+        try:
+            works = contact.result()
+        except PeerLost:
+            raise
         except RuntimeError as error:
-            peer = next((post.peer for post in batch.posts), first[0])
-            raise self._failed(error, peer, f"connected ({channel})", FIRST_CONTACT) from error
+            raise self._failed(error, peer, what, FIRST_CONTACT) from error
+        for work in works:  # the device may wait still
+            self._watch.add(work.is_completed, peer, what)
+
+    def _missing(self) -> int | None:
+        """A rank whose process is gone: all wait for each other, and it is no use to wait for the next one."""
+        members = self.control.members
+        return next((rank for rank, each in enumerate(members) if each.state(members[self.rank]) == "gone"), None)
 
     # ---------- messages
 
@@ -191,7 +220,9 @@ class NcclTransport(Watched, Accelerated):
         self.check()
         if batch.work is None:
             self.go()
-        self._watch.add(batch.work.is_completed, peer, what)
+        if batch.begun is None:
+            batch.begun = device_of(batch.posts[0].data).current_stream().record_event()
+        self._watch.add(batch.work.is_completed, peer, what, batch.begun.query)
         try:
             batch.work.wait()
         except RuntimeError as error:
@@ -201,10 +232,13 @@ class NcclTransport(Watched, Accelerated):
     # ---------- errors, end
 
     def close(self) -> None:
-        self._watch.close()
+        """Give back all groups. The watch goes last: the device is waited for, and a peer may be lost meanwhile."""
         self._open.clear()
-        super().close()
-        self._connected.clear()
+        try:
+            super().close()
+        finally:
+            self._watch.close()
+            self._connected.clear()
 
 
 class _Handle:
@@ -215,6 +249,18 @@ class _Handle:
 
     def wait(self) -> None:
         self._transport.wait_for(self._batch, self._peer, self._what)
+
+
+def _on_this_stream(act: Callable[[], T], device: torch.device) -> Callable[[], T]:
+    """The same in any thread, which has a current device and stream of its own."""
+    where = device_of(device)
+    stream = where.current_stream()
+
+    def there() -> T:
+        with where.on(stream):
+            return act()
+
+    return there
 
 
 def _abort(groups: dict[str, Any]) -> None:

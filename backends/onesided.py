@@ -4,18 +4,19 @@ A line is one direction of a pair of ranks on one channel. Each of its messages 
 says that the place is free, and an arrival, by which the sender says that the bytes are there; both are words of 0
 or 1 in the memory of whoever waits for them, and whoever has waited for a word clears it. Everything is queued:
 
-    receiver, at the post       compute stream   signal the credit of the message, at the sender
-    sender, at the post         line's stream    wait for what the compute stream has made, and for the credit;
-                                                 put the bytes at their place; signal the arrival, at the receiver
-    sender, at the wait         compute stream   wait for the line's stream as it was behind the put
-    receiver, at the wait       compute stream   wait for the arrival
+    receiver, at the post       stream that posts   wait for the wait for the message RING before it; signal the
+                                                    credit of the message, at the sender
+    sender, at the post         line's stream       wait for what the stream that posts has come to, and for the
+                                                    credit; put the bytes at their place; signal the arrival
+    sender, at the wait         stream that waits   wait for the line's stream as it was behind the put
+    receiver, at the wait       stream that waits   wait for the arrival
 
 docs/cuda-transports.md says why this is right, and why it cannot hang, on streams that share a queue, too.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -62,6 +63,13 @@ class Words:
         return (row * self._world_size + peer) * RING + number % RING
 
 
+class Queued(NamedTuple):
+    """Events of a send: its stream has come to where it waits for the credit; the bytes are put."""
+
+    begun: Any
+    done: Any
+
+
 class Sending:
     """A line's end at its sender. Its stream is its own: a credit that is missing holds up nothing else."""
 
@@ -71,17 +79,18 @@ class Sending:
         self._stream: Any = None
         self._sent = 0
 
-    def send(self, data: torch.Tensor, place: int) -> Any:
-        """Queue the next message; gives the event behind it. What the current stream queued before is sent."""
+    def send(self, data: torch.Tensor, place: int) -> Queued:
+        """Queue the next message. What the current stream queued before is sent."""
         device, number = self._device, self._sent
         if self._stream is None:
             self._stream = device.new_stream(high_priority=True)
         self._sent += 1
         self._stream.wait_stream(device.current_stream())
+        begun = self._stream.record_event()
         with device.on(self._stream):
             self._memory.wait(self._words.credit(self._channel, self._peer, number))
             self._memory.put(data, self._peer, place, self._words.arrival(self._channel, self._rank, number))
-        return self._stream.record_event()
+        return Queued(begun, self._stream.record_event())
 
 
 class Receiving:
@@ -91,26 +100,44 @@ class Receiving:
         self._memory, self._device, self._words, self._rank = memory, device, words, rank
         self._channel, self._peer = line
         self._posted = self._waited = 0
-        self._early: Any = None  # behind the last wait that a post had to queue
+        self._cleared: dict[int, tuple[Any, Any]] = {}  # word → the stream that waited for it, the event behind that
+
+    def begin(self) -> None:
+        """A pass begins, all of whose streams come behind what was waited for before.
+
+        So nothing in it waits for an event of another pass: inside a graph that is captured it could not.
+        """
+        self._cleared.clear()
 
     def post(self) -> int:
         """Give credit for the next message; gives its number.
 
-        Its words are free when the message that used them last has arrived, and that was waited for here. Where it was
-        not, that is waited for now: the credit must go out in the order of the posts, or ranks may wait in a circle.
+        Its words are free when the message that used them last has arrived and its wait has cleared them, on whatever
+        stream that stands. Where it was not waited for, that is done now: the credit must go out in the order of
+        the posts, or ranks may wait in a circle.
         """
         number = self._posted
         self._posted += 1
-        if self._waited <= number - RING:
+        if number >= RING:
             self.wait(number - RING)
-            self._early = self._device.current_stream().record_event()
         self._memory.signal(self._peer, self._words.credit(self._channel, self._rank, number))
         return number
 
-    def wait(self, number: int) -> None:
-        """Queue the wait for a message, and for all before it, which come first anyhow."""
-        if number < self._waited and self._early is not None:  # a word is waited for once, and that was elsewhere
-            self._device.current_stream().wait_event(self._early)
+    def wait(self, number: int) -> Any:
+        """The current stream waits for a message, and for all before it, which come first anyhow; the event behind.
+
+        A word is waited for once. Whoever comes later waits for whoever did that.
+        """
+        current = self._device.current_stream()
+        if number < self._waited and (found := self._cleared.get(number % RING)) is not None:
+            stream, event = found
+            if stream != current:
+                current.wait_event(event)
+            return event
+        first = self._waited
         while self._waited <= number:
             self._memory.wait(self._words.arrival(self._channel, self._peer, self._waited))
             self._waited += 1
+        event = current.record_event()
+        self._cleared.update((each % RING, (current, event)) for each in range(first, self._waited))
+        return event

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from tokenring.backends import driver
 from tokenring.backends.apart import Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Landing, Link
 from tokenring.backends.control import Control
@@ -85,7 +86,8 @@ class SymmTransport(Watched):
         except BaseException:
             self.close()
             raise
-        self._watch = Watch(self.control, self._memory.release)
+        begin = driver.stay_out_of_captures if self.device_type == "cuda" else None
+        self._watch = Watch(self.control, self._memory.release, begin)
         self._sending: dict[Line, Sending] = {}
         self._receiving: dict[Line, Receiving] = {}
         for line in [(channel, peer) for channel in CHANNELS for peer in range(self.world_size) if peer != self.rank]:
@@ -177,13 +179,15 @@ class SymmTransport(Watched):
         return Placement(self._heaps, dict(own), theirs)
 
     def begin(self, placement: Placement) -> None:
-        """The messages that follow are those of this program, from its first on."""
+        """The messages that follow are those of this program, from its first on, on streams behind all before it."""
         if placement.heap != self._heaps:
             raise ConfigurationError(
                 f"transport {self.name!r}: this program was bound before the memory grew; bind it again"
             )
         self._placement = placement
         self._counts.clear()
+        for line in placement.own:
+            self._receiving[line].begin()
 
     # ---------- messages
 
@@ -202,9 +206,9 @@ class SymmTransport(Watched):
                 f"the ranks run different programs"
             )
         self.sent_bytes[dst] += nbytes
-        end = self.watched(dst, f"waited to send {label}")
-        end.event = self._sending[channel, dst].send(data, place)
-        return _Sent(self, end.event, data)
+        with self.watched(dst, f"waited to send {label}") as end:
+            end.begun, end.done = self._sending[channel, dst].send(data, place)
+        return _Sent(self, end.done, data)
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         self.check()
@@ -235,10 +239,10 @@ class SymmTransport(Watched):
         return offset, size
 
     def watched(self, peer: int, what: str) -> End:
-        """The end of a message that the watch looks after; give it its event when that is queued."""
+        """The end of a message that the watch looks after; give it its events when they are queued, inside of it."""
         end = End()
         if not self._is_captured():
-            self._watch.add(end.is_reached, peer, what)
+            self._watch.add(end.is_reached, peer, what, end.is_begun)
         return end
 
     def _is_captured(self) -> bool:
@@ -259,18 +263,29 @@ class SymmTransport(Watched):
             if hasattr(self, "_watch"):
                 self._watch.close()
             self._heap, self.pool, self._placement = torch.empty(0, dtype=torch.uint8), None, None
-            for each in ("_memory", "_sending", "_receiving"):
+            for each in ("_memory", "_sending", "_receiving", "_watch"):  # which hold the memory
                 self.__dict__.pop(each, None)
             self._apart = None
 
 
 class End:
-    """Where a message ends on this rank's device."""
+    """Where this rank's device waits for a message, and where that ends; inside of `with`, until that is queued."""
 
-    event: Any = None
+    begun: Any = None
+    done: Any = None
+    _failed = False
+
+    def __enter__(self) -> End:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._failed = kind is not None  # nothing is queued that could end
+
+    def is_begun(self) -> bool:
+        return self.begun is not None and bool(self.begun.query())
 
     def is_reached(self) -> bool:
-        return self.event is not None and bool(self.event.query())
+        return self._failed or (self.done is not None and bool(self.done.query()))
 
 
 class _Sent:
@@ -291,7 +306,7 @@ class _Received:
     def wait(self) -> None:
         transport = self._transport
         transport.check()
-        end = transport.watched(self._src, f"waited for {self._label}")
-        self._line.wait(self._number)
-        end.event = transport.device.current_stream().record_event()
+        with transport.watched(self._src, f"waited for {self._label}") as end:
+            end.begun = transport.device.current_stream().record_event()
+            end.done = self._line.wait(self._number)
         transport.check()

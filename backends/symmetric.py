@@ -6,16 +6,13 @@ c10d/symm_mem; the driver's calls in the CUDA driver API, "Stream Memory Operati
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 
+from tokenring.backends import driver
 from tokenring.backends.devices import device_of
 
-WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
-DRIVER = "libcuda.so.1"
 SET, CLEAR = 1, 0
 
 
@@ -32,23 +29,10 @@ def unavailable() -> str | None:
     if not hasattr(torch.ops.symm_mem, "stream_write_value32_"):
         return "this torch has no symm_mem::stream_write_value32_ (torch 2.6 brought it)"
     try:
-        _wait_value()
+        driver.check_waits()
     except (OSError, AttributeError) as error:
         return f"the driver's library has no cuStreamWaitValue32: {error}"
     return None
-
-
-@cache
-def _wait_value() -> Any:
-    """cuStreamWaitValue32 of the driver itself: torch has no such call, and no package is needed for it.
-
-    Raises OSError without the library, AttributeError if it lacks the function.
-    """
-    library = ctypes.CDLL(DRIVER)
-    function = getattr(library, "cuStreamWaitValue32_v2", None) or library.cuStreamWaitValue32
-    function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-    function.restype = ctypes.c_int
-    return function
 
 
 class SymmetricMemory:
@@ -70,6 +54,7 @@ class SymmetricMemory:
     def meet(self, words: int) -> None:
         self._words, handle = self._rendezvous(4 * words)
         self._words.zero_()
+        self._wait_flags = driver.wait_flags(self._device.index)
         torch.cuda.synchronize(self._device)  # before anyone is told that all are there, and signals
         others = range(self._world_size)
         self._at = [handle.get_buffer(rank, (words,), torch.uint32, 0) for rank in others]
@@ -103,9 +88,7 @@ class SymmetricMemory:
 
     def wait(self, word: int) -> None:
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        code = _wait_value()(stream, self._at[self._rank].data_ptr() + 4 * word, SET, WAIT_EQUAL)
-        if code:
-            raise RuntimeError(f"cuStreamWaitValue32 failed with CUresult {code}")
+        driver.wait_value(stream, self._at[self._rank].data_ptr() + 4 * word, SET, self._wait_flags)
         torch.ops.symm_mem.stream_write_value32_(self._at[self._rank], word, CLEAR)
 
     def release(self) -> None:

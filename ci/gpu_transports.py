@@ -27,7 +27,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from gpu_clock import stream_seconds  # noqa: E402
 
-from tokenring import Causal, ContextParallel, PeerLost, attention, shard  # noqa: E402
+from tokenring import Causal, ContextParallel, PeerLost, attention, capture, shard  # noqa: E402
 from tokenring.backends import symmetric  # noqa: E402
 from tokenring.backends.devices import device_of  # noqa: E402
 from tokenring.backends.symm import SymmTransport  # noqa: E402
@@ -191,6 +191,33 @@ def replays(rank: int) -> str:
     return "10 replays, each with its own contents"
 
 
+def captured(rank: int) -> str:
+    """Captured calls, both passes, give at each launch what calls give; also with calls between, on other streams."""
+    world, made, device = dist.get_world_size(), transport(), device_of("cuda")
+    for schedule in ("ring", "tokenring", "direct-kv"):
+        with ContextParallel(schedule=schedule, transport=made, kernel="reference") as cp:
+            q, k, v = (torch.zeros(1, 256, 4, 64, device="cuda", requires_grad=True) for _ in range(3))
+            graphs = capture(q, k, v, cp, Causal())
+            streams = [device.new_stream() for _ in range(3)]
+            for turn in range(6):
+                generator = torch.Generator().manual_seed(turn * world + rank)
+                given = [torch.randn(1, 256, 4, 64, generator=generator).cuda() for _ in range(4)]
+                torch.cuda.synchronize()
+                results = []
+                for at, launches in enumerate((True, False, True)):
+                    with device.on(streams[at]):
+                        q, k, v = (x.clone().requires_grad_() for x in given[:3])
+                        out = graphs(q, k, v)[0] if launches else attention(q, k, v, cp, Causal())
+                        grads = torch.autograd.grad(out, (q, k, v), given[3])
+                        results.append([x.detach().clone() for x in (out, *grads)])
+                torch.cuda.synchronize()
+                for each in results:
+                    same = [torch.equal(x, y) for x, y in zip(each, results[1], strict=True)]
+                    assert all(same), (schedule, turn, same)
+    made.close()
+    return "3 schedules, both passes: 12 launches each, to the bit what calls between them give"
+
+
 def dies(rank: int) -> str:
     """Rank 1 goes; rank 0, whose stream waits for it, is told and not left waiting."""
     made = transport()
@@ -280,6 +307,7 @@ PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
     ("symmetric memory, messages", messages, RANKS),
     ("symmetric memory, programs", programs, RANKS),
     ("symmetric memory, a captured exchange", replays, (2,)),
+    ("symmetric memory, captured calls", captured, RANKS),
     ("symmetric memory, a rank that dies", dies, (2,)),
     ("put, signal and wait", put_and_signal, RANKS),
     ("attention beside a move", beside_attention, (1,)),

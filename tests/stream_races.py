@@ -9,7 +9,7 @@ and waits alone, so that what is only lucky counts as wrong. `drop` leaves out o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,13 +67,16 @@ class Event:
 
 @dataclass
 class Handle:
-    """A message on its way."""
+    """A message on its way, or several that are waited for together; group: their number, from 1 on."""
 
     recorder: Recorder
-    thread: int
+    threads: list[int]
+    group: int = 0
 
     def wait(self) -> None:
-        self.recorder.log.append(Action("join", self.recorder.current.thread, self.thread))
+        label = f"group {self.group}" if self.group else ""
+        for thread in self.threads:
+            self.recorder.log.append(Action("join", self.recorder.current.thread, thread, label=label))
 
 
 @dataclass
@@ -120,16 +123,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---------- the transport
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
-        return self._message(data, False, f"send of {label}")
+        return self._message(data, False, channel, f"send of {label}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
-        return self._message(data, True, f"receive of {label}")
+        return self._message(data, True, channel, f"receive of {label}")
 
-    def _message(self, data: torch.Tensor, writes: bool, label: str) -> Handle:
-        handle = Handle(self, self._new_thread())
-        self.log.append(Action("fork", handle.thread, self.current.thread))
-        self.log.append(Action("use", handle.thread, accesses=(self._access(data, writes),), label=label))
-        return handle
+    def _message(self, data: torch.Tensor, writes: bool, channel: str, label: str) -> Handle:
+        return Handle(self, [self.begin_message(self.current, self._access(data, writes), label)])
+
+    def begin_message(self, stream: Stream, access: Access, label: str) -> int:
+        thread = self._new_thread()
+        self.log.append(Action("fork", thread, stream.thread))
+        self.log.append(Action("use", thread, accesses=(access,), label=label))
+        return thread
 
     def fail(self, error: BaseException) -> None:
         raise error
@@ -165,6 +171,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def use(self, x: torch.Tensor, label: str) -> None:
         """The current stream writes all of it."""
         self.log.append(Action("use", self.current.thread, accesses=(self._access(x, True),), label=label))
+
+
+@dataclass
+class GroupRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """Its messages begin in groups, one for each channel, behind whatever stands in the channel's stream by then."""
+
+    groups: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._open: dict[str, tuple[Handle, Stream, list[tuple[Access, str]]]] = {}
+
+    def _message(self, data: torch.Tensor, writes: bool, channel: str, label: str) -> Handle:
+        if channel not in self._open:
+            self.groups += 1
+            self._open[channel] = Handle(self, [], self.groups), self.current, []
+        handle, stream, posts = self._open[channel]
+        assert stream is self.current
+        posts.append((self._access(data, writes), label))
+        return handle
+
+    def go(self) -> None:
+        for handle, stream, posts in self._open.values():
+            handle.threads += [self.begin_message(stream, access, label) for access, label in posts]
+        self._open.clear()
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -203,20 +234,67 @@ class _Shadow:
             reads[access.units] = now
 
 
-def orders(log: Sequence[Action]) -> list[int]:
-    """The places of all records and waits."""
-    return [at for at, action in enumerate(log) if action.what in ("record", "wait", "join")]
+def orders(log: Sequence[Action]) -> list[frozenset[int]]:
+    """The places of all records and waits, together where one of them would do: see `_posts` for waits for events;
+    the waits for one group."""
+    waits, found = _posts(log), list[frozenset[int]]()
+    groups: dict[str, set[int]] = defaultdict(set)
+    latest: dict[int, int] = {}  # event → where it was recorded last
+    for at, action in enumerate(log):
+        if action.what == "record":
+            latest[action.other] = at
+        elif action.what == "join" and action.label:
+            groups[action.label].add(at)
+        elif action.what == "join":
+            found.append(frozenset({at}))
+        elif at in waits:
+            found += [frozenset({latest[action.other]}), waits[at]]
+    return [*dict.fromkeys(found), *map(frozenset, groups.values())]
 
 
-def races(log: Sequence[Action], threads: int, drop: int | None = None) -> list[str]:
-    """What is used without an order; without the action at `drop`."""
+def _posts(log: Sequence[Action]) -> dict[int, frozenset[int]]:
+    """By the place of the last, the waits for events of a stream between two messages that begin there.
+
+    Those of a group begin together, and the event that the last of them waits for is the latest: it would do alone.
+    """
+    found: dict[int, frozenset[int]] = {}
+    open_waits: dict[int, list[int]] = defaultdict(list)  # thread → places
+    for at, action in enumerate(log):
+        if action.what == "wait":
+            open_waits[action.thread].append(at)
+        elif action.what == "fork" and (places := open_waits.pop(action.other, None)):
+            found[places[-1]] = frozenset(places)
+    return found
+
+
+def behind_groups_again(log: Sequence[Action]) -> set[int]:
+    """Records right behind a wait for a group that was waited for before, and waits for these: they may be idle.
+
+    A program waits for every message of a group, and knows nothing of groups; the first such wait does for all.
+    """
+    first, again = dict[str, int](), set[str]()  # by group: where it was waited for first; those waited for again
+    events, found = dict[int, bool](), set[int]()
+    for at, action in enumerate(log):
+        if action.what == "join" and action.label:
+            start = first.setdefault(action.label, at)
+            if any(each.what != "join" for each in log[start:at]):
+                again.add(action.label)
+        elif action.what == "record":
+            events[action.other] = log[at - 1].what == "join" and log[at - 1].label in again
+        if action.what in ("record", "wait") and events.get(action.other, False):
+            found.add(at)
+    return found
+
+
+def races(log: Sequence[Action], threads: int, drop: Collection[int] = ()) -> list[str]:
+    """What is used without an order; without the actions at `drop`."""
     clocks: list[Indices] = [np.zeros(threads, np.int64) for _ in range(threads)]
     recorded: dict[int, Indices] = {}
     shadows: dict[int, _Shadow] = defaultdict(_Shadow)
     found = []
     for at, action in enumerate(log):
         clock = clocks[action.thread]
-        if at == drop:
+        if at in drop:
             continue
         if action.what == "use":
             clock[action.thread] += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,21 +24,56 @@ class Refused(AssertionError):
     """What the world finds wrong with what was queued."""
 
 
+@dataclass(eq=False)
+class Event:
+    """A point of a stream, of one record of it. graph: it was captured, so that nobody outside can wait for it."""
+
+    done: bool = False
+    graph: bool = False
+
+    def query(self) -> bool:
+        return self.done
+
+
 @dataclass
 class Operation:
-    """What happens, as soon as it is ready and the first of its queue."""
+    """What happens, as soon as it is ready and the first of its queue; the event that it sets or waits for."""
 
     name: str
     act: Callable[[], None] = lambda: None
     ready: Callable[[], bool] = lambda: True
+    sets: Event | None = None
+    awaits: Event | None = None
 
 
-@dataclass
-class Event:
-    done: bool = False
+def setting(event: Event) -> Operation:
+    def set_it() -> None:
+        event.done = True
 
-    def query(self) -> bool:
-        return self.done
+    return Operation("record", set_it, sets=event)
+
+
+def awaiting(event: Event) -> Operation:
+    return Operation("wait for an event", ready=event.query, awaits=event)
+
+
+def check_joined(queues: Sequence[Sequence[Operation]]) -> None:
+    """Raises Refused where the end of some queue does not come before the end of the first, by events alone.
+
+    cudaStreamEndCapture has it so (cudaErrorStreamCaptureUnjoined): what a graph forked must come back.
+    """
+    places = {id(each.sets): (at, n) for at, queue in enumerate(queues) for n, each in enumerate(queue) if each.sets}
+    behind = [len(queues[0]), *([0] * (len(queues) - 1))]  # of each queue, how much surely comes before that end
+    moved = True
+    while moved:
+        moved = False
+        for queue, count in zip(queues, list(behind), strict=True):
+            for each in queue[:count]:
+                at, place = places.get(id(each.awaits), (0, -1))
+                if place >= behind[at]:
+                    behind[at], moved = place + 1, True
+    if left := [queue[count].name for queue, count in zip(queues, behind, strict=True) if count < len(queue)]:
+        raise Refused(f"unjoined: {'; '.join(left)} and what follows does not lead back to the first stream")
 
 
 @dataclass
@@ -58,15 +93,13 @@ class Stream:
     def record_event(self) -> Event:
         event = Event()
         self.world.events.append(event)
-
-        def set_it() -> None:
-            event.done = True
-
-        self.add("record", set_it)
+        self.queue.waiting.append(setting(event))
         return event
 
     def wait_event(self, event: Event) -> None:
-        self.add("wait for an event", ready=event.query)
+        if event.graph:
+            raise Refused("an event of a graph is waited for outside of it")
+        self.queue.waiting.append(awaiting(event))
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -101,6 +134,8 @@ class World:
     def capture(self) -> Callable[[], None]:
         """What is queued now, to be queued again, as a graph is that is replayed."""
         kept = [[list(queue.waiting) for queue in each] for each in self.queues]
+        for of_rank in kept:
+            check_joined(of_rank)
 
         def replay() -> None:
             for event in self.events:

@@ -27,7 +27,7 @@ from tokenring.backends.control import Control, shared_segment
 from tokenring.backends.cuda import CudaTransport
 from tokenring.backends.devices import Memory as DeviceMemory
 from tokenring.backends.gloo import GlooTransport
-from tokenring.backends.onesided import Line
+from tokenring.backends.onesided import Line, Queued
 from tokenring.backends.segments import Segment
 from tokenring.backends.symm import OwnMemory, SymmTransport, _Received
 from tokenring.errors import ConfigurationError
@@ -254,13 +254,13 @@ class Told(OnCpu):
                 each = waiting.popleft()
                 if size != each.data.numel() * each.data.element_size():
                     raise ConfigurationError(f"send of {each.label}: its peer expects {size} bytes")
-                each.event = self._sending[channel, dst].send(each.data, place)
+                each.queued = self._sending[channel, dst].send(each.data, place)
 
 
 class _PutOff:
-    """A send whose event comes when it is queued."""
+    """A send whose events come when it is queued."""
 
-    event: Any = None
+    queued: Queued | None = None
 
     def __init__(self, transport: Told, data: torch.Tensor, dst: int, label: str) -> None:
         self.transport, self.data, self.dst, self.label = transport, data, dst, label
@@ -270,14 +270,15 @@ class _PutOff:
 
         def attempt(seconds: float) -> bool:
             transport.progress()
-            if self.event is None and seconds:
+            if self.queued is None and seconds:
                 time.sleep(min(seconds, 0.001))
-            return self.event is not None
+            return self.queued is not None
 
         transport.control.wait(attempt, self.dst, what)
-        end = transport.watched(self.dst, what)
-        end.event = self.event
-        transport.device.current_stream().wait_event(self.event)
+        assert self.queued is not None
+        with transport.watched(self.dst, what) as end:
+            end.begun, end.done = self.queued
+            transport.device.current_stream().wait_event(end.done)
         transport.check()
 
 

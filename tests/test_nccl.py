@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import nccl_ranks
@@ -16,14 +20,17 @@ from ascend.hccl_ledger import HcclError, ledger, limits
 from ascend.hccl_ranks import Change, run_case, small_case, without
 from ascend.ranks import NpuPools
 from cases import Case, Local, check_exact
-from ranks import Here
+from ranks import Here, RankError
 from test_hccl_mutants import compute_before_wait, reuse_early
+from test_watch import FakeControl
 
 import tokenring as tr
 from tokenring import ConfigurationError, PeerLost
+from tokenring.backends import accelerated
 from tokenring.backends.base import Grouping
-from tokenring.backends.nccl import NcclTransport, limit_seconds
+from tokenring.backends.nccl import NcclTransport, _abort, limit_seconds
 from tokenring.backends.registry import make_transport
+from tokenring.backends.watch import Watch
 from tokenring.runtime.posting import last_posts
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 from tokenring.schedule.program import Merge, Pack, Program, Recv, Send, Span, Wait
@@ -219,6 +226,60 @@ def test_refusals(npus: NpuPools) -> None:
         found = some(refusals)[0]
     for text, wanted in zip(found, says, strict=True):
         assert wanted in text, text
+
+
+def first_contact(here: Here, absent: int, dies: bool) -> tuple[int | None, float, str] | None:
+    """One rank does not come to its first contact, in which the others' hosts are held up for twenty seconds."""
+    nccl_ranks.register(here)
+    limits.connect = 20.0
+    transport: Any = make_transport(nccl_ranks.NAME, dist.group.WORLD, 1.0)  # type: ignore[arg-type]
+    transport.contact_seconds = 1.0
+    dist.barrier()
+    if here.rank == absent:
+        if dies:
+            os._exit(7)
+        time.sleep(4.0)
+        return None
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as lost:
+        transport.prepare([(0, 1, REQUESTS), (1, 2, REQUESTS)], torch.device(NPU))
+    return lost.value.rank, time.monotonic() - began, str(lost.value)
+
+
+def test_a_first_contact_has_our_time_limit(npus: NpuPools) -> None:
+    """And names who did not come: NCCL would wait much longer, if not for ever."""
+    with npus.expendable(3) as some:
+        found = [each for each in some(first_contact, 2, False) if each is not None]
+    for rank, seconds, text in found:
+        assert rank == 2 and seconds < 12.0, (rank, seconds)
+        assert "connected (requests)" in text and "within 1 s" in text
+
+
+def test_a_rank_that_dies_before_its_first_contact(npus: NpuPools) -> None:
+    with npus.expendable(3) as some, pytest.raises(RankError) as caught:
+        some(first_contact, 2, True)
+    text = str(caught.value)
+    assert "rank 2: died with exit code 7" in text and "Traceback" not in text, text
+
+
+def test_it_is_closed_under_the_watch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The host ran ahead, and a peer is lost while `close` waits for the device: only an abort lets that go on."""
+    aborted, control = threading.Event(), FakeControl(0.3)
+    made: Any = NcclTransport.__new__(NcclTransport)
+    made.control, made._groups = control, {REQUESTS: SimpleNamespace(abort=aborted.set)}
+    made._open, made._connected, made._device = {}, set(), torch.device("cuda", 0)
+    groups = made._groups
+    made._watch = Watch(control, lambda: _abort(groups), end_process=control.ended.append)  # type: ignore[arg-type]
+    made._watch.add(aborted.is_set, 1, "waited for kv1")
+    synchronized: list[bool] = []
+    device = SimpleNamespace(synchronize=lambda: synchronized.append(aborted.wait(5.0)))
+    monkeypatch.setattr(accelerated, "device_of", lambda where: device)
+    made.close()
+    assert synchronized == [True] and not made._groups
+    assert "its last results are not to be used: rank 1" in caplog.text
+    thread = made._watch._thread
+    thread.join(3.0)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

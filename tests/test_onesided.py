@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from stream_world import POISON, FakeDevice, FakeMemory, Refused, World
+from stream_world import POISON, Event, FakeDevice, FakeMemory, Refused, Stream, World
 
 from tokenring.backends import onesided
 from tokenring.backends.onesided import Receiving, Sending, Words
@@ -32,6 +33,8 @@ class Parts:
     waits_for_sends: bool = True
     waits_for_receives: bool = True
     reads_before_reuse: bool = True
+    posts_apart: bool = False  # on a stream of each channel, behind what the rows need, as the executor posts
+    joins: bool = True  # posting streams are waited for at the end
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Rank:
     received: deque[tuple[int, int, Receiving, int]] = field(default_factory=deque)  # message, slot, line, number
     sources: deque[torch.Tensor] = field(default_factory=deque)
     sent: deque[tuple[torch.Tensor, Any]] = field(default_factory=deque)
+    posting: dict[str, Stream] = field(default_factory=dict)
+    used: dict[int, Event] = field(default_factory=dict)  # slot → behind the last use of it
 
 
 class Play:
@@ -83,21 +88,42 @@ class Play:
                 self.consume(rank)
             while rank.sent:
                 self.reclaim(rank)
+            for stream in rank.posting.values() if self.parts.joins else ():
+                rank.device.current_stream().wait_stream(stream)
+
+    @contextmanager
+    def posting(self, rank: Rank, channel: str, behind: Event | None) -> Iterator[None]:
+        """On the stream of the channel, behind the event alone; or on the one that computes."""
+        if not self.parts.posts_apart:
+            yield
+            return
+        if channel not in rank.posting:
+            rank.posting[channel] = rank.device.new_stream()
+            rank.posting[channel].wait_stream(rank.device.current_stream())
+        if behind is not None:
+            rank.posting[channel].wait_event(behind)
+        with rank.device.on(rank.posting[channel]):
+            yield
 
     def move(self, message: int, src: int, dst: int, channel: str) -> None:
         receiver, sender = self.ranks[dst], self.ranks[src]
         if not receiver.free or (not self.parts.reads_before_reuse and len(receiver.received) > SLOTS):
             self.consume(receiver)
+        elif self.parts.posts_apart and receiver.received and self.random.random() < 0.5:
+            self.consume(receiver)  # while there are places: the next post need not come behind this wait
         slot = receiver.free.popleft()
         line = receiver.receiving[channel, src]
-        receiver.received.append((message, slot, line, line.post()))
+        with self.posting(receiver, channel, receiver.used.get(slot)):
+            receiver.received.append((message, slot, line, line.post()))
         if not self.parts.reads_before_reuse:
             receiver.free.append(slot)
         if not sender.sources:
             self.reclaim(sender)
         source = sender.sources.popleft()
         sender.device.current_stream().add("compute", lambda: source.fill_(self.content(message)))  # type: ignore[arg-type]
-        sender.sent.append((source, sender.sending[channel, dst].send(source, slot * SIZE)))
+        made = sender.device.current_stream().record_event()
+        with self.posting(sender, channel, made):
+            sender.sent.append((source, sender.sending[channel, dst].send(source, slot * SIZE).done))
 
     def reclaim(self, rank: Rank) -> None:
         """The oldest send is waited for, and what it sent from is written over."""
@@ -119,6 +145,7 @@ class Play:
         stream.add("read", lambda: self.check(place[:half], message))
         if self.parts.reads_before_reuse:
             stream.add("compute", lambda: place.fill_(POISON))  # type: ignore[arg-type]
+            rank.used[slot] = stream.record_event()
             rank.free.append(slot)
 
     def check(self, place: torch.Tensor, message: int) -> None:
@@ -133,7 +160,7 @@ def played(ranks: int, seed: int, parts: Parts, merged: bool = False, steps: boo
     """Runs it to its end; how many halves were read and right."""
     play = Play(ranks, seed, parts, merged)
     play.queue(steps and not replays)
-    again = play.world.capture()
+    again = play.world.capture() if replays else lambda: None
     play.world.run()
     for _ in range(replays):
         play.world.turn += 1
@@ -142,30 +169,42 @@ def played(ranks: int, seed: int, parts: Parts, merged: bool = False, steps: boo
     return play.world.checked
 
 
+APART = pytest.mark.parametrize("apart", [False, True])
+
+
+@APART
 @pytest.mark.parametrize("ring", [1, 3, 64])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_message_is_read_whole(ranks: int, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_message_is_read_whole(ranks: int, ring: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs first; also where the host is done before anything runs."""
     monkeypatch.setattr(onesided, "RING", ring)
     for seed in SEEDS:
         for steps in (True, False):
-            assert played(ranks, seed, Parts(), steps=steps) == 2 * MESSAGES
+            assert played(ranks, seed, Parts(posts_apart=apart), steps=steps) == 2 * MESSAGES
 
 
+@APART
 @pytest.mark.parametrize("ring", [1, 3, 64])
-def test_streams_that_share_a_queue(ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_share_a_queue(ring: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One queue for everything that a rank does: posts in one total order need no more, as long as credits go out."""
     monkeypatch.setattr(onesided, "RING", ring)
     for seed in SEEDS:
-        assert played(4, seed, Parts(), merged=True) == 2 * MESSAGES
+        assert played(4, seed, Parts(posts_apart=apart), merged=True) == 2 * MESSAGES
 
 
+@APART
 @pytest.mark.parametrize("ring", [3, 64])
-def test_replays(ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays(ring: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is queued can be queued again as it is, and brings the new contents: words are clear when all is done."""
     monkeypatch.setattr(onesided, "RING", ring)
     for seed in SEEDS:
-        assert played(3, seed, Parts(), replays=3) == 4 * 2 * MESSAGES
+        assert played(3, seed, Parts(posts_apart=apart), replays=3) == 4 * 2 * MESSAGES
+
+
+def test_a_graph_must_end_in_the_stream_it_began_in() -> None:
+    """Posts stand on streams of their own; without a wait for these at the end the capture fails."""
+    with pytest.raises(Refused, match=r"unjoined: .* does not lead back to the first stream"):
+        played(3, 0, Parts(posts_apart=True, joins=False), replays=1)
 
 
 # ---------- mutants
@@ -235,6 +274,17 @@ class CreditTooSoon(Receiving):
         return number
 
 
+class PostsUnordered(Receiving):
+    """A post does not look on which stream its word was waited for."""
+
+    def post(self) -> int:
+        number, self._posted = self._posted, self._posted + 1
+        if self._waited <= number - onesided.RING:
+            self.wait(number - onesided.RING)
+        self._memory.signal(self._peer, self._words.credit(self._channel, self._rank, number))
+        return number
+
+
 class CreditTooLate(Receiving):
     """Put off until its word is free, instead of waiting for that in its place."""
 
@@ -244,9 +294,10 @@ class CreditTooLate(Receiving):
         self.give()
         return self._posted - 1
 
-    def wait(self, number: int) -> None:
-        super().wait(number)
+    def wait(self, number: int) -> Any:
+        made = super().wait(number)
         self.give()
+        return made
 
     def give(self) -> None:
         while self.held < self._posted and self.held - self._waited < onesided.RING:
@@ -266,6 +317,7 @@ class CreditTooLate(Receiving):
         (Parts(reads_before_reuse=False), "is read as another message"),
         (Parts(receiving=CreditTooSoon), "is read as|stuck"),
         (Parts(receiving=CreditTooLate), "stuck"),
+        (Parts(receiving=PostsUnordered, posts_apart=True), "is read as|stuck"),
     ],
     ids=lambda each: "" if isinstance(each, str) else None,
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +185,35 @@ def dies(here: Here) -> tuple[int | None, float]:
     assert caught.value.certain and "is gone" in str(caught.value)
     assert caught.value.rank == 1 and time.monotonic() - began < 5.0
     return caught.value.rank, 0.0
+
+
+def closed_memory(here: Here) -> tuple[bool, bool]:
+    """Whether a receive that fails is looked after no more; and whether a closed transport keeps its memory."""
+    symm_ranks.register()
+    transport: Any = make_transport("told", dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    memory, held = transport.allocate(4096), weakref.ref(transport._memory)
+    dist.barrier()
+
+    def fail(word: int) -> None:
+        raise RuntimeError("the driver refuses")
+
+    message = transport.recv(memory[:64], 1 - here.rank, REQUESTS, "kv1")
+    transport._memory.wait = fail
+    with pytest.raises(RuntimeError, match="the driver refuses"):
+        message.wait()
+    deadline = time.monotonic() + 5.0
+    while transport._watch._under_way and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = bool(transport._watch._under_way)
+    dist.barrier()
+    del message, memory
+    transport.close()
+    gc.collect()
+    return left, held() is not None
+
+
+def test_a_closed_transport_keeps_no_memory(ranks: RankPools) -> None:
+    assert ranks(2)(closed_memory) == [(False, False)] * 2
 
 
 def test_a_peer_that_dies_is_named_at_once(ranks: RankPools) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C import _distributed_c10d
 
-from tokenring.backends import symmetric
+from tokenring.backends import driver
 from tokenring.backends.symmetric import SymmetricMemory
 
 REPO = Path(__file__).resolve().parent.parent
@@ -20,7 +20,7 @@ sys.path.insert(0, str(REPO / "ci"))
 
 import gpu_transports  # noqa: E402
 
-WORDS, STREAM = 16, 77
+WORDS, STREAM, DEVICE = 16, 77, 3
 Calls = list[tuple[Any, ...]]
 
 
@@ -58,6 +58,32 @@ class Symmetric:
         return self.handles[-1]
 
 
+class Driver:
+    """As libcuda.so.1, of what is called. can_flush: what the device says of itself."""
+
+    can_flush, code = 0, 0
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def cuStreamWaitValue32_v2(self, *arguments: int) -> int:
+        self.calls.append(("wait", *arguments))
+        return self.code
+
+    def cuDeviceGet(self, into: Any, ordinal: int) -> int:
+        into._obj.value = 100 + ordinal
+        return 0
+
+    def cuDeviceGetAttribute(self, into: Any, attribute: int, device: Any) -> int:
+        assert (attribute, device.value) == (98, 100 + DEVICE)  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
+        into._obj.value = self.can_flush
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.calls.append(("mode", mode._obj.value))
+        return self.code
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[SymmetricMemory, Symmetric, Calls]:
     """The memory of rank 0 of two, and what was called."""
@@ -68,19 +94,20 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[SymmetricMemory, Symmetric, C
         assert tensor.dtype == torch.uint32 and tensor.dim() == 1  # as torch's own check has it
         calls.append(("write", tensor.data_ptr() + 4 * offset, value))
 
-    def wait(*arguments: int) -> int:
-        calls.append(("wait", *arguments))
-        return 0
-
     monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", fake)
-    monkeypatch.setattr(symmetric, "_wait_value", lambda: wait)
+    install(monkeypatch, Driver(calls))
     monkeypatch.setattr(torch.ops.symm_mem, "stream_write_value32_", write, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("synchronize",)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
-    memory = SymmetricMemory("ours", 0, 2, "a store", torch.device("cuda", 0))
+    memory = SymmetricMemory("ours", 0, 2, "a store", torch.device("cuda", DEVICE))
     memory.meet(WORDS)
     return memory, fake, calls
+
+
+def install(monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
+    monkeypatch.setattr(driver, "library", lambda: made)
+    monkeypatch.setattr(driver, "_wait_value", lambda: made.cuStreamWaitValue32_v2)
 
 
 def word(fake: Symmetric, rank: int, number: int) -> int:
@@ -118,12 +145,33 @@ def test_wait_waits_and_then_clears(made: tuple[SymmetricMemory, Symmetric, Call
     assert calls == [("wait", STREAM, word(fake, 0, 3), 1, 1), ("write", word(fake, 0, 3), 0)]
 
 
+@pytest.mark.parametrize(("can_flush", "flags"), [(0, 1), (1, 1 | 1 << 30)])
+def test_waits_flush_where_they_can(can_flush: int, flags: int, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a peer put before it set the word is seen behind the wait."""
+    memory, _, calls = made
+    monkeypatch.setattr(Driver, "can_flush", can_flush)
+    memory.meet(WORDS)
+    calls.clear()
+    memory.wait(3)
+    assert calls[0][0] == "wait" and calls[0][-1] == flags
+
+
 def test_what_the_driver_refuses(
     made: tuple[SymmetricMemory, Symmetric, Calls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(symmetric, "_wait_value", lambda: lambda *arguments: 801)
+    monkeypatch.setattr(Driver, "code", 801)
     with pytest.raises(RuntimeError, match="cuStreamWaitValue32 failed with CUresult 801"):
         made[0].wait(3)
+    with pytest.raises(RuntimeError, match="cuThreadExchangeStreamCaptureMode failed with CUresult 801"):
+        driver.stay_out_of_captures()
+
+
+def test_a_thread_that_stays_out_of_captures(made: tuple[SymmetricMemory, Symmetric, Calls]) -> None:
+    """CU_STREAM_CAPTURE_MODE_RELAXED: what it asks the driver ends no capture of another thread."""
+    *_, calls = made
+    calls.clear()
+    driver.stay_out_of_captures()
+    assert calls == [("mode", 2)]
 
 
 def test_another_backend_of_symmetric_memory(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

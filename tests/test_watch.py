@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import weakref
@@ -41,6 +42,7 @@ class FakeControl:
         self.board, self.members = Board(), [Other(), Other()]
         self.shared = self.board if shared else None
         self.hopeless = False
+        self.ended: list[str] = []  # why the process would have been ended
 
     def is_hopeless(self, peer: int) -> bool:
         return self.hopeless
@@ -59,7 +61,8 @@ def until(true: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 def make(seconds: float, shared: bool = True) -> tuple[FakeControl, list[int], Watch]:
     control, released = FakeControl(seconds, shared), list[int]()
-    return control, released, Watch(control, lambda: released.append(1))  # type: ignore[arg-type]
+    watch = Watch(control, lambda: released.append(1), end_process=control.ended.append)  # type: ignore[arg-type]
+    return control, released, watch
 
 
 def named(watch: Watch) -> int | None:
@@ -114,6 +117,32 @@ def test_a_slow_device_is_no_lost_peer() -> None:
     watch.close()
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_the_limit_counts_from_where_the_device_waits(gone: bool) -> None:
+    """That a host is far ahead is nobody's fault; a peer may even have put its bytes and ended."""
+    control, released, watch = make(0.3)
+    control.hopeless = gone
+    begun = threading.Event()
+    watch.add(lambda: False, 1, "waited for kv1", begun.is_set)
+    time.sleep(0.9)
+    assert not released
+    watch.check()
+    begun.set()
+    assert until(lambda: bool(released)) and named(watch) == 1
+    watch.close()
+
+
+def test_a_message_that_is_there_when_the_device_comes_to_it() -> None:
+    """It ends a moment after it began, however little of its peer is left."""
+    control, released, watch = make(60.0)
+    control.hopeless = True
+    began = [time.monotonic() + 0.25]
+    watch.add(lambda: time.monotonic() > began[0] + 0.05, 1, "waited for kv1", lambda: time.monotonic() > began[0])
+    assert until(lambda: not watch._under_way)
+    assert not released
+    watch.close()
+
+
 def test_the_limit_begins_anew_after_a_pause() -> None:
     """A mutant would count from the first message ever."""
     _, released, watch = make(0.4)
@@ -125,6 +154,101 @@ def test_the_limit_begins_anew_after_a_pause() -> None:
     assert not released
     done.set()
     watch.close()
+
+
+# ---------- what goes wrong in the thread
+
+
+def test_a_question_that_fails_ends_no_watch(caplog: pytest.LogCaptureFixture) -> None:
+    """As CUDA fails one for which another thread's capture is no time. Lost peers are found all the same."""
+    _, released, watch = make(0.4)
+    asked: list[int] = []
+
+    def done() -> bool:
+        asked.append(1)
+        if len(asked) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return False
+
+    watch.add(done, 1, "waited for kv1")
+    assert until(lambda: len(asked) > 2)
+    assert [each.getMessage() for each in caplog.records] == [
+        "the watch over messages of rank 0 goes on after: operation not permitted when stream is capturing"
+    ]
+    assert until(lambda: bool(released)) and named(watch) == 1
+    watch.close()
+
+
+def test_a_release_that_fails_ends_no_watch() -> None:
+    tried: list[int] = []
+
+    def release() -> None:
+        tried.append(1)
+        if len(tried) == 1:
+            raise RuntimeError("out of memory")
+
+    control = FakeControl(0.2)
+    watch = Watch(control, release, end_process=control.ended.append)  # type: ignore[arg-type]
+    watch.add(lambda: False, 1, "waited for kv1")
+    assert until(lambda: len(tried) > 2) and named(watch) == 1
+    watch.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_thread_begins_with_what_it_is_told(fails: bool) -> None:
+    """In it, before anything is asked; it goes on where that fails."""
+    calls: list[str] = []
+
+    def begin() -> None:
+        calls.append(threading.current_thread().name)
+        if fails:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+
+    def done() -> bool:
+        calls.append("asked")
+        return True
+
+    watch = Watch(FakeControl(60.0), lambda: None, begin)  # type: ignore[arg-type]
+    watch.add(done, 1, "waited for kv1")
+    assert until(lambda: not watch._under_way)
+    assert calls == ["tokenring watch", "asked"]
+    watch.close()
+
+
+def test_streams_that_do_not_go_on_end_the_process() -> None:
+    """After another limit in vain, and with the reason."""
+    control, released, watch = make(0.4)
+    began = time.monotonic()
+    watch.add(lambda: False, 1, "waited for kv1")
+    assert until(lambda: bool(released)) and not control.ended
+    assert until(lambda: bool(control.ended))
+    assert time.monotonic() - began > 0.8
+    (text, *_) = control.ended
+    assert re.search(r"rank 0 waited for kv1 from rank 1, which is lost, .* CUDA_DEVICE_MAX_CONNECTIONS=32", text)
+    watch.close()
+
+
+def test_a_device_that_answers_nothing_does_not_end_the_process() -> None:
+    """What it raises comes to the host too, at its next call."""
+    control, released, watch = make(0.2)
+
+    def done() -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    watch.add(done, 1, "waited for kv1")
+    assert until(lambda: len(released) > 5) and not control.ended
+    assert named(watch) == 1
+    assert "no end within 0.2 s; an illegal memory access" in str(control.broken)
+    watch.close()
+
+
+def test_what_was_found_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Where no call came that could raise it."""
+    _, released, watch = make(0.2)
+    watch.add(lambda: False, 1, "waited for kv1")
+    assert until(lambda: bool(released))
+    watch.close()
+    assert "its last results are not to be used: rank 1: waited for kv1" in caplog.text
 
 
 @pytest.mark.parametrize("close", [True, False])

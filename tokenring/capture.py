@@ -14,6 +14,7 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.runtime.executor import Executor
+from tokenring.runtime.streams import Streams
 from tokenring.schedule.ir import PASSES, Pass
 
 WARM_UP_CALLS = 3  # kernels load, tune and allocate in their first calls, which a graph must not hold
@@ -22,11 +23,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class _Graph(NamedTuple):
-    """A graph with the memory that it reads and writes."""
+    """A graph with the memory that it reads and writes, and the streams of the pool that it uses too."""
 
     graph: Any
     inputs: Tensors
     outputs: Tensors
+    streams: Streams | None
 
 
 def capture(
@@ -112,6 +114,8 @@ class CapturedAttention:
 
     @staticmethod
     def _launch(which: _Graph, given: Tensors) -> Tensors:
+        if which.streams is not None:  # behind what used the pool, or this graph, on another stream
+            which.streams.begin()
         for held, new in zip(which.inputs, given, strict=True):
             held.copy_(new.detach())
         which.graph.replay()
@@ -164,7 +168,7 @@ def _forward(device: Device, side: Any, executor: Executor, inputs: Tensors) -> 
     with device.capture() as graph:
         out, lse, kept = run_forward(executor, None, q, k, v)
     _forget(executor)
-    return _Graph(graph, inputs, (out, lse)), kept
+    return _Graph(graph, inputs, (out, lse), executor.streams), kept
 
 
 def _backward(
@@ -177,7 +181,7 @@ def _backward(
     with device.capture() as graph:
         made = run_backward(executor, None, *given)  # type: ignore[arg-type]
     _forget(executor)
-    return _Graph(graph, (dout,), made)
+    return _Graph(graph, (dout,), made, executor.streams)
 
 
 def _warm_up(device: Device, stream: Any, executor: Executor, call: Any) -> None:

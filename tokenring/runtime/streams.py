@@ -5,7 +5,9 @@ messages follow what stands in the current stream when they are posted, and `wai
 message is through; where the transport has streams of its own, that is its affair. So a post on the stream of its
 channel waits for what its rows need and for nothing else that the host has queued meanwhile: for the last instruction
 that wrote them (or, if the post writes, read them), by an event. An event is recorded only where a post waits for it,
-and a stream that is past an event does not wait for it again.
+and a stream that is past an event does not wait for it again. At the end of a program the current stream waits for the
+channels' streams: nothing stands there that it has not waited for already, but a graph that is captured must end in
+the stream that it began in.
 
 What messages read and write outside the pool (kept slots) lives in the call until all of them are waited for.
 """
@@ -55,7 +57,7 @@ class Streams:
 
 
 def on_streams(steps: Sequence[Step[C]], instructions: Sequence[Instruction], streams: Streams) -> list[Step[C]]:
-    """The steps, with posts on their channels' streams, and the events that these wait for."""
+    """The steps, with posts on their channels' streams, and what these wait for; the last waits for all of them."""
     waits = post_waits(instructions)
     events = {at: streams.device.new_event() for at in set(waits.values())}
     found = list(steps)
@@ -67,6 +69,9 @@ def on_streams(steps: Sequence[Step[C]], instructions: Sequence[Instruction], st
             found[at] = _recorded(found[at], events[at], streams.device)
     if START in events:
         found[0] = _started(found[0], events[START], streams.device)
+    posts = (each for each in instructions if isinstance(each, (Send, Recv)))
+    if used := [streams.of_channel(channel) for channel in dict.fromkeys(each.channel for each in posts)]:
+        found[-1] = _joined(found[-1], used, streams.device)
     return found
 
 
@@ -133,6 +138,16 @@ def _recorded(step: Step[C], event: Any, device: Device) -> Step[C]:
     def run(call: C) -> None:
         step(call)
         event.record(device.current_stream())
+
+    return run
+
+
+def _joined(step: Step[C], others: Sequence[Any], device: Device) -> Step[C]:
+    def run(call: C) -> None:
+        step(call)
+        current = device.current_stream()
+        for each in others:
+            current.wait_stream(each)
 
     return run
 
