@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,3 +345,55 @@ def test_kept_bytes_go_with_the_graph(ranks: RankPools) -> None:
     """After backward, without one, and without gradients."""
     for found in ranks(2).within(CALL_SECONDS, lifetimes, case_of(KEEPING, "causal")):
         assert found == ([False, True], [False, True, True])
+
+
+# ---------- a model, with inductor
+
+
+class Block(torch.nn.Module):
+    """Attention with its projections, 64 wide."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        super().__init__()
+        self.cp = cp
+        self.project, self.back = torch.nn.Linear(64, 128), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).unflatten(-1, (8, 16)).split((4, 2, 2), dim=2)
+        out = tr.attention(q, k, v, self.cp, mask=tr.Causal() & tr.SlidingWindow(40))
+        return x + torch.nn.functional.silu(self.back(out.flatten(2)))
+
+
+def trained(here: Here, folder: str, backend: str) -> list[float]:
+    """Errors against eager: of the output, of the gradients of the input and of all parameters."""
+    import os
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{here.rank}"
+    # The ranks may be far apart while they compile.
+    cp = ContextParallel(layout="zigzag", schedule=KEEPING, transport="gloo", timeout_seconds=60.0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(cp), Block(cp))
+    x = shard(torch.randn(2, 64, 64), cp).requires_grad_()
+    leaves = [x, *model.parameters()]
+    with compiler(), torch._inductor.config.patch(compile_threads=1):
+        made = torch.compile(model, backend=backend, fullgraph=True)
+        pairs = []
+        for call in (made, model):
+            out = call(x)
+            pairs.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    cp.close()
+    return [relative_error(a, b) for a, b in zip(*pairs, strict=True)]
+
+
+def test_a_model(ranks: RankPools, tmp_path: Path) -> None:
+    for found in ranks(2).within(CALL_SECONDS, trained, str(tmp_path), "aot_eager"):
+        assert max(found) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+@pytest.mark.skipif(not os.environ.get("TOKENRING_FULL_GRID"), reason="takes half a minute: TOKENRING_FULL_GRID=1")
+def test_a_model_with_inductor(ranks: RankPools, tmp_path: Path) -> None:
+    for found in ranks(2).within(280.0, trained, str(tmp_path), "inductor"):
+        assert max(found) < 1e-5

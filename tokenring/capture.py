@@ -64,8 +64,7 @@ class CapturedAttention:
                 f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
                 f"call attention without a capture, or choose a transport whose messages the device moves alone"
             )
-        side = device.new_stream()
-        if side is None:
+        if device.new_stream() is None:  # on all ranks alike, and before any of them moves data
             raise UnsupportedError(NO_GRAPHS.format(device.type))
         passes: tuple[Pass, ...] = PASSES if request.training and request.differentiable else PASSES[:1]
         for _ in range(2):  # bound again on the memory that the pool has grown to for the other pass
@@ -75,9 +74,9 @@ class CapturedAttention:
         self._launches, self._backward = 0, None
         try:
             with torch.no_grad():
-                self._forward, kept = _forward(device, side, executors["forward"], inputs)
+                self._forward, kept = _forward(device, executors["forward"], inputs)
                 if len(passes) > 1:
-                    self._backward = _backward(device, side, executors["backward"], self._forward, kept)
+                    self._backward = _backward(device, executors["backward"], self._forward, kept)
             if transport is not None:  # a graph waits for ever for a rank that has none
                 transport.exchange(b"", "the capture")
         except BaseException as error:
@@ -161,31 +160,30 @@ class _Launched(torch.autograd.Function):
         return *ctx.captured.launch_backward(ctx.launch, dout), None
 
 
-def _forward(device: Device, side: Any, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
+def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
     """The graph, and what backward wants besides its results."""
     q, k, v = inputs
-    _warm_up(device, side, executor, lambda: run_forward(executor, None, q, k, v))
+    _warm_up(device, executor, lambda: run_forward(executor, None, q, k, v))
     with device.capture() as graph:
         out, lse, kept = run_forward(executor, None, q, k, v)
     _forget(executor)
     return _Graph(graph, inputs, (out, lse), executor.streams), kept
 
 
-def _backward(
-    device: Device, side: Any, executor: Executor, forward: _Graph, kept: torch.Tensor | None
-) -> _Graph:  # fmt: skip
+def _backward(device: Device, executor: Executor, forward: _Graph, kept: torch.Tensor | None) -> _Graph:
     out, lse = forward.outputs
     dout = torch.zeros_like(out)
     given = (dout, *forward.inputs, out, lse, kept)
-    _warm_up(device, side, executor, lambda: run_backward(executor, None, *given))  # type: ignore[arg-type]
+    _warm_up(device, executor, lambda: run_backward(executor, None, *given))  # type: ignore[arg-type]
     with device.capture() as graph:
         made = run_backward(executor, None, *given)  # type: ignore[arg-type]
     _forget(executor)
     return _Graph(graph, (dout,), made, executor.streams)
 
 
-def _warm_up(device: Device, stream: Any, executor: Executor, call: Any) -> None:
+def _warm_up(device: Device, executor: Executor, call: Any) -> None:
     """On a stream of its own, as torch asks of what is then captured."""
+    stream = device.new_stream()
     stream.wait_stream(device.current_stream())
     with device.on(stream):
         for _ in range(WARM_UP_CALLS):
