@@ -1,8 +1,10 @@
-"""How long planning takes, and how much memory, by the number of hosts; and where the straight line is checked.
+"""How long planning takes, and how much memory, by the number of hosts; or how straight the line is that is drawn.
 
     python ci/plan_scale.py [--preset hgx-h100] [--hosts 4 8 ... 512] [--tokens 4096] [--svg docs/plan-scale.svg]
+    python ci/plan_scale.py --line --hosts 16 32 64
 
-Each plan is made in a process of its own: seconds include starting Python and importing torch.
+Each plan is made in a process of its own: seconds include starting Python and importing torch. --line: of each schedule
+that folds, what is drawn out from 2 and 4 hosts against folding all, forward and backward, as a share of the time.
 """
 
 from __future__ import annotations
@@ -14,12 +16,23 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+import torch  # noqa: E402
+
+from tokenring.planner.large import FEW_HOSTS, Task, figures  # noqa: E402
+from tokenring.planner.machine import machine_of_preset  # noqa: E402
+from tokenring.planner.predict import Setting  # noqa: E402
+from tokenring.planner.presets import preset  # noqa: E402
+from tokenring.planner.wiring import interconnect_of  # noqa: E402
 from tokenring.svg import box, opening, style, text_at  # noqa: E402
+from tokenring.workload import Workload  # noqa: E402
+
+STRAIGHT = ("ring", "tokenring", "bidirectional", "usp/8", "double-ring/8", "relay/8", "reduced/8")
 
 MOST_SECONDS = 590  # of a plan
 WIDTH, HEIGHT, MARGIN = 560, 340, 56
@@ -58,14 +71,36 @@ def picture(found: list[tuple[int, float]], preset: str) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
+def off_the_line(name: str, hosts: int, options: argparse.Namespace) -> float:
+    """By how much the line through 2 and 4 hosts misses what folding all of them gives, as a share of that."""
+    net = interconnect_of(preset(f"preset:{options.preset}*{hosts}"))
+    length = options.tokens * net.world_size
+    size, machine = Workload(1, length, length, 64, 8, 128), machine_of_preset(options.preset, torch.bfloat16)
+    whole = Task(Setting(size, net, machine, ("forward", "backward")), share=0.5, most_tiles=sys.maxsize)
+    folded, drawn = (figures(name, task, FEW_HOSTS, math.inf) for task in (whole, replace(whole, most_tiles=0)))
+    return math.nan if folded is None or drawn is None else drawn.seconds / folded.seconds - 1
+
+
+def lines(options: argparse.Namespace) -> int:
+    """How straight the line is."""
+    print(f"{'schedule':16}" + "".join(f"{hosts:6} hosts" for hosts in options.hosts))
+    for name in STRAIGHT:
+        missed = (off_the_line(name, hosts, options) for hosts in options.hosts)
+        print(f"{name:16}" + "".join(f"{each:+12.4%}" for each in missed), flush=True)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="hgx-h100")
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--tokens", type=int, default=4096, help="a rank")
     parser.add_argument("--ranks-a-host", type=int, default=8)
+    parser.add_argument("--line", action="store_true")
     parser.add_argument("--svg", type=Path)
     options = parser.parse_args()
+    if options.line:
+        return lines(options)
     found: list[tuple[int, float]] = []
     print(f"{'hosts':>6} {'ranks':>6} {'seconds':>8} {'MB':>6}  plan")
     for hosts in options.hosts:

@@ -6,8 +6,8 @@ import pytest
 from nets import BOTH, clusters, named, setting, workload
 
 from tokenring.errors import ConfigurationError
-from tokenring.planner.fold import FoldedNet, folded, symmetry_of
-from tokenring.planner.operations import operations
+from tokenring.planner.fold import FoldedNet, Symmetry, folded, symmetry_of
+from tokenring.planner.operations import Operation, Post, operations
 from tokenring.planner.predict import Setting, predict
 from tokenring.planner.rates import Messages
 from tokenring.planner.simulate import simulate
@@ -56,6 +56,23 @@ def test_where_a_pair_has_one_queue(name: str, hosts: int, channels: int) -> Non
     asked = setting(net, size, ("backward",), tflops=0.5, messages=messages)
     exact = predict(named(name, ranks, size.q_length), asked)
     assert folded_seconds(name, asked) == pytest.approx(exact.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+def test_both_directions_take_turns(hosts: int) -> None:
+    """Each rank, alone on its host, sends 1 µs to each other: both ways at once, or in turns in one queue."""
+    net = clusters(hosts, 1, nic_gbs=hosts - 1.0)
+    peers = [[(rank + each) % hosts for each in range(1, hosts)] for rank in range(hosts)]
+    programs: list[list[Operation]] = [
+        [Post(2 * at + way, peer, "a", 1000, not way, 0, "") for at, peer in enumerate(mine) for way in (0, 1)]
+        for mine in peers
+    ]
+    for serial, wanted in ((False, 1e-6), (True, 2e-6)):
+        messages = Messages(pair_serial=serial, flow_gbs=1.0)
+        canonical = Symmetry(hosts, 1).canonical
+        found = simulate(FoldedNet(net), programs[:1], messages, canonical=canonical)
+        assert simulate(net, programs, messages).seconds == pytest.approx(wanted, rel=1e-2)
+        assert found.seconds == pytest.approx(wanted, rel=1e-2)
 
 
 def odd_host() -> Scheme:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from nets import BOTH, call, clusters, named, setting, workload
@@ -107,7 +108,7 @@ def test_nothing_can_be_planned() -> None:
 # ---------- chunks that pieces do not divide
 
 
-def odd(ranks: int, **changes: object) -> Call:
+def odd(ranks: int, **changes: Any) -> Call:
     """Chunks of 33 tokens: nothing that moves in two pieces fits."""
     size = Workload(1, 66 * ranks, 66 * ranks, 8, 8, 64)
     return call(setting(clusters(ranks // 4), size), tr.Causal(), **changes)

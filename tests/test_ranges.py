@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tokenring import ContextParallel, attention, shard
 from tokenring.attention import make_request
-from tokenring.context import Request
+from tokenring.request import Request
 from tokenring.runtime import ranges
 from tokenring.runtime.names import range_names
 from tokenring.schedule.ir import PASSES

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from tokenring.attention import attend, make_request
-from tokenring.context import ContextParallel, Request
+from tokenring.context import ContextParallel
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
 from tokenring.layout import make_layout
 from tokenring.mask import Mask
+from tokenring.request import Request
 from tokenring.schedule.families.registry import misfit
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
-    from tokenring.context import ContextParallel, Request
+    from tokenring.context import ContextParallel
+from tokenring.request import Request
 
 LOG = logging.getLogger("tokenring")
 

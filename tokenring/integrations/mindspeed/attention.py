@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from tokenring.attention import make_request
-from tokenring.context import Request
 from tokenring.errors import ConfigurationError
 from tokenring.integrations.megatron import TokenRingAttention
 from tokenring.integrations.megatron.arguments import check_call
@@ -21,6 +20,7 @@ from tokenring.integrations.mindspeed.flags import SCHEDULE, is_auto, ranks
 from tokenring.mask import Mask
 from tokenring.planner.plan import Plan
 from tokenring.planner.select import time_text
+from tokenring.request import Request
 
 LOG = logging.getLogger("tokenring")
 WORTH = 0.05  # of the time of MindSpeed's own algorithm: predictions are not good enough to change for less
