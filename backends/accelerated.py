@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from tokenring.backends.apart import Apart, first_line
+from tokenring.backends.apart import Apart
 from tokenring.backends.control import Control, Controlled
 from tokenring.backends.devices import device_of
-from tokenring.errors import ConfigurationError, PeerLost
+from tokenring.errors import MOST_SAID, ConfigurationError, PeerLost, one_line
+
+LEAD_SECONDS = 600  # how far a host may be ahead of its device
 
 
 class Accelerated(Controlled):
@@ -36,21 +38,13 @@ class Accelerated(Controlled):
         """Its tensors are moved from now on. Raises ConfigurationError for those of another type."""
         self.control.check_usable()
         if device.type != self.device_type:
-            raise ConfigurationError(
-                f"transport {self.name!r} moves tensors on {self.device_name}s, and these are on {device}: "
-                f"use transport='auto'"
-            )
+            raise elsewhere(self.name, f"{self.device_name}s", device)
         self._device = device
 
     def _check_movable(self, data: torch.Tensor, what: str) -> None:
         """Raises ConfigurationError for what cannot be moved, PeerLost if the group is broken."""
         self.control.check_usable()
-        if data.device.type != self.device_type or not data.is_contiguous():
-            found = f"one on {data.device}" if data.device.type != self.device_type else "one that is not contiguous"
-            raise ConfigurationError(
-                f"{what}: rank {self.rank} gave {found}, transport {self.name!r} moves contiguous tensors on "
-                f"{self.device_name}s"
-            )
+        check_movable(data, self.device_type, what, self.rank, f"transport {self.name!r}", f"{self.device_name}s")
 
     def _failed(self, error: RuntimeError, peer: int, what: str, hint: str) -> PeerLost:
         """Who is to blame: the peer, if the vendor's library says so; else this rank, an earlier call of which failed.
@@ -58,13 +52,13 @@ class Accelerated(Controlled):
         Calls return before they are done, and the next one raises their errors, whatever it is for.
         """
         if self.vendor_says.search(str(error)):
-            return self.control.lost(peer, what, f"{first_line(error)}; {hint}")
+            return self.control.lost(peer, what, f"{one_line(error, MOST_SAID)}; {hint}")
         self.control.fail(error)
         assert self.control.broken is not None
         return PeerLost(
-            f"rank {self.rank} (this one) failed, and {what} when it was found: {first_line(error)}. No peer is to "
-            f"blame: an earlier call on this {self.device_name} failed, and calls say so late; {self.finds_which} "
-            f"finds which",
+            f"rank {self.rank} (this one) failed, and {what} when it was found: {one_line(error, MOST_SAID)}. "
+            f"No peer is to blame: an earlier call on this {self.device_name} failed, and calls say so late; "
+            f"{self.finds_which} finds which",
             self.rank,
             True,
         )
@@ -79,3 +73,26 @@ class Accelerated(Controlled):
         self.control.closed = True
         self._groups.clear()
         self._apart = None
+
+
+def elsewhere(name: str, places: str, device: torch.device, how: str = "") -> ConfigurationError:
+    """That a transport moves no tensors on this device; how: else than by "auto" it can be made to."""
+    return ConfigurationError(
+        f"transport {name!r} moves tensors on {places}, and these are on {device}: {how}use transport='auto'"
+    )
+
+
+def check_movable(data: torch.Tensor, device_type: str, what: str, rank: int, mover: str, places: str) -> None:
+    """Raises ConfigurationError for a tensor on a device of another type, or one that is not contiguous."""
+    there = data.device.type == device_type
+    if not there or not data.is_contiguous():
+        found = "one that is not contiguous" if there else f"one on {data.device}"
+        raise ConfigurationError(f"{what}: rank {rank} gave {found}, {mover} moves contiguous tensors on {places}")
+
+
+def from_the_post(seconds: float) -> float:
+    """A time limit for what counts from a message's post on the host, where its wait on the device has this one.
+
+    A host may be many layers ahead of its device, so that a message is old before its turn.
+    """
+    return seconds + LEAD_SECONDS

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from tokenring.backends.base import Handle
 from tokenring.backends.control import Control
 from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
-from tokenring.errors import BackendUnavailable
+from tokenring.errors import MOST_SAID, BackendUnavailable, one_line
 from tokenring.weak import weakly
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def connect(control: Control, group: ProcessGroup, channel: str) -> Any:
         made = dist.ProcessGroupGloo(apart, control.rank, control.world_size, limit)
     except RuntimeError as error:
         peer = (control.rank + 1) % control.world_size
-        raise control.lost(peer, "connected to all ranks", first_line(error)) from None
+        raise control.lost(peer, "connected to all ranks", one_line(error, MOST_SAID)) from None
     addresses = [f"0/{rank}" for rank in range(control.world_size)]  # as Gloo calls them
     with suppress(StoreSilent):
         bounded(lambda: forget(apart, "connected", addresses, control.world_size), STORE_SECONDS)
@@ -65,7 +65,7 @@ class GlooHandle:
         try:
             done = self._work.wait(timedelta(seconds=control.timeout_seconds))
         except RuntimeError as error:
-            raise control.lost(self._peer, self._what, first_line(error)) from None
+            raise control.lost(self._peer, self._what, one_line(error, MOST_SAID)) from None
         if done is False:
             raise control.lost(self._peer, self._what, "no answer")
         control.board.note_waiting(None)
@@ -100,10 +100,5 @@ class Apart:
         try:
             work = getattr(self._group, what)([data], peer, TAG)
         except RuntimeError as error:
-            raise self._control.lost(peer, label, first_line(error)) from None
+            raise self._control.lost(peer, label, one_line(error, MOST_SAID)) from None
         return GlooHandle(work, self._control, peer, label)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

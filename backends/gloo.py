@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenring.backends.apart import TAG, Apart, GlooHandle, check_gloo, connect, first_line
+from tokenring.backends.apart import TAG, Apart, GlooHandle, check_gloo, connect
 from tokenring.backends.base import Capabilities, Handle
 from tokenring.backends.control import Control, Controlled
+from tokenring.errors import MOST_SAID, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class GlooTransport(Controlled):
         try:
             work = self._groups[channel].send([data], dst, TAG)
         except RuntimeError as error:
-            raise self.control.lost(dst, f"cannot send {label}", first_line(error)) from None
+            raise self.control.lost(dst, f"cannot send {label}", one_line(error, MOST_SAID)) from None
         return GlooHandle(work, self.control, dst, f"sent {label}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
@@ -48,7 +49,7 @@ class GlooTransport(Controlled):
         try:
             work = self._groups[channel].recv([data], src, TAG)
         except RuntimeError as error:
-            raise self.control.lost(src, f"cannot receive {label}", first_line(error)) from None
+            raise self.control.lost(src, f"cannot receive {label}", one_line(error, MOST_SAID)) from None
         return GlooHandle(work, self.control, src, f"waited for {label}")
 
     def close(self) -> None:

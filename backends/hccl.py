@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.accelerated import Accelerated
-from tokenring.backends.apart import TAG, Apart, check_gloo, first_line, own_store
+from tokenring.backends.accelerated import Accelerated, from_the_post
+from tokenring.backends.apart import TAG, Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Link
 from tokenring.backends.control import Control
-from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ P2P_MEGABYTES = 20  # of P2P_HCCL_BUFFSIZE where it is not set
 CONNECTION_BYTES = 2 * P2P_MEGABYTES * MEGABYTE  # in and out, at each end
 EXECUTE_SECONDS = 1836  # of HCCL_EXEC_TIMEOUT where it is not set
 LEAST_LIMIT_SECONDS = 30 * 60  # torch's own for a group
-MARGIN_SECONDS = 600
 FOREVER_SECONDS = 365 * 24 * 3600
 LATE = (
     "on an NPU a failed message is found late: HCCL waits HCCL_EXEC_TIMEOUT (1836 s where it is not set) for the other "
@@ -234,12 +233,11 @@ def warm_up_order(pairs: Iterable[tuple[int, int, str]], world_size: int) -> lis
 def watchdog_seconds(environment: Mapping[str, str]) -> float:
     """When torch_npu may give a message up, counted from its post on the host.
 
-    Longer than HCCL itself waits, which counts from when the device comes to it: a host may be many layers ahead of
-    its NPU, and newer builds end the process (HCCL_ASYNC_ERROR_HANDLING).
+    Newer builds then end the process (HCCL_ASYNC_ERROR_HANDLING). HCCL counts from when the device comes to it.
     """
     given = environment.get("HCCL_EXEC_TIMEOUT", "").strip()
     execute = int(given) if given.isascii() and given.isdigit() else EXECUTE_SECONDS
-    return max(LEAST_LIMIT_SECONDS, execute + MARGIN_SECONDS) if execute else FOREVER_SECONDS  # 0: HCCL waits for ever
+    return max(LEAST_LIMIT_SECONDS, from_the_post(execute)) if execute else FOREVER_SECONDS  # 0: HCCL waits for ever
 
 
 def connection_bytes(environment: Mapping[str, str]) -> int:
@@ -279,7 +277,7 @@ def _creator(name: str) -> Any:
             import torch_npu  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
         except Exception as error:  # a broken torch_npu raises anything
             raise BackendUnavailable(
-                f"transport {name!r} needs torch_npu, which cannot be imported ({first_line(error)}): "
+                f"transport {name!r} needs torch_npu, which cannot be imported ({one_line(error, MOST_SAID)}): "
                 f"`tokenring doctor` says what is missing"
             ) from None
     plugin = dist.Backend._plugins.get("HCCL")

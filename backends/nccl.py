@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.backends import driver
-from tokenring.backends.accelerated import Accelerated
+from tokenring.backends.accelerated import Accelerated, from_the_post
 from tokenring.backends.apart import TAG, Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Link
 from tokenring.backends.control import Control
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 T = TypeVar("T")
-LEAST_LIMIT_SECONDS = 600  # torch's own for an NCCL group
-MARGIN_SECONDS = 600
 LATE = "what NCCL finds wrong with a message is said at a later call; TORCH_NCCL_BLOCKING_WAIT=1 says it in place"
 FIRST_CONTACT = "all ranks of the group must make their first contact together"
 
@@ -279,10 +277,10 @@ def unavailable() -> str | None:
 def limit_seconds(environment: Mapping[str, str], timeout_seconds: float) -> float:
     """When torch may give a message up, counted from its post on the host.
 
-    Where waits block the host that is our own limit. Else a host may be far ahead of its device, so that a message is
-    old before its turn, and torch's watchdog ends the process by default: later than our own watch.
+    Where waits block the host that is our own limit. Else torch's watchdog ends the process by default: later than our
+    own watch.
     """
     blocking = environment.get("TORCH_NCCL_BLOCKING_WAIT", environment.get("NCCL_BLOCKING_WAIT", "0")).strip()
     if blocking not in ("", "0"):
         return timeout_seconds
-    return max(LEAST_LIMIT_SECONDS, timeout_seconds + MARGIN_SECONDS)
+    return from_the_post(timeout_seconds)

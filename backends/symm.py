@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from tokenring.backends import driver
+from tokenring.backends.accelerated import check_movable, elsewhere
 from tokenring.backends.apart import Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Landing, Link
 from tokenring.backends.control import Control
@@ -26,7 +27,7 @@ from tokenring.backends.devices import Device, device_of
 from tokenring.backends.meeting import StoreSilent, bounded
 from tokenring.backends.onesided import Line, Memory, Receiving, Sending, Words
 from tokenring.backends.watch import Watch, Watched
-from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class SymmTransport(Watched):
         try:
             made.append(act() if here else bounded(act, self.control.timeout_seconds / 2))
         except (StoreSilent, RuntimeError, OSError) as error:
-            trouble = f"rank {self.rank}: {str(error).partition(chr(10))[0] or 'no reason given'}"
+            trouble = f"rank {self.rank}: {one_line(error, MOST_SAID)}"
         said = [each.decode() for each in self.control.exchange_text(trouble.encode(), what)]
         # Who only waited in vain does not know why.
         if first := min(filter(None, said), key=lambda each: bool(WAITED.search(each)), default=""):
@@ -140,12 +141,10 @@ class SymmTransport(Watched):
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
         """All ranks are connected from the start. Raises ConfigurationError for tensors elsewhere."""
         self.check()
-        elsewhere = self._where is not None and device.index not in (None, self._where.index)
-        if device.type != self.device_type or elsewhere:
-            raise ConfigurationError(
-                f"transport {self.name!r} moves tensors on {self._where or self.device_type}, and these are on "
-                f"{device}: make it when that device is the current one, or use transport='auto'"
-            )
+        another = self._where is not None and device.index not in (None, self._where.index)
+        if device.type != self.device_type or another:
+            how = "make it when that device is the current one, or "
+            raise elsewhere(self.name, str(self._where or self.device_type), device, how)
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """This rank's part of a new heap, uint8; None if all ranks' needs fit the last one. A collective call.
@@ -193,11 +192,8 @@ class SymmTransport(Watched):
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
         self.check()
-        if data.device.type != self.device_type or not data.is_contiguous():
-            raise ConfigurationError(
-                f"send of {label}: rank {self.rank} gave a tensor on {data.device}, or one that is not contiguous; "
-                f"transport {self.name!r} moves contiguous tensors on {self.device_type}"
-            )
+        mover = f"transport {self.name!r}"
+        check_movable(data, self.device_type, f"send of {label}", self.rank, mover, self.device_type)
         nbytes = data.numel() * data.element_size()
         place, size = self._next(False, (channel, dst), f"send of {label}")
         if size != nbytes:

@@ -16,6 +16,7 @@ from conformance import PATCHES, TILES, Tile, check, operands, patch
 from oracle import attention64, relative_error
 from ranks import Here
 
+from tokenring.backends.base import Tiles
 from tokenring.backends.kernels.npu_fusion import LARGEST_HEAD_DIM, MASK_BYTES, NpuFusion
 from tokenring.backends.kernels.npu_masks import common_mode
 from tokenring.backends.kernels.npu_rows import statistics
@@ -93,6 +94,7 @@ def binds(here: Here, offer: str) -> None:
 
 def run_packed(kernel: NpuFusion) -> None:
     given = operands(Tile("two documents", Patch(0, 9, 0, 9), heads=(4, 2)), torch.device("npu"))
+    host_waits.clear()  # those of the operands
     documents = (Patch(0, 4, 0, 4, None, 0), Patch(4, 9, 4, 9, None, 0))
     assert kernel.packs(documents)
     kernel.forward_packed(given.q, *given.tile, patches=documents, scale=0.3)
@@ -114,7 +116,6 @@ def without_waiting(here: Here) -> None:
         kernel.forward(given.q, *given.tile, patch=tile.patch, scale=0.1)
         kernel.backward(given.dout, given.q, *given.tile, lse, lse, patch=tile.patch, scale=0.1)
         assert host_waits == [], tile
-    host_waits.clear()
     run_packed(kernel)
     assert host_waits == []
 
@@ -125,8 +126,11 @@ def test_one_mask_for_each_device(npus: NpuPools) -> None:
 
 def one_mask(here: Here) -> None:
     register("2.13.0")
-    for name in ("causal, square", "causal, large", "band"):
-        check(npu_kernel(), BY_NAME[name], "npu")
+    tiles = [BY_NAME[name] for name in ("causal, square", "causal, large", "band")]
+    npu = torch.ones(1, device="npu").device
+    kernels = [npu_kernel().holding(Tiles((x.patch,), "forward", x.head_dim, x.dtype, npu)) for x in tiles]
+    for kernel, tile in zip(kernels, tiles, strict=True):
+        check(kernel, tile, "npu")
     masks = [call.arguments["atten_mask"] for call in calls if "atten_mask" in call.arguments]
     assert len({mask.data_ptr() for mask in masks}) == 1 and {mask.shape for mask in masks} == {(2048, 2048)}
 

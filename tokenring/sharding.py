@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tokenring.context import ContextParallel
-from tokenring.errors import ConfigurationError
+from tokenring.errors import MOST_SAID, ConfigurationError, one_line
 from tokenring.layout import Layout, as_integer, split_order
 
 CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position
@@ -36,7 +36,7 @@ def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | No
     try:
         return _held(layout, cp.rank, device)  # a new one, which the caller may change
     except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError: torch without CUDA
-        why = str(error).partition("\n")[0]
+        why = one_line(error, MOST_SAID)
         raise ConfigurationError(f"positions: no tensor can be made on device {device!r}: {why}") from None
 
 
@@ -137,7 +137,7 @@ def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> 
     except RuntimeError as error:
         assert cp.transport is not None  # there are several ranks
         peer = (cp.rank + 1) % cp.world_size
-        raise cp.transport.lost(peer, f"took part in {what}", str(error).partition("\n")[0]) from None
+        raise cp.transport.lost(peer, f"took part in {what}", one_line(error, MOST_SAID)) from None
 
 
 def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
