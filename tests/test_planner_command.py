@@ -118,10 +118,7 @@ LARGE = ("--seq", "640k", "--heads", "64", "--kv-heads", "8")
     [
         (("--topology", "preset:hgx-h100*40", "--explain", "ring"), "--explain needs a schedule of 320 ranks"),
         (("--topology", "preset:hgx-h100*40", "--timeline", "a.svg"), "--timeline needs a schedule of 320 ranks"),
-        (
-            ("--topology", "preset:hgx-h100*40", "--ranks", "316", "--seq", "316k"),
-            "316 ranks of 'hgx-h100*40, 316 ranks' cannot be",
-        ),
+        (("--topology", "preset:hgx-h100*40", "--ranks", "316", "--seq", "316k"), "40, 316 ranks' cannot be"),
     ],
 )
 def test_refuses_what_would_take_hours(options: Sequence[str], says: str) -> None:
