@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton  # type: ignore[import-not-found,unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 ELEMENTS = 4096  # of a program: 16 KiB of the running output; 16 bytes a thread, 8 loads on their way
 WARPS = 4
