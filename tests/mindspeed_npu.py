@@ -1,8 +1,8 @@
 """torch_npu as far as MindSpeed asks for it when it is imported, around the emulated device of tests/ascend.
 
 What matters is there: the device, its operators, HCCL, and `transfer_to_npu`, which lets torch.cuda answer for NPUs.
-All else that is looked up in torch_npu and torchair, none of which runs here, is a mock; so are scientific packages
-that MindSpeed imports for other features, where they are not installed.
+All else that is looked up in torch_npu and torchair, none of which runs here, is a mock; so are packages that MindSpeed
+imports for other features, where they are not installed.
 """
 
 from __future__ import annotations
