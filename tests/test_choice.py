@@ -25,12 +25,21 @@ def wanted(domain: str, operation: str, nbytes: int | None) -> str:
     return "symm" if domain == "link" and nbytes is not None and nbytes <= 16 * 2**20 else "nccl"
 
 
+def source_of(domain: str, operation: str) -> str:
+    """By hand: words of who says so."""
+    if domain == "link":
+        return "NVSHMEM inside one NVLink domain"
+    if domain == "pcie":
+        return "copy engines" if operation == "send" else "TensorRT-LLM"
+    return "memory that peers reach"
+
+
 @pytest.mark.parametrize(("domain", "operation", "nbytes"), [*product(DOMAINS, ("send", "collective"), SIZES)])
 def test_every_point(domain: Domain, operation: Operation, nbytes: int | None) -> None:
     found = choose(domain, ALL, nbytes, operation)
     assert found.transport == wanted(domain, operation, nbytes)
     assert found.reason.startswith(DOMAINS[domain])
-    assert found.reason.endswith(next(each.source for each in RULES if found.reason.endswith(each.source)))
+    assert source_of(domain, operation) in found.reason
 
 
 @pytest.mark.parametrize(("domain", "operation"), [*product(DOMAINS, ("send", "collective"))])
