@@ -21,7 +21,7 @@ from families import Point, length_of, points, sample
 from oracle import Attention, relative_error
 from ranks import Here
 
-from tokenring import Causal, ContextParallel, Full, attention
+from tokenring import ContextParallel, attention
 from tokenring.schedule.families import FAMILIES, parse
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
@@ -91,15 +91,18 @@ def limits_of(case: Case, wanted: Attention, npus: NpuPools) -> dict[str, float]
 @pytest.mark.parametrize("world_size", RANKS)
 def test_exact(world_size: int, npus: NpuPools) -> None:
     """All families, kernel and transport of NPUs, every operator watched; bytes as predicted."""
-    for case, transport, streams in SAMPLE:
-        if case.ranks != world_size:
-            continue
-        parts = npus(world_size)(on_npus, case, transport, streams)
-        check_bytes(case, case.make_schedule(), parts)
-        wanted = case.reference()
-        found, limits = errors(case.whole(parts), wanted), limits_of(case, wanted, npus)
-        worse = {name: (found[name], limits[name]) for name in NAMES if not found[name] <= limits[name]}
-        assert not worse, (str(case), transport, streams, worse)
+    for row in SAMPLE:
+        if row[0].ranks == world_size:
+            check_row(npus, *row)
+
+
+def check_row(npus: NpuPools, case: Case, transport: str, streams: int | None) -> None:
+    parts = npus(case.ranks)(on_npus, case, transport, streams)
+    check_bytes(case, case.make_schedule(), parts)
+    wanted = case.reference()
+    found, limits = errors(case.whole(parts), wanted), limits_of(case, wanted, npus)
+    worse = {name: (found[name], limits[name]) for name in NAMES if not found[name] <= limits[name]}
+    assert not worse, (str(case), transport, streams, worse)
 
 
 def test_patches_of_a_call_are_not_read_before_they_have_come(npus: NpuPools) -> None:
@@ -124,28 +127,15 @@ def test_the_sample_meets_all() -> None:
 # ---------- by hand
 
 
-GRID: dict[str, list[Any]] = {"transport": list(TRANSPORTS), "mask": [Causal(), Full()], "layout": list(CHUNKS)[:2]}
-
-
 @cache
-def grid(ranks: int) -> list[tuple[Case, str]]:
-    """Members of all families for so many ranks, each over some transport, mask, layout and heads (grouped, too)."""
-    found = []
-    for point, transport, mask, layout in sample(points([ranks], ("", "/late")), GRID):
-        length = length_of(point, CHUNKS[layout], None, 4)
-        case = Case(
-            ranks, point.name, layout, "", point.heads[0], point.heads[1], 1, 8, torch.float32, None,
-            given_mask=mask, given_length=length, seed=ranks,
-        )  # fmt: skip
-        found.append((case, transport))
-    return found
+def grid(ranks: int) -> list[tuple[Any, ...]]:
+    """Members of all families for so many ranks, each in some of all circumstances; any two of these meet."""
+    return [(case_of(*row[:4]), *row[4:]) for row in sample(points([ranks], ("", "/late")), FACTORS)]
 
 
 @pytest.mark.skipif(not os.environ.get("TOKENRING_FULL_GRID"), reason="takes ten minutes: TOKENRING_FULL_GRID=1")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", RANKS)
 def test_every_member(world_size: int, npus: NpuPools) -> None:
-    for case, transport in grid(world_size):
-        parts = npus(world_size)(run_case, case, transport)
-        check_bytes(case, case.make_schedule(), parts)
-        check_exact(case.whole(parts), case.reference())
+    for row in grid(world_size):
+        check_row(npus, *row)

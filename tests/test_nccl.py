@@ -45,36 +45,13 @@ KEPT = "nccl, for programs"  # in a rank's memory
 
 def conforms(here: Here, what: str, *args: Any) -> Any:
     nccl_ranks.register(here)
-    limits.execute = SILENT_SECONDS if what == "silent" else 20.0
+    limits.execute = SILENT_SECONDS if what in ("silent", "failing") else 20.0
     return getattr(conformance, what)(here, nccl_ranks.NAME, *args)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "what", "args"),
-    [
-        (2, "in_order", (60,)),
-        (3, "in_order", (15,)),
-        (4, "in_order", (8,)),
-        (2, "one_buffer", (100, 50)),
-        (2, "one_side_first", ("send", 100, 4096)),
-        (2, "one_side_first", ("receive", 100, 4096)),
-        (2, "all_at_once", (8 << 20, False)),
-        (4, "all_at_once", (1 << 20, True)),
-        (2, "out_of_order", (0,)),
-        (2, "out_of_order", (1,)),
-        (4, "exchanged", ()),
-        (2, "closed", ()),
-    ],
-)
-def test_conformance(world_size: int, what: str, args: tuple[Any, ...], npus: NpuPools) -> None:
-    npus(world_size)(conforms, what, *args)
-
-
-@pytest.mark.parametrize("what", ["send", "recv", "exchange"])
-def test_silent_peer(what: str, npus: NpuPools) -> None:
-    with npus.expendable(4) as some:
-        found = some(conforms, "silent", what)
-    conformance.check_silent(found, SILENT_SECONDS + 4)
+@pytest.mark.parametrize("row", conformance.suite(0.3), ids=str)
+def test_conformance(row: conformance.Row, npus: NpuPools) -> None:
+    conformance.passes(row, npus, SILENT_SECONDS + 4, conforms)
 
 
 # ---------- programs

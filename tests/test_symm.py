@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import re
 import time
 import weakref
 from collections.abc import Iterator
@@ -45,47 +44,10 @@ def conforms(here: Here, what: str, *args: Any) -> Any:
     return getattr(conformance, what)(here, "told", *args)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "what", "args"),
-    [
-        (2, "in_order", (200,)),
-        (3, "in_order", (40,)),
-        (4, "in_order", (20,)),
-        (2, "one_buffer", (300, 50)),
-        (2, "one_side_first", ("send", 150, 4096)),
-        (2, "one_side_first", ("receive", 150, 4096)),
-        (2, "all_at_once", (8 << 20, False)),
-        (4, "all_at_once", (1 << 20, True)),
-        (2, "channels_apart", (REQUESTS, PARTIALS, 1 << 20)),
-        (2, "channels_apart", (PARTIALS, REQUESTS, 1 << 20)),
-        (2, "out_of_order", (0,)),
-        (2, "out_of_order", (1,)),
-        (4, "exchanged", ()),
-        (2, "exchange_amid_messages", ()),
-        (2, "closed", ()),
-    ],
-)
-def test_conformance(world_size: int, what: str, args: tuple[Any, ...], ranks: RankPools) -> None:
-    ranks(world_size)(conforms, what, *args)
-
-
-def test_different_exchanges(ranks: RankPools) -> None:
-    for text in ranks(3)(conforms, "different_exchanges"):
-        assert re.match(r"ConfigurationError: rank \d exchanges .* the ranks make different calls", text), text
-
-
-@pytest.mark.parametrize("what", ["send", "recv", "exchange"])
-def test_silent_peer(what: str, ranks: RankPools) -> None:
-    """The watch finds it, lets the streams go on, and it is named on every rank."""
-    with ranks.expendable(4) as some:
-        found = some(conforms, "silent", what)
-    conformance.check_silent(found, LIMIT_SECONDS + 3)
-
-
-def test_failing_peer(ranks: RankPools) -> None:
-    with ranks.expendable(4) as some:
-        found = some(conforms, "failing")
-    conformance.check_failing(found)
+@pytest.mark.parametrize("row", conformance.suite(), ids=str)
+def test_conformance(row: conformance.Row, ranks: RankPools) -> None:
+    """The watch finds a silent peer, lets the streams go on, and it is named on every rank."""
+    conformance.passes(row, ranks, LIMIT_SECONDS + 3, conforms)
 
 
 # ---------- programs

@@ -1,6 +1,6 @@
 """What every transport must do, whatever it moves bytes with. A new transport is one more name in NAMES.
 
-Transports between accelerators run the same functions on ranks that have some: test_hccl.py.
+Transports between accelerators run the same suite on ranks that have some: test_hccl.py, test_nccl.py, test_symm.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from itertools import product
-from typing import Any, cast
+from itertools import permutations, product
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from every_link import CHANNELS, device_of, new
 from ranks import Here, RankPools
 
 from tokenring import ConfigurationError, PeerLost
-from tokenring.backends.base import Handle, Transport
+from tokenring.backends.base import Grouping, Handle, Transport
 from tokenring.backends.control import PAYLOAD_BYTES
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
@@ -27,8 +27,6 @@ NAMES = ("gloo", "shm")
 LIMIT_SECONDS = 1.0  # of transports whose peers do not answer
 LARGEST = 1 << 20
 PATTERN = torch.randint(256, (2 * LARGEST,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-named = pytest.mark.parametrize("name", NAMES)
 
 
 # ---------- what ranks do
@@ -219,6 +217,8 @@ def exchange_amid_messages(here: Here, name: str) -> None:
     transport, memory = opened(here, name, LARGEST)
     if here.rank == 0:
         handle = send(transport, 1, REQUESTS, 0, LARGEST)
+        if isinstance(transport, Grouping):
+            transport.go()
     dist.barrier()
     if here.rank == 1:
         handle = transport.recv(memory, 0, REQUESTS, "message 0")
@@ -306,65 +306,58 @@ def failing(here: Here, name: str) -> tuple[int | None, bool, float, str]:
     return error.rank, error.certain, seconds, str(error)
 
 
-# ---------- tests
+# ---------- the suite
 
 
-@named
-@pytest.mark.parametrize(("world_size", "count"), [(2, 200), (3, 40), (4, 20)])
-def test_messages_keep_their_order(name: str, world_size: int, count: int, ranks: RankPools) -> None:
-    ranks(world_size)(in_order, name, count)
+class Row(NamedTuple):
+    """What so many ranks do."""
+
+    ranks: int
+    what: str
+    args: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what}{self.args}, {self.ranks} ranks"
 
 
-@named
-def test_one_receive_buffer_many_times(name: str, ranks: RankPools) -> None:
-    ranks(2)(one_buffer, name, 500, ahead=50)
+def suite(share: float = 1.0) -> list[Row]:
+    """What every transport must do, without exception. share: of the messages and bytes, for what is slow in tests."""
+    counts = {2: 200, 3: 40, 4: 20}
+    large = [(2, 16 << 20, False), (3, 2 << 20, True), (4, 2 << 20, False), (4, 2 << 20, True)]
+    return [
+        *(Row(ranks, "in_order", (round(share * count),)) for ranks, count in counts.items()),
+        Row(2, "one_buffer", (round(share * 500), 50)),
+        *(Row(2, "one_side_first", (side, round(share * 150), 4096)) for side in ("send", "receive")),
+        *(Row(ranks, "all_at_once", (round(share * size), first)) for ranks, size, first in large),
+        *(Row(2, "channels_apart", (*channels, LARGEST)) for channels in permutations(CHANNELS)),
+        *(Row(2, "out_of_order", (seed,)) for seed in range(2)),
+        *(Row(ranks, "exchanged") for ranks in (2, 4)),
+        Row(2, "exchange_amid_messages"),
+        Row(3, "different_exchanges"),
+        Row(2, "closed"),
+        *(Row(4, "silent", (what,)) for what in ("send", "recv", "exchange")),
+        Row(4, "failing"),
+    ]
 
 
-@named
-@pytest.mark.parametrize("first", ["send", "receive"])
-def test_one_side_posts_everything_first(name: str, first: str, ranks: RankPools) -> None:
-    ranks(2)(one_side_first, name, first, 150, 4096)
+def passes(row: Row, pools: RankPools, within_seconds: float, conforms: Callable[..., Any], *before: Any) -> list[Any]:
+    """What the ranks found, which is as it must be. within_seconds: a silent peer is named.
 
-
-@named
-@pytest.mark.parametrize("sent_first", [False, True], ids=["receives first", "sends first"])
-@pytest.mark.parametrize(("world_size", "size"), [(2, 16 << 20), (3, 2 << 20), (4, 2 << 20)])
-def test_all_pairs_at_once(name: str, world_size: int, size: int, sent_first: bool, ranks: RankPools) -> None:
-    ranks(world_size)(all_at_once, name, size, sent_first)
-
-
-@named
-@pytest.mark.parametrize("held", CHANNELS)
-def test_channels_do_not_wait_for_each_other(name: str, held: str, ranks: RankPools) -> None:
-    ranks(2)(channels_apart, name, held, PARTIALS if held == REQUESTS else REQUESTS, LARGEST)
-
-
-@named
-@pytest.mark.parametrize("seed", range(3))
-def test_waits_out_of_order(name: str, seed: int, ranks: RankPools) -> None:
-    ranks(2)(out_of_order, name, seed)
-
-
-@named
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_exchange(name: str, world_size: int, ranks: RankPools) -> None:
-    ranks(world_size)(exchanged, name)
-
-
-@named
-def test_exchange_amid_messages(name: str, ranks: RankPools) -> None:
-    ranks(2)(exchange_amid_messages, name)
-
-
-@named
-def test_different_exchanges(name: str, ranks: RankPools) -> None:
-    for text in ranks(3)(different_exchanges, name):
-        assert re.match(r"ConfigurationError: rank \d exchanges .* the ranks make different calls", text), text
-
-
-@named
-def test_close(name: str, ranks: RankPools) -> None:
-    ranks(2)(closed, name)
+    conforms: calls the function of that name with a transport; before: what it takes before the name.
+    """
+    if row.what in ("silent", "failing"):
+        with pools.expendable(row.ranks) as some:
+            found: list[Any] = some(conforms, *before, row.what, *row.args)
+    else:
+        found = pools(row.ranks)(conforms, *before, row.what, *row.args)
+    if row.what == "different_exchanges":
+        for text in found:
+            assert re.match(r"ConfigurationError: rank \d exchanges .* the ranks make different calls", text), text
+    elif row.what == "silent":
+        check_silent(found, within_seconds)
+    elif row.what == "failing":
+        check_failing(found)
+    return found
 
 
 def check_silent(found: Sequence[Any], within_seconds: float) -> None:
@@ -384,18 +377,16 @@ def check_failing(found: Sequence[Any]) -> None:
             assert seconds < 7, seconds
 
 
-@named
-@pytest.mark.parametrize("what", ["send", "recv", "exchange"])
-def test_silent_peer(name: str, what: str, ranks: RankPools) -> None:
-    """It is named in time, on every rank."""
-    with ranks.expendable(4) as some:
-        found = some(silent, name, what)
-    check_silent(found, LIMIT_SECONDS + 2)
-    assert all(each is None or "rank 2" in each[3] for each in found), found
+# ---------- transports between CPUs
 
 
-@named
-def test_failing_peer(name: str, ranks: RankPools) -> None:
-    with ranks.expendable(4) as some:
-        found = some(failing, name)
-    check_failing(found)
+def by_name(here: Here, name: str, what: str, *args: Any) -> Any:
+    return globals()[what](here, name, *args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("row", suite(), ids=str)
+def test_conformance(name: str, row: Row, ranks: RankPools) -> None:
+    found = passes(row, ranks, LIMIT_SECONDS + 2, by_name, name)
+    if row.what == "silent":
+        assert all(each is None or "rank 2" in each[3] for each in found), found
