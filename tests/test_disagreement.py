@@ -33,6 +33,7 @@ class Call:
     schedule: str = "tokenring"
     pieces: int | None = None
     gradients: bool = True
+    kernel: str = "auto"
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q = torch.ones(self.batch, self.tokens, self.q_heads, self.head_dim, dtype=self.dtype)
@@ -40,7 +41,7 @@ class Call:
         return q.requires_grad_(), kv.clone().requires_grad_(), kv.requires_grad_()
 
     def context(self, transport: Transport) -> ContextParallel:
-        return ContextParallel(None, self.layout, self.schedule, transport, pieces=self.pieces)
+        return ContextParallel(None, self.layout, self.schedule, transport, pieces=self.pieces, kernel=self.kernel)
 
     def run(self, cp: ContextParallel) -> torch.Tensor:
         with torch.set_grad_enabled(self.gradients):
@@ -48,6 +49,7 @@ class Call:
             return attention(q, k, v, cp, self.mask, self.scale)
 
 
+NO_NPU = "kernel 'npu-fusion' computes on the NPU; the tensors are on cpu: use 'auto'"
 LONG = Documents(range(0, 65, 2))  # prints longer than one exchange takes
 # What differs at the odd rank → the field that the error names, what the others have, what the odd one has.
 DIFFERENCES = {
@@ -66,6 +68,7 @@ DIFFERENCES = {
     "schedule": (Call(schedule="ring"), "schedule", "tokenring", "ring"),
     "pieces": (Call(pieces=2), "pieces", "None", "2"),
     "gradient mode": (Call(gradients=False), "gradients enabled", "True", "False"),
+    "kernel": (Call(kernel="npu-fusion"), "kernel", "computes it", NO_NPU),
 }
 transports = pytest.mark.parametrize("name", ["gloo", "shm"])
 
@@ -121,7 +124,7 @@ def differ(here: Here, name: str, odd: dict[int, Call], earlier_calls: int) -> s
 def _fits(call: Call) -> bool:
     """Whether it can be made in the usual context."""
     usual = Call()
-    return (call.layout, call.schedule, call.pieces) == (usual.layout, usual.schedule, usual.pieces)
+    return all(getattr(call, name) == getattr(usual, name) for name in ("layout", "schedule", "pieces", "kernel"))
 
 
 @transports

@@ -338,11 +338,8 @@ class ContextParallel:
         from tokenring.schedule.lower import lower
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
-        if reason := kernel.supports(request.workload.head_dim, request.workload.dtype):
-            raise UnsupportedError(
-                f"kernel {kernel.name!r} cannot compute this call: {reason}; "
-                f"choose another, as in ContextParallel(kernel='reference')"
-            )
+        if reason := self._refusal(request):
+            raise UnsupportedError(reason)
         transport = self._carrier(request)
         able = None if transport is None else transport.capabilities
         ways = (True, False) if able is None else (able.early_receives, able.collectives)
@@ -366,8 +363,21 @@ class ContextParallel:
                 "layout": self.layout if isinstance(self.layout, str) else named_digest(self.layout),
                 "schedule": self._schedule_text(request),
                 "pieces": self.pieces,
+                "kernel": self._refusal(request) or "computes it",
                 **({"planned for": "both passes" if request.backward else "forward"} if self._plans else {}),
             }
+        )
+
+    def _refusal(self, request: Request) -> str | None:
+        """Why no kernel computes the call here, which ranks may differ in by what is installed; None: one does."""
+        try:
+            kernel = self.kernel(request.device)
+        except TokenRingError as error:
+            return str(error)
+        reason = kernel.supports(request.workload.head_dim, request.workload.dtype)
+        return reason and (
+            f"kernel {kernel.name!r} cannot compute this call: {reason}; "
+            f"choose another, as in ContextParallel(kernel='reference')"
         )
 
     def _schedule_text(self, request: Request) -> str:
