@@ -30,6 +30,7 @@ def module_of(item: pytest.Item) -> str:
     return item.path.stem.removeprefix("test_")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker has alone comes first, as one group; each other module is a group."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
