@@ -11,7 +11,7 @@ demo: setup
 
 # pytest comes last, so that its summary closes the output.
 test: lint wheel megatron
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 setup: $(STAMP)
 
