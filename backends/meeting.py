@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from tokenring.errors import PeerLost
+from tokenring.errors import MOST_SAID, PeerLost, one_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +57,7 @@ def bounded(function: Callable[[], T], seconds: float) -> T:
     if not call.ended(seconds):
         raise StoreSilent(f"no answer within {seconds:g} s")
     if call.error is not None:
-        raise StoreSilent(str(call.error).partition("\n")[0])
+        raise StoreSilent(one_line(call.error, MOST_SAID))
     return call.result()
 
 

@@ -190,7 +190,7 @@ class Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **kwargs)  # for its sizes
         for x, old in zip(written, before, strict=True):
             x.copy_(old)
-        self.device.current_stream().add(str(func), partial(_act, func, args, kwargs, made))
+        self.device.current_stream().add(str(func), partial(act_again, func, args, kwargs, made))
         return made
 
 
@@ -198,14 +198,15 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _act(func: Any, args: Any, kwargs: Any, made: Any) -> None:
+def act_again(func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    """An operator once more, into the tensors that it made when it was queued or captured."""
     again = func(*args, **kwargs)
-    for old, new in zip(_several(made), _several(again), strict=True):
+    for old, new in zip(several(made), several(again), strict=True):
         if old is not new:
             old.copy_(new)
 
 
-def _several(made: Any) -> tuple[torch.Tensor, ...]:
+def several(made: Any) -> tuple[torch.Tensor, ...]:
     return tuple(x for x in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(x, torch.Tensor))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured_world import act_again, several
 from cases import Case
 from ranks import Here, RankPools
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,15 +39,8 @@ class Graph:
     operators: list[tuple[Any, Any, Any, Any]] = field(default_factory=list)
 
     def replay(self) -> None:
-        for func, args, kwargs, made in self.operators:
-            again = func(*args, **kwargs)
-            for old, new in zip(_several(made), _several(again), strict=True):
-                if old is not new:
-                    old.copy_(new)
-
-
-def _several(made: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(x for x in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(x, torch.Tensor))
+        for each in self.operators:
+            act_again(*each)
 
 
 class _Capturing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -135,9 +129,9 @@ def test_an_operator_that_is_left_out_is_found_out(device: GraphDevice) -> None:
     for graph in device.graphs:
         for at, operator in enumerate(list(graph.operators)):
             results(made, inputs(1))
-            before = tuple(x.clone() for x in _several(operator[3]))
+            before = tuple(x.clone() for x in several(operator[3]))
             results(made, inputs(2))
-            if same(before, _several(operator[3])):  # such as where rows see nothing: nowhere
+            if same(before, several(operator[3])):  # such as where rows see nothing: nowhere
                 continue
             left_out.append(graph.operators.pop(at)[0]._schema.name)
             assert not same(results(made, inputs(1)), wanted), left_out[-1]

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from stream_races import Action, GroupRecorder, Recorder, behind_groups_again, only_shared, orders, races
+from stream_races import CPU, GroupRecorder, Recorder, Rounds, behind_groups_again, orders
 
 from tokenring import Causal, Workload
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.layout import make_layout
 from tokenring.planner.pieces import named_schedule
-from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import START, Streams, post_waits
 from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.lower import lower
 from tokenring.schedule.program import OWN, Attend, Instruction, Pack, Recv, Send, Span, Wait
 
-CPU = torch.device("cpu")
 TOKENS, HEADS, DIM = 8, 2, 4  # at each rank
 SCHEDULES = (
     ("ring", 3), ("tokenring", 4), ("direct-kv", 3), ("direct-q", 3), ("bidirectional", 4), ("ulysses", 2),
@@ -30,17 +26,8 @@ SCHEDULES = (
 )  # fmt: skip
 
 
-@dataclass
-class Recorded:
-    """Rounds of forward and backward; `rounds`: where each lies in the log; `channels`: their streams' threads."""
-
-    log: list[Action]
-    threads: int
-    rounds: list[range]
-    channels: frozenset[int]
-
-    def found(self, drop: Collection[int] = ()) -> list[str]:
-        return races(self.log, self.threads, drop)
+class Recorded(Rounds):
+    """As recorded of messages."""
 
     def mutants(self) -> list[frozenset[int]]:
         """What may be left out of the second round: a record, a wait for an event, or the waits for a message."""
@@ -64,21 +51,7 @@ def record(
     own = {part: torch.zeros(1, TOKENS, HEADS, DIM) for part in ("q", "k", "v", "out", "dout")}
     own |= {part: torch.zeros(1, HEADS, TOKENS) for part in ("lse", "delta")}
     current = [recorder.current, *(recorder.new_stream() for _ in range(streams - 1))]
-    with recorder:
-        for turn in range(3):
-            recorder.current = current[turn % streams]
-            recorder.mark()
-            kept = executors["forward"].views.new_kept(CPU)
-            for executor in executors.values():
-                executor.run(Call(own, executor.views.kept_slots_in(kept)))
-                recorder.use(pool.data, "whatever else runs on the pool")
-            if kept is not None:
-                recorder.use(kept, "whoever gets the memory next")
-    recorder.mark()
-    log = only_shared(recorder.log)
-    marks = [at for at, action in enumerate(log) if action.what == "mark"]
-    channels = frozenset(each.thread for each in pool.streams._of_channel.values()) if pool.streams else frozenset()
-    return Recorded(log, recorder.threads, [range(a, b) for a, b in pairwise(marks)], channels)
+    return Recorded.of(executors, pool, recorder, own, current)
 
 
 def _executors(name: str, ranks: int, rank: int, early: bool, pool: Pool, moved: Any) -> dict[Pass, Executor]:

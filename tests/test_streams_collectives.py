@@ -6,26 +6,24 @@ on the stream that computes: the emulated HCCL has one order for all streams, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from stream_races import Access, Action, Recorder, only_shared, races
+from stream_races import CPU, Access, Action, Recorder, Rounds
 
 from tokenring import Full, Workload
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.layout import make_layout
 from tokenring.planner.pieces import named_schedule
-from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import Streams
 from tokenring.schedule.ir import PASSES
 from tokenring.schedule.lower import lower
 
-CPU = torch.device("cpu")
 TOKENS, HEADS, DIM = 8, 3, 4  # at each rank
 Tensors = Mapping[int, torch.Tensor]
 
@@ -63,17 +61,8 @@ class Collecting(Recorder):  # type: ignore[no-untyped-call]
         return OnItsWay(self, thread)
 
 
-@dataclass
-class Recorded:
-    """Three rounds of forward and backward; `rounds`: where each lies in the log; `channels`: threads of streams."""
-
-    log: list[Action]
-    threads: int
-    rounds: list[range]
-    channels: set[int]
-
-    def found(self, without: Collection[int] = ()) -> list[str]:
-        return races([each for at, each in enumerate(self.log) if at not in without], self.threads)
+class Recorded(Rounds):
+    """As recorded of collectives."""
 
     def mutants(self) -> list[set[int]]:
         """What may be left out of the second round: a wait for a collective, or all events that one post waits for.
@@ -106,20 +95,7 @@ def record(name: str, ranks: int, rank: int) -> Recorded:
         executors[direction] = Executor(schedule, size, program, pool, recorder, kernel, 0.5)  # type: ignore[arg-type]
     own: dict[str, Any] = {part: torch.zeros(1, TOKENS, HEADS, DIM) for part in ("q", "k", "v", "out", "dout")}
     own |= {part: torch.zeros(1, HEADS, TOKENS) for part in ("lse", "delta")}
-    with recorder:
-        for _ in range(3):
-            recorder.mark()
-            kept = executors["forward"].views.new_kept(CPU)
-            for executor in executors.values():
-                executor.run(Call(own, executor.views.kept_slots_in(kept)))
-                recorder.use(pool.data, "whatever else runs on the pool")
-            if kept is not None:
-                recorder.use(kept, "whoever gets the memory next")
-    recorder.mark()
-    log = only_shared(recorder.log)
-    marks = [at for at, action in enumerate(log) if action.what == "mark"]
-    channels = {each.thread for each in pool.streams._of_channel.values()}
-    return Recorded(log, recorder.threads, [range(a, b) for a, b in pairwise(marks)], channels)
+    return Recorded.of(executors, pool, recorder, own)
 
 
 SCHEDULES = (("direct-q", 3), ("all-gather-kv", 4), ("ulysses", 3))

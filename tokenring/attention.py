@@ -83,7 +83,13 @@ def attend(
     q, k, v = call_inputs(q, k, v, cp)
     if torch.compiler.is_compiling():
         return traced_attention(q, k, v, cp, mask, scale, training)
-    request = make_request(q, k, v, cp, mask, scale, training)
+    return attend_as(q, k, v, cp, make_request(q, k, v, cp, mask, scale, training))
+
+
+def attend_as(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a request that `make_request` made, of these `call_inputs`."""
     out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 

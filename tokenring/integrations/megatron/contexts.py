@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from tokenring.attention import attend, make_request
+from tokenring.attention import attend, attend_as, call_inputs, make_request
 from tokenring.context import ContextParallel
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
@@ -89,11 +89,12 @@ class Contexts:
         cp = taken = self.context(schedule, q_BTHD.device)
         if self.ranks == 1 or torch.compiler.is_compiling():
             return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)[0]
-        kind = request = make_request(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)
+        q, k, v = call_inputs(q_BTHD, k_BTHD, v_BTHD, cp)
+        kind = request = make_request(q, k, v, cp, mask, scale, training)
         if any_length:
             kind = _nominal(request, self.ranks)
             taken = self._for_size(schedule, kind, request)
-        out, _ = attend(q_BTHD, k_BTHD, v_BTHD, taken, mask, scale, training)
+        out, _ = attend_as(q, k, v, taken, request)
         self._announcer.announce(cp, kind)
         return out
 
