@@ -103,9 +103,10 @@ class Layout:
 
     @cached_property
     def _owned(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(c for c, owner in enumerate(self.owners) if owner == rank) for rank in range(self.world_size)
-        )
+        owned: list[list[int]] = [[] for _ in range(self.world_size)]
+        for chunk, owner in enumerate(self.owners):
+            owned[owner].append(chunk)
+        return tuple(map(tuple, owned))
 
     def owned_by(self, rank: int) -> tuple[int, ...]:
         """The rank's chunks, in the order in which its local tensor holds them."""
