@@ -1,12 +1,14 @@
 """Auto against other people's code on the same emulated links, for every communication-bound cell of the campaign.
 
     sudo python ci/cells/peers.py [--out docs/cells-peers.csv] [--rounds 9] [--only SUBSTRING] [--regime communication]
+        [--real]
 
 Each cell is one run of `tokenring bench --emulate ... --peers auto`: ring-flash-attn (zigzag, stripe, ring, llama3),
-yunchang (Ulysses, USP) and torch (ring with all-gather and all-to-all) where they are installed and fit, with really
-computing kernels, in turns with auto. What others ship but cannot run here runs in ours: the paper's TokenRing and case
-III, MindSpeed's double ring, TASP's rings. A cell that is in the file is not measured again. Needs root and a quiet
-machine.
+yunchang (Ulysses, USP) and torch (ring with all-gather and all-to-all) where they are installed and fit, in turns with
+auto. All kernels sleep, at the rate by which the cell is what it is called (grid.py); with --real they compute, eight
+processes on however many cores there are. What others ship but cannot run here runs in ours: the paper's TokenRing and
+case III, MindSpeed's double ring, TASP's rings. A cell that is in the file is not measured again. Needs root and a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="")
     parser.add_argument("--regime", default="communication")
+    parser.add_argument("--real", action="store_true", help="kernels compute")
     options = parser.parse_args()
     wanted = [cell for cell in cells() if cell.regime == options.regime and options.only in cell.name]
     for name in ("ring_flash_attn", "yunchang"):
@@ -72,6 +75,8 @@ def race(cell: Cell, options: argparse.Namespace) -> None:
         "--layout", "zigzag" if cell.mask == "causal" else "contiguous", "--rounds", str(options.rounds),
         "--schedules", ",".join(["auto", *ours]), "--peers", "auto",
     ]  # fmt: skip
+    if not options.real:
+        command += ["--compute", str(cell.tflops)]
     if len(cell.directions) == 1:
         command.append("--forward-only")
     if shape.uplink_gbit is not None:

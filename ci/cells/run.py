@@ -1,6 +1,7 @@
 """Measure every cell with every schedule that fits, on shaped links; resumable.
 
     sudo python ci/cells/run.py [--out docs/cells.csv] [--rounds 9] [--seconds 60] [--only SUBSTRING] [--limit N]
+        [--within FACTOR]
 
 Appends a row for each schedule of each cell that is not in the file yet. Needs root and a quiet machine.
 ci/cells/report.py says what came of it.
@@ -39,6 +40,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=60.0, help="of a cell, after which 3 rounds are enough")
     parser.add_argument("--only", default="", help="cells whose name contains this")
+    within = "only schedules predicted to take at most so many times as long as the best"
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="FACTOR", help=within)
     parser.add_argument("--limit", type=int, default=10**6, help="measure at most so many cells")
     options = parser.parse_args()
     done = read_done(options.out)
@@ -69,7 +72,8 @@ def read_done(path: Path) -> set[str]:
 def measure(net: Emulated, cell: Cell, options: argparse.Namespace) -> None:
     began = time.monotonic()
     plan = cell.plan()
-    names = [each.name for each in plan.candidates if each.predicted_seconds is not None]
+    seconds = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
+    names = [name for name, some in seconds.items() if some <= options.within * min(seconds.values())]
     found = measured(net, description(cell, names, options), CELL_SECONDS)
     write(options.out, cell, plan, found["seconds"])
     for name, why in found["failed"].items():

@@ -77,8 +77,6 @@ def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
         raise ConfigurationError("--pieces goes with schedules by name: leave auto out")
     emulation = check_options(options, ranks, started)
     peers = _names("--peers", options.peers, {"auto": [*PEERS], "none": []}, [*PEERS])
-    if options.compute is not None:
-        peers = []
     case = Case(**{**call, "schedules": schedules, "peers": peers, **emulation})
     return case if schedules else replace(case, schedules=contenders(case, ranks))
 

@@ -50,8 +50,6 @@ def check_options(options: argparse.Namespace, ranks: int, started: bool) -> dic
         raise ConfigurationError(f"--transport {options.transport} would bypass emulated links: use gloo")
     if options.compute is not None and not 1e-6 <= options.compute <= 1e6:
         raise ConfigurationError(f"--compute {options.compute:g}: give TFLOP/s from 1e-6 to 1e6")
-    if options.compute is not None and options.peers not in ("auto", "none"):
-        raise ConfigurationError(f"--peers {options.peers} compute, and with --compute nobody does: leave one out")
     shape = Shape(options.emulate, ranks, **given)
     return {"emulate": shape, "compute_tflops": options.compute, "transport": "gloo"}
 

@@ -1,8 +1,8 @@
 """A stand-in for the package `flash_attn`, so that peers which are built on it run on a CPU.
 
 It has the names and signatures of flash-attn 2.7 that these peers use, on the attention kernel that our
-own schedules use: what differs is how the work is split, not the kernel. Causal is bottom-right aligned,
-as flash-attn's is. Dropout, windows, soft-capping and ALiBi are refused.
+own schedules use (`compute_with` another): what differs is how the work is split, not the kernel. Causal is
+bottom-right aligned, as flash-attn's is. Dropout, windows, soft-capping and ALiBi are refused.
 
 B batch, T query tokens, S kv tokens, H heads, D head dim.
 """
@@ -21,25 +21,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenring.backends.base import AttentionKernel
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.errors import UnsupportedError
 from tokenring.region import Patch
 from tokenring.runtime.merge import merge_
 
 VERSION = "2.7.4"
-KERNEL = CpuFlash()
+_kernel: AttentionKernel = CpuFlash()
+
+
+def compute_with(kernel: AttentionKernel) -> None:
+    """Stand in for the package even where it is importable, and compute with this kernel from now on."""
+    global _kernel
+    _kernel = kernel
+    _put()
 
 
 def install() -> bool:
     """Put the stand-in into sys.modules, unless the real package is importable; returns whether it is there now."""
-    if getattr(sys.modules.get("flash_attn"), "is_stand_in", False):
+    if _is_there():
         return True
     try:
         import_module("flash_attn.flash_attn_interface")
         return False
     except ImportError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-            del sys.modules[name]
+        _put()
+    return True
+
+
+def _is_there() -> bool:
+    return bool(getattr(sys.modules.get("flash_attn"), "is_stand_in", False))
+
+
+def _put() -> None:
+    if _is_there():
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     package.__path__ = []
     for module in (package, interface):
@@ -47,7 +66,6 @@ def install() -> bool:
         module.__dict__.update(NAMES, __version__=VERSION, is_stand_in=True)
     package.__dict__["flash_attn_interface"] = interface
     sys.modules |= {package.__name__: package, interface.__name__: interface}
-    return True
 
 
 def patch_function(module: ModuleType, name: str, replacements: Mapping[str, str]) -> list[str]:
@@ -70,10 +88,10 @@ def flash_attn_forward(
     """out [B, T, H, D] in q's dtype and lse [B, H, T]."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSHD, v_BSHD))
     (cols, patch), *others = _tiles(q.shape[2], k.shape[2], causal)
-    out, lse = KERNEL.forward(q, k[:, :, cols], v[:, :, cols], patch=patch, scale=scale)
+    out, lse = _kernel.forward(q, k[:, :, cols], v[:, :, cols], patch=patch, scale=scale)
     for cols, patch in others:
         lse = lse.contiguous()
-        part, part_lse = KERNEL.forward(q, k[:, :, cols], v[:, :, cols], patch=patch, scale=scale)
+        part, part_lse = _kernel.forward(q, k[:, :, cols], v[:, :, cols], patch=patch, scale=scale)
         merge_(out, lse, part, part_lse, torch.empty(2, *lse.shape))
     return out.transpose(1, 2).to(q.dtype).contiguous(), lse.contiguous()
 
@@ -93,7 +111,8 @@ def flash_attn_backward(
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout_BTHD, q_BTHD, k_BSHD, v_BSHD, out_BTHD))
     dq, dk, dv = (x.transpose(1, 2) for x in results)
     for index, (cols, patch) in enumerate(_tiles(q.shape[2], k.shape[2], causal)):
-        parts = KERNEL.backward(dout, q, k[:, :, cols], v[:, :, cols], lse_BHT, None, out=out, patch=patch, scale=scale)
+        tile = dout, q, k[:, :, cols], v[:, :, cols], lse_BHT, None
+        parts = _kernel.backward(*tile, out=out, patch=patch, scale=scale)
         dq.copy_(parts[0]) if index == 0 else dq.add_(parts[0])
         dk[:, :, cols].copy_(parts[1])
         dv[:, :, cols].copy_(parts[2])

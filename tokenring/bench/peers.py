@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from tokenring.bench import flash_attn_cpu
+from tokenring.bench import flash_attn_cpu, torch_ring
 from tokenring.bench.candidates import BHTD, THD, Candidate, Note, NotInstalled, NotRun, Runner, Setting
 from tokenring.bench.results import PEER
+from tokenring.bench.sleeping import Sleeping
 from tokenring.layout import make_layout
 
 # The versions that were tried.
@@ -32,8 +33,8 @@ PACKAGES = {"ring-flash-attn": "ring_flash_attn", "yunchang": "yunchang", "torch
 PEERS = tuple(PACKAGES)
 
 USP_DEGREES = (2, 4)  # of yunchang's Ulysses, inside its ring
-STAND_IN = "no flash_attn is installed: a stand-in for it computes with the CPU kernel that our schedules use"
-CPU_RING = "torch's context_parallel() dispatches no CPU kernel: the ring below it is called with torch's CPU kernel"
+STAND_IN = "a stand-in for flash_attn, which is not installed, computes with the CPU kernel that our schedules use"
+CPU_RING = "torch's context_parallel() dispatches no CPU kernel: the ring below it is called with one"
 PATCHES = {  # text in a backward: (what it becomes, why)
     "_buffer.to(torch.float32)": (
         "_buffer.to(torch.float32, copy=True)",
@@ -41,6 +42,12 @@ PATCHES = {  # text in a backward: (what it becomes, why)
     ),
     "dq.to(torch.bfloat16)": ("dq.to(q.dtype)", "patched: dq is returned in the inputs' dtype, not always in bfloat16"),
 }
+
+
+def sleep_instead(tflops: float) -> None:
+    """From now on peers' kernels sleep as those of our schedules do."""
+    flash_attn_cpu.compute_with(Sleeping(tflops))
+    torch_ring.compute_with(Sleeping(tflops))
 
 
 def peer_candidates(names: list[str]) -> list[Candidate]:
@@ -224,8 +231,6 @@ def _torch() -> dict[str, Prepare]:
 
 
 def _torch_ring(rotate: str, setting: Setting, group: Any) -> Runner:
-    from tokenring.bench.torch_ring import attend
-
     causal, case = _causal(setting), setting.case
     if case.heads != case.kv_heads:
         raise NotRun("for as many kv heads as query heads only")
@@ -233,7 +238,7 @@ def _torch_ring(rotate: str, setting: Setting, group: Any) -> Runner:
     return Runner(
         _what(layout),
         setting.positions(layout),
-        lambda q, k, v: attend(q, k, v, group, causal, rotate),
+        lambda q, k, v: torch_ring.attend(q, k, v, group, causal, rotate),
         BHTD,
         notes=(Note(CPU_RING, "torch"),),
     )

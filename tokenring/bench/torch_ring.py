@@ -1,18 +1,47 @@
 """torch's own ring attention (torch.distributed.tensor.experimental) on the CPU.
 
 Its public interface, context_parallel(), dispatches kernels of CUDA only. The ring below it takes any
-operator of the right signature, and is called here with torch's flash kernel for the CPU.
+operator of the right signature, and is called here with torch's flash kernel for the CPU, or with a kernel that it
+is given (`compute_with`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from tokenring.backends.base import AttentionKernel
+from tokenring.region import Patch
+
+Operator = Callable[..., tuple[torch.Tensor, ...]]
+
 SEQUENCE_DIM = 2
+_forward: Operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward: Operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def compute_with(kernel: AttentionKernel) -> None:
+    """From now on."""
+    global _forward, _backward
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, **_: Any) -> Any:
+        return kernel.forward(q, k, v, patch=_patch(q, k, is_causal), scale=q.shape[-1] ** -0.5)
+
+    def backward(
+        *, grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+        logsumexp: torch.Tensor, is_causal: bool, **_: Any,
+    ) -> Any:  # fmt: skip
+        patch, scale = _patch(query, key, is_causal), query.shape[-1] ** -0.5
+        return kernel.backward(grad_out, query, key, value, logsumexp, None, out=out, patch=patch, scale=scale)
+
+    _forward, _backward = forward, backward
+
+
+def _patch(q_BHTD: torch.Tensor, k_BHSD: torch.Tensor, causal: bool) -> Patch:
+    rows, cols = q_BHTD.shape[2], k_BHSD.shape[2]
+    return Patch(0, rows, 0, cols, high=0) if causal else Patch(0, rows, 0, cols)
 
 
 def _ring(causal: bool, rotate: str) -> Any:
@@ -30,7 +59,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, causal: bool, rotate: str
     ) -> torch.Tensor:
         out, lse = _ring(causal, rotate)._templated_ring_attention(
-            group, SEQUENCE_DIM, FORWARD, q, k, v, is_causal=causal, dropout_p=0.0
+            group, SEQUENCE_DIM, _forward, q, k, v, is_causal=causal, dropout_p=0.0
         )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = group, causal, rotate
@@ -41,7 +70,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group, causal, rotate = ctx.options
         gradients = _ring(causal, rotate)._templated_ring_attention_backward(
-            group, SEQUENCE_DIM, BACKWARD.default, douts[0].contiguous(), "grad_out", *ctx.saved_tensors,
+            group, SEQUENCE_DIM, _backward, douts[0].contiguous(), "grad_out", *ctx.saved_tensors,
             is_causal=causal, dropout_p=0.0,
         )  # fmt: skip
         return *gradients[:3], None, None, None
