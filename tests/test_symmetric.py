@@ -195,4 +195,6 @@ def test_gpu_transports_without_a_gpu() -> None:
     """It says so, and runs nothing."""
     said: list[tuple[str, str, str, bool | None]] = []
     gpu_transports.run(lambda *row: said.append(row))
-    assert said == [("symmetric memory", "not run: torch sees no CUDA device here", "", False)]
+    (symmetric, nccl) = said
+    assert symmetric == ("symmetric memory", "not run: torch sees no CUDA device here", "", False)
+    assert nccl[0] == "nccl" and nccl[1].startswith("not here: ") and nccl[3] is None
