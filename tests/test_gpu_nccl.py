@@ -23,7 +23,6 @@ import gpu_nccl  # noqa: E402
 import gpu_programs  # noqa: E402
 import gpu_transports  # noqa: E402
 
-
 _send = NcclTransport.send
 
 
