@@ -50,6 +50,11 @@ def merging(taken: str, share: float) -> dict[str, Any]:
 
 
 ROW = {"out": "mean of v", "largest": "lowest fp32", "total": "number of keys"}
+def exact(well: bool, **others: list[str]) -> dict[str, Any]:
+    ring = {"error": 1e-6 if well else 1.0, "exact": well}
+    return {"schedules": {"ring": ring}, "failed": [], "untried": [], **others}
+
+
 JUDGED: list[tuple[str, dict[str, Any], str]] = [
     ("pair-one-group", times(2.0, 1.0), AS_ASSUMED),
     ("pair-one-group", times(1.0, 1.0), OTHERWISE),
@@ -86,9 +91,11 @@ JUDGED: list[tuple[str, dict[str, Any], str]] = [
     ("kernel-tile", {"worst": {"float32": 1e-1}, "wrong": ["dq of full, float32: 1e-1"]}, OTHERWISE),
     ("kernel-packed", {"worst": {"float32": 1e-6}, "wrong": []}, AS_ASSUMED),
     ("kernel-packed", {"worst": {"float32": 1.0}, "wrong": ["lse of float32: 1"]}, OTHERWISE),
-    ("exactness", {"schedules": {"ring": {"error": 1e-6, "exact": True}}, "failed": []}, AS_ASSUMED),
-    ("exactness", {"schedules": {"ring": {"error": 1.0, "exact": False}}, "failed": []}, OTHERWISE),
-    ("exactness", {"schedules": {"ring": {"error": 1e-6, "exact": True}}, "failed": ["usp/2"]}, OTHERWISE),
+    ("exactness", exact(True), AS_ASSUMED),
+    ("exactness", exact(False), OTHERWISE),
+    ("exactness", exact(True, failed=["usp/2"]), OTHERWISE),
+    ("exactness", exact(True, untried=["usp/2"]), OPEN),
+    ("exactness", exact(False, untried=["usp/2"]), OTHERWISE),
 ]
 
 
@@ -108,6 +115,21 @@ def test_what_failed_or_is_of_another_form_settles_nothing(unknown: Any) -> None
 
 
 def test_times_without_an_npu_settle_nothing() -> None:
+@pytest.mark.parametrize("told", [{}, {"schedule:usp/2": {"status": "left out", "error": "the time was used up"}}])
+def test_schedules_that_were_not_tried_leave_it_open(told: dict[str, Any]) -> None:
+    """For lack of time, or since the run was stopped before; asked for fewer, these are all."""
+    ring = {"schedule:ring": {"status": "done", "result": exact(True)["schedules"]["ring"]}}
+    fewer, all_asked = ["rows", "schedule:ring"], ["rows", "schedule:ring", "schedule:usp/2"]
+    for asked, tasks, word, says in (
+        (all_asked, ring | told, OPEN, "; 1 of 2 tried"),
+        (fewer, ring, AS_ASSUMED, "in fp32"),
+    ):
+        document: dict[str, Any] = {"kind": "npu", "emulated": False, "asked": asked, "tasks": tasks}
+        command._judge(document)
+        (found,) = [each for each in document["verdicts"] if each["key"] == "exactness"]
+        assert found["verdict"] == word and found["text"].endswith(says)
+
+
     told = {"pair": {"status": "done", "result": times(2.0, 1.0)}}
     assert verdict(BY_KEY["pair-one-group"], told, real=False).word == OPEN
 
