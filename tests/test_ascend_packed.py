@@ -374,7 +374,7 @@ class LastIsTheCountOfOut(ZeroTail):
 @pytest.mark.parametrize(
     ("mutant", "offer", "fails"),
     [
-        (LastIsTheCount, WITH_LAYOUT, (RuntimeError, "")),
+        (LastIsTheCount, WITH_LAYOUT, (RuntimeError, "there are 0 tokens|of no tokens")),
         (LastIsTheCountOfOut, WITH_LAYOUT, (AssertionError, "out of")),
         (LeadingZero, WITH_LAYOUT, (RuntimeError, "begins with 0")),
         (Lengths, WITH_LAYOUT, (RuntimeError, "decreases")),
