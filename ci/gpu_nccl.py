@@ -84,4 +84,4 @@ def _transport() -> NcclTransport:
 
 
 def _version() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

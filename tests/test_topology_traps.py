@@ -136,7 +136,7 @@ def every_row_is_an_npu(patched: pytest.MonkeyPatch) -> None:
 
 def a_rank_is_a_card(patched: pytest.MonkeyPatch) -> None:
     """One device for each package, and the links of that one."""
-    real, real_links = npu_topo._generation, npu_topo.links_of
+    real, real_links = npu_topo._generation, matrix.links_of
 
     def links_of(of: matrix.Matrix, devices: list[Device]) -> tuple[list[Link], Any]:
         links, notes = real_links(of, devices)
