@@ -198,6 +198,14 @@ class AttentionKernel(Protocol):
         """
 
 
+@runtime_checkable
+class HeadLimited(Protocol):
+    """A kernel that takes so many query heads at most, and says so of a whole call, however schedules divide it."""
+
+    def supports_heads(self, q_heads: int) -> str | None:
+        """None, or why this kernel cannot compute calls of so many query heads: asked as `supports` is."""
+
+
 @dataclass(frozen=True)
 class Tiles:
     """What a program is going to ask of a kernel: the patches of its tiles, and the operands that it will give."""

@@ -134,10 +134,9 @@ class NcclTransport(Watched, Accelerated):
         meets = not any(link[2] == channel for link in self._connected)
         word = torch.zeros(1, dtype=torch.int32, device=device)
         for src, dst, _ in links:
-            if self.rank in (src, dst):
-                byte = torch.zeros(1, dtype=torch.uint8, device=device)
-                sends = self.rank == src
-                batch.posts.append(Post("send" if sends else "recv", byte, dst if sends else src))
+            for kind, own, peer in (("send", src, dst), ("recv", dst, src)):  # both where a rank sends to itself
+                if self.rank == own:
+                    batch.posts.append(Post(kind, torch.zeros(1, dtype=torch.uint8, device=device), peer))
         peer = next((post.peer for post in batch.posts), first[0])
 
         def meet() -> list[Any]:

@@ -3,7 +3,8 @@
 Several processes share the GPU: symmetric memory allows that with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, and they
 meet over a Gloo group. Checked: that messages arrive whole and in order, that programs are exact, that a captured
 pass replays on new inputs, that a rank that dies is named; measured: a put and its signal, and how much a 64 MB
-move slows attention that runs beside it, by a copy engine and by SMs. Needs torch 2.11 or newer. Not yet run on a GPU.
+move slows attention that runs beside it, by a copy engine and by SMs. Of NCCL (gpu_nccl): messages of one rank to
+itself, and programs of two ranks where it lets them share the GPU. Needs torch 2.11 or newer. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from gpu_clock import stream_seconds  # noqa: E402
+from gpu_nccl import NotHere, nccl_messages, nccl_programs  # noqa: E402
+from gpu_programs import worst_error  # noqa: E402
 
-from tokenring import Causal, ContextParallel, PeerLost, attention, capture, shard  # noqa: E402
-from tokenring.backends import symmetric  # noqa: E402
+from tokenring import Causal, ContextParallel, PeerLost, attention, capture  # noqa: E402
+from tokenring.backends import nccl, symmetric  # noqa: E402
 from tokenring.backends.devices import device_of  # noqa: E402
 from tokenring.backends.symm import SymmTransport  # noqa: E402
 from tokenring.schedule.ir import PARTIALS, REQUESTS  # noqa: E402
@@ -39,25 +42,35 @@ SLOWER_AT_MOST = 1.02
 SM_COPY_BLOCKS = 8  # of a copy as NCCL makes it, by a few thread blocks
 CALLS = 20
 RANKS = (2, 4)
+SCHEDULES = ("ring", "tokenring", "direct-q", "direct-kv", "ulysses")
 SECONDS = 20.0  # for each check: two that hang leave time for the others
 PEER_SECONDS = 10.0  # for a rank that is waited for: shorter, so that it is named
-SETTINGS = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+SETTINGS = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2",  # NCCL 2.30 or newer; few CTAs, as ranks share the SMs
+}  # fmt: skip
+Heard = dict[int, "tuple[bool | None, str]"]  # by rank: whether it went well (None: not here), and what it says
 
 
 def run(report: Report) -> None:
     """All of it, in processes of their own; what cannot run here is reported, and nothing raises."""
+    parts = list(PARTS)
     if reason := symmetric.unavailable():
         report("symmetric memory", f"not run: {reason}", "", False)
-        return
-    for name, check, ranks in PARTS:
+        parts = []
+    if reason := nccl.unavailable():
+        report("nccl", f"not here: {reason}", "", None)
+    else:
+        parts[:0] = NCCL_PARTS
+    for name, check, ranks in parts:
         for world_size in ranks:
             title = f"{name}, {world_size} ranks on one GPU" if world_size > 1 else name
             well, found = in_processes(check, world_size)
             report(title, found, "", well)
 
 
-def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool, str]:
-    """Whether it went well on all ranks within its time, and what rank 0 says, or the first that fails."""
+def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool | None, str]:
+    """Whether it went well on all ranks within its time, and what is said of it."""
     context = mp.get_context("spawn")
     answers: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,15 +86,25 @@ def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool, st
         for each in processes:
             each.kill()
             each.join()
+    return summed_up(heard, world_size)
+
+
+def summed_up(heard: Heard, world_size: int) -> tuple[bool | None, str]:
+    """What rank 0 says, or the first that fails; None and the reason where a rank says that this cannot be here.
+
+    The other ranks may then fail in whatever way, for want of that one.
+    """
+    if absent := [text for well, text in heard.values() if well is None]:
+        return None, f"not here: {absent[0]}"
     failed = [f"rank {rank}: {text}" for rank, (well, text) in sorted(heard.items()) if not well]
     if silent := [rank for rank in range(world_size) if rank not in heard]:
         failed.append(f"no answer of ranks {silent} within {SECONDS:g} s")
     return (False, failed[0]) if failed else (True, heard[0][1])
 
 
-def answers_of(processes: Sequence[Any], answers: Any, seconds: float) -> dict[int, tuple[bool, str]]:
+def answers_of(processes: Sequence[Any], answers: Any, seconds: float) -> Heard:
     """By rank, whether it went well and what it says: of those that answer in time and before they end."""
-    deadline, heard = time.monotonic() + seconds, dict[int, tuple[bool, str]]()
+    deadline, heard = time.monotonic() + seconds, dict[int, "tuple[bool | None, str]"]()
     while len(heard) < len(processes) and time.monotonic() < deadline:
         alive = any(each.is_alive() for each in processes)  # before looking: what they said in the end counts
         if not answers.empty():
@@ -100,6 +123,8 @@ def _rank(rank: int, check: Callable[[int], str], world_size: int, file: str, an
         store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         answers.put((rank, True, check(rank)))
+    except NotHere as reason:
+        answers.put((rank, None, str(reason)))
     except BaseException:
         answers.put((rank, False, traceback.format_exc().strip().splitlines()[-1][:300]))
     os._exit(0)  # a driver that is in trouble must not hold us up
@@ -141,26 +166,10 @@ def messages(rank: int) -> str:
 
 def programs(rank: int) -> str:
     """Both passes over symmetric memory, against one call in float64 on the CPU."""
-    from oracle import allowed, attention64, relative_error
-
-    world = dist.get_world_size()
-    generator, worst = torch.Generator().manual_seed(0), 0.0
-    length = 256 * world
-    q, k, v, dout = (torch.randn(1, length, 4, 64, generator=generator) for _ in range(4))
-    wanted = attention64(q, k, v, dout, allowed(Causal(), length, length))
     made = transport()
-    for schedule in ("ring", "tokenring", "direct-q", "direct-kv", "ulysses"):
-        with ContextParallel(schedule=schedule, transport=made, kernel="reference") as cp:
-            for _ in range(3):
-                mine = [shard(x, cp).cuda().requires_grad_(at < 3) for at, x in enumerate((q, k, v, dout))]
-                out = attention(mine[0], mine[1], mine[2], cp, Causal())
-                grads = torch.autograd.grad(out, mine[:3], mine[3])
-                pairs = zip((out, *grads), (wanted.out, wanted.dq, wanted.dk, wanted.dv), strict=True)
-                errors = [relative_error(x.detach().cpu(), shard(y, cp)) for x, y in pairs]
-                assert max(errors) < 1e-5, (schedule, errors)
-                worst = max(worst, *errors)
+    worst = worst_error(made, "cuda", SCHEDULES)
     made.close()
-    return f"5 schedules, both passes: error {worst:.1e} against float64"
+    return f"{len(SCHEDULES)} schedules, both passes: error {worst:.1e} against float64"
 
 
 def replays(rank: int) -> str:
@@ -311,6 +320,10 @@ PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
     ("symmetric memory, a rank that dies", dies, (2,)),
     ("put, signal and wait", put_and_signal, RANKS),
     ("attention beside a move", beside_attention, (1,)),
+)
+NCCL_PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
+    ("nccl, messages of a rank to itself", nccl_messages, (1,)),
+    ("nccl, programs", nccl_programs, (2,)),
 )
 
 

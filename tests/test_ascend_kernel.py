@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ascend import refusals
 from ascend.binding import bind
 from ascend.device import host_waits
 from ascend.operators import calls, register
@@ -188,6 +189,10 @@ class TestSupports:
             assert kernel.supports(LARGEST_HEAD_DIM, dtype) is None
         assert kernel.supports(769, torch.bfloat16) == "npu_fusion_attention takes head dimensions up to 768, not 769"
         assert "float16, bfloat16 and float32, not torch.float64" in str(kernel.supports(64, torch.float64))
+
+    def test_query_heads(self, kernel: NpuFusion) -> None:
+        assert kernel.supports_heads(refusals.MOST_HEADS) is None
+        assert kernel.supports_heads(257) == "npu_fusion_attention takes up to 256 query heads, not 257"
 
     def test_masks_of_their_own_are_not_too_large(self, kernel: NpuFusion) -> None:
         side = math.isqrt(MASK_BYTES)

@@ -131,6 +131,20 @@ def tile_of(parts: Sequence[Patch], **options: Any) -> Tile:
     return replace(Tile("packed", whole, heads=(4, 2), head_dim=8), **options)
 
 
+def test_2_lists_of_ours_may_end_in_zeros(npus: NpuPools) -> None:
+    """Exact, forward and backward; whoever then takes the last end for the count of tokens is among the mutants."""
+    npus(1)(padded_lists)
+
+
+def padded_lists(here: Here) -> None:
+    register(WITH_LAYOUT)
+    parts = CASES["two documents"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tokenring.backends.kernels.npu_packed.Packing", ZeroTail)
+        Checked(npu_kernel(), parts, tile_of(parts)).check()
+    assert {call.arguments["actual_seq_qlen"][-1] for call in calls} == {0}
+
+
 @pytest.mark.parametrize("options", [{}, {"token_major": True}, {"batch": 1}, {"dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("offer", [WITHOUT_LAYOUT, WITH_LAYOUT, "second version only"])
 @pytest.mark.parametrize("name", CASES)
@@ -335,9 +349,33 @@ class BlockOrder(Packing):
         return super()._row_lses(lse, False)
 
 
+class ZeroTail(Packing):
+    """Pads its lists to a fixed number of sequences: no mutant, the operator skips them."""
+
+    def _ends(self, spans: list[tuple[int, int]]) -> list[int]:
+        return [*super()._ends(spans), 0, 0]
+
+
+class LastIsTheCount(ZeroTail):
+    """Takes as many tokens as the last end says: trap 2."""
+
+    def _tokens(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
+        return super()._tokens(x, spans)[: self._ends(spans)[-1]]
+
+
+class LastIsTheCountOfOut(ZeroTail):
+    """The same, in what it reads of the results."""
+
+    def _parts(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
+        last = self._ends(spans)[-1]
+        return super()._parts(torch.cat([x[:last], torch.zeros_like(x[last:])]), spans)
+
+
 @pytest.mark.parametrize(
     ("mutant", "offer", "fails"),
     [
+        (LastIsTheCount, WITH_LAYOUT, (RuntimeError, "there are 0 tokens|of no tokens")),
+        (LastIsTheCountOfOut, WITH_LAYOUT, (AssertionError, "out of")),
         (LeadingZero, WITH_LAYOUT, (RuntimeError, "begins with 0")),
         (Lengths, WITH_LAYOUT, (RuntimeError, "decreases")),
         (TokenOrder, WITHOUT_LAYOUT, (AssertionError, "lse of")),

@@ -18,7 +18,9 @@ from ascend.ranks import NpuPools
 from oracle import allowed, attention64, relative_error
 from ranks import PEER_SECONDS, Here
 
-from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, attention
+from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, UnsupportedError, attention
+from tokenring.backends.kernels.npu_fusion import NpuFusion
+from tokenring.backends.kernels.npu_packed import Packing
 from tokenring.runtime.merge import merge_
 from tokenring.schedule.program import Attend
 
@@ -179,3 +181,42 @@ def by_reference(here: Here) -> float:
     out = attention(there[0], there[1], there[2], cp=ContextParallel(kernel="reference"), mask=Causal())
     assert calls == []
     return relative_error(out.cpu(), attention64(q, k, v, q, allowed(Causal(), 32, 32), 0.25).out)
+
+
+def test_too_many_heads_are_refused_before_anything_runs(npus: NpuPools) -> None:
+    """In our words; without the question (the mutant) the operator refuses in the middle of the pass."""
+    npus(1)(many_heads)
+
+
+def many_heads(here: Here) -> None:
+    register("2.13.0")
+    q = torch.zeros(1, 4, 257, 8, device="npu")
+    with pytest.raises(UnsupportedError, match=r"takes up to 256 query heads, not 257; choose another"):
+        attention(q, q, q, cp=ContextParallel(), mask=Causal())
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(RuntimeError, match="257 heads; 1 to 256"):
+        patched.setattr(NpuFusion, "supports_heads", staticmethod(lambda q_heads: None))
+        attention(q, q, q, cp=ContextParallel(), mask=Causal())
+
+
+def test_empty_documents_never_reach_the_operator(npus: NpuPools) -> None:
+    """Documents without tokens, also as the first and the last, are none; a list that has one (the mutant) is seen."""
+    ((errors, lists, spoilt),) = npus(1)(with_empty_documents)
+    assert errors.pop("packed") == 2 and max(errors.values()) < LIMITS[torch.float32][1]
+    assert len(lists) == len(spoilt) == 2
+    assert all(sorted(set(each)) == each and each[0] > 0 for each in lists)
+    assert not any(sorted(set(each)) == each for each in spoilt)
+
+
+def with_empty_documents(here: Here) -> tuple[dict[str, float], list[list[int]], list[list[int]]]:
+    given: Any = ("2.13.0", "ring", "contiguous", Documents([0, 0, 7, 7, 20, 21, 44, 44]), (4, 2), torch.float32)
+    errors, lists = runs(here, *given), lengths()
+    with pytest.MonkeyPatch.context() as patched:
+        ends = Packing._ends
+        patched.setattr(Packing, "_ends", lambda self, spans: [*(made := ends(self, spans))[:1], *made])
+        runs(here, *given)
+        return errors, lists, lengths()
+
+
+def lengths() -> list[list[int]]:
+    """Of what was packed."""
+    return [call.arguments["actual_seq_qlen"] for call in calls if call.arguments.get("input_layout") == "TND"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from ascend.binding import bind
 from ascend.schemas import BRANCHES, CURRENT, OFFERS, RING, WHEELS
 from test_topology_dumps import shared
 
+RECORDED = Path(__file__).parent / "data" / "npu_signatures.txt"
 FIRST = CURRENT["npu_fusion_attention"]
 X = torch.zeros(1)
 FORWARD = (X, X, X, 2, "BNSD")
@@ -29,18 +31,87 @@ def canonical(text: str) -> str:
     return str(torch._C.parse_schema(f"npu::{text}"))
 
 
+class Signature(NamedTuple):
+    """Arguments as (name, type, default, by name only), and the types of what is returned."""
+
+    arguments: tuple[tuple[str, str, str, bool], ...]
+    returns: tuple[str, ...]
+
+
+def recorded(text: str) -> dict[str, dict[str, Signature]]:
+    """By wheel and operator, from the table in tests/data."""
+    rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    operators = {row[1]: (row[2], tuple(row[3:])) for row in rows if row[0] == "operator"}
+    (head,) = (row for row in rows if row[0] == "argument")
+    places: dict[str, dict[int, tuple[str, str, str, bool]]] = {short: {} for short in operators}
+    for name, kind, default, *where in rows[rows.index(head) + 1 :]:
+        for short, place in zip(head[3:], where, strict=True):
+            if place != ".":
+                places[short][int(place.removesuffix("k"))] = name, kind, default, place.endswith("k")
+    made = {}
+    for short, (name, returns) in operators.items():
+        assert sorted(places[short]) == list(range(1, len(places[short]) + 1)), short
+        made[short] = name, Signature(tuple(each for _, each in sorted(places[short].items())), returns)
+    return {row[1]: dict(made[short] for short in row[2:]) for row in rows if row[0] == "wheel"}
+
+
+def signature(text: str) -> Signature:
+    """Of a schema as the dispatcher writes it."""
+    inside, _, returns = text.partition("(")[2].partition(") -> (")
+    arguments, by_name = list[tuple[str, str, str, bool]](), False
+    for each in inside.split(", "):
+        if each == "*":
+            by_name = True
+            continue
+        kind, _, rest = each.partition(" ")
+        name, _, default = rest.partition("=")
+        arguments.append((name, kind, default or "-", by_name))
+    return Signature(tuple(arguments), tuple(returns.removesuffix(")").split(", ")))
+
+
+def check_recorded(text: str) -> None:
+    ours = {wheel: {name: signature(each) for name, each in WHEELS[wheel].items()} for wheel in WHEELS}
+    assert ours == recorded(text)
+
+
+SPOILT = {
+    "spelling": ("\npre_tockens ", "\npre_tokens  "),
+    "default": (" 2147483647 ", " 2147483646 "),
+    "place": ("23    19k", "24    19k"),
+    "by name": ("29k ", "29  "),
+    "type": ("\nsink                  Tensor?", "\nsink                  Tensor "),
+    "return": ("Tensor Tensor int int int", "Tensor int int int"),
+    "wheel": ("wheel  2.9.1         v1 grad v2 grad_2 update", "wheel  2.9.1         v1 grad v2 grad_2 update ring"),
+}  # fmt: skip
+
+
+def test_the_emulation_registers_what_was_recorded() -> None:
+    """In a fresh clone, too."""
+    check_recorded(RECORDED.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_another_record_is_another(what: str) -> None:
+    text, (old, new) = RECORDED.read_text(encoding="utf-8"), SPOILT[what]
+    assert old in text
+    with pytest.raises(AssertionError):
+        check_recorded(text.replace(old, new, 1))
+
+
 @pytest.mark.parametrize("wheel", WHEELS)
 def test_wheels_hold_what_we_wrote(wheel: str) -> None:
-    """Against the extracts of the wheels themselves, where they are at hand."""
+    """Against the extracts of the wheels themselves, where they are at hand: both records."""
     found = shared()
     path = None if found is None else found / f"ascend/fixtures/op_schemas_torch_npu_{wheel}.txt"
     if path is None or not path.exists():
         pytest.skip("no extracts of the wheels beside this repository")
     lines = [line.strip() for line in path.read_text().splitlines() if line.startswith("npu_")]
-    held = {line.partition("(")[0]: canonical(line) for line in lines}
-    assert {name: held.get(name) for name in CURRENT} == {
+    held = {line.partition("(")[0]: line for line in lines}
+    assert {name: canonical(held[name]) if name in held else None for name in CURRENT} == {
         name: canonical(WHEELS[wheel][name]) if name in WHEELS[wheel] else None for name in CURRENT
     }
+    ours = recorded(RECORDED.read_text(encoding="utf-8"))[wheel]
+    assert ours == {name: signature(text) for name, text in held.items() if name in CURRENT}
 
 
 def test_what_sets_them_apart() -> None:

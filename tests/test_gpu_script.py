@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from symm_ranks import ThreadDevice
 
 from tokenring import UnsupportedError
 from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.schedule.program import Attend, Merge, Recv, Send
 
 REPO = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -237,5 +241,118 @@ def test_sums_of_ranks_and_steps_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(lines) == 1 + len(gpu_times.SCHEDULES)
     assert all("×" in value and "Error" not in value for _, value, *_ in lines[1:]), lines
     assert read and all(x.numel() == 0 or (0.5 < float(x.std()) < 2 and bool(x.isfinite().all())) for x in read[:2])
-    value, _ = gpu_times.eager_step(CPU, 3)
-    assert "µs forward" in value
+    assert lines[0][0].startswith("one call of the fastest kernel here") and "by cpu-flash" in lines[0][1]
+
+
+class Named(CpuFlash):
+    """One that is slow, in one of the passes."""
+
+    def __init__(self, name: str, forward_seconds: float, backward_seconds: float) -> None:
+        self.name, self.slow = name, (forward_seconds, backward_seconds)
+
+    def forward(self, *given: Any, **how: Any) -> Any:
+        time.sleep(self.slow[0])
+        return super().forward(*given, **how)
+
+    def backward(self, *given: Any, **how: Any) -> Any:
+        time.sleep(self.slow[1])
+        if self.slow[1] > 1:
+            raise RuntimeError("out of memory")
+        return super().backward(*given, **how)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_ranks_are_compared_with_the_fastest_kernel(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes first, and whichever the ranks compute with; one that fails is named and loses nothing."""
+    import gpu_times
+
+    lines: list[Any] = []
+    for name, small in {"HEADS": 8, "DIM": 16, "ROUNDS": 1, "SCHEDULES": ("ring",)}.items():
+        monkeypatch.setattr(gpu_times, name, small)
+    kernels = [Named("a", 0.0, 0.6), Named("b", 0.3, 0.0), Named("c", 0.0, 1.1)]
+    monkeypatch.setattr(gpu_times, "candidates", lambda *_: kernels[::-1] if turned else kernels)
+    gpu_times.sum_of_ranks(lambda *line: lines.append(line), CPU, 256)
+    said = lines[0][1]
+    assert "ms by a forward" in said and "ms by b both" in said and "c fails: out of memory" in said
+    assert not lines[1][1].startswith("RuntimeError")
+
+
+def test_the_fastest_of_each_way() -> None:
+    import gpu_times
+
+    assert gpu_times.fastest({"a": (1.0, 3.0), "b": (2.0, 2.0)}) == {False: ("a", 1.0), True: ("b", 2.0)}
+    with pytest.raises(RuntimeError, match="no kernel has computed the call"):
+        gpu_times.fastest({})
+
+
+# ---------- the host's share of a step
+
+
+class OnHost:
+    """As OwnMemory's verbs, counted: a word must be clear whenever it is waited for, or a GPU would wait for ever."""
+
+    def __init__(self, words: int) -> None:
+        self.words, self.done = [0] * words, Counter[str]()
+
+    def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
+        assert data.numel() and data.is_contiguous()
+        self.done["put"] += 1
+        self.signal(peer, word)
+
+    def signal(self, peer: int, word: int) -> None:
+        self.done["signal"] += 1
+        assert self.words[word] == 0
+
+    def wait(self, word: int) -> None:
+        self.done["wait"] += 1
+        assert self.words[word] == 0
+
+    def release(self) -> None:
+        """Nothing waits."""
+
+
+class Counting(CpuFlash):
+    def __init__(self) -> None:
+        self.tiles = 0
+
+    def forward(self, *given: Any, **how: Any) -> Any:
+        self.tiles += 1
+        return super().forward(*given, **how)
+
+
+def test_a_step_has_its_tiles_and_moves() -> None:
+    """Three rounds of forward: every message is put, signalled and waited for, every tile computed."""
+    import gpu_own_puts
+    import gpu_times
+
+    memory, kernel = OnHost(gpu_own_puts.words_of(gpu_times.STEP_RANKS).count), Counting()
+    moved = gpu_own_puts.OwnPuts(memory, ThreadDevice(lambda: None), gpu_times.STEP_RANKS)  # type: ignore[arg-type]
+    made = gpu_times.step("all of it", kernel, moved, CPU, True)
+    del made.bound["backward"]
+    gpu_times.eager_step(made, CPU, 3)
+    program = made.bound["forward"].program.instructions
+    posts = Counter(type(each) for each in program)
+    assert posts[Send] and posts[Recv] and posts[Attend] and posts[Merge]
+    assert (memory.done["put"], kernel.tiles) == (3 * posts[Send], 3 * posts[Attend])
+    assert memory.done["signal"] == memory.done["wait"] == 3 * (posts[Send] + posts[Recv])
+
+
+def test_lines_say_what_is_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without puts the line says so and has no limit; the executor by itself stands beside."""
+    import gpu_times
+
+    lines: list[Any] = []
+    made = gpu_times.steps(CPU)
+    monkeypatch.setattr(gpu_times, "captured_step", lambda step, device: [9.0, 1.0])
+    monkeypatch.setattr(gpu_times, "eager_step", partial(gpu_times.eager_step, rounds=3))
+    gpu_times.host_times(lambda *line: lines.append(line), made, CPU)
+    assert [(name, limit, met) for name, _, limit, met in lines] == [
+        ("host time of a step (executor, tile, merge; no move: no CUDA device), eager", "", None),
+        ("host time of a step (executor alone), eager", "", None),
+        ("host time of a step (executor, tile, merge; no move: no CUDA device), in a captured graph", "", None),
+        ("host time of a step (executor alone), in a captured graph", "", None),
+    ]
+    assert all("µs forward" in value for _, value, *_ in lines)
+    made[0].limited = True
+    gpu_times.host_times(lambda *line: lines.append(line), made[:1], CPU)
+    assert lines[-1][1:] == ("9.0 µs forward, 1.0 µs backward", "5 µs", False)

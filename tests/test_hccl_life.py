@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import re
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import nccl_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +21,10 @@ from every_link import new
 from ranks import Here
 
 from tokenring import PeerLost
+from tokenring.backends import hccl
+from tokenring.backends.base import Grouping
 from tokenring.backends.hccl import CONNECTION_BYTES, watchdog_seconds
+from tokenring.backends.nccl import NcclTransport
 from tokenring.backends.registry import make_transport, transport_capabilities
 from tokenring.schedule.ir import REQUESTS
 
@@ -162,3 +167,63 @@ def test_closing_waits_for_the_device(name: str, npus: NpuPools) -> None:
     """Communicators must not go while messages move; the mutant drops them without closing."""
     assert npus(2)(dropped, name, True) == [[], []]
     assert all("was dropped under" in texts[0] for texts in npus(2)(dropped, name, False))
+
+
+# ---------- what a message moves
+
+
+def forgetful_hccl(patched: pytest.MonkeyPatch) -> None:
+    """Mutant: a handle that keeps no tensor."""
+    real = hccl._Handle.__init__
+
+    def init(self: Any, transport: Any, work: Any, data: object, peer: int, what: str) -> None:
+        real(self, transport, work, None, peer, what)
+
+    patched.setattr(hccl._Handle, "__init__", init)
+
+
+def forgetful_nccl(patched: pytest.MonkeyPatch) -> None:
+    """Mutant: a group that keeps no tensors once they are on their way."""
+    real = NcclTransport._start
+
+    def start(self: Any, batch: Any, channel: str) -> None:
+        real(self, batch, channel)
+        batch.posts[:] = [post._replace(data=torch.empty(0, device=NPU)) for post in batch.posts]
+
+    patched.setattr(NcclTransport, "_start", start)
+
+
+FORGETFUL = {"hccl": forgetful_hccl, nccl_ranks.NAME: forgetful_nccl}
+
+
+def alive(here: Here, name: str, forgets: bool) -> tuple[bool, bool]:
+    """Whether a tensor that nobody else holds lives while its message is under way, and when that was waited for."""
+    nccl_ranks.register(here)
+    fresh()
+    with pytest.MonkeyPatch.context() as patched:
+        if forgets:
+            FORGETFUL[name](patched)
+        transport = new(name)
+        data = torch.ones(64, device=NPU)
+        held = weakref.ref(data)  # the emulation holds the memory behind it, never the tensor: the mutants show that
+        post = transport.send if here.rank == 0 else transport.recv
+        handle = post(data, 1 - here.rank, REQUESTS, "kv0")
+        del data
+        if isinstance(transport, Grouping):
+            transport.go()
+        gc.collect()
+        during = held() is not None
+        handle.wait()
+        del handle
+        gc.collect()
+        after = held() is not None
+        transport.close()
+    return during, after
+
+
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_tensors_live_until_they_are_waited_for(name: str, npus: NpuPools) -> None:
+    """At both ends, and no longer."""
+    with npus.expendable(2) as some:
+        assert some(alive, name, False) == [(True, False)] * 2
+        assert some(alive, name, True) == [(False, False)] * 2

@@ -89,6 +89,7 @@ def test_mutants_of_the_kernel_fail(interpreted: Found, name: str) -> None:
     assert found[""] < 0 or found[case] is not None  # what writes where it must not may end the process
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", suite())
 def test_triton_on_a_gpu(name: str) -> None:

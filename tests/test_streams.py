@@ -79,6 +79,12 @@ def _allocator() -> Any:
     return allocate
 
 
+# In groups, of rank 0: mutants, those that stand right behind a second wait for a group, those that nobody misses.
+# docs/compile.md says why there are some.
+EXCUSED = {
+    "ring": (24, 4, 4), "tokenring": (48, 4, 4), "direct-kv": (9, 0, 0), "direct-q": (12, 0, 0),
+    "bidirectional": (33, 12, 8), "ulysses": (12, 0, 0), "ring/keep": (12, 0, 0), "tiles/2x2": (12, 0, 0),
+}  # fmt: skip
 WAYS = pytest.mark.parametrize(("early", "grouping"), [(True, False), (False, False), (False, True)])  # as there are
 
 
@@ -103,9 +109,11 @@ def test_no_record_or_wait_is_idle(name: str, ranks: int, early: bool, grouping:
         mutants = recorded.mutants()
         assert len(mutants) > 4
         known = behind_groups_again(recorded.log) if grouping else set()
-        idle = [[recorded.log[at] for at in each] for each in mutants if not each & known and not recorded.found(each)]
-        assert 2 * sum(bool(each & known) for each in mutants) < len(mutants)
+        missed = [each for each in mutants if not recorded.found(each)]
+        idle = [[recorded.log[at] for at in each] for each in missed if not each & known]
         assert not idle, f"{len(idle)} of {len(mutants)} mutants are not found out: {idle[:5]}"
+        if grouping:
+            assert (len(mutants), sum(bool(each & known) for each in mutants), len(missed)) == EXCUSED[name]
 
 
 def test_no_record_or_wait_is_idle_where_messages_land_elsewhere() -> None:

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from cases import Case, Local, check_exact, compute
 from ranks import Here, RankError, RankPools
 
+import tokenring as tr
 from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
 from tokenring.backends import symmetric
 from tokenring.backends.cuda import CudaTransport, choice_here
 from tokenring.backends.nccl import NcclTransport
 from tokenring.backends.registry import make_transport, transport_capabilities
+from tokenring.planner.interconnect import full_mesh
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 LIMIT_SECONDS = 1.0
@@ -254,6 +256,24 @@ def test_auto_goes_on(what: str, names: list[str], ranks: RankPools) -> None:
             assert "rank 1: " in why and any("peer access is not supported" in each for each in heard), (why, heard)
     for turn in range(2):
         check_exact(case.whole([found[turn] for found, *_ in answers]), case.reference())
+
+
+def planned(here: Here, why: str) -> str:
+    """The reason of the plan that `auto` makes over a transport that was chosen among several."""
+    symm_ranks.register()
+    transport: Any = make_transport("auto on cpu", dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport.why = why
+    x = torch.zeros(1, 32, 2, 8)
+    net = full_mesh(here.world_size, 1.0)
+    with ContextParallel(schedule="auto:ring,direct-q", transport=transport, topology=net) as cp:
+        return tr.plan(x, x, x, cp, tr.Causal()).reason
+
+
+def test_plans_say_why_the_transport_was_taken(ranks: RankPools) -> None:
+    """Behind the schedule's reason; of a transport that has no reason nothing is said."""
+    with ranks.expendable(2) as some:
+        assert all(each.endswith("; the test says so") for each in some(planned, "the test says so"))
+        assert all(each and "the test says so" not in each for each in some(planned, ""))
 
 
 def without_cuda(here: Here, name: str) -> str:

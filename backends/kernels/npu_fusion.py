@@ -30,7 +30,7 @@ from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
 from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.region import Patch
 
-LARGEST_HEAD_DIM = 768
+LARGEST_HEAD_DIM, MOST_HEADS = 768, 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MASK_BYTES = 64 << 20  # of a mask of its own that a patch may need
 
@@ -52,6 +52,12 @@ class NpuFusion:
             return f"npu_fusion_attention takes head dimensions up to {LARGEST_HEAD_DIM}, not {head_dim}"
         if dtype not in DTYPES:
             return f"npu_fusion_attention takes float16, bfloat16 and float32, not {dtype}"
+        return None
+
+    @staticmethod
+    def supports_heads(q_heads: int) -> str | None:
+        if q_heads > MOST_HEADS:
+            return f"npu_fusion_attention takes up to {MOST_HEADS} query heads, not {q_heads}"
         return None
 
     @staticmethod

@@ -55,6 +55,7 @@ def _everything(options: argparse.Namespace, kind: str, began: float, document: 
     emulate = str(TESTS) if options.emulate else None
     asked = Asked(kind, ranks, emulate, began + 60 * options.minutes, options.task_seconds)
     tasks = options.only.split(",") if options.only else LINKS + OPERATORS + KERNEL + _schedules(options, kind, ranks)
+    document["asked"] = tasks
 
     def tell(task: str, told: dict[str, Any]) -> None:
         document["tasks"][task] = told
@@ -68,7 +69,7 @@ def _document(options: argparse.Namespace, kind: str) -> dict[str, Any]:
     return {
         "format": FORMAT, "version": VERSION, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": f"{platform.system()} {platform.machine()}", "kind": kind, "emulated": options.emulate,
-        "ranks": None, "device": "", "tasks": {}, "verdicts": [],
+        "ranks": None, "device": "", "asked": [], "tasks": {}, "verdicts": [],
     }  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def _schedules(options: argparse.Namespace, kind: str, ranks: int) -> list[str]:
 
 def _judge(document: dict[str, Any]) -> None:
     tasks = dict(document["tasks"])
-    tasks["schedules"] = _all_schedules(tasks)
+    tasks["schedules"] = _all_schedules(tasks, document["asked"])
     document["verdicts"] = []
     real = document["kind"] == "npu" and not document["emulated"]
     for each in UNKNOWNS:
@@ -123,14 +124,16 @@ def _judge(document: dict[str, Any]) -> None:
         )
 
 
-def _all_schedules(tasks: dict[str, Any]) -> dict[str, Any]:
-    """The tasks of schedules as one."""
+def _all_schedules(tasks: dict[str, Any], asked: list[str]) -> dict[str, Any]:
+    """The tasks of schedules as one. asked: all tasks; what no time was left for, or a stop came before, is untried."""
     each = {name.partition(":")[2]: told for name, told in tasks.items() if name.startswith("schedule:")}
     done = {name: told["result"] for name, told in each.items() if told["status"] == "done"}
     if not done:
         return {"status": "failed", "error": "no schedule ran to its end"}
     failed = [name for name, told in each.items() if told["status"] in ("failed", "late")]
-    return {"status": "done", "result": {"schedules": done, "failed": failed}}
+    wanted = [name.partition(":")[2] for name in asked if name.startswith("schedule:")]
+    untried = [name for name in wanted if name not in done and name not in failed]
+    return {"status": "done", "result": {"schedules": done, "failed": failed, "untried": untried}}
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -182,17 +182,28 @@ def _merging(found: Found) -> Verdict:
 
 
 def _exact(found: Found) -> Verdict:
+    """Every schedule: one that is wrong decides, and where some were not tried the others decide nothing."""
     worst = max(found["schedules"].items(), key=lambda item: item[1]["error"])
     text = f"{len(found['schedules'])} schedules, the worst {worst[0]} with {worst[1]['error']:.1e} in fp32"
-    failed = [name for name, each in found["schedules"].items() if not each["exact"]]
-    return _yes(not failed and not found["failed"], text + (f"; wrong: {', '.join(failed)}" if failed else "")
-                + (f"; failed: {', '.join(found['failed'])}" if found["failed"] else ""))  # fmt: skip
+    text += _tried(found)
+    wrong = [name for name, each in found["schedules"].items() if not each["exact"]]
+    text += f"; wrong: {', '.join(wrong)}" if wrong else ""
+    text += f"; failed: {', '.join(found['failed'])}" if found["failed"] else ""
+    exact = not wrong and not found["failed"]
+    return Verdict(OPEN, text) if exact and found["untried"] else _yes(exact, text)
 
 
 def _times(found: Found) -> Verdict:
     timed = {name: each["seconds"] for name, each in found["schedules"].items() if each.get("seconds")}
     order = sorted(timed, key=timed.__getitem__)
-    return Verdict(MEASURED, "fastest: " + ", ".join(f"{name} {1e3 * timed[name]:.3g} ms" for name in order[:4]))
+    shown = ", ".join(f"{name} {1e3 * timed[name]:.3g} ms" for name in order[:4])
+    return Verdict(MEASURED, f"fastest: {shown}{_tried(found)}")
+
+
+def _tried(found: Found) -> str:
+    """How many of the schedules there was time for, unless it was enough for all."""
+    tried = len(found["schedules"]) + len(found["failed"])
+    return f"; {tried} of {tried + len(found['untried'])} tried" if found["untried"] else ""
 
 
 UNKNOWNS = (

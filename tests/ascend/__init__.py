@@ -1,1 +1,1 @@
-"""An Ascend machine without one: the device, its attention operators and HCCL, stricter than the real ones."""
+"""An Ascend machine without one: device, operators and HCCL, stricter than the real ones in what they refuse."""
