@@ -144,7 +144,7 @@ def test_one_line_says_what_and_why(ranks: RankPools) -> None:
     first, *others = ranks(RANKS)(logged)
     assert len(first) == 1
     assert first[0].startswith("schedule auto: ")
-    for part in (" predicted for forward + backward on ", " × the lower bound", "; next ", "8 GB/s in all are assumed"):
+    for part in (" predicted for forward + backward on ", " × the lower bound, bound by ", "; next "):
         assert part in first[0]
     assert others == [[], [], []]
 
