@@ -19,13 +19,7 @@ from tokenring.mask import parse_mask
 from tokenring.planner.auto import Call
 from tokenring.planner.group import context_parallel_group, heads_of_group
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.machine import (
-    ASSUMED_OPERATION_US,
-    machine_of_device,
-    machine_of_preset,
-    machine_of_topology,
-    messages_of,
-)  # fmt: skip
+from tokenring.planner.machine import machine_of_device, machine_of_preset, machine_of_topology, messages_of
 from tokenring.planner.measured import read_table
 from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.presets import PREFIX, find, preset
@@ -145,7 +139,7 @@ def _with_rates(known: Callable[[], Machine], rates: Rates) -> Machine:
     try:
         return replace(known(), rates=rates)
     except TokenRingError:  # nothing is known of these accelerators, and nothing but a message's cost is needed
-        return Machine(rates, messages_of(ASSUMED_OPERATION_US))
+        return Machine(rates, messages_of(None))
 
 
 def _table(options: argparse.Namespace) -> Rates:

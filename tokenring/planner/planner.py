@@ -19,7 +19,6 @@ from tokenring.planner.auto import Call, make_for, order_of, plan_call
 from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import (
-    ASSUMED_OPERATION_US,
     CPU,
     CPU_MESSAGES,
     device_rates,
@@ -83,9 +82,10 @@ class Planner:
         if net.machine is not None:
             return net, net.machine
         machine, note = _machine(topology, device, dtype)
-        notes: tuple[str, ...] = () if note is None else (note,)
+        notes: tuple[str, ...] = (machine.source,) if note is None else (note, machine.source)
         if measured is not None:
-            machine, notes = replace(machine, rates=measured), (MEASURED_HERE,)
+            machine = replace(machine, rates=measured)
+            notes = (MEASURED_HERE, f"messages: {machine.messages.source}")
         if device.type == "cpu" and self._given is None:  # processes of this machine, as far as anybody knows
             threads = 1 if measured is None else torch.get_num_threads()
             machine, more = _on_shared_cores(machine, self.world_size, threads)
@@ -217,5 +217,5 @@ def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype
         except TokenRingError as error:
             why = str(error).partition(":")[0]
     assumed = device_figures(ASSUMED_DEVICE)
-    machine = Machine(device_rates(assumed, dtype), messages_of(ASSUMED_OPERATION_US))
+    machine = Machine(device_rates(assumed, dtype), messages_of(None))
     return machine, f"{why}; those of {assumed.title} are assumed"

@@ -20,5 +20,6 @@ def simulated(cp: ContextParallel, request: Request) -> Simulated | None:
     setting = planner.setting(request, cp.kernel(request.device), able)
     plan = cp.plan(request)
     made = timeline(plan.name, setting, predict(plan.schedule, setting, record=True))
-    source = "; ".join((setting.interconnect.name, setting.machine.source, *setting.interconnect.notes))
+    net = setting.interconnect  # whose notes may say what ranks compute with
+    source = "; ".join(dict.fromkeys((net.name, setting.machine.source, *net.notes)))
     return Simulated(source, list(made.stretches), list(made.bars), list(made.messages))
