@@ -14,7 +14,7 @@ def simulated(cp: ContextParallel, request: Request) -> Simulated | None:
     """What `schedule="auto"` would expect of this schedule here; None for one rank. All ranks call it together."""
     if cp.world_size == 1:
         return None
-    planner = Planner(cp.group, cp.world_size, cp.topology, (), None)
+    planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)
     transport = cp.transport_for(request.device)
     able = None if transport is None else transport.capabilities
     setting = planner.setting(request, cp.kernel(request.device), able)
