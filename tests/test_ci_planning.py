@@ -20,6 +20,7 @@ def script(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"ci_{Path(path).stem}", CI / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
