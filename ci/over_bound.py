@@ -21,6 +21,7 @@ from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.layout import make_layout  # noqa: E402
 from tokenring.mask import Causal, Full, Mask  # noqa: E402
 from tokenring.planner.auto import Call, call_bound, plan_call  # noqa: E402
+from tokenring.planner.bound import is_attainable  # noqa: E402
 from tokenring.planner.machine import machine_of_preset  # noqa: E402
 from tokenring.planner.models import MODELS, ModelHeads  # noqa: E402
 from tokenring.planner.predict import Setting  # noqa: E402
@@ -51,7 +52,7 @@ def ratios(presets: list[str], tokens: list[int]) -> Iterator[tuple[bool, float]
                         continue
                     seconds = plan.candidates[0].predicted_seconds or 0.0
                     ratio = seconds / call_bound(call).seconds
-                    attainable = mask == Full() and model.kv_heads % call.setting.interconnect.world_size == 0
+                    attainable = is_attainable(mask, model.kv_heads, call.setting.interconnect.world_size)
                     what = "attainable" if attainable else ""
                     circumstances = f"{name:16} {model.title:28} {mask!s:7} {some:6}"
                     print(f"{circumstances} {plan.name:26} {ratio:5.2f} {what}", flush=True)

@@ -20,6 +20,7 @@ def script(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"ci_{Path(path).stem}", CI / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
@@ -80,3 +81,50 @@ def test_what_is_set_over_the_bound(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert layouts == ["contiguous", "zigzag"]
     full, causal = capsys.readouterr().out.splitlines()
     assert "full" in full and "attainable" in full and "causal" in causal and "attainable" not in causal
+
+
+def cell_rows(report: ModuleType, cell: str, attainable: bool, times: list[tuple[float, float]]) -> list[Any]:
+    """Of one cell, whose bound is 10 ms: (predicted, measured) of each schedule; the first is auto's choice."""
+    return [
+        report.Row(cell, "long", "switch", 1.0, attainable, f"s{n}", n == 0, predicted, 5.0, 10.0, measured, measured)
+        for n, (predicted, measured) in enumerate(times)
+    ]
+
+
+def test_the_bound_is_compared_apart_where_it_can_be_attained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best of a cell, as measured and as predicted, which may be another one."""
+    made = script("cells/report.py", monkeypatch)
+    rows = cell_rows(made, "a long", True, [(11.0, 13.0), (12.0, 12.0)])
+    rows += cell_rows(made, "b long", False, [(30.0, 40.0)]) + cell_rows(made, "c long", False, [(50.0, 60.0)])
+    made.report(rows)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("over the lower bound")]
+    assert lines == [
+        "over the lower bound where it can be attained, 1 cells: best measured median 1.20, largest 1.20; "
+        "best predicted median 1.10, largest 1.10",
+        "over the lower bound elsewhere, 2 cells: best measured median 5.00, largest 6.00; "
+        "best predicted median 4.00, largest 5.00",
+    ]
+
+
+def test_what_the_cells_have_attained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full mask, and as many kv heads as ranks, or a multiple."""
+    made = script("cells/report.py", monkeypatch)
+    found = {row.cell: row.attainable for row in made.read(CI.parent / "docs" / "cells.csv")}
+    assert {True, False} == set(found.values())
+    for cell, attainable in found.items():
+        _, ranks, heads, mask, *_ = cell.split()
+        assert attainable == (mask == "full" and int(heads.partition(":")[2]) % int(ranks) == 0), cell
+
+
+def test_the_picture_of_the_cells_shows_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caption counts what is drawn, and it was drawn after the last cell was measured."""
+    made = script("cells/report.py", monkeypatch)
+    rows = cell_rows(made, "a long", True, [(11.0, 13.0), (12.0, 12.0)])
+    rows += cell_rows(made, "b long", False, [(3.0, 4.0)])
+    assert "<title>3 predictions in 2 cells" in made.picture(rows)
+    drawn = (CI.parent / "docs" / "cells.svg").read_text(encoding="utf-8")
+    cells = {row.cell for row in made.read(CI.parent / "docs" / "cells.csv")}
+    count = drawn.count(' r="2" opacity="0.7"/>')
+    assert f"<title>{count} predictions in {len(cells)} cells" in drawn

@@ -165,10 +165,27 @@ class TestLists:
         plan = decide(Judgement(tuple(judged)), asked_for, None, None)
         assert plan.name == wanted
         if wanted == "ring":
-            assert plan.candidates[0].reason == "the fastest"
+            assert plan.candidates[0].reason.startswith("the fastest, bound by ")
         else:
             assert plan.candidates[0].reason == "nearly the fastest, and less depends on its busiest wire"
             assert plan.candidates[1].reason.startswith("-1%, at more risk: its busiest wire needs ")
+
+    @pytest.mark.parametrize(
+        ("tflops", "gbs", "latency", "says"),
+        [
+            (1e-4, 1.0, 0.0, "bound by kernels (100% of the time)"),
+            (1e9, 1.0, 0.0, "bound by wire 0:"),
+            (1e9, 1e3, 1e-3, "bound by messages and waits (kernels 0%, wire 0:"),
+        ],
+    )
+    def test_says_what_binds_it(self, tflops: float, gbs: float, latency: float, says: str) -> None:
+        """The winner, in the table and in the one line, with the name of the wire."""
+        messages = Messages(latency_seconds=latency)
+        size = setting(full_mesh(4, gbs), workload(4, (4, 4)), tflops=tflops, messages=messages)
+        plan = plan_call(call(size, tr.Full(), "contiguous", families=("ring", "direct-kv")))
+        reason = plan.candidates[0].reason
+        assert reason.startswith(f"the fastest, {says}") and "wire none" not in reason
+        assert f", {reason.removeprefix('the fastest, ')}; next " in plan.reason and "\n" not in plan.reason
 
     def test_nothing_to_choose_from(self) -> None:
         with pytest.raises(ConfigurationError, match="no schedule to choose from"):

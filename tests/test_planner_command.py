@@ -185,6 +185,26 @@ def test_part_of_a_topology() -> None:
     assert ": 2 ranks (tensor parallelism 2);" in text
 
 
+class TestRanksOfSeveralMachines:
+    """--ranks of a preset that names one machine."""
+
+    def test_a_multiple_is_so_many_over_their_nics(self) -> None:
+        """As the preset of so many says it, with tensor parallelism after that; and the reason says what was taken."""
+        few = ("--topology", "preset:a10-pix-4", "--seq", "4k", "--heads", "8", "--pass", "forward", "--tp", "4")
+        asked, meant = printed(*few, "--ranks", "8"), printed(*few, "--topology", "preset:a10-pix-4*2")
+        assert "on a10-pix-4*2, every 4th rank: 2 ranks (tensor parallelism 4);" in meant
+        assert "; 8 ranks are 2 of a10-pix-4 over their NICs\n" in asked
+        assert asked.replace("; 8 ranks are 2 of a10-pix-4 over their NICs", "") == meant
+
+    def test_as_many_as_it_has_is_one(self) -> None:
+        assert printed(*SMALL, "--ranks", "4") == printed(*SMALL)
+
+    def test_of_several_it_is_the_first_so_many(self) -> None:
+        several = ("--topology", "preset:a10-pix-4*2", *FEW)
+        assert "on a10-pix-4*2, 4 ranks: 4 ranks;" in printed(*several, "--ranks", "4")
+        assert plan(*several, "--ranks", "16")[0] == 2
+
+
 def test_topologies_from_files(tmp_path: Path) -> None:
     (tmp_path / "saved.json").write_text(to_json(PRESETS["mi300x-8"].facts()), encoding="utf-8")
     text = printed("--topology", str(tmp_path / "saved.json"), *FEW)
@@ -220,6 +240,7 @@ def test_rates_that_are_asked_for() -> None:
         (("--tp", "3"), "tensor parallelism of 3 does not divide 4 ranks"),
         (("--tp", "4", "--heads", "6"), "6 query heads do not split over tensor parallelism of 4"),
         (("--ranks", "9"), "--ranks 9: a10-pix-4 has 4"),
+        (("--ranks", "4100"), "asks for 1025 hosts; from 1 to 1024 can be had"),
         (("--ranks", "0"), "--ranks 0: a10-pix-4 has 4"),
         (("--heads", "0"), "every size must be an integer from 1 on"),
         (("--kv-heads", "3"), "8 query heads are not a multiple of 3 kv heads"),

@@ -144,8 +144,12 @@ def test_one_line_says_what_and_why(ranks: RankPools) -> None:
     first, *others = ranks(RANKS)(logged)
     assert len(first) == 1
     assert first[0].startswith("schedule auto: ")
-    for part in (" predicted for forward + backward on ", " × the lower bound", "; next ", "8 GB/s in all are assumed"):
+    for part in (" predicted for forward + backward on ", " × the lower bound, bound by ", "; next "):
         assert part in first[0]
+    assert "8 GB/s in all are assumed" in first[0]
+    for figures in ("; one core of an AMD EPYC", " (taken for any CPU); messages: 30 µs a message, of Gloo on"):
+        assert figures in first[0], "what was taken for this CPU"
+    assert "\n" not in first[0]
     assert others == [[], [], []]
 
 
@@ -321,16 +325,17 @@ class TestWhatRanksComputeWith:
 
     def test_known(self) -> None:
         source, notes = self.look("NVIDIA H100 80GB HBM3", "cuda")
-        assert "H100" in source
-        assert not notes
+        assert "peak × " in source and "H100" in source and "6.2 µs a message, published" in source
+        assert notes == ("shares of published widths are assumed: nvlink 0.85", source)
 
     @pytest.mark.parametrize("model", ["Quux 9000", None])
     def test_unknown(self, model: str | None) -> None:
         source, notes = self.look(model, "cuda")
         assert "A100" in source
-        assert len(notes) == 1
-        assert notes[0].startswith("no compute figures of ")
-        assert notes[0].endswith("are assumed")
+        assert len(notes) == 3
+        assert notes[1].startswith("no compute figures of ")
+        assert notes[1].endswith("are assumed")
+        assert notes[2] == source and source.endswith("10 µs a message, assumed")
 
     @pytest.mark.parametrize(("count", "threads", "at_once"), [(2, 1, 2.0), (8, 1, None), (8, 4, 2.0), (2, 4, 1.0)])
     def test_ranks_that_share_cores(
@@ -351,7 +356,7 @@ class TestWhatRanksComputeWith:
 
     def test_no_figure_in_this_dtype(self) -> None:
         """910A has no bf16."""
-        assert "no peak of 910a in bfloat16" in self.look("910A", "cuda")[1][0]
+        assert "no peak of 910a in bfloat16" in self.look("910A", "cuda")[1][1]
 
     def test_each_dtype_has_its_own(self) -> None:
         from tokenring.planner.presets import preset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from nets import BOTH, call, clusters, named, setting, workload
 import tokenring as tr
 from tokenring.errors import ConfigurationError
 from tokenring.layout import make_layout
+from tokenring.planner import auto
 from tokenring.planner.auto import Call, forecast_call, plan_call, plan_or_forecast
 from tokenring.planner.large import Figures, Task, figures
 from tokenring.planner.plan import Forecast
@@ -69,7 +71,8 @@ def test_a_forecast() -> None:
     found = plan_or_forecast(large_call(hosts=80, families=("ring", "usp/4")))
     assert isinstance(found, Forecast)
     first, *others = [each for each in found.candidates if each.predicted_seconds is not None]
-    assert first.name == found.name and first.reason == "the fastest"
+    assert first.name == found.name and first.reason.startswith("the fastest, bound by ")
+    assert first.reason.removeprefix("the fastest") in found.reason
     assert all((each.predicted_seconds or 0) >= (first.predicted_seconds or 0) for each in others)
     assert found.reason.startswith(f"{found.name}: ")
     assert f"; next {others[0].name} with " in found.reason
@@ -103,6 +106,21 @@ def test_a_limit_that_nothing_meets_names_the_smallest() -> None:
 def test_nothing_can_be_planned() -> None:
     with pytest.raises(ConfigurationError, match="for so many ranks: usp/8: not planned: schedule 'usp/8' does not do"):
         forecast_call(large_call(families=("usp/8",)))
+
+
+@pytest.mark.parametrize("hosts", [64, 80])
+def test_what_a_job_would_have_to_make_is_refused(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is reckoned or made; 256 ranks are not too many."""
+    asked: list[str] = []
+    found = SimpleNamespace(name="ring", workload=None, reason="", candidates=())
+    monkeypatch.setattr(auto, "_forecast", lambda call: asked.append("forecast") or found)
+    monkeypatch.setattr(auto, "make", lambda call, name: asked.append("schedule") or named(name, 2, 64))
+    if hosts == 64:
+        assert plan_call(large_call(hosts=hosts)).name == "ring"
+    else:
+        with pytest.raises(ConfigurationError, match=r"auto. needs a schedule of 320 ranks.*: use smaller groups"):
+            plan_call(large_call(hosts=hosts))
+    assert asked == (["forecast", "schedule"] if hosts == 64 else [])
 
 
 # ---------- chunks that pieces do not divide

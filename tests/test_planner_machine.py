@@ -67,9 +67,9 @@ class TestPresets:
     def test_the_command_and_a_job_plan_for_the_same_wires(self, name: str) -> None:
         """A preset has its own shares of what links reach, also in ContextParallel(topology=preset(...))."""
         net, _ = asked(f"preset:{name}")
-        job, _ = Planner(None, net.world_size, preset(name), (), None).look(torch.device("cuda"), BF16)
+        job, machine = Planner(None, net.world_size, preset(name), (), None).look(torch.device("cuda"), BF16)
         assert job.fabrics == net.fabrics
-        assert job.notes == net.notes
+        assert job.notes == (*net.notes, machine.source), "which the command says in the line above"
 
     def test_what_a_port_reaches(self) -> None:
         """18 links of 25 GB/s, of which a copy was measured to get 0.84."""

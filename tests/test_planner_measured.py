@@ -125,7 +125,7 @@ def test_planned_as_what_it_is(name: str) -> None:
 def test_cpu_ranks_compute_as_a_cpu() -> None:
     planner = Planner(None, 4, topology_of(measured(switch(4, LINK))), (), None)
     net, machine = planner.look(torch.device("cpu"), torch.float32)
-    assert (machine.rates, net.notes) == (CPU, ())
+    assert (machine.rates, net.notes) == (CPU, (machine.source,)), "links were measured, kernels were not"
 
 
 def test_accelerators_do_not() -> None:

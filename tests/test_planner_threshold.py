@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tokenring.errors import ConfigurationError
 from tokenring.mask import Causal, Full
 from tokenring.planner.models import MODELS, ModelHeads
-from tokenring.planner.threshold import POINTS, SHARE, Place, main, share, thresholds
+from tokenring.planner.presets import PRESETS
+from tokenring.planner.threshold import POINTS, SHARE, SHOWN, Place, main, places, share, thresholds
 
 NICS = Place("hgx-h100", over_nics=True)
 
@@ -43,13 +46,37 @@ def test_a_family_has_the_best_of_its_members() -> None:
     assert share(NICS, net, some, tensor, mask, "usp/2", earlier) < SHARE
 
 
-@pytest.mark.parametrize(("option", "known"), [("--presets", "hgx-h100"), ("--models", "llama-3-8b")])
+@pytest.mark.parametrize(
+    ("option", "known"), [("--presets", "hgx-h100"), ("--models", "llama-3-8b"), ("--families", "ring")]
+)
 def test_names_that_are_none(option: str, known: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line that names what there is; not an empty table, and no traceback."""
     assert main([option, f"{known},nothing"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert f"{option} {known},nothing: 'nothing' is none of " in err and known in err.partition(" is none of ")[2]
+
+
+@pytest.mark.parametrize("more", [(), ("all-gather-kv", "tiles", "mixed")])
+def test_the_page_is_what_the_command_prints(more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """One of its tables, all columns; and every table of the page has these, or those of its last section."""
+    page = (Path(__file__).parent.parent / "docs" / "s-star.md").read_text(encoding="utf-8")
+    families = ["--families", ",".join(more)] if more else []
+    assert main(["--where", "nics", "--presets", "hgx-h100", *families]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 5 + len(MODELS) and printed in page
+    heads = [line for line in page.splitlines() if line == f"| model | {' | '.join(more or SHOWN)} |"]
+    assert len(heads) == (len(PRESETS) if more else len(places()))
+
+
+def test_rings_in_seven_pieces() -> None:
+    """Which no power of two divides: at the next length that they do."""
+    some = model(24)
+    place = Place("hgx-h100", over_nics=False)
+    found = thresholds(place, some, ("multi-ring", "ring"))
+    assert set(found) == {"multi-ring", "ring"}
+    net, tensor = place.network()
+    assert 0 < share(place, net, some, tensor, Full(), "multi-ring", 64) < SHARE
 
 
 def test_what_does_not_fit_is_left_out() -> None:

@@ -127,7 +127,18 @@ class TestTopologies:
         """450 published, of which a copy reaches 0.85."""
         net = self.of("nccl-switch.xml")
         assert way(net, 0, 1) == [("0:GPU0>", 382.5), ("0:>GPU1", 382.5)]
-        assert not net.notes
+        assert net.notes == ("shares of published widths are assumed: nvlink 0.85",)
+
+    def test_shares_that_were_given_are_not_assumed(self) -> None:
+        """Of what is said in one note for all kinds, only what was not given; nothing of what was measured."""
+        a2 = preset("atlas-800t-a2*2")
+        assert not interconnect_of(a2).notes
+        both = {"hccs": 0.94, "network": 0.97}
+        for given in ((), ("hccs",), ("network",)):
+            net = interconnect_of(replace(a2, reached=dict.fromkeys(given, 0.5)))
+            says = ", ".join(f"{kind} {share}" for kind, share in both.items() if kind not in given)
+            assert net.notes == (f"shares of published widths are assumed: {says}",)
+        assert not self.of("p2p-cube.txt").notes
 
     def test_dies_of_a_package_beside_a_switch(self) -> None:
         net = self.of("npu-a3.txt")

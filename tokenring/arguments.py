@@ -54,17 +54,25 @@ def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask
             )
 
 
-def check_topology(given: object, world_size: int) -> None:
+def check_topology(given: object, world_size: int, tensor_parallel: object = 1) -> None:
+    """Of the group's ranks, or of all those whose heads tensor parallelism splits."""
     from tokenring.planner.interconnect import Interconnect
     from tokenring.topology.ranks import Topology
 
+    groups = as_integer(tensor_parallel) or 0
+    if groups < 1:
+        raise ConfigurationError(
+            f"tensor_parallel={tensor_parallel!r}: give how many ranks share the heads, an integer from 1 on"
+        )
     if given is None:
         return
     if not isinstance(given, (Topology, Interconnect)):
         raise ConfigurationError(f"topology is of type {type(given).__name__}; give a Topology or an Interconnect")
-    if given.world_size != world_size:
+    if given.world_size not in (world_size, world_size * groups):
+        more = f", or of all {world_size * groups} that tensor_parallel={groups} makes" if groups > 1 else ""
         raise ConfigurationError(
-            f"the topology has {given.world_size} ranks, the group has {world_size}: give that of the group's ranks"
+            f"the topology has {given.world_size} ranks, the group has {world_size}: "
+            f"give that of the group's ranks{more}"
         )
 
 

@@ -58,6 +58,8 @@ class ContextParallel:
         a Scheme or Schedule of your own, or a Plan. None: what TOKENRING_SCHEDULE says, else "auto".
     topology: what joins the ranks, for "auto": a Topology, or an Interconnect. None: probed at the first call on
         accelerators; on a CPU, what docs/planner.md says is assumed.
+    tensor_parallel: how many neighbours share the heads, each in a group of its own; "auto" reckons with these groups'
+        part of shared wires. topology may then be that of all their ranks.
     memory_limit_bytes: of each rank, for buffers, connections and what forward keeps: "auto" chooses what fits, over a
         mode of transport "auto" with fewer connections where that is faster.
     transport: "auto", a name (docs/transports.md), or the `transport` of another ContextParallel of the same group.
@@ -76,6 +78,7 @@ class ContextParallel:
         transport: str | Transport = "auto",
         *,
         topology: Topology | Interconnect | None = None,
+        tensor_parallel: int = 1,
         memory_limit_bytes: int | None = None,
         kernel: str = "auto",
         pieces: int | None = None,
@@ -86,7 +89,7 @@ class ContextParallel:
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self.layout = layout
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
-        self.topology, self.memory_limit_bytes = topology, memory_limit_bytes
+        self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
         self._transport = transport
         self._made_here: dict[str, Transport] = {}
@@ -106,7 +109,7 @@ class ContextParallel:
         if not isinstance(self.layout, Layout):
             read_name(self.layout)
         check_name("kernel", self.kernel_name, KERNELS, "")
-        check_topology(self.topology, self.world_size)
+        check_topology(self.topology, self.world_size, self.tensor_parallel)
         check_memory_limit(self.memory_limit_bytes)
         self._check_transport()
         self._check_schedule()
@@ -317,8 +320,8 @@ class ContextParallel:
         from tokenring.planner.auto import restricted
         from tokenring.planner.planner import Planner
 
-        allowed = restricted(str(self.schedule))
-        return Planner(self.group, self.world_size, self.topology, allowed, self.memory_limit_bytes)
+        limits = self.memory_limit_bytes, self.tensor_parallel
+        return Planner(self.group, self.world_size, self.topology, restricted(str(self.schedule)), *limits)
 
     def _layouts(self, request: Request) -> tuple[Layout, Layout]:
         size = request.workload

@@ -19,16 +19,10 @@ from tokenring.mask import parse_mask
 from tokenring.planner.auto import Call
 from tokenring.planner.group import context_parallel_group, heads_of_group
 from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.machine import (
-    ASSUMED_OPERATION_US,
-    machine_of_device,
-    machine_of_preset,
-    machine_of_topology,
-    messages_of,
-)  # fmt: skip
+from tokenring.planner.machine import machine_of_device, machine_of_preset, machine_of_topology, messages_of
 from tokenring.planner.measured import read_table
 from tokenring.planner.predict import IDEAL, Setting
-from tokenring.planner.presets import PREFIX, preset
+from tokenring.planner.presets import PREFIX, find, preset
 from tokenring.planner.rates import Machine, Rates, constant
 from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.calls import anything
@@ -65,7 +59,9 @@ def read_size(option: str, text: str) -> int:
 def ask(options: argparse.Namespace) -> Asked:
     """The options as a call. Raises ConfigurationError for what cannot be planned."""
     dtype = DTYPES[options.dtype]
-    net, machine = where(options.topology, dtype, options)
+    name, notes = several_hosts(options.topology, options.ranks)
+    net, machine = where(name, dtype, options)
+    net = replace(net, notes=(*notes, *net.notes))
     transport = _transport(options.transport, machine)
     able = IDEAL if transport is None else transport_capabilities(transport)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
@@ -84,7 +80,7 @@ def ask(options: argparse.Namespace) -> Asked:
     families = tuple(options.schedules.split(",")) if options.schedules else ()
     modes = {} if options.transport not in (None, "auto") or transport is None else bounded(transport)
     call = Call(setting, layout, layout, mask, families, limit, options.all, modes)
-    return Asked(call, options.topology, options.tp)
+    return Asked(call, name, options.tp)
 
 
 def _transport(asked: str | None, machine: Machine) -> str | None:
@@ -98,6 +94,21 @@ def _transport(asked: str | None, machine: Machine) -> str | None:
         fitting = ", ".join(name for name in TRANSPORTS if name.partition("/")[0] == own)
         raise ConfigurationError(f"transport {asked!r} does not move tensors between these devices; use {fitting}")
     return asked
+
+
+def several_hosts(name: str, ranks: int | None) -> tuple[str, tuple[str, ...]]:
+    """The topology that a name means with so many ranks, and a note where that says more than the name.
+
+    Of one machine's preset a multiple of its ranks is so many of these machines over their NICs.
+    """
+    if not name.startswith(PREFIX) or "*" in name or ranks is None:
+        return name, ()
+    found, _ = find(name)
+    hosts, rest = divmod(ranks, found.server.count)
+    if rest or hosts < 2:
+        return name, ()
+    note = f"{ranks} ranks are {hosts} of {found.name} over their NICs"
+    return f"{PREFIX}{found.name}*{hosts}", (note,)
 
 
 def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[Interconnect, Machine]:
@@ -128,7 +139,7 @@ def _with_rates(known: Callable[[], Machine], rates: Rates) -> Machine:
     try:
         return replace(known(), rates=rates)
     except TokenRingError:  # nothing is known of these accelerators, and nothing but a message's cost is needed
-        return Machine(rates, messages_of(ASSUMED_OPERATION_US))
+        return Machine(rates, messages_of(None))
 
 
 def _table(options: argparse.Namespace) -> Rates:
@@ -162,7 +173,8 @@ def first_ranks(net: Interconnect, ranks: int | None) -> Interconnect:
         return net
     if not 1 <= ranks <= net.world_size:
         raise ConfigurationError(
-            f"--ranks {ranks}: {net.name} has {net.world_size}; for more, name several hosts, as preset:NAME*4"
+            f"--ranks {ranks}: {net.name} has {net.world_size}; for more, name several hosts, as preset:NAME*4, or "
+            f"ask for a multiple of what preset:NAME has"
         )
     places = net.places[:ranks]
     return Interconnect(f"{net.name}, {ranks} ranks", net.fabrics[: places[-1][0] + 1], places, net.notes)

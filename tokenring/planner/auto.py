@@ -27,6 +27,8 @@ from tokenring.workload import Workload
 
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
+IN_THE_COMMAND = f"ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
+IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenring plan` says which is fastest)"
 REFINED = 4  # schedules of the first round that are tried in finer pieces
 MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks fewer: each takes seconds
 PIECES = (2, 4)
@@ -70,6 +72,7 @@ def _plan(call: Call) -> Plan:
     """Over one transport."""
     setting, limit = call.setting, call.memory_limit_bytes
     if is_large(setting.interconnect, EXACT_RANKS):
+        check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
         found = _forecast(call)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
     _check_simulated(setting.interconnect)
@@ -78,12 +81,12 @@ def _plan(call: Call) -> Plan:
     return decide(both, setting, call_bound(call), limit)
 
 
-def check_made(net: Interconnect, what: str) -> None:
-    """Raises ConfigurationError where a schedule of all ranks would take too long to make."""
+def check_made(net: Interconnect, what: str, instead: str = IN_THE_COMMAND) -> None:
+    """Raises ConfigurationError where a schedule of all ranks would take too long to make; says what to do instead."""
     if net.world_size > MADE_RANKS:
         raise ConfigurationError(
             f"{what} needs a schedule of {net.world_size:,} ranks, each of its moves; more than {MADE_RANKS} take "
-            f"minutes and gigabytes: ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
+            f"minutes and gigabytes: {instead}"
         )
 
 

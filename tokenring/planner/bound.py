@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from tokenring.mask import Full, Mask
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.rates import Rates
 from tokenring.schedule.ir import Pass
@@ -38,6 +39,11 @@ class Bound:
     def seconds(self) -> float:
         """With everything hidden behind everything."""
         return max(self.compute_seconds, self.transfer_seconds)
+
+
+def is_attainable(mask: Mask, kv_heads: int, ranks: int) -> bool:
+    """Whether it is known that some schedule attains the bound where wires allow it: docs/bounds.md, Known values."""
+    return mask == Full() and kv_heads % ranks == 0
 
 
 def lower_bound(

@@ -98,7 +98,7 @@ def _parser() -> Parser:
     add("--mask", default="causal", metavar="MASK", help='full, causal, "window(128,0)", ... (causal)')
     add("--layout", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag if causal)")
     add("--pass", dest="passes", choices=("forward", "training"), default="training", help="(training)")
-    add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator of the topology)")
+    add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator); of a preset also a multiple")
     add("--tp", type=int, default=1, metavar="N", help="neighbours that share the heads by tensor parallelism (1)")
     add("--schedules", metavar="NAMES", help="only these families or schedules, separated by commas")
     add("--memory-limit", metavar="N",

@@ -14,11 +14,11 @@ MOST_LOOKED_AT = 32  # ranks of a host, of which the pairs are compared
 AS_WIDE = 0.8  # of the widest way between two ranks: wider ones are as good as it, since measured links differ a little
 
 
-def context_parallel_group(net: Interconnect, tensor_parallel: int) -> Interconnect:
-    """The first context-parallel group where neighbours share heads by tensor parallelism.
+def context_parallel_group(net: Interconnect, tensor_parallel: int, first: int = 0) -> Interconnect:
+    """A context-parallel group where neighbours share heads by tensor parallelism: the first, or another one.
 
-    Its ranks are 0, tp, 2·tp, ...; the tp groups run at once, so that each gets its part of a wire that several pass.
-    Raises ConfigurationError unless tp divides the world, and the ranks of each host.
+    Its ranks are first, first + tp, first + 2·tp, ...; the tp groups run at once, so that each gets its part of a wire
+    that several pass. Raises ConfigurationError unless tp divides the world, and the ranks of each host.
     """
     tp, world = tensor_parallel, net.world_size
     if tp < 1 or world % tp:
@@ -31,21 +31,21 @@ def context_parallel_group(net: Interconnect, tensor_parallel: int) -> Interconn
     fabrics = []
     for fabric in net.fabrics:
         if id(fabric) not in known:
-            known[id(fabric)] = _every(fabric, tp)
+            known[id(fabric)] = _every(fabric, tp, first)
         fabrics.append(known[id(fabric)])
-    places = tuple((host, device // tp) for host, device in net.places if device % tp == 0)
-    return Interconnect(f"{net.name}, every {tp}th rank", tuple(fabrics), places, net.notes)
+    places = tuple((host, device // tp) for host, device in net.places if device % tp == first)
+    return Interconnect(f"{net.name}, every {tp}th rank", tuple(fabrics), places, net.notes, net.machine)
 
 
-def _every(fabric: Fabric, tp: int) -> Fabric:
-    """Every tp-th device, and of each wire what is left where all groups use it at once."""
+def _every(fabric: Fabric, tp: int, first: int) -> Fabric:
+    """Every tp-th device from the first, and of each wire what is left where all groups use it at once."""
     users: Counter[str] = Counter()
     for group in range(tp):
         devices = range(group, fabric.size, tp)
         ways = [fabric.ways[a, b] for a in devices for b in devices if a != b and (a, b) in fabric.ways]
         ways += [side[device] for side in (fabric.out, fabric.into) if side for device in devices]
         users.update({wire for way in ways for wire in way})
-    kept = range(0, fabric.size, tp)
+    kept = range(first, fabric.size, tp)
     ways_kept = {(a // tp, b // tp): fabric.ways[a, b] for a in kept for b in kept if a != b and (a, b) in fabric.ways}
     out = tuple(fabric.out[device] for device in kept) if fabric.out else ()
     into = tuple(fabric.into[device] for device in kept) if fabric.into else ()

@@ -21,7 +21,7 @@ from tokenring.planner.operations import operations
 from tokenring.planner.plan import Candidate, Forecast
 from tokenring.planner.predict import WINDOW_SHARE, Setting, kernel_seconds_of
 from tokenring.planner.rates import Rates
-from tokenring.planner.select import connected, mb_text, time_text, too_little_text
+from tokenring.planner.select import binding_text, connected, mb_text, time_text, too_little_text
 from tokenring.planner.simulate import simulate
 from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.registry import check_fit, parse
@@ -66,6 +66,7 @@ class Figures:
     compute_seconds: float
     exposed_seconds: float
     worst_wire_bytes: float
+    worst_wire_seconds: float
     peak_bytes: float
     connections: float
     connection_bytes: float
@@ -177,14 +178,20 @@ def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str
     text = f"{name}: {time_text(best.seconds)} predicted for {' + '.join(task.setting.passes)} on {net.name}"
     if bound.seconds > 0:
         text += f", {best.seconds / bound.seconds:.2f} × the lower bound"
+    text += f", {_binding(best)}"
     if len(fitting) > 1:
         text += f"; next {fitting[1][0]} with {time_text(fitting[1][1].seconds)}"
     return "; ".join([text, "one host stands for all, bytes as without a mask", *task.notes, *net.notes])
 
 
+def _binding(best: Figures) -> str:
+    return binding_text(best.seconds, best.compute_seconds, "its busiest wire", best.worst_wire_seconds)
+
+
 def _candidate(name: str, each: Figures, best: Figures, bound: Bound, limit: float) -> Candidate:
     slower = each.seconds / best.seconds - 1
-    reason = "the fastest" if each is best else f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
+    lost = f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
+    reason = f"the fastest, {_binding(best)}" if each is best else lost
     if each.peak_bytes > limit:
         reason = f"needs {mb_text(int(each.peak_bytes))} a rank, more than the limit of {mb_text(int(limit))}"
     connections = connected(round(each.connections), round(each.connection_bytes))
@@ -277,9 +284,10 @@ class _World:
         loads = outcome.wire_bytes
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
         wire_bytes = 0.0 if slowest is None else loads[slowest]
+        wire_seconds = 0.0 if slowest is None else wire_bytes / (self.net.gbs(slowest) * 1e9)
         # Without collectives: an exchange is more than one host shows.
         needs = held(Contacts(frozenset(links(schedule, self.setting.passes))), self.setting.able, pools)
-        return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, *needs)
+        return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, wire_seconds, *needs)
 
 
 def _masked(rates: Rates, share: float) -> Rates:

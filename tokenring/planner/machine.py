@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -24,7 +26,9 @@ CPU = Rates(
     "one core of an AMD EPYC, torch's CPU kernel in fp32 (taken for any CPU)", CPU_FORWARD, CPU_BACKWARD,
     call_seconds=25e-6, copy_gbs=8.0, op_seconds=10e-6,
 )  # fmt: skip
-CPU_MESSAGES = Messages(latency_seconds=30e-6, post_seconds=15e-6, pipelined=True, source="Gloo on one machine")
+CPU_MESSAGES = Messages(
+    latency_seconds=30e-6, post_seconds=15e-6, pipelined=True, source="30 µs a message, of Gloo on one machine"
+)  # fmt: skip
 MODELS_OF = {  # what probes call a device's model → its figures; the first that the name contains
     "V100": "v100-sxm2", "A100": "a100-sxm", "A800": "a100-sxm", "H100": "h100-sxm", "H800": "h100-sxm",
     "H200": "h100-sxm", "L40S": "l40s", "L20": "l20", "A10": "a10", "910B2": "910b2", "910B": "910b3",
@@ -51,8 +55,10 @@ def device_rates(device: DeviceFigures, dtype: torch.dtype) -> Rates:
     )
 
 
-def messages_of(operation_us: float) -> Messages:
-    """operation_us: of a message beside its bytes."""
+def messages_of(operation_us: float | None) -> Messages:
+    """operation_us: of a message beside its bytes, as published; None: what is assumed where nothing is known."""
+    if operation_us is None:
+        return replace(messages_of(ASSUMED_OPERATION_US), source=f"{ASSUMED_OPERATION_US:g} µs a message, assumed")
     return Messages(operation_us * 1e-6, 2e-6, source=f"{operation_us:g} µs a message, published")
 
 
@@ -81,7 +87,7 @@ def machine_of_device(name: str, dtype: torch.dtype) -> Machine:
     """
     device = device_figures(name)
     same = next((each for each in PRESETS.values() if each.device == device.name), None)
-    operation_us = ASSUMED_OPERATION_US if same is None else same.operation_us.known()
+    operation_us = None if same is None else same.operation_us.known()
     return _accelerator(device, device_rates(device, dtype), messages_of(operation_us))
 
 

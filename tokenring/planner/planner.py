@@ -16,10 +16,10 @@ from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
 from tokenring.planner.aside import Aside
 from tokenring.planner.auto import Call, make_for, order_of, plan_call
+from tokenring.planner.concurrent import group_net
 from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import (
-    ASSUMED_OPERATION_US,
     CPU,
     CPU_MESSAGES,
     device_rates,
@@ -31,7 +31,6 @@ from tokenring.planner.measured import Key, kept, key_of
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.rates import Machine, Rates
-from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.schemes import make_schedule
 from tokenring.topology.facts import PROCESS
@@ -61,13 +60,14 @@ class Planner:
         topology: Topology | Interconnect | None,
         families: tuple[str, ...],
         memory_limit_bytes: int | None,
+        tensor_parallel: int = 1,
     ) -> None:
         self.group, self.world_size, self.families = group, world_size, families
-        self.memory_limit_bytes = memory_limit_bytes
+        self.memory_limit_bytes, self.tensor_parallel = memory_limit_bytes, tensor_parallel
         self._given = topology
         self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}
         self._kept: dict[Key, Rates | None] = {}  # tables of rates as this planner found them when it first asked
-        check_topology(topology, world_size)
+        check_topology(topology, world_size, tensor_parallel)
         check_memory_limit(memory_limit_bytes)
 
     def look(
@@ -83,24 +83,28 @@ class Planner:
         if net.machine is not None:
             return net, net.machine
         machine, note = _machine(topology, device, dtype)
-        notes: tuple[str, ...] = () if note is None else (note,)
+        notes: tuple[str, ...] = (machine.source,) if note is None else (note, machine.source)
         if measured is not None:
-            machine, notes = replace(machine, rates=measured), (MEASURED_HERE,)
+            machine = replace(machine, rates=measured)
+            notes = (MEASURED_HERE, f"messages: {machine.messages.source}")
         if device.type == "cpu" and self._given is None:  # processes of this machine, as far as anybody knows
             threads = 1 if measured is None else torch.get_num_threads()
-            machine, more = _on_shared_cores(machine, self.world_size, threads)
+            machine, more = _on_shared_cores(machine, self.world_size, threads, self.tensor_parallel)
             notes += more
         return (replace(net, notes=(*net.notes, *notes)) if notes else net), machine
 
     def _look(self, device: torch.device) -> tuple[Interconnect, Topology | None]:
         given = self._given
-        if isinstance(given, Interconnect):
-            return given, None
         if given is None and device.type == "cpu":
-            given = Topology("machine without accelerators", self.world_size)
+            given = Topology("machine without accelerators", self.world_size * self.tensor_parallel)
         elif given is None:
             given = Topology.probe(self.group, device)
-        return interconnect_of(given), given
+        return self._seen_in(given)
+
+    def _seen_in(self, given: Topology | Interconnect) -> tuple[Interconnect, Topology | None]:
+        """What the group's ranks get of it, and by what to find what they compute with."""
+        net = group_net(given, self.world_size, self.tensor_parallel)
+        return net, None if isinstance(given, Interconnect) else given
 
     def plan(
         self,
@@ -156,7 +160,7 @@ class Planner:
         unknown = transport.rank == 0 and self._given is None and device not in self._seen
         if transport.exchange_text(PROBE if unknown else b"", "the plan")[0] == PROBE:
             found = Topology.probe(self.group, device)
-            self._seen[device] = interconnect_of(found), found
+            self._seen[device] = self._seen_in(found)
 
     def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
         """The plan, or why there is none, as it is told."""
@@ -196,12 +200,12 @@ class Planner:
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 
-def _on_shared_cores(machine: Machine, ranks: int, threads: int) -> tuple[Machine, tuple[str, ...]]:
-    """The same where there are fewer cores than ranks with so many threads each, and a note that says so."""
-    at_once = max(1.0, cores() / threads)  # kernels
+def _on_shared_cores(machine: Machine, ranks: int, threads: int, groups: int) -> tuple[Machine, tuple[str, ...]]:
+    """The same where so many groups' ranks, with so many threads each, have fewer cores; and a note that says so."""
+    at_once = max(1.0, cores() / threads / groups)  # kernels of one group
     if at_once >= ranks:
         return machine, ()
-    note = f"{ranks} ranks share {cores()} core{'s' if cores() > 1 else ''}"
+    note = f"{ranks * groups} ranks share {cores()} core{'s' if cores() > 1 else ''}"
     return replace(machine, shared_cores=at_once, kernels_share=True), (note,)
 
 
@@ -217,5 +221,5 @@ def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype
         except TokenRingError as error:
             why = str(error).partition(":")[0]
     assumed = device_figures(ASSUMED_DEVICE)
-    machine = Machine(device_rates(assumed, dtype), messages_of(ASSUMED_OPERATION_US))
+    machine = Machine(device_rates(assumed, dtype), messages_of(None))
     return machine, f"{why}; those of {assumed.title} are assumed"

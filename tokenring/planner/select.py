@@ -59,6 +59,7 @@ class Judgement:
 
 
 NOTHING_YET = Judgement()
+BINDS = 0.5  # of the time, from which on it is what a schedule is bound by
 NOTHING = 0.005  # a difference that rounds to 0%
 
 
@@ -170,7 +171,7 @@ def _why(each: Judged, best: Judged, limit: int | None) -> str:
     if not each.fits(limit):
         return f"needs {mb_text(found.peak_bytes)} a rank, more than the limit of {mb_text(limit or 0)}"
     if each is best:
-        return "the fastest"
+        return f"the fastest, {_binding(found)}"
     assert best.prediction is not None
     slower = found.seconds / best.prediction.seconds - 1
     if slower <= -NOTHING:
@@ -191,6 +192,18 @@ def _cause(found: Prediction, best: Prediction) -> str:
     return "more copies, merges and messages"
 
 
+def _binding(found: Prediction) -> str:
+    return binding_text(found.seconds, found.compute_seconds, f"wire {found.worst_wire}", found.worst_wire_seconds)
+
+
+def binding_text(seconds: float, compute_seconds: float, wire: str, wire_seconds: float) -> str:
+    """What a schedule is bound by, of so many seconds in all: kernels, a wire, or neither."""
+    kernels, moves = (part / seconds if seconds else 0.0 for part in (compute_seconds, wire_seconds))
+    if max(kernels, moves) < BINDS:
+        return f"bound by messages and waits (kernels {kernels:.0%}, {wire} {moves:.0%} of the time)"
+    return f"bound by {'kernels' if kernels >= moves else wire} ({max(kernels, moves):.0%} of the time)"
+
+
 def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, limit: int | None) -> str:
     """One line: what, on what, how long, how far from the bound, what the next would cost."""
     best, net = judged[0], setting.interconnect
@@ -199,6 +212,7 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
     text = f"{best.name}: {time_text(took)} predicted for {' + '.join(setting.passes)} on {net.name}"
     if bound is not None and bound.seconds > 0:
         text += f", {took / bound.seconds:.2f} × the lower bound"
+    text += f", {_binding(best.prediction)}"
     rest = [each for each in judged[1:] if each.prediction is not None and each.fits(limit)]
     if rest and rest[0].prediction is not None:
         text += f"; next {rest[0].name} with {time_text(rest[0].prediction.seconds)}"

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 
 import torch
 
@@ -27,10 +28,11 @@ from tokenring.planner.predict import Setting, predict
 from tokenring.planner.presets import PRESETS, preset
 from tokenring.planner.rates import Machine
 from tokenring.planner.wiring import interconnect_of
-from tokenring.schedule.families.registry import variants
+from tokenring.schedule.families.registry import FAMILIES, parse, variants
 from tokenring.schedule.ir import PASSES
 
 SHARE = 0.95
+CHUNKS = 2  # of a rank in a zigzag layout, the finer of the two that are used
 POINTS = [*sorted(tokens for n in range(6, 20) for tokens in (1 << n, 3 << n - 1)), 1 << 20]  # tokens a rank
 OVER_NICS = 4  # hosts, each with one rank of the group: tensor parallelism has the node
 SHOWN = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "packed", "usp", "sub-sharded")
@@ -98,8 +100,8 @@ def _fewest(
 
 
 def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, tokens: int) -> float:
-    """What part of the time kernels take, with so many tokens a rank."""
-    length = tokens * net.world_size
+    """What part of the time kernels take, with so many tokens a rank, or the next number that its pieces divide."""
+    length = _dividing(name, tokens, net.world_size) * net.world_size
     machine = _machine(place.name, model.dtype)
     workload = heads_of_group(model.workload(length), tensor)
     layout = make_layout("zigzag" if model.causal else "contiguous", net.world_size, length)
@@ -108,25 +110,34 @@ def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask:
     return found.compute_seconds / found.seconds
 
 
+def _dividing(name: str, tokens: int, ranks: int) -> int:
+    """So many tokens a rank or a few more, that both chunks of a rank divide into a schedule's pieces: seven rings."""
+    scheme = parse(name).make(ranks)
+    parts = CHUNKS * lcm(scheme.q_pieces, scheme.kv_pieces)
+    return -(-tokens // parts) * parts
+
+
 @lru_cache
 def _machine(name: str, dtype: torch.dtype) -> Machine:
     return machine_of_preset(name, dtype, or_half=True)
 
 
-def table(chosen: Sequence[Place], models: Sequence[ModelHeads], status: Callable[[str], None]) -> Iterator[str]:
+def table(
+    chosen: Sequence[Place], models: Sequence[ModelHeads], families: Sequence[str], status: Callable[[str], None]
+) -> Iterator[str]:
     """Markdown, a table a place."""
     for place in chosen:
         yield f"\n### {place.title}\n"
-        yield "| model | " + " | ".join(SHOWN) + " |"
-        yield "|---" * (len(SHOWN) + 1) + "|"
+        yield "| model | " + " | ".join(families) + " |"
+        yield "|---" * (len(families) + 1) + "|"
         for model in models:
             status(f"{place.title}: {model.title}")
             try:
-                found = thresholds(place, model)
+                found = thresholds(place, model, families)
             except ConfigurationError as error:
-                yield f"| {model.title} | {error} |" + " |" * (len(SHOWN) - 1)
+                yield f"| {model.title} | {error} |" + " |" * (len(families) - 1)
                 continue
-            yield f"| {model.title} | " + " | ".join(_cell(found, family) for family in SHOWN) + " |"
+            yield f"| {model.title} | " + " | ".join(_cell(found, family) for family in families) + " |"
 
 
 def _cell(found: dict[str, int | None], family: str) -> str:
@@ -148,14 +159,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tokenring.planner.threshold", description=__doc__)
     parser.add_argument("--presets", default=",".join(PRESETS), metavar="NAMES")
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAMES")
+    parser.add_argument("--families", default=",".join(SHOWN), metavar="NAMES")
     parser.add_argument("--where", choices=("node", "nics", "both"), default="both")
     options = parser.parse_args(argv)
     wanted = {"node": (False,), "nics": (True,), "both": (False, True)}[options.where]
     try:
         presets = _names("--presets", options.presets, PRESETS)
         models = [MODELS[name] for name in _names("--models", options.models, MODELS)]
+        families = _names("--families", options.families, FAMILIES)
         chosen = [each for each in places() if each.name in presets and each.over_nics in wanted]
-        for line in table(chosen, models, lambda text: print(text, file=sys.stderr)):
+        for line in table(chosen, models, families, lambda text: print(text, file=sys.stderr)):
             print(line, flush=True)
     except TokenRingError as error:
         print(error, file=sys.stderr)

@@ -46,18 +46,38 @@ def interconnect_of(topology: Topology) -> Interconnect:
     for rank, host in enumerate(hosts):
         places.append((number[host], len(ranks_of[host])))
         ranks_of[host].append(rank)
-    maker = _Maker(topology, {**REACHED, **topology.reached}, several=len(ranks_of) > 1)
+    maker = _Maker(topology, several=len(ranks_of) > 1)
     fabrics = tuple(
         maker.fabric(host, ranks, tuple(devices[rank] for rank in ranks)) for host, ranks in ranks_of.items()
     )
-    return Interconnect(topology.name, fabrics, tuple(places), tuple(maker.notes))
+    return Interconnect(topology.name, fabrics, tuple(places), (*maker.notes, *maker.reached.notes()))
+
+
+class _Reached:
+    """What a copy reaches of a published width, by kind of link; remembers of which kinds that was assumed."""
+
+    def __init__(self, given: Mapping[str, float]) -> None:
+        self._given = given
+        self._assumed: dict[str, float] = {}
+
+    def share(self, kind: str) -> float:
+        if kind not in self._given and kind not in REACHED and kind in PCIE_PATHS:
+            kind = "pcie"
+        if kind in self._given:
+            return self._given[kind]
+        return self._assumed.setdefault(kind, REACHED.get(kind, 1.0))
+
+    def notes(self) -> tuple[str, ...]:
+        """One for all kinds."""
+        shares = ", ".join(f"{kind} {share:g}" for kind, share in sorted(self._assumed.items()))
+        return (f"shares of published widths are assumed: {shares}",) if shares else ()
 
 
 class _Maker:
     """The fabrics of all hosts; equal hosts share one."""
 
-    def __init__(self, topology: Topology, reached: Mapping[str, float], several: bool) -> None:
-        self.topology, self.reached, self.several = topology, reached, several
+    def __init__(self, topology: Topology, several: bool) -> None:
+        self.topology, self.several, self.reached = topology, several, _Reached(topology.reached)
         self.notes: dict[str, None] = {}
         self._parts = {} if topology.graph is None else _by_host(topology.graph)
         self._verdicts = dict(topology.verdict.inside) if topology.verdict is not None else {}
@@ -109,7 +129,7 @@ class _Host:
     """One host's graph as ways between the ranks' devices."""
 
     def __init__(
-        self, graph: Graph, ids: tuple[str, ...], half: Pairs, verdict: Verdict | None, reached: Mapping[str, float],
+        self, graph: Graph, ids: tuple[str, ...], half: Pairs, verdict: Verdict | None, reached: _Reached,
         notes: dict[str, None], host: str,
     ) -> None:  # fmt: skip
         self.graph, self.ids, self.reached, self.notes, self.host = graph, ids, reached, notes, host
@@ -259,7 +279,7 @@ class _Host:
         if known is None:
             self.notes[f"a NIC's rate is not known: {ASSUMED['network']:g} GB/s are assumed"] = None
             return ASSUMED["network"]
-        return known * self.reached.get("network", 1.0)
+        return known * self.reached.share("network")
 
     # ---------- widths
 
@@ -277,8 +297,7 @@ class _Host:
     def _share(self, edge: Edge | None) -> float:
         if edge is None or edge.source == "measured":
             return 1.0
-        other = self.reached.get("pcie", 1.0) if edge.kind in PCIE_PATHS else 1.0
-        return self.reached.get(edge.kind, other)
+        return self.reached.share(edge.kind)
 
 
 def _behind_switches(graph: Graph, verdict: Verdict | None, host: str) -> dict[str, int]:
