@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.base import AttentionKernel, Capabilities, Transport
+from tokenring.backends.base import AttentionKernel, Capabilities, HeadLimited, Transport
 from tokenring.errors import BackendUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from tokenring.workload import Workload
 
 LOG = logging.getLogger("tokenring")
 TRANSPORTS = {
@@ -101,6 +103,17 @@ def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Tr
             LOG.info("transport 'auto' takes gloo: %s", error)
         name = "gloo"
     return cast(Transport, transport_class(name)(group, timeout_seconds))
+
+
+def kernel_refusal(kernel: AttentionKernel, workload: Workload) -> str | None:
+    """Why a kernel cannot compute calls of this size at all; None: it can."""
+    reason = kernel.supports(workload.head_dim, workload.dtype)
+    if reason is None and isinstance(kernel, HeadLimited):
+        reason = kernel.supports_heads(workload.q_heads)
+    return reason and (
+        f"kernel {kernel.name!r} cannot compute this call: {reason}; "
+        f"choose another, as in ContextParallel(kernel='reference')"
+    )
 
 
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:

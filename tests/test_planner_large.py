@@ -19,6 +19,7 @@ from tokenring.planner.plan import Forecast
 from tokenring.planner.predict import predict
 from tokenring.planner.select import mb_text
 from tokenring.planner.visible import is_even, most_of_own_rows
+from tokenring.schedule.ir import Schedule
 from tokenring.workload import Workload
 
 FEW = ("usp/4", "double-ring/4", "relay/4", "ring")
@@ -113,8 +114,17 @@ def test_what_a_job_would_have_to_make_is_refused(hosts: int, monkeypatch: pytes
     """Before anything is reckoned or made; 256 ranks are not too many."""
     asked: list[str] = []
     found = SimpleNamespace(name="ring", workload=None, reason="", candidates=())
-    monkeypatch.setattr(auto, "_forecast", lambda call: asked.append("forecast") or found)
-    monkeypatch.setattr(auto, "make", lambda call, name: asked.append("schedule") or named(name, 2, 64))
+
+    def forecast(call: object) -> SimpleNamespace:
+        asked.append("forecast")
+        return found
+
+    def made(call: object, name: str) -> Schedule:
+        asked.append("schedule")
+        return named(name, 2, 64)
+
+    monkeypatch.setattr(auto, "_forecast", forecast)
+    monkeypatch.setattr(auto, "make", made)
     if hosts == 64:
         assert plan_call(large_call(hosts=hosts)).name == "ring"
     else:

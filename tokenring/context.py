@@ -373,20 +373,13 @@ class ContextParallel:
 
     def _refusal(self, request: Request) -> str | None:
         """Why no kernel computes the call here, which ranks may differ in by what is installed; None: one does."""
-        from tokenring.backends.base import HeadLimited
+        from tokenring.backends.registry import kernel_refusal
 
         try:
             kernel = self.kernel(request.device)
         except TokenRingError as error:
             return str(error)
-        size = request.workload
-        reason = kernel.supports(size.head_dim, size.dtype)
-        if reason is None and isinstance(kernel, HeadLimited):
-            reason = kernel.supports_heads(size.q_heads)
-        return reason and (
-            f"kernel {kernel.name!r} cannot compute this call: {reason}; "
-            f"choose another, as in ContextParallel(kernel='reference')"
-        )
+        return kernel_refusal(kernel, request.workload)
 
     def _schedule_text(self, request: Request) -> str:
         from tokenring.planner.plan import Plan
