@@ -58,6 +58,22 @@ def check_gradients(found: list[dict[str, float]]) -> None:
     assert not wrong, f"gradients off by {wrong}"
 
 
+class TestCut:
+    """Gradients below are of data and rotary embeddings that Megatron's own functions cut, not ours."""
+
+    @pytest.mark.parametrize("cp", [2, 4])
+    def test_is_megatrons_own_and_our_layout(self, megatron: tuple[str, Ranks], cp: int) -> None:
+        job = Job(cp=cp, batch=4)
+        layout = zigzag(cp, job.length)
+        for rank, (batch, rotary, is_own) in enumerate(megatron[1](runs.cut_by_megatron, job)):
+            assert is_own
+            assert batch == rotary == list(layout.positions(rank % cp))
+
+    def test_contiguous_is_another(self, megatron: tuple[str, Ranks]) -> None:
+        job = Job(cp=2, rows="contiguous")
+        assert all(batch != rotary for batch, rotary, _ in megatron[1](runs.cut_by_megatron, job))
+
+
 class TestGradients:
     @pytest.mark.parametrize("heads", HEADS)
     @pytest.mark.parametrize("cp", [2, 4])

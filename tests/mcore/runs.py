@@ -42,6 +42,20 @@ def unshared(here: Here) -> dict[str, float]:
     return {"timeout_seconds": 20 + here.memory["made"] / 1000}
 
 
+def cut_by_megatron(here: Here, job: Job) -> tuple[list[int], list[int], bool]:
+    """The positions of the batch and of the rotary embedding that this rank gets, and whether that one is Megatron's.
+
+    Positions are taken for tokens; the first angle of rotary embeddings is the position itself.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    embedding = build(here, job).rotary_pos_emb
+    whole = torch.arange(job.length).expand(job.batch, -1)
+    cut = local_data(job, Data(whole, whole, torch.ones(whole.shape)))
+    assert torch.equal(cut.tokens, cut.targets) and cut.weights.shape == cut.tokens.shape
+    return cut.tokens[0].tolist(), embedding(job.length)[:, 0, 0, 0].tolist(), type(embedding) is RotaryEmbedding
+
+
 def worst_errors(here: Here, job: Job, schedules: list[str], layout: str | None = None) -> dict[str, float]:
     """Of each schedule the largest relative error of a parameter's gradient on this rank, against float64.
 
