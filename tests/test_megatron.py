@@ -12,7 +12,7 @@ import pytest
 import torch
 from mcore import runs
 from mcore.gpt import Job
-from mcore.versions import PINNED, folder, is_here
+from mcore.versions import PINNED, folder, need
 from mcore.world import load
 from ranks import RankPools, Ranks
 
@@ -34,8 +34,7 @@ FEW = ["auto", "ring", "ulysses"]
 def megatron(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ranks]]:
     """A version of Megatron-core, and four ranks that have it loaded."""
     version = request.param
-    if not is_here(version):
-        pytest.skip(f"no Megatron-core {version} in {folder(version)}: make megatron")
+    need(version)
     pools = RankPools()
     try:
         made = pools(4)
