@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from mcore.stand_ins import config, layer, refusal
+from mcore.versions import PINNED
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
+from said import said
 
 from tokenring import Causal, ContextParallel, Full, Mask, SlidingWindow
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
-from tokenring.integrations.megatron import per_layer, use_tokenring
+from tokenring.integrations.megatron import per_layer, use_tokenring, version
 from tokenring.integrations.megatron.arguments import check_layer
 from tokenring.integrations.megatron.groups import SELF, group_of_call, group_of_layer
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
@@ -97,14 +99,14 @@ class TestRefusals:
         assert text == "core_attention was called with sinks, which tokenring does not know"
         assert layer()(x, x, x, None, sinks=None) is not None
 
-    @pytest.mark.parametrize("version", ["0.11.0", "0.20.0", "1.0", "main"])
-    def test_unknown_versions(self, version: str) -> None:
-        text = refusal(UnsupportedError, lambda: check_known(version))
-        assert text.startswith(f"Megatron-core {version} is not one that tokenring knows (0.12 to 0.19): install")
+    @pytest.mark.parametrize("found", ["0.11.0", "0.20.0", "1.0", "main"])
+    def test_unknown_versions(self, found: str) -> None:
+        text = refusal(UnsupportedError, lambda: check_known(found))
+        assert text.startswith(f"Megatron-core {found} is not one that tokenring knows (0.12 to 0.19): install")
 
-    @pytest.mark.parametrize("version", ["0.12.0rc1", "0.12.1", "0.19.2"])
-    def test_known_versions(self, version: str) -> None:
-        check_known(version)
+    @pytest.mark.parametrize("found", ["0.12.0rc1", "0.12.1", "0.19.2"])
+    def test_known_versions(self, found: str) -> None:
+        check_known(found)
 
     def test_unknown_version_where_it_matters(self, fake_megatron: ModuleType) -> None:
         fake_megatron.__dict__["__version__"] = "0.42.0"
@@ -116,6 +118,43 @@ class TestRefusals:
         text = refusal(BackendUnavailable, lambda: use_tokenring(SimpleNamespace()))
         assert text.startswith("Megatron-core cannot be imported (")
         assert text.endswith("pip install megatron-core, 0.12 to 0.19")
+
+
+class TestVersionsThatWereNotRun:
+    @pytest.fixture(autouse=True)
+    def first(self) -> None:
+        version._warn.cache_clear()
+
+    @pytest.mark.parametrize("found", ["0.13.1", "0.19.0"])
+    def test_are_warned_of_once(self, fake_megatron: ModuleType, found: str) -> None:
+        fake_megatron.__dict__["__version__"] = found
+        with said() as messages:
+            layer(any_version=False), layer(any_version=False)
+        assert messages == [
+            f"Megatron-core {found} was read, but never run with tokenring; 0.12, 0.14, 0.16 were: before you train, "
+            f"compare the gradients of a step with those of context_parallel_size=1"
+        ]
+
+    def test_others_are_not(self, fake_megatron: ModuleType) -> None:
+        with said() as messages:
+            for each in PINNED:
+                fake_megatron.__dict__["__version__"] = each
+                layer(any_version=False)
+        assert messages == []
+
+    @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+    def test_rank_0_says_it(
+        self, fake_megatron: ModuleType, monkeypatch: pytest.MonkeyPatch, rank: int, count: int
+    ) -> None:
+        fake_megatron.__dict__["__version__"] = "0.15.0"
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        with said() as messages:
+            layer(any_version=False)
+        assert len(messages) == count
+
+    def test_run_are_those_that_are_pinned(self) -> None:
+        assert [each.rpartition(".")[0] for each in PINNED] == [".".join(map(str, each)) for each in version.RUN]
 
 
 class TestMasks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Here
+from said import said
 
 from mcore.gpt import (
     Data,
@@ -200,21 +200,11 @@ def loads_strictly(here: Here, job: Job) -> str:
 
 def logged(here: Here, job: Job) -> list[str]:
     """What two steps say."""
-    said: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tokenring")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with said() as messages:
         model = build(here, job, schedule="auto:ring,ulysses", **unshared(here))
         for _ in range(2):
             loss_of(job, model, local_data(job, data_of(job)))
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
-    return said
+    return messages
 
 
 def shared_contexts(here: Here, job: Job) -> tuple[int, int]:
