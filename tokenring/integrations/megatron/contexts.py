@@ -95,8 +95,12 @@ class Contexts:
             kind = _nominal(request, self.ranks)
             taken = self._for_size(schedule, kind, request)
         out, _ = attend_as(q, k, v, taken, request)
-        self._announcer.announce(cp, kind)
+        self.announce(schedule, kind)
         return out
+
+    def announce(self, schedule: str, request: Request) -> None:
+        """Rank 0 logs once what is planned for this kind of call. All ranks of the group get here, after planning."""
+        self._announcer.announce(self.context(schedule, request.device), request)
 
     def _for_size(self, schedule: str, nominal: Request, request: Request) -> ContextParallel:
         """What computes a call of about this size: what was planned for the size goes by its name."""
