@@ -19,7 +19,7 @@ class OnCpu:
     def zeros(self, *sizes: Any, device: Any = None, **more: Any) -> torch.Tensor:
         return torch.zeros(*sizes, **more)
 
-    def tensor(self, data: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+    def tensor(self, data: Any, device: Any = None, pin_memory: bool = False, **more: Any) -> torch.Tensor:
         return torch.tensor(data, **more)
 
 
@@ -36,6 +36,7 @@ def load(here: Here, folder: str) -> str:
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as rng
 
@@ -47,6 +48,7 @@ def load(here: Here, folder: str) -> str:
     # The loop over microbatches counts tokens on the GPU, and hands activations from stage to stage there. What cuts
     # batches and rotary embeddings sends the numbers of the parts there. All else of both is Megatron's own.
     schedules.torch = utils.torch = rope_utils.torch = OnCpu()
+    clip_grads.torch = optimizer.torch = OnCpu()  # norms and scales
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *rest, **more: self  # type: ignore[method-assign]
