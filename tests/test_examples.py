@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mcore.versions import PINNED, folder, is_here
+from mcore.versions import PINNED, folder, need
 
 FOLDER = Path(__file__).parent.parent / "examples"
 MEGATRON = FOLDER / "megatron_gpt.py"
@@ -33,8 +33,8 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     assert float(error[1]) < 2e-6
 
 
-@pytest.mark.skipif(not is_here(PINNED[-1]), reason=f"no Megatron-core {PINNED[-1]}: make megatron")
 def test_megatron_example_runs(tmp_path: Path) -> None:
+    need(PINNED[-1])
     picture = tmp_path / "loss.svg"
     sizes = ["--tp", "2", "--cp", "2", "--steps", "12", "--seq", "64", "--batch", "4", "--picture", str(picture)]
     more = {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(folder(PINNED[-1])), *filter(None, sys.path)])}

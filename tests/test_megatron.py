@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from mcore import runs
+from mcore import own_step, runs
 from mcore.gpt import Job
-from mcore.versions import PINNED, folder, is_here
+from mcore.versions import PINNED, folder, need
 from mcore.world import load
 from ranks import RankPools, Ranks
 
@@ -33,14 +34,25 @@ FEW = ["auto", "ring", "ulysses"]
 @pytest.fixture(scope="module", params=PINNED)
 def megatron(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ranks]]:
     """A version of Megatron-core, and four ranks that have it loaded."""
-    version = request.param
-    if not is_here(version):
-        pytest.skip(f"no Megatron-core {version} in {folder(version)}: make megatron")
+    with loaded(request.param, 4) as made:
+        yield request.param, made
+
+
+@pytest.fixture(scope="module", params=PINNED)
+def eight(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Eight ranks that have this version loaded."""
+    with loaded(request.param, 8) as made:
+        yield made
+
+
+@contextmanager
+def loaded(version: str, ranks: int) -> Iterator[Ranks]:
+    need(version)
     pools = RankPools()
     try:
-        made = pools(4)
+        made = pools(ranks)
         assert set(made.within(LOAD_SECONDS, load, str(folder(version)))) == {version}
-        yield version, made
+        yield made
     finally:
         pools.close()
 
@@ -56,6 +68,22 @@ def schedules_for(version: str, job: Job) -> list[str]:
 def check_gradients(found: list[dict[str, float]]) -> None:
     wrong = {name: error for each in found for name, error in each.items() if not error <= LIMIT}
     assert not wrong, f"gradients off by {wrong}"
+
+
+class TestCut:
+    """Gradients below are of data and rotary embeddings that Megatron's own functions cut, not ours."""
+
+    @pytest.mark.parametrize("cp", [2, 4])
+    def test_is_megatrons_own_and_our_layout(self, megatron: tuple[str, Ranks], cp: int) -> None:
+        job = Job(cp=cp, batch=4)
+        layout = zigzag(cp, job.length)
+        for rank, (batch, rotary, is_own) in enumerate(megatron[1](runs.cut_by_megatron, job)):
+            assert is_own
+            assert batch == rotary == list(layout.positions(rank % cp))
+
+    def test_contiguous_is_another(self, megatron: tuple[str, Ranks]) -> None:
+        job = Job(cp=2, rows="contiguous")
+        assert all(batch != rotary for batch, rotary, _ in megatron[1](runs.cut_by_megatron, job))
 
 
 class TestGradients:
@@ -133,6 +161,34 @@ class TestTraining:
         found, wanted = ranks(runs.train, Job(cp=2, rows="contiguous"), 2), ranks(runs.train, Job(), 2, True)
         with pytest.raises(AssertionError):
             check_steps(found, wanted, STEP_LIMITS[torch.bfloat16])
+
+
+class TestMegatronsOwnStep:
+    """Megatron's DistributedDataParallel, its sums of gradients and its optimizer: as without context parallelism."""
+
+    @pytest.mark.parametrize("split", SPLITS)
+    def test_goes_the_same_way(self, megatron: tuple[str, Ranks], split: str) -> None:
+        if "DP" not in split and not FULL_GRID:
+            pytest.skip("one split only, without TOKENRING_FULL_GRID=1")
+        job, ranks = Job(seed=3, batch=4, **SPLITS[split]), megatron[1]
+        wanted = ranks(own_step.train, replace(job, tp=1, cp=1, pp=1), 3, True)
+        check_steps(ranks(own_step.train, job, 3), wanted, STEP_LIMITS[torch.float32])
+
+    def test_other_steps_are_seen(self, megatron: tuple[str, Ranks]) -> None:
+        job, ranks = Job(cp=2, rows="contiguous"), megatron[1]
+        found, wanted = ranks(own_step.train, job, 1), ranks(own_step.train, replace(job, cp=1), 1, True)
+        with pytest.raises(AssertionError):
+            check_steps(found, wanted, STEP_LIMITS[torch.float32])
+
+    @pytest.mark.skipif(not FULL_GRID, reason="eight ranks, by hand: TOKENRING_FULL_GRID=1")
+    @pytest.mark.parametrize("batch", [4, 8])
+    def test_all_splits_together(self, eight: Ranks, batch: int) -> None:
+        """TP 2 × CP 2 × PP 2; without CP that leaves TP 2 × PP 2 × DP 2, and without any split one rank's work."""
+        job = Job(tp=2, cp=2, pp=2, seed=4, batch=batch)
+        found = eight(own_step.train, job, 3)
+        for without in (replace(job, cp=1), replace(job, tp=1, cp=1, pp=1)):
+            wanted = eight(own_step.train, without, 3, True)
+            check_steps(found, wanted, STEP_LIMITS[torch.float32])
 
 
 History = list[tuple[float, float]]  # of a rank: (loss, gradient norm) of each step; NaN where a pipeline has no loss

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import re
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,13 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from mcore.stand_ins import config, layer, refusal
+from mcore.versions import PINNED
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
+from said import said
 
 from tokenring import Causal, ContextParallel, Full, Mask, SlidingWindow
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
-from tokenring.integrations.megatron import per_layer, use_tokenring
+from tokenring.integrations.megatron import per_layer, use_tokenring, version
 from tokenring.integrations.megatron.arguments import check_layer
+from tokenring.integrations.megatron.contexts import contexts_of
 from tokenring.integrations.megatron.groups import SELF, group_of_call, group_of_layer
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.schedules import schedule_of_layer
@@ -97,14 +102,14 @@ class TestRefusals:
         assert text == "core_attention was called with sinks, which tokenring does not know"
         assert layer()(x, x, x, None, sinks=None) is not None
 
-    @pytest.mark.parametrize("version", ["0.11.0", "0.20.0", "1.0", "main"])
-    def test_unknown_versions(self, version: str) -> None:
-        text = refusal(UnsupportedError, lambda: check_known(version))
-        assert text.startswith(f"Megatron-core {version} is not one that tokenring knows (0.12 to 0.19): install")
+    @pytest.mark.parametrize("found", ["0.11.0", "0.20.0", "1.0", "main"])
+    def test_unknown_versions(self, found: str) -> None:
+        text = refusal(UnsupportedError, lambda: check_known(found))
+        assert text.startswith(f"Megatron-core {found} is not one that tokenring knows (0.12 to 0.19): install")
 
-    @pytest.mark.parametrize("version", ["0.12.0rc1", "0.12.1", "0.19.2"])
-    def test_known_versions(self, version: str) -> None:
-        check_known(version)
+    @pytest.mark.parametrize("found", ["0.12.0rc1", "0.12.1", "0.19.2"])
+    def test_known_versions(self, found: str) -> None:
+        check_known(found)
 
     def test_unknown_version_where_it_matters(self, fake_megatron: ModuleType) -> None:
         fake_megatron.__dict__["__version__"] = "0.42.0"
@@ -116,6 +121,43 @@ class TestRefusals:
         text = refusal(BackendUnavailable, lambda: use_tokenring(SimpleNamespace()))
         assert text.startswith("Megatron-core cannot be imported (")
         assert text.endswith("pip install megatron-core, 0.12 to 0.19")
+
+
+class TestVersionsThatWereNotRun:
+    @pytest.fixture(autouse=True)
+    def first(self) -> None:
+        version._warn.cache_clear()
+
+    @pytest.mark.parametrize("found", ["0.13.1", "0.19.0"])
+    def test_are_warned_of_once(self, fake_megatron: ModuleType, found: str) -> None:
+        fake_megatron.__dict__["__version__"] = found
+        with said() as messages:
+            layer(any_version=False), layer(any_version=False)
+        assert messages == [
+            f"Megatron-core {found} was read, but never run with tokenring; 0.12, 0.14, 0.16 were: before you train, "
+            f"compare the gradients of a step with those of context_parallel_size=1"
+        ]
+
+    def test_others_are_not(self, fake_megatron: ModuleType) -> None:
+        with said() as messages:
+            for each in PINNED:
+                fake_megatron.__dict__["__version__"] = each
+                layer(any_version=False)
+        assert messages == []
+
+    @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+    def test_rank_0_says_it(
+        self, fake_megatron: ModuleType, monkeypatch: pytest.MonkeyPatch, rank: int, count: int
+    ) -> None:
+        fake_megatron.__dict__["__version__"] = "0.15.0"
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        with said() as messages:
+            layer(any_version=False)
+        assert len(messages) == count
+
+    def test_run_are_those_that_are_pinned(self) -> None:
+        assert [each.rpartition(".")[0] for each in PINNED] == [".".join(map(str, each)) for each in version.RUN]
 
 
 class TestMasks:
@@ -298,3 +340,41 @@ def test_calls_bring_groups_of_their_own(ranks: RankPools) -> None:
     assert relative_error(torch.stack([each[0] for each in found]).sum(0), alone) <= EXACT
     assert relative_error(found[0][1] + found[1][1], alone) <= EXACT
     assert relative_error(found[2][1] + found[3][1], alone) <= EXACT
+
+
+def models_one_after_another(here: Here) -> torch.Tensor:
+    """Of the first layer, Python's collector has freed what rank 0 had, but not yet what others had."""
+    x, options = torch.randn(4, 1, 4, 16), {"timeout_seconds": 5, "schedule": "ring"}
+    group = SimpleNamespace(cp=dist.group.WORLD)
+    gc.disable()
+    try:
+        for _ in range(2):
+            made = layer(config(context_parallel_size=here.world_size), pg_collection=group, **options)
+            made.circle = made.config.circle = made.config
+            made.config.made = [made]
+            out = made(x, x, x, None)
+            del made
+            if here.rank == 0:
+                gc.collect()
+    finally:
+        gc.enable()
+    return out
+
+
+def test_layers_of_a_former_model_may_be_freed_at_any_time(ranks: RankPools) -> None:
+    """Ranks that still have what those shared must not meet others that have to make it."""
+    assert len(ranks(2)(models_one_after_another)) == 2
+
+
+def contexts_of_groups(here: Here) -> tuple[bool, bool]:
+    """Whether what is shared is kept while its group lives, and is let go with it."""
+    group = dist.new_group([0, 1])
+    first = weakref.ref(contexts_of(group, {}))
+    kept = contexts_of(group, {}) is first()
+    dist.destroy_process_group(group)
+    contexts_of(SELF, {"timeout_seconds": 7})
+    return kept, first() is None
+
+
+def test_what_layers_share_lives_as_long_as_their_group(ranks: RankPools) -> None:
+    assert ranks(2)(contexts_of_groups) == [(True, True)] * 2

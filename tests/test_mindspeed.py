@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from mindspeed_like import BATCH, DPA, OURS, ROTARY, SPECS, TE, LikeMindSpeed, OwnAttention, like_mindspeed, without
 from ranks import Here, RankPools
+from said import said
 
 from tokenring import BackendUnavailable, ConfigurationError, UnsupportedError
 from tokenring.integrations.megatron import TokenRingAttention
@@ -105,6 +106,11 @@ def arguments(**config: Any) -> dict[str, Any]:
         "config": layer.config(1, **config), "layer_number": 1, "attn_mask_type": CAUSAL, "attention_type": "self",
         "attention_dropout": None, "softmax_scale": None, "cp_comm_type": "p2p",
     }  # fmt: skip
+
+
+def test_the_adapter_is_small() -> None:
+    files = (REPO / "tokenring/integrations/mindspeed").glob("*.py")
+    assert sum(len(each.read_text().splitlines()) for each in files) < 300
 
 
 class TestImport:
@@ -311,30 +317,39 @@ def compared(here: Here, worth: float, window: int) -> tuple[bool, list[str]]:
         import_module(OURS)
         attention = import_module(f"{OURS}.attention")
         patched.setattr(attention, "WORTH", worth)
-        said: list[str] = []
-        patched.setattr(attention.LOG, "log", lambda level, text: said.append(text))
         core = ready(mindspeed, cp_window_size=window)
         rows = layer.LENGTH // here.world_size
         q = torch.randn(rows, 1, layer.HEADS, layer.DIM)
         k = torch.randn(rows, 1, layer.KV_HEADS, layer.DIM)
-        out = [core(q, k, k, None) for _ in range(2)][-1]
-        return bool((out == 7).all()), said
+        with said() as messages:
+            out = [core(q, k, k, None) for _ in range(2)][-1]
+        return bool((out == 7).all()), [text for text in messages if not text.startswith("schedule auto")]
+
+
+def check_announced(topology: str, plan: str) -> None:
+    """What rank 0 says first, whoever's attention runs."""
+    assert topology == "topology: machine without accelerators"
+    kind = "attention of 4 query and 2 kv heads of 16, 1 × 64 tokens in float32, causal, over 4 ranks: "
+    assert plan.startswith(kind) and "predict" in plan
 
 
 @pytest.mark.parametrize(("window", "own"), [(1, "ring"), (2, "double-ring/2")])
 def test_own_stays_where_the_plan_saves_little(ranks: RankPools, window: int, own: str) -> None:
     found = ranks(4)(compared, 2.0, window)
     assert [ran for ran, _ in found] == [True] * 4
-    (said,) = found[0][1]
-    assert f"MindSpeed's own algorithm ({own}) " in said
-    assert "MindSpeed's own stays (to force it: --tokenring-schedule " in said
+    *announced, decision = found[0][1]
+    check_announced(*announced)
+    assert f"MindSpeed's own algorithm ({own}) " in decision
+    assert "MindSpeed's own stays (to force it: --tokenring-schedule " in decision
     assert [text for _, text in found[1:]] == [[]] * 3
 
 
 def test_ours_runs_where_the_plan_saves_enough(ranks: RankPools) -> None:
     found = ranks(4)(compared, -2.0, 1)
     assert [ran for ran, _ in found] == [False] * 4
-    assert len(found[0][1]) == 1 and "stays" not in found[0][1][0]
+    *announced, decision = found[0][1]
+    check_announced(*announced)
+    assert "MindSpeed's own algorithm (ring) " in decision and "stays" not in decision
 
 
 @pytest.mark.parametrize(("best", "stays"), [(0.9499, False), (0.9501, True), (1.0, True), (1.1, True)])
@@ -356,6 +371,9 @@ class Planned:
         others = Candidate("ring/late", 0.5, None, None, None, None, None, "")
         found = (others, Candidate(name, self.seconds[schedule], None, None, None, None, None, ""))
         return SimpleNamespace(agreed_plan=lambda request: SimpleNamespace(name=name, candidates=found))
+
+    def announce(self, schedule: str, request: object) -> None:
+        assert schedule == "auto"
 
 
 def refused_bias(here: Here) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from oracle import relative_error
 from ranks import Here
 
-from mcore.world import contiguous_rows, cpu_rotary, packed_rows, parallel, zigzag_rows
+from mcore.world import contiguous_rows, packed_rows, parallel
 from tokenring.integrations.megatron import per_layer, use_tokenring
 
 VOCABULARY = 96
@@ -120,8 +120,6 @@ def build(here: Here, job: Job, spec: Any = None, **options: Any) -> Any:
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
     )
-    if hasattr(model, "rotary_pos_emb"):
-        cpu_rotary(model.rotary_pos_emb)
     return model.to(job.dtype).train()
 
 
@@ -156,19 +154,24 @@ def data_of(job: Job, step: int = 0) -> Data:
 
 
 def local_data(job: Job, data: Data) -> Data:
-    """What this rank has of it: its rows of the sequence, and its part of the batch."""
+    """What this rank has of it: its part of the batch, and of the sequence what Megatron itself cuts for it."""
     from megatron.core import parallel_state as state
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
-    rank, ranks = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
     replica, replicas = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
-    if job.rows == "zigzag" and job.documents:
-        rows = packed_rows([padded for _, padded in job.documents], rank, ranks)
-    else:
-        rows = (zigzag_rows if job.rows == "zigzag" else contiguous_rows)(job.length, rank, ranks)
     if job.batch % replicas:  # every replica has all of it
-        return Data(*(x[:, rows] for x in (data.tokens, data.targets, data.weights / replicas)))
-    mine = slice(replica * job.batch // replicas, (replica + 1) * job.batch // replicas)
-    return Data(*(x[mine][:, rows] for x in (data.tokens, data.targets, data.weights)))
+        data = data._replace(weights=data.weights / replicas)
+    else:
+        mine = slice(replica * job.batch // replicas, (replica + 1) * job.batch // replicas)
+        data = Data(*(x[mine] for x in data))
+    if job.rows == "zigzag" and not job.documents:
+        return Data(**get_batch_on_this_cp_rank(data._asdict()))
+    rank, ranks = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
+    if job.rows == "contiguous":
+        rows = contiguous_rows(job.length, rank, ranks)
+    else:  # Megatron has nothing for documents; TransformerEngine has
+        rows = packed_rows([padded for _, padded in job.documents], rank, ranks)
+    return Data(*(x[:, rows] for x in data))
 
 
 def packing(job: Job) -> Any:

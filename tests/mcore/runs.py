@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ranks import Here
+from said import said
 
 from mcore.gpt import (
     Data,
@@ -40,6 +40,20 @@ def unshared(here: Here) -> dict[str, float]:
     """Options that nobody else has: layers with these share nothing with those of models made before."""
     here.memory["made"] = here.memory.get("made", 0) + 1
     return {"timeout_seconds": 20 + here.memory["made"] / 1000}
+
+
+def cut_by_megatron(here: Here, job: Job) -> tuple[list[int], list[int], bool]:
+    """The positions of the batch and of the rotary embedding that this rank gets, and whether that one is Megatron's.
+
+    Positions are taken for tokens; the first angle of rotary embeddings is the position itself.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    embedding = build(here, job).rotary_pos_emb
+    whole = torch.arange(job.length).expand(job.batch, -1)
+    cut = local_data(job, Data(whole, whole, torch.ones(whole.shape)))
+    assert torch.equal(cut.tokens, cut.targets) and cut.weights.shape == cut.tokens.shape
+    return cut.tokens[0].tolist(), embedding(job.length)[:, 0, 0, 0].tolist(), type(embedding) is RotaryEmbedding
 
 
 def worst_errors(here: Here, job: Job, schedules: list[str], layout: str | None = None) -> dict[str, float]:
@@ -75,17 +89,22 @@ def _sum_of_shares(share: torch.Tensor) -> float:
     return total.item()
 
 
-def train(here: Here, job: Job, steps: int, whole_attention: bool = False) -> list[tuple[float, float]]:
+def train(
+    here: Here, job: Job, steps: int, whole_attention: bool = False, learning_rate: float = LEARNING_RATE
+) -> list[tuple[float, float]]:
     """Loss and gradient norm of each Adam step; NaN for the loss where this rank has no last pipeline stage."""
+    from megatron.core import parallel_state as state
+
     _, weights, _ = whole_gradients(here, job, data_of(job))
     model = build_whole(here, job) if whole_attention else build(here, job)
     take_weights(model, weights)
     masters = [main_gradient(parameter) for parameter in model.parameters()]
-    optimizer = torch.optim.Adam(masters, lr=LEARNING_RATE)
+    optimizer = torch.optim.Adam(masters, lr=learning_rate)
     history = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = _forward_backward(job, model, local_data(job, data_of(job, step)))
+        shares = forward_backward(job, model, local_data(job, data_of(job, step)))
+        loss = _sum_of_shares(sum(shares, torch.tensor(0.0))) if state.is_pipeline_last_stage() else math.nan
         sum_gradients(masters)
         history.append((loss, _gradient_norm(model, masters)))
         optimizer.step()
@@ -109,24 +128,26 @@ def main_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return master
 
 
-def _forward_backward(job: Job, model: Any, data: Data) -> float:
-    """A step by Megatron's own schedule of microbatches, of one sequence each; the loss at the last stage, else NaN."""
-    from megatron.core import parallel_state as state
+LossOf = Callable[[torch.Tensor, Data], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def share_of_loss(losses: torch.Tensor, part: Data) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This microbatch's share of the mean loss, as tokens one, and what is handed back of it."""
+    share = (losses.double() * part.weights).sum()
+    return share, torch.tensor(1, dtype=torch.int), share.detach()
+
+
+def forward_backward(job: Job, model: Any, data: Data, loss_of_part: LossOf = share_of_loss) -> list[torch.Tensor]:
+    """A step by Megatron's own schedule of microbatches, of one sequence each; what the losses hand back."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(parts: Iterator[Data], model: Any) -> tuple[torch.Tensor, Any]:
         part = next(parts)
         positions = torch.arange(part.tokens.shape[1])[None]
-        found = model(part.tokens, positions, None, labels=part.targets)
-
-        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            share = (losses.double() * part.weights).sum()
-            return share, torch.tensor(1, dtype=torch.int), share.detach()
-
-        return found, loss
+        return model(part.tokens, positions, None, labels=part.targets), lambda losses: loss_of_part(losses, part)
 
     count = data.tokens.shape[0]
-    shares = get_forward_backward_func()(
+    handed: list[torch.Tensor] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter([Data(*(x[[n]] for x in data)) for n in range(count)]),
         model=model,
@@ -134,7 +155,7 @@ def _forward_backward(job: Job, model: Any, data: Data) -> float:
         seq_length=job.length,
         micro_batch_size=1,
     )
-    return _sum_of_shares(sum(shares)) if state.is_pipeline_last_stage() else math.nan
+    return handed
 
 
 def _gradient_norm(model: Any, masters: list[torch.Tensor]) -> float:
@@ -186,21 +207,11 @@ def loads_strictly(here: Here, job: Job) -> str:
 
 def logged(here: Here, job: Job) -> list[str]:
     """What two steps say."""
-    said: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tokenring")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with said() as messages:
         model = build(here, job, schedule="auto:ring,ulysses", **unshared(here))
         for _ in range(2):
             loss_of(job, model, local_data(job, data_of(job)))
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
-    return said
+    return messages
 
 
 def shared_contexts(here: Here, job: Job) -> tuple[int, int]:

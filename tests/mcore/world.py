@@ -11,13 +11,16 @@ from ranks import Here
 
 
 class OnCpu:
-    """torch, where zeros that are to lie on a GPU lie here."""
+    """torch, where zeros that are to lie on a GPU lie here, and nothing is pinned for its way there."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def zeros(self, *sizes: Any, device: Any = None, **more: Any) -> torch.Tensor:
         return torch.zeros(*sizes, **more)
+
+    def tensor(self, data: Any, device: Any = None, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        return torch.tensor(data, **more)
 
 
 def _as_it_is(function: Any = None, **options: Any) -> Any:
@@ -30,7 +33,10 @@ def load(here: Here, folder: str) -> str:
     torch.compile = _as_it_is  # type: ignore[assignment]  # of Megatron's small functions: it takes seconds to import
     warnings.simplefilter("ignore")  # Megatron's own, of missing GPU packages; ours are errors again below
     import megatron.core
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as rng
 
@@ -39,8 +45,10 @@ def load(here: Here, folder: str) -> str:
     # Recomputation keeps the states of the GPU's generators. There are none, and nothing random is computed here.
     rng._get_all_rng_states = lambda: ()
     rng._set_all_rng_states = lambda *states: None
-    # The loop over microbatches counts tokens on the GPU, and hands activations from stage to stage there.
-    schedules.torch = OnCpu()
+    # The loop over microbatches counts tokens on the GPU, and hands activations from stage to stage there. What cuts
+    # batches and rotary embeddings sends the numbers of the parts there. All else of both is Megatron's own.
+    schedules.torch = utils.torch = rope_utils.torch = OnCpu()
+    clip_grads.torch = optimizer.torch = OnCpu()  # norms and scales
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *rest, **more: self  # type: ignore[method-assign]
@@ -69,27 +77,8 @@ def _globals(module: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name.startswith("_") and name[1:].isupper()}
 
 
-def cpu_rotary(original: Any) -> None:
-    """Let a RotaryEmbedding of Megatron's compute where its tensors are, by its own frequencies."""
-    from megatron.core import parallel_state
-
-    class CpuRotary(type(original)):  # type: ignore[misc]
-        def forward(
-            self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
-        ) -> torch.Tensor:
-            freqs = self.get_freqs_non_repeated(max_seq_len, offset)
-            angles: torch.Tensor = torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
-            ranks, rank = (
-                parallel_state.get_context_parallel_world_size(),
-                parallel_state.get_context_parallel_rank(),
-            )
-            return angles if packed_seq else angles[zigzag_rows(max_seq_len, rank, ranks)]
-
-    original.__class__ = CpuRotary
-
-
 def zigzag_rows(length: int, rank: int, ranks: int) -> torch.Tensor:
-    """The positions that a rank has of a sequence, as Megatron cuts it: parts rank and 2 · ranks - 1 - rank."""
+    """The positions that a rank has of a document: parts rank and 2 · ranks - 1 - rank."""
     parts = torch.arange(length).chunk(2 * ranks)
     return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
 
@@ -100,7 +89,7 @@ def contiguous_rows(length: int, rank: int, ranks: int) -> torch.Tensor:
 
 
 def packed_rows(lengths: list[int], rank: int, ranks: int) -> torch.Tensor:
-    """The positions that a rank has of packed documents, each cut zigzag by itself."""
+    """The positions that a rank has of packed documents, each cut zigzag by itself; Megatron leaves it to users."""
     rows, start = [], 0
     for length in lengths:
         rows.append(start + zigzag_rows(length, rank, ranks))

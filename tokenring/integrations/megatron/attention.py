@@ -17,7 +17,7 @@ from tokenring.integrations.megatron.groups import group_of_call, group_of_layer
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.packed import attend_packed
 from tokenring.integrations.megatron.schedules import schedule_of_layer
-from tokenring.integrations.megatron.version import check_version
+from tokenring.integrations.megatron.version import check_version, warn_if_not_run
 
 if TYPE_CHECKING:
     from tokenring.mask import Mask
@@ -52,7 +52,7 @@ class TokenRingAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         if not any_version:
-            check_version()
+            warn_if_not_run(check_version())
         check_options(options)
         check_layer(config, attention_type, attention_dropout)
         self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
@@ -60,7 +60,7 @@ class TokenRingAttention(torch.nn.Module):
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window = window_of_layer(config, layer_number)
         self.group, self.options = group_of_layer(config, pg_collection, model_comm_pgs), options
-        self._contexts = contexts_of(self.group, options)  # held, so that layers made later find it
+        self._contexts = contexts_of(self.group, options)
         self._others: dict[Any, Contexts] = {}  # of groups that calls bring
 
     def forward(

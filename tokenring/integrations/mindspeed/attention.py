@@ -90,6 +90,7 @@ def own_stays(contexts: Contexts, schedule: str, request: Request, config: Any) 
     own_plan = contexts.context(f"auto:{own}", request.device).agreed_plan(request)
     best_seconds, own_seconds = seconds_of(plan, plan.name), seconds_of(own_plan, own)
     stays = (saved := 1 - best_seconds / own_seconds) < WORTH
+    contexts.announce(schedule, request)  # also where ours does not run
     if dist.get_rank() == 0:
         text = f"{plan.name} is predicted to take {time_text(best_seconds)}, MindSpeed's own algorithm ({own}) "
         text += f"{time_text(own_seconds)}; {saved:.1%} saved, {WORTH:.0%} are worth a change"
