@@ -16,6 +16,7 @@ import mindspeed_npu
 import pytest
 import torch
 import torch.distributed as dist
+from ascend.hccl_ledger import ledger
 from ascend.ranks import NpuPools
 from ranks import Here, RankError
 from test_cluster import flags_of, pretrain_command
@@ -83,18 +84,20 @@ def started(npus: NpuPools) -> Any:
 
 
 def replaced(here: Here) -> dict[str, list[str]]:
-    """The classes above Megatron's attentions, in their own modules and as its layer specs see them."""
-    places = {
-        "local": ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
-        "engine": ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
-        "spec, local": ("megatron.core.models.gpt.gpt_layer_specs", "DotProductAttention"),
-        "spec, engine": ("megatron.core.models.gpt.gpt_layer_specs", "TEDotProductAttention"),
+    """The classes above Megatron's attentions, in their own modules and in its layer specs."""
+    specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
+    held = {
+        "local": import_module("megatron.core.transformer.dot_product_attention").DotProductAttention,
+        "engine": import_module("megatron.core.extensions.transformer_engine").TEDotProductAttention,
+        "spec, local": core_of(specs.get_gpt_layer_local_spec()),
+        "spec, engine": core_of(specs.get_gpt_layer_with_transformer_engine_spec()),
     }
-    found = {}
-    for place, (module, name) in places.items():
-        held = getattr(import_module(module), name, None)
-        found[place] = [each.__name__ for each in getattr(held, "__mro__", ())]
-    return found
+    return {place: [each.__name__ for each in made.__mro__] for place, made in held.items()}
+
+
+def core_of(spec: Any) -> Any:
+    """The core attention in a layer spec of Megatron's."""
+    return spec.submodules.self_attention.submodules.core_attention
 
 
 def test_attentions_are_replaced(started: Any) -> None:
@@ -167,8 +170,7 @@ def config_of(here: Here, **more: Any) -> Any:
 
 def attention_of(here: Here, **change: Any) -> Any:
     """The core attention of Megatron's local layer spec, as Megatron makes it."""
-    spec = import_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
-    core = spec.submodules.self_attention.submodules.core_attention
+    core = core_of(import_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec())
     build = import_module("megatron.core.transformer.spec_utils").build_module
     mask = import_module("megatron.core.transformer.enums").AttnMaskType.causal
     config = config_of(here, **change)
@@ -177,10 +179,10 @@ def attention_of(here: Here, **change: Any) -> Any:
 
 def layer_errors(here: Here, schedule: str, rotary: str) -> dict[str, float]:
     """A layer with MindSpeed's cuts of batch and rotary embeddings, and the attention of the spec."""
-    args = parse(here, SOURCES, FLAGS)
-    args.tokenring_schedule = schedule
+    parse(here, SOURCES, FLAGS)
     core = attention_of(here)
-    core.schedule, core._own = schedule, ()
+    if schedule != "auto":  # then MindSpeed's own is there, too
+        core.schedule, core._own = schedule, ()
     utils = import_module("megatron.training.utils")
     embeddings = import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
     group = import_module("megatron.core.parallel_state").get_context_parallel_group()
@@ -267,6 +269,31 @@ def test_own_attention_is_mindspeeds(started: Any) -> None:
     assert started(own_gets) == [["MindSpeedCPDotProductAttention", "CPDotProductAttentionImpl"]] * RANKS
 
 
+def own_layer_errors(here: Here) -> tuple[dict[str, float], list[str]]:
+    """The same layer where the plan is said to save too little; and what MindSpeed's own ring sends, over HCCL.
+
+    Megatron's groups here are of the pool's Gloo, by which MindSpeed cannot send what lies on an NPU.
+    """
+    parse(here, SOURCES, FLAGS)
+    group = dist.new_group(list(range(here.world_size)), backend="hccl")
+    ledger.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(import_module("tokenring.integrations.mindspeed.attention"), "WORTH", 2.0)
+        patched.setattr(import_module("megatron.core.parallel_state"), "_CONTEXT_PARALLEL_GROUP", group)
+        found = layer_errors(here, "auto", "cut")
+    ledger.check_all_waited()
+    return found, [each.kind for each in ledger.messages if each.group == group.group_id]
+
+
+@whole
+def test_own_attention_runs_and_is_right(started: Any) -> None:
+    """Forward K with V; backward K with V, and dK with dV."""
+    for found, messages in started(own_layer_errors):
+        print("MindSpeed's own ring", max(found.values()))
+        assert max(found.values()) <= layer.LIMIT, found
+        assert messages.count("send") == messages.count("recv") == 3 * (RANKS - 1), messages
+
+
 def too_late(here: Here, sources: dict[str, str], flags: list[str]) -> None:
     """MindSpeed's import first."""
     sys.argv[1:] = flags
@@ -307,8 +334,7 @@ def test_examples_have_flags_that_the_parsers_know(
 def layer_of_example(here: Here) -> list[str]:
     """The core attention in examples/megatron_lm's layer."""
     sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "megatron_lm"))
-    layer = import_module("tokenring_layer").layer
-    core = layer.submodules.self_attention.submodules.core_attention
+    core = core_of(import_module("tokenring_layer").layer)
     return [core.module.__name__, core.params["schedule"]]
 
 
