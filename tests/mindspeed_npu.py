@@ -1,13 +1,14 @@
 """torch_npu as far as MindSpeed asks for it when it is imported, around the emulated device of tests/ascend.
 
 What matters is there: the device, its operators, HCCL, and `transfer_to_npu`, which lets torch.cuda answer for NPUs.
-All else that is looked up in torch_npu and torchair, none of which runs here, is a mock; so are packages that MindSpeed
-imports for other features, where they are not installed.
+All else that is looked up in torch_npu, torchair and Ascend's triton, none of which runs here, is a mock; so are
+packages that MindSpeed imports for other features, where they are not installed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,9 +20,12 @@ import torch
 from ascend import device, hccl, operators
 from ascend.schemas import OFFERS
 from ranks import Here
+from torch.utils._pytree import tree_map_only
 
-OF_NPUS = ("torch_npu", "torchair")
-WHERE_MISSING = ("gpytorch", "pandas", "scipy", "six", "sklearn", "sqlalchemy", "triton")
+OF_NPUS = ("torch_npu", "torchair", "triton")  # triton: Ascend's fork goes by the name of the one for GPUs
+WHERE_MISSING = ("gpytorch", "pandas", "scipy", "six", "sklearn", "sqlalchemy")
+WHEEL = next(iter(OFFERS))
+VERSIONS = {"torch_npu": "2.7.1", "triton": "3.2.0"}
 SHARED = (
     "is_available", "device_count", "current_device", "set_device", "current_stream", "synchronize", "Stream", "Event",
     "get_device_properties", "get_device_name", "empty_cache", "manual_seed", "manual_seed_all", "mem_get_info",
@@ -53,11 +57,15 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__file__ = f"{module.__name__}.py"
+        if module.__name__ in VERSIONS:
+            module.__version__ = VERSIONS[module.__name__]  # type: ignore[attr-defined]
         if module.__name__ == "torch_npu":
-            module.__version__ = "2.7.1"  # type: ignore[attr-defined]
             module.npu = torch.get_device_module("npu")  # type: ignore[attr-defined]
-        if module.__name__ == "triton":
-            module.runtime.driver.active.get_current_target.return_value.backend = "npu"
+            module.npu.mstx = _Mock("torch_npu.npu.mstx")  # marks for the profiler
+            for name in OFFERS[WHEEL]:
+                setattr(module, name, _copying(getattr(torch.ops.npu, name)))
+        if module.__name__ == "triton.runtime.driver":
+            module.active.get_current_target.return_value.backend = "npu"
         if module.__name__ == "torch_npu.contrib":
             module.transfer_to_npu = import_module("torch_npu.contrib.transfer_to_npu")  # type: ignore[attr-defined]
         if module.__name__ == "torch_npu.contrib.transfer_to_npu":
@@ -69,11 +77,21 @@ def install(here: Here) -> None:
     if "torch_npu" not in here.memory:
         sys.meta_path.insert(0, _Finder(*OF_NPUS))
         sys.meta_path.append(_Finder(*WHERE_MISSING))
-        operators.register(next(iter(OFFERS)))
+        operators.register(WHEEL)
         hccl.install()
         # Each rank sees one NPU, as under ASCEND_RT_VISIBLE_DEVICES: some gradients make helpers on the first one.
         device.install(1)
         here.memory["torch_npu"] = True
+
+
+def _copying(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """As the real operators do: operands that are not contiguous are copied. The emulation's refuse them."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+        return operator(*args, **kwargs)
+
+    return call
 
 
 def _transfer() -> None:

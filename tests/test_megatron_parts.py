@@ -333,6 +333,13 @@ def groups_of_calls(here: Here) -> list[torch.Tensor]:
     return found
 
 
+def test_auto_hears_of_tensor_parallelism() -> None:
+    """Its groups use the same wires at the same time."""
+    made = layer(config(tensor_model_parallel_size=4))
+    assert made._contexts.context("ring").tensor_parallel == 4
+    assert layer()._contexts.context("ring").tensor_parallel == 1
+
+
 def test_calls_bring_groups_of_their_own(ranks: RankPools) -> None:
     """Hybrid context parallelism: each sequence takes as many ranks as it needs."""
     found = ranks(4)(groups_of_calls)
@@ -352,7 +359,7 @@ def models_one_after_another(here: Here) -> torch.Tensor:
             made = layer(config(context_parallel_size=here.world_size), pg_collection=group, **options)
             made.circle = made.config.circle = made.config
             made.config.made = [made]
-            out = made(x, x, x, None)
+            out: torch.Tensor = made(x, x, x, None)
             del made
             if here.rank == 0:
                 gc.collect()

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections import Counter
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ import mindspeed_npu
 import pytest
 import torch
 import torch.distributed as dist
+from ascend.hccl_ledger import ledger
 from ascend.ranks import NpuPools
-from ranks import Here, RankError
+from ranks import Here, RankError, Ranks
 from test_cluster import flags_of, pretrain_command
 
 from tokenring.errors import ConfigurationError
@@ -69,9 +72,15 @@ def parse(here: Here, sources: dict[str, str], flags: list[str]) -> Any:
         parsed = arguments.validate_args(parsed)
         import_module("megatron.training.global_vars").set_args(parsed)
         state = import_module("megatron.core.parallel_state")
-        state.initialize_model_parallel(context_parallel_size=here.world_size)
+        with pytest.MonkeyPatch.context() as patched:  # the pool's world is of Gloo, where on NPUs it is of HCCL
+            patched.setattr(dist, "new_group", partial(_of_npus, dist.new_group))
+            state.initialize_model_parallel(context_parallel_size=here.world_size)
         here.memory["arguments"] = parsed
     return here.memory["arguments"]
+
+
+def _of_npus(make: Any, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+    return make(*args, backend=backend or "hccl", **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +92,20 @@ def started(npus: NpuPools) -> Any:
 
 
 def replaced(here: Here) -> dict[str, list[str]]:
-    """The classes above Megatron's attentions, in their own modules and as its layer specs see them."""
-    places = {
-        "local": ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
-        "engine": ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
-        "spec, local": ("megatron.core.models.gpt.gpt_layer_specs", "DotProductAttention"),
-        "spec, engine": ("megatron.core.models.gpt.gpt_layer_specs", "TEDotProductAttention"),
+    """The classes above Megatron's attentions, in their own modules and in its layer specs."""
+    specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
+    held = {
+        "local": import_module("megatron.core.transformer.dot_product_attention").DotProductAttention,
+        "engine": import_module("megatron.core.extensions.transformer_engine").TEDotProductAttention,
+        "spec, local": core_of(specs.get_gpt_layer_local_spec()),
+        "spec, engine": core_of(specs.get_gpt_layer_with_transformer_engine_spec()),
     }
-    found = {}
-    for place, (module, name) in places.items():
-        held = getattr(import_module(module), name, None)
-        found[place] = [each.__name__ for each in getattr(held, "__mro__", ())]
-    return found
+    return {place: [each.__name__ for each in made.__mro__] for place, made in held.items()}
+
+
+def core_of(spec: Any) -> Any:
+    """The core attention in a layer spec of Megatron's."""
+    return spec.submodules.self_attention.submodules.core_attention
 
 
 def test_attentions_are_replaced(started: Any) -> None:
@@ -167,8 +178,7 @@ def config_of(here: Here, **more: Any) -> Any:
 
 def attention_of(here: Here, **change: Any) -> Any:
     """The core attention of Megatron's local layer spec, as Megatron makes it."""
-    spec = import_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
-    core = spec.submodules.self_attention.submodules.core_attention
+    core = core_of(import_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec())
     build = import_module("megatron.core.transformer.spec_utils").build_module
     mask = import_module("megatron.core.transformer.enums").AttnMaskType.causal
     config = config_of(here, **change)
@@ -177,10 +187,10 @@ def attention_of(here: Here, **change: Any) -> Any:
 
 def layer_errors(here: Here, schedule: str, rotary: str) -> dict[str, float]:
     """A layer with MindSpeed's cuts of batch and rotary embeddings, and the attention of the spec."""
-    args = parse(here, SOURCES, FLAGS)
-    args.tokenring_schedule = schedule
+    parse(here, SOURCES, FLAGS)
     core = attention_of(here)
-    core.schedule, core._own = schedule, ()
+    if schedule != "auto":  # then MindSpeed's own is there, too
+        core.schedule, core._own = schedule, ()
     utils = import_module("megatron.training.utils")
     embeddings = import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
     group = import_module("megatron.core.parallel_state").get_context_parallel_group()
@@ -247,13 +257,13 @@ def test_a_batch_that_was_not_cut_is_refused(started: Any) -> None:
 
 
 def own_gets(here: Here) -> list[str]:
-    """What MindSpeed's own attention is called with where the plan is said to save too little. On the CPU."""
+    """What MindSpeed's own attention is called with where the plan is said to save too little."""
     parse(here, SOURCES, FLAGS)
     ours = import_module("tokenring.integrations.mindspeed.attention")
     core = attention_of(here)
     (own,) = core._own
     called: list[Any] = []
-    q = torch.randn(layer.LENGTH // here.world_size, 1, layer.HEADS, layer.DIM)
+    q = torch.randn(layer.LENGTH // here.world_size, 1, layer.HEADS, layer.DIM).to("npu")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ours, "WORTH", 2.0)
         patched.setattr(own, "forward", lambda *call: called.extend(call))
@@ -265,6 +275,42 @@ def own_gets(here: Here) -> list[str]:
 @whole
 def test_own_attention_is_mindspeeds(started: Any) -> None:
     assert started(own_gets) == [["MindSpeedCPDotProductAttention", "CPDotProductAttentionImpl"]] * RANKS
+
+
+def own_layer_errors(here: Here) -> tuple[dict[str, float], Counter[str]]:
+    """The same layer where the plan is said to save too little; and how many messages there were, all MindSpeed's."""
+    parse(here, SOURCES, FLAGS)
+    ledger.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(import_module("tokenring.integrations.mindspeed.attention"), "WORTH", 2.0)
+        found = layer_errors(here, "auto", "cut")
+    ledger.check_all_waited()
+    return found, Counter(each.kind for each in ledger.messages)
+
+
+def check_own(ranks: Ranks) -> None:
+    """Its gradients; and that it is a ring: forward K with V, backward K with V and dK with dV, in P - 1 steps each."""
+    for found, messages in ranks(own_layer_errors):
+        print("MindSpeed's own", max(found.values()))
+        assert max(found.values()) <= layer.LIMIT, found
+        assert messages == {"send": 3 * (ranks.world_size - 1), "recv": 3 * (ranks.world_size - 1)}
+
+
+@whole
+def test_own_ring_runs_and_is_right(started: Any) -> None:
+    check_own(started)
+
+
+@whole
+def test_own_double_ring_runs_and_is_right(npus: NpuPools) -> None:
+    """Four ranks in windows of two; ours with the same windows beside it."""
+    flags = [*FLAGS, "--context-parallel-size", "4", "--cp-window-size", "2"]  # what comes last counts
+    with npus.expendable(4) as four:
+        four.within(IMPORT_SECONDS, load, SOURCES, flags)
+        check_own(four)
+        for found in four(layer_errors, "double-ring/2", "cut"):
+            print("double-ring/2", max(found.values()))
+            assert max(found.values()) <= layer.LIMIT, found
 
 
 def too_late(here: Here, sources: dict[str, str], flags: list[str]) -> None:
@@ -307,8 +353,7 @@ def test_examples_have_flags_that_the_parsers_know(
 def layer_of_example(here: Here) -> list[str]:
     """The core attention in examples/megatron_lm's layer."""
     sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "megatron_lm"))
-    layer = import_module("tokenring_layer").layer
-    core = layer.submodules.self_attention.submodules.core_attention
+    core = core_of(import_module("tokenring_layer").layer)
     return [core.module.__name__, core.params["schedule"]]
 
 

@@ -59,8 +59,9 @@ class TokenRingAttention(torch.nn.Module):
         self.schedule = schedule_of_layer(cp_comm_type, schedule, config)
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window = window_of_layer(config, layer_number)
-        self.group, self.options = group_of_layer(config, pg_collection, model_comm_pgs), options
-        self._contexts = contexts_of(self.group, options)
+        self.group = group_of_layer(config, pg_collection, model_comm_pgs)
+        self.options = {**options, "tensor_parallel": getattr(config, "tensor_model_parallel_size", 1)}
+        self._contexts = contexts_of(self.group, self.options)
         self._others: dict[Any, Contexts] = {}  # of groups that calls bring
 
     def forward(
