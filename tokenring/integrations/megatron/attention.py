@@ -60,7 +60,7 @@ class TokenRingAttention(torch.nn.Module):
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window = window_of_layer(config, layer_number)
         self.group, self.options = group_of_layer(config, pg_collection, model_comm_pgs), options
-        self._contexts = contexts_of(self.group, options)  # held, so that layers made later find it
+        self._contexts = contexts_of(self.group, options)
         self._others: dict[Any, Contexts] = {}  # of groups that calls bring
 
     def forward(

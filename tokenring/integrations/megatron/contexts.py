@@ -1,7 +1,8 @@
 """What the layers of a model share: for each group a transport, and a ContextParallel for each schedule.
 
 Megatron makes layers one by one, from a class or a spec: all they have in common is their group. So what they share is
-kept here by group and options, for as long as a layer holds it.
+kept here by group and options, for as long as the group lives. Not as long as a layer: Python's collector frees the
+layers of a former model on some ranks sooner than on others, and ranks must make transports together or not at all.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,25 @@ if TYPE_CHECKING:
     from tokenring.integrations.megatron.groups import LayerGroup
 
 ALWAYS_FITS = "ring"  # also one rank alone, where nothing moves
-_KEPT: WeakValueDictionary[tuple[object, ...], Contexts] = WeakValueDictionary()
+_KEPT: dict[tuple[LayerGroup, object], Contexts] = {}
 
 
 def contexts_of(group: LayerGroup, options: Mapping[str, Any]) -> Contexts:
     """What all layers of this group with these options share; `options` are those of ContextParallel."""
-    key = (group, *((name, _identity(options[name])) for name in sorted(options)))
-    found = _KEPT.get(key)
-    if found is None:
-        found = _KEPT[key] = Contexts(group, options)
-    return found
+    key = (group, tuple((name, _identity(options[name])) for name in sorted(options)))
+    if key not in _KEPT:
+        for each in [each for each in _KEPT if not _lives(each[0])]:
+            del _KEPT[each]
+        _KEPT[key] = Contexts(group, options)
+    return _KEPT[key]
+
+
+def _lives(group: LayerGroup) -> bool:
+    """Whether torch.distributed still has the group."""
+    try:
+        return isinstance(group, str) or bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
 
 
 class Contexts:
