@@ -317,10 +317,10 @@ def compared(here: Here, worth: float, window: int) -> tuple[bool, list[str]]:
         import_module(OURS)
         attention = import_module(f"{OURS}.attention")
         patched.setattr(attention, "WORTH", worth)
+        patched.setattr("tokenring.integrations.megatron.contexts._KEPT", {})  # nothing was said yet
         core = ready(mindspeed, cp_window_size=window)
         rows = layer.LENGTH // here.world_size
-        q = torch.randn(rows, 1, layer.HEADS, layer.DIM)
-        k = torch.randn(rows, 1, layer.KV_HEADS, layer.DIM)
+        q, k = (torch.randn(rows, 1, heads, layer.DIM) for heads in (layer.HEADS, layer.KV_HEADS))
         with said() as messages:
             out = [core(q, k, k, None) for _ in range(2)][-1]
         return bool((out == 7).all()), [text for text in messages if not text.startswith("schedule auto")]
