@@ -66,6 +66,8 @@ def schedules_for(version: str, job: Job) -> list[str]:
 
 
 def check_gradients(found: list[dict[str, float]]) -> None:
+    worst = max(error for each in found for error in each.values())
+    print(f"{len(found[0])} schedules, largest relative error {worst:.1e}")
     wrong = {name: error for each in found for name, error in each.items() if not error <= LIMIT}
     assert not wrong, f"gradients off by {wrong}"
 
@@ -96,7 +98,9 @@ class TestGradients:
 
     @pytest.mark.parametrize("recompute", ["selective", "full"])
     def test_when_recomputed(self, megatron: tuple[str, Ranks], recompute: str) -> None:
-        check_gradients(megatron[1](runs.worst_errors, Job(cp=4, recompute=recompute), FEW))
+        version, ranks = megatron
+        job = Job(cp=4, recompute=recompute)
+        check_gradients(ranks(runs.worst_errors, job, schedules_for(version, job) if FULL_GRID else FEW))
 
     def test_recomputed_layers_are_planned_once(self, megatron: tuple[str, Ranks]) -> None:
         """Forward without gradients and forward again with them take one schedule."""
@@ -151,10 +155,20 @@ class TestTraining:
         if dtype == torch.bfloat16 and version != NEWEST and not FULL_GRID:
             pytest.skip("of the newest version only, without TOKENRING_FULL_GRID=1")
         job = Job(dtype=dtype, seed=2, **SPLITS[split])
-        # In half precision tensor parallelism alone rounds otherwise: that is in both. In float32 nothing is split.
+        # "Without CP" in half precision is the same split but for CP, as tensor parallelism rounds otherwise by itself
+        # (the next test). In float32 it is one rank, where nothing is split.
         without = replace(job, cp=1) if dtype == torch.bfloat16 else replace(job, tp=1, cp=1, pp=1)
         wanted = ranks(runs.train, without, 10, dtype == torch.float32)
         check_steps(ranks(runs.train, job, 10), wanted, STEP_LIMITS[dtype])
+
+    def test_in_half_precision_is_near_one_rank_too(self, megatron: tuple[str, Ranks]) -> None:
+        """At a rate at which Adam does not make much of roundings; at the rate above TP 2 alone is 2.3e-3 off."""
+        version, ranks = megatron
+        if version != NEWEST and not FULL_GRID:
+            pytest.skip("of the newest version only, without TOKENRING_FULL_GRID=1")
+        job = Job(tp=2, cp=2, dtype=torch.bfloat16, seed=2)
+        wanted = ranks(runs.train, replace(job, tp=1, cp=1), 10, learning_rate=1e-4)
+        check_steps(ranks(runs.train, job, 10, learning_rate=1e-4), wanted, STEP_LIMITS[torch.bfloat16])
 
     def test_other_steps_are_seen(self, megatron: tuple[str, Ranks]) -> None:
         ranks = megatron[1]

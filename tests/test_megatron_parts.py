@@ -357,7 +357,6 @@ def models_one_after_another(here: Here) -> torch.Tensor:
     try:
         for _ in range(2):
             made = layer(config(context_parallel_size=here.world_size), pg_collection=group, **options)
-            made.circle = made.config.circle = made.config
             made.config.made = [made]
             out: torch.Tensor = made(x, x, x, None)
             del made
