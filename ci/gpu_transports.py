@@ -61,7 +61,7 @@ def run(report: Report) -> None:
     if reason := nccl.unavailable():
         report("nccl", f"not here: {reason}", "", None)
     else:
-        parts[:0] = NCCL_PARTS
+        parts += NCCL_PARTS
     for name, check, ranks in parts:
         for world_size in ranks:
             title = f"{name}, {world_size} ranks on one GPU" if world_size > 1 else name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker has alone comes first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: module_of(item) not in ALONE)  # stable
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay until the end: looking through them at every collection took a sixth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from oracle import allowed, attention64
 import tokenring as tr
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.bench import flash_attn_cpu, torch_ring
-from tokenring.bench.peers import sleep_instead
+from tokenring.bench.peers import sleeping_instead
 from tokenring.bench.sleeping import Sleeping
 
 
@@ -51,36 +52,37 @@ def test_stand_in_computes_packed_sequences() -> None:
 
 def test_peers_kernels_sleep_as_ours_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways in which peers reach a kernel take the time of what is visible, and give results of the right sizes."""
-    for module, name in ((flash_attn_cpu, "_kernel"), (torch_ring, "_forward"), (torch_ring, "_backward")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    real = ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", real)
     slept: list[float] = []
     monkeypatch.setattr(Sleeping, "_sleep", lambda self, began, flops: slept.append(flops))
-    sleep_instead(0.05)
-    assert sys.modules["flash_attn"].is_stand_in, "also where the real one is installed"
     q, k = torch.randn(1, 24, 4, 16), torch.randn(1, 40, 2, 16)
-    out, lse = flash_attn_cpu._flash_attn_forward(q, k, k, 0.0, 0.25, True)[:2]
-    assert (out.shape, lse.shape) == (q.shape, (1, 4, 24))
-    visible = 24 * 25 // 2 + 24 * 16
-    assert sum(slept) == 4 * 4 * 16 * visible
-    slept.clear()
-    q = q.transpose(1, 2)
-    out, lse = torch_ring._forward(q, q, q, is_causal=True, dropout_p=0.0)
-    torch_ring._backward(grad_out=q, query=q, key=q, value=q, out=out, logsumexp=lse, is_causal=True, dropout_p=0.0)
-    assert slept == [4 * 4 * 16 * 24 * 25 // 2, 10 * 4 * 16 * 24 * 25 // 2]
+    with sleeping_instead(0.05):
+        assert sys.modules["flash_attn"].is_stand_in, "also where the real one is installed"
+        out, lse = flash_attn_cpu._flash_attn_forward(q, k, k, 0.0, 0.25, True)[:2]
+        assert (out.shape, lse.shape) == (q.shape, (1, 4, 24))
+        assert sum(slept) == 4 * 4 * 16 * (24 * 25 // 2 + 24 * 16)
+        slept.clear()
+        own = q.transpose(1, 2)
+        out, lse = torch_ring._forward(own, own, own, is_causal=True, dropout_p=0.0)
+        given = {"grad_out": own, "query": own, "key": own, "value": own, "out": out, "logsumexp": lse}
+        torch_ring._backward(**given, is_causal=True, dropout_p=0.0)
+        assert slept == [4 * 4 * 16 * 24 * 25 // 2, 10 * 4 * 16 * 24 * 25 // 2]
+        slept.clear()
+    assert [name for name in sys.modules if name.partition(".")[0] == "flash_attn"] == ["flash_attn"]
+    assert sys.modules["flash_attn"] is real
+    flash_attn_cpu._flash_attn_forward(q, k, k, 0.0, 0.25, True)
+    assert not slept, "afterwards they compute again"
 
 
-def test_torch_ring_takes_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_forward", "_backward"):
-        monkeypatch.setattr(torch_ring, name, getattr(torch_ring, name))
-    torch_ring.compute_with(CpuFlash())
+def test_torch_ring_takes_a_kernel_of_ours() -> None:
     q, k, v, dout = (torch.randn(2, 24, 4, 16) for _ in range(4))
     want = attention64(q, k, v, dout, torch.ones(24, 24, dtype=torch.bool).tril())
     heads_first = [x.transpose(1, 2) for x in (q, k, v, dout)]
-    out, lse = torch_ring._forward(*heads_first[:3], is_causal=True, dropout_p=0.0)
-    names = ("query", "key", "value", "grad_out")
-    given = dict(zip(names, heads_first, strict=True))
-    made = torch_ring._backward(**given, out=out, logsumexp=lse, is_causal=True, dropout_p=0.0)
+    with torch_ring.computing_with(CpuFlash()):
+        out, lse = torch_ring._forward(*heads_first[:3], is_causal=True, dropout_p=0.0)
+        given = dict(zip(("query", "key", "value", "grad_out"), heads_first, strict=True))
+        made = torch_ring._backward(**given, out=out, logsumexp=lse, is_causal=True, dropout_p=0.0)
     for found, wanted in zip((out, *made), (want.out, want.dq, want.dk, want.dv), strict=True):
         torch.testing.assert_close(found.transpose(1, 2).double(), wanted, rtol=1e-5, atol=1e-5)
 

@@ -348,9 +348,9 @@ def test_lines_say_what_is_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_times.host_times(lambda *line: lines.append(line), made, CPU)
     assert [(name, limit, met) for name, _, limit, met in lines] == [
         ("host time of a step (executor, tile, merge; no move: no CUDA device), eager", "", None),
-        ("host time of a step (executor alone), eager", "", None),
+        ("host time of a step (executor, merge), eager", "", None),
         ("host time of a step (executor, tile, merge; no move: no CUDA device), in a captured graph", "", None),
-        ("host time of a step (executor alone), in a captured graph", "", None),
+        ("host time of a step (executor, merge), in a captured graph", "", None),
     ]
     assert all("µs forward" in value for _, value, *_ in lines)
     made[0].limited = True

@@ -1,6 +1,6 @@
 """Auto against other people's code on the same emulated links, for every communication-bound cell of the campaign.
 
-    sudo python ci/cells/peers.py [--out docs/cells-peers.csv] [--rounds 9] [--only SUBSTRING] [--regime communication]
+    sudo python ci/cells/peers.py [--out FILE] [--rounds 9] [--only SUBSTRING] [--regime communication]
         [--real]
 
 Each cell is one run of `tokenring bench --emulate ... --peers auto`: ring-flash-attn (zigzag, stripe, ring, llama3),
@@ -40,12 +40,14 @@ CELL_SECONDS = 900
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "cells-peers.csv")
+    parser.add_argument("--out", type=Path, help="docs/cells-peers.csv; with --real docs/cells-peers-real.csv")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="")
     parser.add_argument("--regime", default="communication")
     parser.add_argument("--real", action="store_true", help="kernels compute")
     options = parser.parse_args()
+    if options.out is None:
+        options.out = REPO / "docs" / f"cells-peers{'-real' if options.real else ''}.csv"
     wanted = [cell for cell in cells() if cell.regime == options.regime and options.only in cell.name]
     for name in ("ring_flash_attn", "yunchang"):
         if find_spec(name) is None:

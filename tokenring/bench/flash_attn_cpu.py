@@ -1,7 +1,7 @@
 """A stand-in for the package `flash_attn`, so that peers which are built on it run on a CPU.
 
 It has the names and signatures of flash-attn 2.7 that these peers use, on the attention kernel that our
-own schedules use (`compute_with` another): what differs is how the work is split, not the kernel. Causal is
+own schedules use (`computing_with` another): what differs is how the work is split, not the kernel. Causal is
 bottom-right aligned, as flash-attn's is. Dropout, windows, soft-capping and ALiBi are refused.
 
 B batch, T query tokens, S kv tokens, H heads, D head dim.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
@@ -31,11 +32,20 @@ VERSION = "2.7.4"
 _kernel: AttentionKernel = CpuFlash()
 
 
-def compute_with(kernel: AttentionKernel) -> None:
-    """Stand in for the package even where it is importable, and compute with this kernel from now on."""
+@contextmanager
+def computing_with(kernel: AttentionKernel) -> Iterator[None]:
+    """Inside, stand in for the package even where it is importable, and compute with this kernel."""
     global _kernel
+    before, replaced = _kernel, _modules()
     _kernel = kernel
     _put()
+    try:
+        yield
+    finally:
+        _kernel = before
+        for name in _modules():
+            del sys.modules[name]
+        sys.modules.update(replaced)
 
 
 def install() -> bool:
@@ -54,10 +64,15 @@ def _is_there() -> bool:
     return bool(getattr(sys.modules.get("flash_attn"), "is_stand_in", False))
 
 
+def _modules() -> dict[str, ModuleType]:
+    """Of the package, whichever it is."""
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "flash_attn"}
+
+
 def _put() -> None:
     if _is_there():
         return
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+    for name in _modules():
         del sys.modules[name]
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     package.__path__ = []

@@ -33,7 +33,7 @@ PACKAGES = {"ring-flash-attn": "ring_flash_attn", "yunchang": "yunchang", "torch
 PEERS = tuple(PACKAGES)
 
 USP_DEGREES = (2, 4)  # of yunchang's Ulysses, inside its ring
-STAND_IN = "a stand-in for flash_attn, which is not installed, computes with the CPU kernel that our schedules use"
+STAND_IN = "a stand-in for flash_attn computes with the kernel that our schedules use"
 CPU_RING = "torch's context_parallel() dispatches no CPU kernel: the ring below it is called with one"
 PATCHES = {  # text in a backward: (what it becomes, why)
     "_buffer.to(torch.float32)": (
@@ -44,10 +44,14 @@ PATCHES = {  # text in a backward: (what it becomes, why)
 }
 
 
-def sleep_instead(tflops: float) -> None:
-    """From now on peers' kernels sleep as those of our schedules do."""
-    flash_attn_cpu.compute_with(Sleeping(tflops))
-    torch_ring.compute_with(Sleeping(tflops))
+@contextlib.contextmanager
+def sleeping_instead(tflops: float | None) -> Iterator[None]:
+    """Inside, peers' kernels sleep as those of our schedules do; None: they compute."""
+    if tflops is None:
+        yield
+        return
+    with flash_attn_cpu.computing_with(Sleeping(tflops)), torch_ring.computing_with(Sleeping(tflops)):
+        yield
 
 
 def peer_candidates(names: list[str]) -> list[Candidate]:

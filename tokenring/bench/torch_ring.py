@@ -2,12 +2,13 @@
 
 Its public interface, context_parallel(), dispatches kernels of CUDA only. The ring below it takes any
 operator of the right signature, and is called here with torch's flash kernel for the CPU, or with a kernel that it
-is given (`compute_with`).
+is given (`computing_with`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ _forward: Operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def compute_with(kernel: AttentionKernel) -> None:
-    """From now on."""
+@contextmanager
+def computing_with(kernel: AttentionKernel) -> Iterator[None]:
+    """Inside, the ring's operators are this kernel's."""
     global _forward, _backward
+    before = _forward, _backward
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, **_: Any) -> Any:
         return kernel.forward(q, k, v, patch=_patch(q, k, is_causal), scale=q.shape[-1] ** -0.5)
@@ -37,6 +40,10 @@ def compute_with(kernel: AttentionKernel) -> None:
         return kernel.backward(grad_out, query, key, value, logsumexp, None, out=out, patch=patch, scale=scale)
 
     _forward, _backward = forward, backward
+    try:
+        yield
+    finally:
+        _forward, _backward = before
 
 
 def _patch(q_BHTD: torch.Tensor, k_BHSD: torch.Tensor, causal: bool) -> Patch:

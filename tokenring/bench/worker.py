@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.bench.candidates import WAIT_SECONDS, Setting, one_process, our_candidates
-from tokenring.bench.peers import peer_candidates, sleep_instead
+from tokenring.bench.peers import peer_candidates, sleeping_instead
 from tokenring.bench.race import race
 from tokenring.bench.results import Case, Machine, Report
 from tokenring.console import cores, processor
@@ -36,10 +36,9 @@ def run(case: Case, tell: Tell) -> Report | None:
         candidates = our_candidates(case)
         if case.compute_tflops is None:  # else one process, which moves nothing, is nothing to compare with
             candidates.append(one_process())
-        else:
-            sleep_instead(case.compute_tflops)
         candidates += peer_candidates(case.peers)
-        entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else quiet)
+        with sleeping_instead(case.compute_tflops):
+            entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else quiet)
         del candidates
     return Report(case, machine, entries, reference, notes) if setting.rank == 0 else None
 

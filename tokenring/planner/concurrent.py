@@ -33,7 +33,7 @@ def group_net(given: Topology | Interconnect, world_size: int, tensor_parallel: 
 
 def _beside_others(own: Topology, tensor_parallel: int) -> Interconnect | None:
     """By the graph, if its accelerators are those of all ranks, in order; else None."""
-    if own.graph is None or None in own.devices:
+    if own.graph is None or len(own.devices) != own.world_size or None in own.devices:
         return None
     every = replace(Topology.of(own.graph), name=own.name, reached=own.reached)
     at = [every.devices.index(device) for device in own.devices]

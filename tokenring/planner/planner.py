@@ -201,7 +201,10 @@ class Planner:
 
 
 def _on_shared_cores(machine: Machine, ranks: int, threads: int, groups: int) -> tuple[Machine, tuple[str, ...]]:
-    """The same where so many groups' ranks, with so many threads each, have fewer cores; and a note that says so."""
+    """The same where so many groups' ranks, with so many threads each, have fewer cores; and a note that says so.
+
+    A group has one core at least: where several groups share one, its kernels take longer than that.
+    """
     at_once = max(1.0, cores() / threads / groups)  # kernels of one group
     if at_once >= ranks:
         return machine, ()

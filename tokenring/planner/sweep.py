@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import log10
 
 from tokenring.errors import ConfigurationError
-from tokenring.planner.asked import SIZES, ask
+from tokenring.planner.asked import SIZES, ask, several_hosts
 from tokenring.planner.auto import plan_or_forecast
 from tokenring.planner.select import time_text
 from tokenring.svg import box, opening, style, text_at
@@ -103,7 +103,7 @@ def sweep_svg(points: Sequence[Point], options: argparse.Namespace) -> str:
     def y(seconds: float) -> float:
         return HEIGHT - MARGIN - 24 - log10(seconds / low) / span * (HEIGHT - MARGIN - 24 - TOP)
 
-    title = f"Fastest schedule by length on {options.topology}"
+    title = f"Fastest schedule by length on {several_hosts(options.topology, options.ranks)[0]}"
     lines = [*opening(WIDTH, HEIGHT, title), *style(COLOURS, STROKES, [".curve { stroke-width: 2 }"])]
     lines += [box(0, 0, WIDTH, HEIGHT, "paper"), text_at(MARGIN, 30, title, 17, weight="bold")]
     heads = f"{options.heads}:{options.kv_heads or options.heads} heads × {options.dim}"

@@ -35,7 +35,7 @@ def contexts_of(group: LayerGroup, options: Mapping[str, Any]) -> Contexts:
     key = (group, tuple((name, _identity(options[name])) for name in sorted(options)))
     if key not in _KEPT:
         for each in [each for each in _KEPT if not _lives(each[0])]:
-            del _KEPT[each]
+            _KEPT.pop(each).close()
         _KEPT[key] = Contexts(group, options)
     return _KEPT[key]
 
@@ -64,6 +64,11 @@ class Contexts:
         self._by_schedule: dict[str, ContextParallel] = {}
         self._for_sizes: dict[tuple[str, Request], str] = {}
         self._announcer = Announcer()
+
+    def close(self) -> None:
+        """Give back buffers and connections. Layers that share them compute nothing afterwards."""
+        for cp in reversed(self._by_schedule.values()):  # the first made the transport
+            cp.close()
 
     def context(self, schedule: str, device: torch.device | None = None) -> ContextParallel:
         """The ContextParallel of a schedule. All ranks of the group get here together. Raises ConfigurationError."""
