@@ -77,7 +77,8 @@ class Ran(NamedTuple):
 def run(folder: Path, *arguments: str, **environment: str) -> Ran:
     """Python with the folder first on its import path, and this checkout behind it."""
     paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(REPO)])}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "HCCL", "TORCH_DEV"))}
+    ours = ("ASCEND", "HCCL", "TOKENRING", "TORCH_DEV")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
