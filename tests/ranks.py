@@ -14,6 +14,7 @@ new one. Ranks end with the process that made them, however that ends, and leave
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -222,6 +223,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the one that made us decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("error")
+    gc.freeze()  # what the fork server has imported stays
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

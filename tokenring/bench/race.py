@@ -17,6 +17,7 @@ from tokenring.backends.devices import Device, device_of
 from tokenring.bench.candidates import Candidate, NotInstalled, NotRun, Runner, Setting
 from tokenring.bench.reference import RESULTS, errors, reference, reference_dtype
 from tokenring.bench.results import ERROR_LIMITS, FAILED, MEASURED, MISSING, PEER, SKIPPED, WRONG, Case, Entry
+from tokenring.collection import no_collection
 from tokenring.follow import short
 from tokenring.ranks import Tell
 
@@ -74,7 +75,7 @@ def race(setting: Setting, candidates: list[Candidate], tell: Tell) -> tuple[lis
         wanted = reference(inputs_BSHD, setting.mask, case.backward, setting.rank, setting.ranks, dtype)
     del inputs_BSHD
     compared_with = None if dtype is None else str(dtype).removeprefix("torch.")
-    with no_garbage_collection():
+    with no_collection():
         for turn in range(rounds):
             running = [lane for lane in lanes if lane.running]
             for index in order(len(running), turn) if running else []:
@@ -228,15 +229,3 @@ def _threads(count: int) -> Iterator[None]:
     finally:
         if count != before:
             torch.set_num_threads(before)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Between rounds it is done by hand, outside the clock."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tokenring.backends.base import Capabilities
+from tokenring.collection import no_collection
 from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout
 from tokenring.mask import Mask
@@ -139,7 +140,8 @@ def forecast_call(call: Call) -> Forecast:
 
 
 def _forecast(call: Call) -> Forecast:
-    return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes)
+    with no_collection():  # a quarter of the time for 4,096 ranks
+        return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes)
 
 
 def _task(call: Call) -> Task:

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 
+from tokenring.collection import no_collection
 from tokenring.console import Console, Parser, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
@@ -29,7 +30,8 @@ def main(argv: list[str]) -> int:
         return _sweep(options, console)
     if options.svg is not None:
         raise ConfigurationError("--svg draws a --sweep; for one plan say --timeline FILE.svg")
-    asked = ask(options)
+    with no_collection():
+        asked = ask(options)
     for name in ("explain", "timeline"):
         if getattr(options, name) is not None:
             check_made(asked.call.setting.interconnect, f"--{name}")

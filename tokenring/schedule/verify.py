@@ -10,11 +10,9 @@ That the lowered programs keep to this is proved by `replay`.
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+from tokenring.collection import no_collection
 from tokenring.errors import ScheduleError
 from tokenring.schedule.form import check_form
 from tokenring.schedule.ir import KINDS, PASSES, REQUESTS, Block, Kind, Move, Pass, Schedule, Tile
@@ -27,7 +25,7 @@ def verify(schedule: Schedule) -> None:
 
     Up to 16 ranks the lowered programs of all ranks are replayed as well (`replay`).
     """
-    with _no_collection():
+    with no_collection():
         check_form(schedule)
         facts = Facts(schedule)
         for direction in PASSES:
@@ -43,20 +41,8 @@ def verify_collectives(schedule: Schedule) -> None:
     from tokenring.schedule.replay import replay_schedule
 
     if schedule.world_size <= REPLAY_LIMIT:
-        with _no_collection():
+        with no_collection():
             replay_schedule(schedule, collectives=True)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A proof makes much that lives until its end, and no cycles: going through it again and again takes longer."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class Facts:

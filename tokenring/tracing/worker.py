@@ -22,9 +22,10 @@ from tokenring.attention import make_request
 from tokenring.backends.base import AttentionKernel, Tiles
 from tokenring.backends.devices import device_of
 from tokenring.backends.members import this_member
-from tokenring.bench.race import make_inputs, no_garbage_collection
+from tokenring.bench.race import make_inputs
 from tokenring.bench.results import Case
 from tokenring.bench.worker import machine_of
+from tokenring.collection import no_collection
 from tokenring.context import ContextParallel
 from tokenring.mask import Mask, parse_mask
 from tokenring.ranks import Tell, process_group, quiet, serve
@@ -140,7 +141,7 @@ def trace(case: Case, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
     mask = parse_mask(case.mask)
     inputs = _inputs(case, cp)
     rounds = []
-    with no_garbage_collection(), torch.set_grad_enabled(case.backward):
+    with no_collection(), torch.set_grad_enabled(case.backward):
         for turn in range(WARM_UP_ROUNDS + case.rounds):
             tell(turn, WARM_UP_ROUNDS + case.rounds, f"round {turn + 1} of {WARM_UP_ROUNDS + case.rounds}")
             gc.collect()
