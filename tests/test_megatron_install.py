@@ -100,5 +100,5 @@ class TestTests:
 
     def test_make_requires_it(self) -> None:
         """As CI calls it: pytest is not told to skip."""
-        wanted = "TOKENRING_MEGATRON_REQUIRED=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder"
-        assert f"\t{wanted}" in (REPO / "Makefile").read_text().splitlines()
+        wanted = "\tTOKENRING_MEGATRON_REQUIRED=1 $(BIN)/python -m pytest "
+        assert any(line.startswith(wanted) for line in (REPO / "Makefile").read_text().splitlines())
