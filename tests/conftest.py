@@ -29,14 +29,14 @@ ALONE = frozenset({
 NICENESS = 5  # about a quarter of the processor beside a worker that wants all of it
 
 
-def module_of(item: pytest.Item) -> str:
-    return item.path.stem.removeprefix("test_")
+def module_of(path: Path) -> str:
+    return path.stem.removeprefix("test_")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker has alone comes first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: module_of(item) not in ALONE)  # stable
+        items.sort(key=lambda item: module_of(item.path) not in ALONE)  # stable
 
 
 def pytest_collection_finish() -> None:
@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByModule(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            module = Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
+            module = module_of(Path(nodeid.partition("::")[0]))
             return "alone" if module in ALONE else module
 
     return ByModule(config, log)
@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The worker that has no module of ALONE steps back."""
-    if "PYTEST_XDIST_WORKER" in os.environ and module_of(item) not in ALONE:
+    if "PYTEST_XDIST_WORKER" in os.environ and module_of(item.path) not in ALONE:
         os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
