@@ -10,7 +10,7 @@ no more than a guess (`visible.is_even`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.layout import Layout
@@ -48,7 +48,7 @@ class Task:
 
     share: of all (query, key) pairs, how many the mask leaves. layouts: of q and of kv, whose chunks pieces must
     divide. notes: what the mask and the layouts change that is not reckoned. most_tiles: of one host, that are folded
-    as they are; schedules with more are drawn out from a few hosts.
+    as they are; schedules with more are drawn out from a few hosts. known: worlds folded before.
     """
 
     setting: Setting
@@ -56,6 +56,13 @@ class Task:
     layouts: tuple[Layout | None, Layout | None] = (None, None)
     notes: tuple[str, ...] = ()
     most_tiles: int = MOST_TILES
+    known: dict[tuple[str, int], _World] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def world(self, name: str, hosts: int, unit: int) -> _World:
+        """The schedule folded on so many hosts. Raises ConfigurationError if it does not fold."""
+        if (name, hosts) not in self.known:
+            self.known[name, hosts] = _World(name, self, hosts, unit)
+        return self.known[name, hosts]
 
 
 @dataclass(frozen=True)
@@ -215,9 +222,9 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
     check_fit(name, scheme, setting.workload, *task.layouts)
     few = _few_hosts(scheme, unit, few_hosts)
     if _tiles(scheme, net.world_size, unit) <= task.most_tiles or 2 * few >= hosts:
-        worlds = [_World(name, task, hosts, unit)]
+        worlds = [task.world(name, hosts, unit)]
     else:
-        worlds = [_World(_shrunk(name, hosts // some), task, some, unit) for some in (few, 2 * few)]
+        worlds = [task.world(_shrunk(name, hosts // some), some, unit) for some in (few, 2 * few)]
     total: Figures | None = None
     for direction in setting.passes:
         found = [world.one_pass(direction) for world in worlds]
@@ -270,8 +277,14 @@ class _World:
             raise ConfigurationError(f"schedule {name!r} has {tiles:,} tiles on each host: too large to be planned")
         self.symmetry = symmetry_of(scheme, self.ranks, unit)
         self.schedule = folded(scheme, self.size.q_length, self.size.kv_length, self.symmetry)
+        self._known: dict[Pass, Figures] = {}
 
     def one_pass(self, direction: Pass) -> Figures:
+        if direction not in self._known:
+            self._known[direction] = self._one_pass(direction)
+        return self._known[direction]
+
+    def _one_pass(self, direction: Pass) -> Figures:
         schedule, size = self.schedule, self.size
         early = self.setting.early_receives
         programs = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(self.unit)]
