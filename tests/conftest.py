@@ -33,6 +33,12 @@ def module_of(path: Path) -> str:
     return path.stem.removeprefix("test_")
 
 
+def pytest_configure() -> None:
+    """Ctrl-C is not ignored, also where whoever runs the tests in the background has it so: tests send and await it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker has alone comes first."""
     if "PYTEST_XDIST_WORKER" in os.environ:

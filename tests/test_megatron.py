@@ -152,7 +152,7 @@ class TestTraining:
     @pytest.mark.parametrize("split", SPLITS)
     def test_goes_the_same_way(self, megatron: tuple[str, Ranks], split: str, dtype: torch.dtype) -> None:
         version, ranks = megatron
-        if dtype == torch.bfloat16 and version != NEWEST and not FULL_GRID:
+        if (dtype == torch.bfloat16 or "DP" not in split) and version != NEWEST and not FULL_GRID:
             pytest.skip("of the newest version only, without TOKENRING_FULL_GRID=1")
         job = Job(dtype=dtype, seed=2, **SPLITS[split])
         # "Without CP" in half precision is the same split but for CP, as tensor parallelism rounds otherwise by itself
