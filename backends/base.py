@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 class Capabilities:
     """What a transport can do, as the passes and the planner need to know it.
 
-    early_receives: the two directions of a pair are matched apart, so receives may be posted
-    before sends. channels: how many channels move at once. pair_serial: both directions with one
-    peer share one queue in each channel. one_sided: the sender writes into the receiver's slot.
-    zero_sm: moves take no compute units. multicast: natively offered. connection_bytes: device memory
-    that a connection of two ranks takes at each of them, beside the pool: one for each channel (if there are
-    several), and for each direction unless they share a queue. collectives: it is a CollectiveTransport, and exchanges
-    (`schedule.exchange`) go as collectives; not with early receives. group_bytes: what a connection of all ranks of
-    such an exchange takes at each of them. capturable: the device moves messages by itself, so that posts and waits may
-    be captured in a graph and are done again by launching it.
+    early_receives: the two directions of a pair are matched apart, so receives may be posted before sends.
+    channels: how many channels move at once. pair_serial: both directions with one peer share one queue in each
+    channel. one_sided: the sender writes into the receiver's slot. zero_sm: moves take no compute units. multicast:
+    natively offered. connection_bytes: device memory that a connection of two ranks takes at each of them, beside
+    the pool: one for each channel (if there are several), and for each direction unless they share a queue.
+    bundle_bytes: up to how many bytes what one rank gives another at once goes as one message, where it would be
+    several; with early receives only. collectives: it is a CollectiveTransport, and exchanges (`schedule.exchange`)
+    go as collectives; not with early receives. group_bytes: what a connection of all ranks of such an exchange
+    takes at each of them. capturable: the device moves messages by itself, so that posts and waits may be captured
+    in a graph and are done again by launching it.
     """
 
     early_receives: bool
@@ -39,6 +40,7 @@ class Capabilities:
     collectives: bool = False
     connection_bytes: int = 0
     group_bytes: int = 0
+    bundle_bytes: int = 0
     capturable: bool = False
 
 

@@ -345,7 +345,7 @@ class ContextParallel:
             raise UnsupportedError(reason)
         transport = self._carrier(request)
         able = None if transport is None else transport.capabilities
-        ways = (True, False) if able is None else (able.early_receives, able.collectives)
+        ways = (True,) if able is None else (able.early_receives, able.collectives, able.bundle_bytes)
         if transport is not None:
             connect(transport, schedule, direction, request.device)
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, *ways)

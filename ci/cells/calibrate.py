@@ -28,6 +28,7 @@ import torch  # noqa: E402
 from grid import CORES, HEAD_DIM  # noqa: E402
 from shaped import measured  # noqa: E402
 
+from tokenring.backends.registry import transport_capabilities  # noqa: E402
 from tokenring.emulate import Emulated  # noqa: E402
 from tokenring.emulate.shapes import MOST_GBIT, Shape  # noqa: E402
 from tokenring.layout import make_layout  # noqa: E402
@@ -90,7 +91,8 @@ def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
             passes = []
             for direction in PASSES[: 2 if "+" in cell["passes"] else 1]:
                 agendas = [agenda_of(storage, rank, direction, size, anything) for rank in range(ranks)]
-                programs = [lower_agenda(agenda, size, True) for agenda in agendas]
+                able = transport_capabilities("gloo")
+                programs = [lower_agenda(agenda, size, True, bundle_bytes=able.bundle_bytes) for agenda in agendas]
                 passes.append([_counted(schedule, size, program) for program in programs])
             yield Case(name, ranks, passes, statistics.median(seconds))
 

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from pairwise import sample
 
+from tokenring.backends.registry import transport_capabilities
 from tokenring.emulate.shapes import Shape
 from tokenring.layout import Layout, make_layout
 from tokenring.mask import Mask, parse_mask
@@ -122,7 +123,8 @@ class Cell:
         """What is planned for, with the figures of the emulation."""
         rate = self.tflops if tflops is None else tflops
         machine = sleeping_machine(rate, self.ranks, cores=CORES)
-        setting = Setting(self.workload, interconnect_of_shape(self.shape), machine, self.directions)
+        net, able = interconnect_of_shape(self.shape), transport_capabilities("gloo")
+        setting = Setting(self.workload, net, machine, self.directions, able=able)
         return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)
 
     def plan(self, tflops: float | None = None) -> Plan:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenring.backends.registry import kernel_for_planning
+from tokenring.backends.registry import kernel_for_planning, transport_capabilities
 from tokenring.bench.candidates import emulated
 from tokenring.bench.results import Case
 from tokenring.errors import ConfigurationError
@@ -15,7 +15,7 @@ from tokenring.mask import parse_mask
 from tokenring.planner.auto import Call, plan_call
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import machine_of_topology
-from tokenring.planner.predict import Setting
+from tokenring.planner.predict import IDEAL, Setting
 from tokenring.planner.rates import Machine
 from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.families.registry import FAMILIES, misfit, parse
@@ -47,7 +47,8 @@ def _ranked(case: Case, ranks: int, size: Workload, layout: Layout) -> Sequence[
         return [name for name, family in FAMILIES.items() if family.takes(0)]
     net, machine = _where(case, ranks, size.dtype)
     passes = PASSES if case.backward else PASSES[:1]
-    setting = Setting(size, net, machine, passes, kernel_for_planning().supports_patch)
+    able = transport_capabilities("gloo") if case.emulate is not None else IDEAL
+    setting = Setting(size, net, machine, passes, kernel_for_planning().supports_patch, able)
     try:
         plan = plan_call(Call(setting, layout, layout, parse_mask(case.mask)))
     except ConfigurationError:

@@ -8,7 +8,20 @@ from tokenring.planner.rates import Rates
 from tokenring.region import Patch
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.payload import Records
-from tokenring.schedule.program import Attend, Fill, Merge, Pack, Program, Recv, Result, Send, Span, Wait
+from tokenring.schedule.program import (
+    BUNDLE,
+    Attend,
+    Collective,
+    Fill,
+    Merge,
+    Pack,
+    Program,
+    Recv,
+    Result,
+    Send,
+    Span,
+    Wait,
+)  # fmt: skip
 from tokenring.workload import Workload
 
 TOUCHED = {True: 2, False: 3}  # by `first`: a copy reads and writes, a merge reads both and writes
@@ -85,11 +98,19 @@ class _Maker:
     def __init__(self, costs: Costs, program: Program) -> None:
         self.program, self.costs = program, costs
         self.row_bytes = [costs.records(slot.kind, slot.full_precision).nbytes for slot in program.slots]
+        bundles = [each for each in program.collectives if each.kind == BUNDLE]
+        self.bundle_of = {message: each for each in bundles for message in each.messages}
+        self.gathered: dict[Collective, int] = {}  # bytes of the messages of a bundle that were posted
+        self.taken: set[Collective] = set()  # bundles that were waited for
 
     def of(self, instruction: object, step: int) -> list[Operation]:
         match instruction:
             case Attend():
                 return self._attend(instruction)
+            case Recv(message) | Send(message) if message in self.bundle_of:
+                return self._post_bundled(instruction, step)
+            case Wait(message) if message in self.bundle_of:
+                return self._await_bundle(self.bundle_of[message], step)
             case Recv(message, span, src, channel, label):
                 return [Post(message, src, channel, self._nbytes(span), False, step, label)]
             case Send(message, span, dst, channel, label):
@@ -103,6 +124,26 @@ class _Maker:
             case Fill(_, into):
                 return [self._copy(self._nbytes(into), step, "fill")]
         return []  # a release costs nothing
+
+    def _post_bundled(self, post: Send | Recv, step: int) -> list[Operation]:
+        """With the last of its bundle, which is copied together to be sent."""
+        bundle, sends = self.bundle_of[post.message], isinstance(post, Send)
+        nbytes = self.gathered[bundle] = self.gathered.get(bundle, 0) + self._nbytes(post.span)
+        last = bundle.messages[-1]
+        if post.message != last:
+            return []
+        peer = bundle.ranks[sends]
+        made: list[Operation] = [self._copy(2 * nbytes, step, "bundle")] if sends else []
+        return [*made, Post(last, peer, post.channel, nbytes, sends, step, bundle.label)]
+
+    def _await_bundle(self, bundle: Collective, step: int) -> list[Operation]:
+        """The first wait takes what was received apart."""
+        if bundle in self.taken:
+            return []
+        self.taken.add(bundle)
+        made: list[Operation] = [Await(bundle.messages[-1])]
+        received = bundle.ranks[1] == self.program.rank
+        return [*made, self._copy(2 * self.gathered[bundle], step, "bundle")] if received else made
 
     def _attend(self, attend: Attend) -> list[Operation]:
         patch = attend.patch

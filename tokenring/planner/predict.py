@@ -146,7 +146,8 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     pools = []
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        program = lower_agenda(agenda, workload, setting.early_receives, setting.able.collectives)
+        able = setting.able
+        program = lower_agenda(agenda, workload, setting.early_receives, able.collectives, able.bundle_bytes)
         programs.append(costs.operations(program))
         pool = program_bytes(schedule, workload, program, setting.able.one_sided)
         pool += staged_bytes(schedule, workload, program)

@@ -1,4 +1,4 @@
-"""Binds the collectives of a program: posts that go as one operation, and handles that all their messages share."""
+"""Binds the collectives of a program, and its bundles: posts that go as one, and handles that their messages share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tokenring.backends.base import CollectiveTransport, Handle, Transport
+from tokenring.runtime.pool import Views
 from tokenring.schedule.measure import contacts
-from tokenring.schedule.program import ALL_GATHER, Collective, Program, Recv, Send
-from tokenring.schedule.verify import verify_collectives
+from tokenring.schedule.program import ALL_GATHER, BUNDLE, Collective, Recv, Send
+from tokenring.schedule.verify import verify_bundles, verify_collectives
 
 if TYPE_CHECKING:
     from tokenring.runtime.executor import Call
@@ -24,21 +25,23 @@ Step = Callable[["Call"], None]
 def connect(transport: Transport, schedule: Schedule, direction: Pass, device: torch.device) -> None:
     """All that the programs of a pass need, on all ranks alike. Raises ConfigurationError, PeerLost.
 
-    Those with collectives are proved before the first of them runs: raises ScheduleError.
+    Those with collectives or bundles are proved before the first of them runs: raises ScheduleError.
     """
     needed = contacts(schedule, transport.capabilities, (direction,))
     transport.prepare(needed.links, device)
     if needed.groups:
         verify_collectives(schedule)
         cast(CollectiveTransport, transport).prepare_groups(needed.groups, device)
+    if transport.capabilities.bundle_bytes:
+        verify_bundles(schedule)
 
 
 class Collectives:
     """The messages of one program that are parts of collectives. Posts are bound in their order."""
 
-    def __init__(self, program: Program, transport: Transport | None) -> None:
-        self._transport = cast(CollectiveTransport, transport)
-        self._of = {message: each for each in program.collectives for message in each.messages}
+    def __init__(self, views: Views, transport: Transport | None) -> None:
+        self._views, self._transport = views, cast(CollectiveTransport, transport)
+        self._of = {message: each for each in views.program.collectives for message in each.messages}
         self._bound: dict[Collective, list[tuple[Send | Recv, Data]]] = defaultdict(list)
 
     def __contains__(self, message: int) -> bool:
@@ -50,7 +53,10 @@ class Collectives:
         self._bound[found].append((post, data))
         if len(self._bound[found]) < len(found.messages):
             return _nothing
-        return _step(found, self._bound.pop(found), self._transport)
+        bound = self._bound.pop(found)
+        if found.kind == BUNDLE:
+            return _bundled(found, bound, self._transport, self._views)
+        return _step(found, bound, self._transport)
 
 
 class _Shared:
@@ -63,6 +69,41 @@ class _Shared:
         parts, self._parts = self._parts, []
         for each in parts:
             each.wait()
+
+
+class _Unpacked:
+    """A bundle, whose messages are copied to where they belong when it has arrived."""
+
+    def __init__(self, handle: Handle, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._handle, self._parts = handle, parts
+
+    def wait(self) -> None:
+        self._handle.wait()
+        for part, into in self._parts:
+            into.copy_(part)
+
+
+def _bundled(bundle: Collective, bound: Sequence[tuple[Send | Recv, Data]], transport: Transport, views: Views) -> Step:
+    """Copies messages together and sends them, or receives them; whichever is waited for first waits for all."""
+    whole, at = views.bundle(bundle), 0
+    parts: list[tuple[torch.Tensor, Data]] = []
+    for each, data in bound:
+        size = views.record(each.span.slot).nbytes * each.span.rows
+        parts.append((whole[at : at + size], data))
+        at += size
+    post, label = bound[0][0], bundle.label
+
+    def begin(call: Call) -> None:
+        lie = [(part, data(call)) for part, data in parts]
+        if isinstance(post, Send):
+            for part, own in lie:
+                part.copy_(own)
+            handle = transport.send(whole, post.dst, post.channel, label)
+        else:
+            handle = _Unpacked(transport.recv(whole, post.src, post.channel, label), lie)
+        call.handles.update(dict.fromkeys(bundle.messages, _Shared([handle])))
+
+    return begin
 
 
 def _step(collective: Collective, bound: Sequence[tuple[Send | Recv, Data]], transport: CollectiveTransport) -> Step:

@@ -150,7 +150,7 @@ class _Binder:
         self.views, self.transport, self.kernel, self.scale, self.forward = views, transport, kernel, scale, forward
         self.program, self.head_range = views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
-        self.collectives = Collectives(self.program, transport)
+        self.collectives = Collectives(self.views, transport)
 
     def bind_all(self, instructions: list[Instruction]) -> list[Step]:
         """A step for each; kernel calls that go together are made at the first of them."""

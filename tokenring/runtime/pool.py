@@ -12,9 +12,9 @@ from tokenring.backends.devices import device_of
 from tokenring.errors import UnsupportedError
 from tokenring.runtime.streams import Streams
 from tokenring.schedule.ir import Schedule
-from tokenring.schedule.measure import aligned, landing_slots, scratch_bytes, slot_bytes
+from tokenring.schedule.measure import aligned, bundled_bytes, landing_slots, scratch_bytes, slot_bytes
 from tokenring.schedule.payload import Field, Record, Records
-from tokenring.schedule.program import Program, Span
+from tokenring.schedule.program import Collective, Program, Span
 from tokenring.weak import weakly
 from tokenring.workload import Workload
 
@@ -82,6 +82,10 @@ class Views:
         for kept in landing_slots(program) if pool.one_sided else ():
             self._landings[kept] = at
             at += aligned(self.nbytes[kept])
+        self._bundles: dict[Collective, tuple[int, int]] = {}  # where the messages of a bundle lie together
+        for bundle, size in bundled_bytes(self.nbytes, program).items():
+            self._bundles[bundle] = at, at + size
+            at += aligned(size)
         self._scratch_at = at
         pool.reserve(at + aligned(scratch_bytes(schedule, workload, program)))
         self.base = pool.data
@@ -105,6 +109,12 @@ class Views:
         size, start = self.record(span.slot).nbytes, self._landings[span.slot]
         self.pool.touch(start + aligned(self.nbytes[span.slot]))
         return self.base[start + span.start * size : start + span.stop * size]
+
+    def bundle(self, bundle: Collective) -> torch.Tensor:
+        """The bytes of a bundle, contiguous."""
+        start, stop = self._bundles[bundle]
+        self.pool.touch(start + aligned(stop - start))
+        return self.base[start:stop]
 
     def field(self, span: Span, name: str, kept: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, B, heads, D], or [rows, B, heads] for a statistic: the span's rows and head group."""

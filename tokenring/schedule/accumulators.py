@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from tokenring.schedule.agenda import Agenda, incoming_key
+from tokenring.schedule.bundles import Bundle
 from tokenring.schedule.coverage import Coverage
 from tokenring.schedule.exchange import Exchange
 from tokenring.schedule.ir import Block, Kind
@@ -32,8 +33,12 @@ class Listing:
 class Accumulators:
     """The state of lowering, and the part of it that deals with results: at home and on their way there."""
 
-    def __init__(self, agenda: Agenda, workload: Workload, early: bool, together: Sequence[Exchange] = ()) -> None:
+    def __init__(
+        self, agenda: Agenda, workload: Workload, early: bool, together: Sequence[Exchange | Bundle] = ()
+    ) -> None:
         self.agenda, self.early, self.exchanges = agenda, early, together
+        # Messages of an exchange lie apart in the total order; those of a bundle follow each other in their queue.
+        together = () if early else together
         self.turns = {message: turn for turn, each in enumerate(together) for message in each.messages}
         self.schedule, self.storage, self.half = agenda.schedule, agenda.storage, agenda.half
         self.rank, self.direction = agenda.rank, agenda.direction

@@ -9,7 +9,7 @@ of each exchange (`exchange`) are posted together, before the others of their st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,10 +17,11 @@ from tokenring.errors import ConfigurationError
 from tokenring.layout import as_integer
 from tokenring.schedule.accumulators import Accumulators
 from tokenring.schedule.agenda import Agenda, incoming_key
+from tokenring.schedule.bundles import Bundle, bundles
 from tokenring.schedule.calls import Call, Supports, anything
-from tokenring.schedule.exchange import exchanges
+from tokenring.schedule.exchange import Exchange, exchanges
 from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Pass, Schedule, Tile
-from tokenring.schedule.payload import check_workload
+from tokenring.schedule.payload import Records, check_workload
 from tokenring.schedule.program import (
     OWN,
     Attend,
@@ -44,20 +45,22 @@ def lower(
     supports: Supports = anything,
     early_receives: bool = True,
     collectives: bool = False,
+    bundle_bytes: int = 0,
 ) -> Program:
     """The program of one rank in one pass.
 
     supports: says why the kernel refuses a patch; such patches are cut until it does not.
     early_receives: whether the transport matches the two directions of a pair apart, so that
     receives may be posted before sends; else posts follow the total order of `passes.order`.
-    collectives: whether exchanges go as collectives; not with early receives.
+    collectives: whether exchanges go as collectives; not with early receives. bundle_bytes: up to how many bytes what
+    one rank gives another at once goes as one message (`bundles`); with early receives only.
     Raises ConfigurationError for a rank, a pass or a workload that the schedule does not have.
     """
     check_workload(schedule, workload, direction)
     if as_integer(rank) not in range(schedule.world_size):
         raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
     agenda = agenda_of(storage_of(schedule), rank, direction, workload, supports)
-    return lower_agenda(agenda, workload, early_receives, collectives)
+    return lower_agenda(agenda, workload, early_receives, collectives, bundle_bytes)
 
 
 def agenda_of(
@@ -67,9 +70,17 @@ def agenda_of(
     return Agenda(storage, rank, direction, supports, half=workload.dtype != torch.float32)
 
 
-def lower_agenda(agenda: Agenda, workload: Workload, early_receives: bool, collectives: bool = False) -> Program:
+def lower_agenda(
+    agenda: Agenda, workload: Workload, early_receives: bool, collectives: bool = False, bundle_bytes: int = 0
+) -> Program:
     """The program that does it."""
-    together = exchanges(agenda.storage, agenda.direction) if collectives and not early_receives else ()
+    storage, direction = agenda.storage, agenda.direction
+    together: Sequence[Exchange | Bundle] = ()
+    if early_receives and bundle_bytes:
+        records = Records(agenda.schedule, workload, direction)
+        together = bundles(storage, agenda.rank, direction, records, bundle_bytes)
+    elif collectives and not early_receives:
+        together = exchanges(storage, direction)
     return _Lowering(agenda, workload, early_receives, together).run()
 
 

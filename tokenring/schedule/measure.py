@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tokenring.schedule.exchange import exchanges
 from tokenring.schedule.ir import PARTIALS, PASSES, Pass, Schedule
 from tokenring.schedule.payload import STATISTIC_BYTES, Records, check_workload
-from tokenring.schedule.program import ALL_GATHER, Program, Recv, Send
+from tokenring.schedule.program import ALL_GATHER, BUNDLE, Collective, Program, Recv, Send
 from tokenring.schedule.storage import storage_of
 from tokenring.workload import Workload
 
@@ -118,7 +118,24 @@ def program_bytes(schedule: Schedule, workload: Workload, program: Program, one_
     sizes = slot_bytes(schedule, workload, program)
     slots = [slot for slot, spec in enumerate(program.slots) if spec.pooled]
     slots += landing_slots(program) if one_sided else []
-    return sum(aligned(sizes[slot]) for slot in slots) + aligned(scratch_bytes(schedule, workload, program))
+    bundled = sum(aligned(each) for each in bundled_bytes(sizes, program).values())
+    return sum(aligned(sizes[slot]) for slot in slots) + bundled + aligned(scratch_bytes(schedule, workload, program))
+
+
+def bundled_bytes(sizes: Sequence[int], program: Program) -> dict[Collective, int]:
+    """Of each bundle, the bytes of its messages, which lie together in the pool beside their slots, of these sizes."""
+    found = [each for each in program.collectives if each.kind == BUNDLE]
+    given = message_bytes(sizes, program) if found else {}
+    return {each: sum(given[message] for message in each.messages) for each in found}
+
+
+def message_bytes(sizes: Sequence[int], program: Program) -> dict[int, int]:
+    """Of each message, by number; sizes: of the slots."""
+    return {
+        each.message: sizes[each.span.slot] // program.slots[each.span.slot].rows * each.span.rows
+        for each in program.instructions
+        if isinstance(each, Send | Recv)
+    }
 
 
 def staged_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
@@ -126,15 +143,16 @@ def staged_bytes(schedule: Schedule, workload: Workload, program: Program) -> in
 
     An all-gather takes the rank's own with the others', and gives what lies in the pool.
     """
-    if not program.collectives:
+    whole = [each for each in program.collectives if each.kind != BUNDLE]
+    if not whole:
         return 0
     posts = {each.message: each for each in program.instructions if isinstance(each, Send | Recv)}
-    sizes = slot_bytes(schedule, workload, program)
+    sizes = message_bytes(slot_bytes(schedule, workload, program), program)
     most = 0
-    for each in program.collectives:
+    for each in whole:
         given, taken = 0, 0
         for post in (posts[message] for message in each.messages):
-            nbytes = sizes[post.span.slot] // program.slots[post.span.slot].rows * post.span.rows
+            nbytes = sizes[post.message]
             given, taken = given + nbytes * isinstance(post, Send), taken + nbytes * isinstance(post, Recv)
         own = taken // (len(each.ranks) - 1)
         most = max(most, taken + (own if each.kind == ALL_GATHER else given))
@@ -162,7 +180,7 @@ def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
     supports = kernel_for_planning().supports_patch
     early = able.early_receives
     programs = (
-        lower(schedule, rank, direction, workload, supports, early, able.collectives)
+        lower(schedule, rank, direction, workload, supports, early, able.collectives, able.bundle_bytes)
         for rank in range(schedule.world_size)
     )
     pools = [

@@ -9,7 +9,7 @@ from tokenring.region import Patch
 from tokenring.schedule.ir import Kind, Pass
 
 OWN = -1  # "slot" of the rank's own tensors
-ALL_TO_ALL, ALL_GATHER = "all-to-all", "all-gather"
+ALL_TO_ALL, ALL_GATHER, BUNDLE = "all-to-all", "all-gather", "bundle"
 
 
 class Slot(NamedTuple):
@@ -126,7 +126,8 @@ class Collective(NamedTuple):
     """Messages that a transport moves as one operation of these ranks, in `parts` one after another.
 
     Their posts stand together in the program of every rank, and it begins with the last of them. `messages` are this
-    rank's; part k is the k-th of equal parts of what it gives each other rank, and takes from it.
+    rank's; part k is the k-th of equal parts of what it gives each other rank, and takes from it. A bundle is one
+    message instead of several, from the first of two ranks to the second.
     """
 
     kind: str

@@ -1,6 +1,7 @@
 """Where ranks meet in a replay: their messages in queues, each a blocking rendezvous; and why they wait for ever.
 
-Messages of a collective stand in a queue together, and are done when they stand first at all its ranks.
+Messages of a collective stand in a queue together, and are done when they stand first at all its ranks; those of a
+bundle stand together among the others of their queue.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenring.schedule.contents import Rows, Run
-from tokenring.schedule.program import Collective, Instruction, Program, Recv, Send
+from tokenring.schedule.program import BUNDLE, Collective, Instruction, Program, Recv, Send
 
 Post = Recv | Send
 Key = tuple[tuple[int, ...], str]  # of a queue: the pair, in order of rank or of direction, and the channel
@@ -150,6 +151,8 @@ class Rendezvous:
         if lone := sends.keys() ^ recvs.keys():
             src, dst, label = min(lone)
             raise a.wrong(f"{together.label}: {label} from rank {src} to rank {dst} has one end only")
+        if together.kind == BUNDLE and list(sends) != list(recvs):
+            raise a.wrong(f"{together.label}: its messages stand in another order at the other end")
         return [Meeting(self.ranks[ends[0]], sends[ends], self.ranks[ends[1]], recvs[ends]) for ends in sends]
 
     def _own(self, member: Rank, together: Collective) -> tuple[int, ...]:
@@ -166,7 +169,7 @@ class Rendezvous:
     def _key(self, rank: int, post: Post, together: Collective | None) -> Key:
         if self.how.one_a_rank:
             return ALL
-        if together is not None:
+        if together is not None and together.kind != BUNDLE:
             return together.ranks, "collectives"
         ends = (post.src, rank) if isinstance(post, Recv) else (rank, post.dst)
         pair = (min(ends), max(ends)) if self.how.one_for_both_directions else ends

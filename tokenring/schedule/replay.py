@@ -11,6 +11,7 @@ owner.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,23 +57,28 @@ from tokenring.workload import Workload
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
 
 
-def replay_schedule(schedule: Schedule, collectives: bool = False) -> None:
-    """Lower both passes for every rank, for all kinds of transport, and replay them.
+Way = tuple[bool, bool, int]  # early receives, collectives, bundle_bytes: as `lower` takes them
+APART: tuple[Way, ...] = ((True, False, 0), (False, False, 0))
+WITH_COLLECTIVES: Way = (False, True, 0)
+WITH_BUNDLES: Way = (True, False, sys.maxsize)  # as many as there can be
+
+
+def replay_schedule(schedule: Schedule, ways: Sequence[Way] = APART) -> None:
+    """Lower both passes for every rank, for all kinds of transport or those asked for, and replay them.
 
     Programs of the strict kind in one queue a rank for everything: they then run where there are several, too. So do
-    those with collectives, which are replayed instead where these are asked for.
+    those with collectives.
     """
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
     pairs, storage = Pairs(schedule), Storage(schedule)
-    kinds = [(False, True)] if collectives else [(True, False), (False, False)]  # early receives, collectives
-    kept: dict[tuple[bool, bool], Kept] = {}
+    kept: dict[Way, Kept] = {}
     for direction in PASSES:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
-        for kind in kinds:
-            early, _ = kind
-            programs = [lower_agenda(agenda, workload, *kind) for agenda in agendas]
-            kept[kind] = replay(schedule, programs, not early, kept.get(kind), pairs, one_queue_a_rank=not early)
+        for way in ways:
+            early = way[0]
+            programs = [lower_agenda(agenda, workload, *way) for agenda in agendas]
+            kept[way] = replay(schedule, programs, not early, kept.get(way), pairs, one_queue_a_rank=not early)
 
 
 def replay(

@@ -11,6 +11,7 @@ That the lowered programs keep to this is proved by `replay`.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 
 from tokenring.collection import no_collection
 from tokenring.errors import ScheduleError
@@ -38,11 +39,21 @@ def verify(schedule: Schedule) -> None:
 
 def verify_collectives(schedule: Schedule) -> None:
     """Replay the programs for transports with collectives, where there are up to 16 ranks. Raises ScheduleError."""
-    from tokenring.schedule.replay import replay_schedule
+    from tokenring.schedule.replay import WITH_COLLECTIVES, replay_schedule
 
     if schedule.world_size <= REPLAY_LIMIT:
         with no_collection():
-            replay_schedule(schedule, collectives=True)
+            replay_schedule(schedule, [WITH_COLLECTIVES])
+
+
+@lru_cache(maxsize=64)
+def verify_bundles(schedule: Schedule) -> None:
+    """The same, once, for transports on which small messages go together."""
+    from tokenring.schedule.replay import WITH_BUNDLES, replay_schedule
+
+    if schedule.world_size <= REPLAY_LIMIT:
+        with no_collection():
+            replay_schedule(schedule, [WITH_BUNDLES])
 
 
 class Facts:

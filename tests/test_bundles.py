@@ -1,0 +1,262 @@
+"""Bundles: which messages go as one, that both ends know, programs with them, and what they hold and cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import length_of, make, points
+from ranks import Here, RankPools
+
+from tokenring import Causal, Full, Mask, attention
+from tokenring.backends.base import Handle
+from tokenring.backends.registry import TRANSPORTS, transport_capabilities
+from tokenring.errors import ScheduleError
+from tokenring.planner.operations import Await, Compute, Post, operations
+from tokenring.planner.rates import constant
+from tokenring.schedule.bundles import bundles
+from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Pass, Schedule
+from tokenring.schedule.lower import lower
+from tokenring.schedule.measure import program_bytes
+from tokenring.schedule.payload import Records
+from tokenring.schedule.program import Attend, Program, Recv, Send, Wait
+from tokenring.schedule.replay import WITH_BUNDLES, Kept, replay, replay_schedule
+from tokenring.schedule.storage import storage_of
+from tokenring.schedule.verify import verify_bundles
+from tokenring.workload import Workload
+
+ALL = 1 << 40  # bytes: whatever can go together does
+
+
+def size_of(schedule: Schedule, heads: int | None = None) -> Workload:
+    heads = heads or schedule.head_groups
+    return Workload(1, schedule.q_layout.length, schedule.kv_layout.length, heads, heads, 2, torch.bfloat16)
+
+
+def whole(name: str, ranks: int, layout: str = "zigzag", mask: Mask | None = None) -> Schedule:
+    return make(name, ranks, layout, mask or Causal(), 16 * ranks)
+
+
+def lowered(schedule: Schedule, direction: Pass = "forward", most_bytes: int = ALL) -> list[Program]:
+    ranks = range(schedule.world_size)
+    return [lower(schedule, rank, direction, size_of(schedule), bundle_bytes=most_bytes) for rank in ranks]
+
+
+def found(schedule: Schedule, rank: int, direction: Pass = "forward", most_bytes: int = ALL) -> list[list[str]]:
+    """Of each bundle: from where to where on which channel, and the labels of its messages."""
+    records = Records(schedule, size_of(schedule), direction)
+    return [
+        [f"{each.ranks[0]}>{each.ranks[1]} {each.messages[0].channel}", *(message.label for message in each.messages)]
+        for each in bundles(storage_of(schedule), rank, direction, records, most_bytes)
+    ]
+
+
+# ---------- which there are
+
+
+def test_ulysses_sends_each_peer_two_messages() -> None:
+    """Of zigzag's two chunks of q and two of kv one, and of the two results one."""
+    schedule = whole("ulysses", 4)
+    between = [each for each in found(schedule, 1) if each[0].startswith("1>2")]
+    assert [(each[0].split()[1], len(each) - 1) for each in between] == [(REQUESTS, 4), (PARTIALS, 2)]
+    program = lowered(schedule)[1]
+    posts = sum(isinstance(each, Send | Recv) for each in program.instructions)
+    alone = posts - sum(len(each.messages) - 1 for each in program.collectives)
+    assert (posts, alone) == (33, 12)  # two chunks that are neighbours are one message anyway
+
+
+@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_both_ends_find_the_same(ranks: int, direction: Pass) -> None:
+    for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
+        schedule = make(point.name, ranks, "zigzag", Causal(), length_of(point, 2, None))
+        by_rank = [{tuple(each) for each in found(schedule, rank, direction)} for rank in range(ranks)]
+        for rank, some in enumerate(by_rank):
+            for each in some:
+                src, dst = map(int, each[0].split()[0].split(">"))
+                assert rank in (src, dst) and each in by_rank[src] & by_rank[dst]
+
+
+def test_what_is_needed_at_different_points_stays_apart() -> None:
+    """Pieces are sent apart so that the first is used while the second is on its way."""
+    schedule = make("direct-kv", 4, "contiguous", Full(), 64, pieces=2)
+    assert not [each for each in found(schedule, 0) if REQUESTS in each[0]]
+
+
+def test_large_messages_stay_apart() -> None:
+    schedule = whole("direct-kv", 4, mask=Full())
+    (first, *_), *_ = [each for each in lowered(schedule)[0].collectives if each.ranks[0] == 0]
+    assert first == "bundle"
+    row = Records(schedule, size_of(schedule), "forward")("kv").nbytes
+    most = 2 * row * schedule.kv_layout.chunk_length
+    assert any(each.ranks[0] == 0 for each in lowered(schedule, most_bytes=most)[0].collectives)
+    assert not any(REQUESTS in each[0] for each in found(schedule, 0, most_bytes=most - 1))
+
+
+def test_transports_that_post_in_one_order_have_none() -> None:
+    schedule = whole("ulysses", 4)
+    assert not lower(schedule, 0, "forward", size_of(schedule), early_receives=False, bundle_bytes=ALL).collectives
+    for name in TRANSPORTS:
+        able = transport_capabilities(name)
+        assert not able.bundle_bytes or (able.early_receives and not able.collectives)
+
+
+# ---------- programs with them
+
+
+@pytest.mark.parametrize("ranks", range(2, 7))
+def test_programs_of_all_families_are_proved(ranks: int) -> None:
+    met = set()
+    for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
+        for layout, chunks in (("contiguous", 1), ("zigzag", 2)):
+            schedule = make(point.name, ranks, layout, Causal(), length_of(point, chunks, None))
+            replay_schedule(schedule, [WITH_BUNDLES])
+            if any(each.collectives for each in lowered(schedule)):
+                met.add(point.family)
+    assert {"ulysses", "sub-sharded"} <= met or ranks == 5
+    assert {"direct-kv", "direct-q"} <= met or ranks == 2
+
+
+def alone(program: Program) -> Program:
+    """A rank that sends them one by one, while the others wait for bundles."""
+    return replace(program, collectives=())
+
+
+def one_less(program: Program) -> Program:
+    """The last message of a bundle goes by itself."""
+    first, *rest = program.collectives
+    return replace(program, collectives=(first._replace(messages=first.messages[:-1]), *rest))
+
+
+def other_order(program: Program) -> Program:
+    """Two messages of one bundle change places, so that the receiver takes one for the other."""
+    at = _posts(program, program.collectives[0].messages)
+    made = list(program.instructions)
+    made[at[0]], made[at[1]] = made[at[1]], made[at[0]]
+    return replace(program, instructions=tuple(made))
+
+
+def waits_inside(program: Program) -> Program:
+    """A wait for the first message of a bundle that the last was not posted to yet."""
+    bundle = next(each for each in program.collectives if each.ranks[1] == program.rank)
+    at, last = _posts(program, bundle.messages)[-1], bundle.messages[0]
+    wait = next(i for i, each in enumerate(program.instructions) if isinstance(each, Wait) and each.message == last)
+    order = [i for i in range(len(program.instructions)) if i != wait]
+    order.insert(order.index(at), wait)
+    instructions, steps = program.instructions, program.steps
+    return replace(
+        program, instructions=tuple(instructions[i] for i in order), steps=tuple(steps[i] for i in order)
+    )
+
+
+def reads_early(program: Program) -> Program:
+    """A kernel call before the wait for what it reads."""
+    attend = next(i for i, each in enumerate(program.instructions) if isinstance(each, Attend))
+    wait = next(i for i, each in enumerate(program.instructions) if isinstance(each, Wait))
+    order = [i for i in range(len(program.instructions)) if i != attend]
+    order.insert(wait, attend)
+    return replace(
+        program,
+        instructions=tuple(program.instructions[i] for i in order),
+        steps=tuple(program.steps[i] for i in order),
+    )
+
+
+def _posts(program: Program, messages: tuple[int, ...]) -> list[int]:
+    posts = enumerate(program.instructions)
+    return [i for i, each in posts if isinstance(each, Send | Recv) and each.message in messages]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (alone, "deadlock"),
+        (one_less, "deadlock|has one end only"),
+        (other_order, "its messages stand in another order at the other end"),
+        (waits_inside, "deadlock"),
+        (reads_early, r"before waiting for receive"),
+    ],
+)
+def test_replay_refuses(change: object, says: str) -> None:
+    schedule = whole("ulysses", 4)
+    programs = lowered(schedule)
+    replay(schedule, programs, False)
+    programs[2] = change(programs[2])  # type: ignore[operator]
+    with pytest.raises(ScheduleError, match=says):
+        replay(schedule, programs, False)
+
+
+def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenring.runtime import collective
+    from tokenring.schedule import replay as module
+
+    seen: list[bool] = []
+    whole_replay = module.replay
+
+    def noted(made: Schedule, programs: list[Program], *more: object, **options: object) -> Kept:
+        seen.append(bool(programs[0].collectives))
+        return whole_replay(made, programs, *more, **options)  # type: ignore[arg-type]
+
+    class Noting:
+        capabilities = transport_capabilities("gloo")
+
+        def prepare(self, links: object, device: object) -> None:
+            """Nothing to connect."""
+
+    monkeypatch.setattr(module, "replay", noted)
+    verify_bundles.cache_clear()
+    schedule = whole("ulysses", 3)
+    for _ in range(2):  # proved once
+        collective.connect(Noting(), schedule, "forward", torch.device("cpu"))  # type: ignore[arg-type]
+    assert seen == [True] * 2  # both passes
+
+
+# ---------- what they cost
+
+
+def test_bytes_and_costs() -> None:
+    """One message of all their bytes, a copy at each end; and memory of its own."""
+    schedule = whole("ulysses", 4)
+    size, rates = size_of(schedule), constant(1.0, "test", copy_gbs=1.0)
+    apart, together = (lower(schedule, 1, "forward", size, bundle_bytes=most) for most in (0, ALL))
+    costs = [operations(schedule, size, each, rates) for each in (apart, together)]
+    posts, fewer = ([x for x in each if isinstance(x, Post)] for each in costs)
+    for sends in (True, False):
+        for peer in (0, 2, 3):
+            some, one = ([x for x in each if (x.peer, x.sends) == (peer, sends)] for each in (posts, fewer))
+            assert sum(x.nbytes for x in some) == sum(x.nbytes for x in one)
+            assert [x.channel for x in one] == [REQUESTS, PARTIALS] and len(some) > 2
+    bundled = sum(x.nbytes for x in fewer if " more" in x.label)
+    held = program_bytes(schedule, size, together) - program_bytes(schedule, size, apart)
+    assert bundled <= held < bundled + 64 * len(together.collectives)
+    copied = [sum(x.seconds for x in each if isinstance(x, Compute) and not x.kernel) for each in costs]
+    assert copied[1] - copied[0] == pytest.approx(2 * bundled / 1e9)
+    awaited = [x.message for x in costs[1] if isinstance(x, Await)]
+    assert set(awaited) == {x.message for x in fewer} and len(awaited) == len(set(awaited))
+
+
+def count(here: Here, heads: int) -> int:
+    """Sends of a forward and backward call."""
+    transport = here.transport("gloo")
+    cp = here.cp(schedule="ulysses", transport=transport)
+    assert transport is not None
+    sent, send = [], transport.send
+
+    def noting(data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        sent.append(label)
+        return send(data, dst, channel, label)
+
+    transport.send = noting  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(here.rank)
+        q, k, v = (torch.randn(1, 16, heads, 8, requires_grad=True) for _ in range(3))
+        attention(q, k, v, cp, mask=Causal()).square().sum().backward()  # type: ignore[no-untyped-call]
+    finally:
+        transport.send = send  # type: ignore[method-assign]
+    return len(sent)
+
+
+def test_over_gloo(ranks: RankPools) -> None:
+    """Two to each peer in each pass. What comes of them is compared with float64 wherever Gloo is (test_exactness)."""
+    assert ranks(4)(count, 4) == [12] * 4
