@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,9 +41,10 @@ def parts_of(cp: ContextParallel, case: Case) -> list[torch.Tensor]:
 # ---------- the pool
 
 
-def high_water(here: Here, case: Case, backward: bool) -> int:
+def high_water(here: Here, case: Case, backward: bool, transport: str | None = None) -> int:
     """Of the pool of a context that has run one pass, or both."""
-    cp = here.cp(layout=case.layout, schedule=case.make_schedule(), kernel="cpu-flash")
+    some = {} if transport is None else {"transport": here.transport(transport)}
+    cp = here.cp(layout=case.layout, schedule=case.make_schedule(), kernel="cpu-flash", **some)
     q, k, v, dout = parts_of(cp, case)
     cp.pool(CPU).high_water_bytes = 0  # the pool in shared memory belongs to the transport, which others used before
     if backward:
@@ -65,6 +67,15 @@ def test_high_water_is_peak_bytes(
     forward, backward = (made.peak_bytes(case.workload, direction) for direction in PASSES)
     assert max(ranks(world_size)(high_water, case, False)) == forward
     assert max(ranks(world_size)(high_water, case, True)) == max(forward, backward)
+
+
+@pytest.mark.parametrize("schedule", ["ulysses", "direct-kv", "bidirectional"])
+def test_over_gloo_messages_that_go_together_have_room_of_their_own(schedule: str, ranks: RankPools) -> None:
+    case = replace(case_of(schedule, 4, "full", torch.bfloat16), q_heads=4, kv_heads=4)
+    made = case.make_schedule()
+    forward, backward = (made.peak_bytes(case.workload, direction, "gloo") for direction in PASSES)
+    assert max(ranks(4)(high_water, case, False, "gloo")) == forward > made.peak_bytes(case.workload)
+    assert max(ranks(4)(high_water, case, True, "gloo")) == max(forward, backward)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -180,8 +180,11 @@ class Schedule:
 
         return link_bytes(self, workload, direction)
 
-    def peak_bytes(self, workload: Workload, direction: Pass = "forward", transport: str = "gloo") -> int:
-        """Bytes of the buffer pool at the rank that needs most: slots and fp32 accumulators."""
+    def peak_bytes(self, workload: Workload, direction: Pass = "forward", transport: str | None = None) -> int:
+        """Bytes of the buffer pool at the rank that needs most: slots and fp32 accumulators.
+
+        With a transport by name, also what it needs more: for its connections, for messages that go or land apart.
+        """
         from tokenring.schedule.measure import peak_bytes
 
         return peak_bytes(self, workload, direction, transport)

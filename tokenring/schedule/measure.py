@@ -170,13 +170,19 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def peak_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forward", transport: str = "gloo") -> int:
-    """The pool of the rank that needs most, and what the transport's connections take in device memory there."""
+def peak_bytes(
+    schedule: Schedule, workload: Workload, direction: Pass = "forward", transport: str | None = None
+) -> int:
+    """The pool of the rank that needs most, and what the transport's connections take in device memory there.
+
+    Without a transport, what the schedule itself needs: receives posted early, every message by itself.
+    """
+    from tokenring.backends.base import Capabilities
     from tokenring.backends.registry import kernel_for_planning, transport_capabilities
     from tokenring.schedule.lower import lower
 
     check_workload(schedule, workload, direction)
-    able = transport_capabilities(transport)
+    able = Capabilities(True, 2) if transport is None else transport_capabilities(transport)
     supports = kernel_for_planning().supports_patch
     early = able.early_receives
     programs = (
