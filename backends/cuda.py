@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenring.backends import nccl, symmetric
+from tokenring.backends import nccl, nvshmem, symmetric
 from tokenring.backends.auto import Preferring
 from tokenring.backends.base import Landing, Link, Transport
 from tokenring.backends.choice import ONE_SIDED, TWO_SIDED, Choice, Domain, choose
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOG = logging.getLogger("tokenring")
+AUTOMATIC = (ONE_SIDED, TWO_SIDED)  # what auto chooses among; nvshmem is taken by its name alone
 
 
 class CudaTransport(Preferring):
@@ -67,7 +68,7 @@ class CudaTransport(Preferring):
         unreached = meeting.gather("whom they reach", json.dumps(self._unreached(said)))
         hosts = {each["boot_id"] for each in said}
         domain: Domain = "across" if len(hosts) > 1 else "apart" if any(map(json.loads, unreached)) else "reached"
-        return choose(domain, {name: _first_reason(said, name) for name in (ONE_SIDED, TWO_SIDED)})
+        return choose(domain, {name: _first_reason(said, name) for name in AUTOMATIC})
 
     def _facts(self) -> dict[str, Any]:
         """What this rank has."""
@@ -120,7 +121,9 @@ class CudaTransport(Preferring):
 
 def unavailable() -> dict[str, str | None]:
     """Of each transport for CUDA tensors, None or why it cannot be used in this process. Nothing is started."""
-    return {ONE_SIDED: symmetric.unavailable(), TWO_SIDED: nccl.unavailable()}
+    return {
+        ONE_SIDED: symmetric.unavailable(), TWO_SIDED: nccl.unavailable(), "nvshmem": nvshmem.unavailable(),
+    }  # fmt: skip
 
 
 def choice_here() -> tuple[str | None, str]:
@@ -130,7 +133,7 @@ def choice_here() -> tuple[str | None, str]:
     apart = [
         (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
-    found = choose("apart" if apart else "reached", reasons)
+    found = choose("apart" if apart else "reached", {name: reasons[name] for name in AUTOMATIC})
     where = f" (GPU {apart[0][0]} does not reach GPU {apart[0][1]})" if apart else ""
     return found.transport, f"{found.reason}{where}; nccl between machines"
 
