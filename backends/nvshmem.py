@@ -28,15 +28,20 @@ BLANK_BYTES = 16  # what a put carries that is only to signal
 
 def unavailable() -> str | None:
     """None, or why this process has no symmetric memory over NVSHMEM. Nothing is started."""
+    return missing() or _other_backend(torch.device("cuda", torch.cuda.current_device()))
+
+
+def missing() -> str | None:
+    """None, or what is not there for it, however a process is set up."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device here"
     if torch.version.cuda is None:
         return "this torch is not built for CUDA"
-    if missing := [name for name in OPERATORS if not _has_code(name)]:
-        return f"this torch has no code behind symm_mem::{missing[0]}"
+    if without := [name for name in OPERATORS if not _has_code(name)]:
+        return f"this torch has no code behind symm_mem::{without[0]}"
     if not _is_found():
         return "torch finds no NVSHMEM (libnvshmem_host.so.3) here"
-    return _other_backend(torch.device("cuda", torch.cuda.current_device()))
+    return None
 
 
 def _has_code(name: str) -> bool:

@@ -1,0 +1,40 @@
+"""Transport nvshmem, for ci/gpu_transports: messages and programs of two ranks, each on a GPU of its own.
+
+NVSHMEM's waits need that without NVIDIA's MPS: where there is one GPU, the lines say so. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from gpu_messages import whole_messages
+from gpu_nccl import NotHere
+from gpu_programs import worst_error
+
+from tokenring.backends import nvshmem
+from tokenring.backends.nvshmem import NvshmemTransport
+
+SCHEDULES = ("ring", "tokenring", "direct-kv")
+PEER_SECONDS = 10.0
+
+
+def nvshmem_messages(rank: int) -> str:
+    """Both channels, every byte."""
+    return whole_messages(_transport(rank), "cuda")
+
+
+def nvshmem_programs(rank: int) -> str:
+    """Both passes, against one call in float64 on the CPU."""
+    worst = worst_error(_transport(rank), "cuda", SCHEDULES)
+    return f"{len(SCHEDULES)} schedules, both passes: error {worst:.1e} against float64"
+
+
+def _transport(rank: int) -> NvshmemTransport:
+    """Raises NotHere."""
+    if (count := torch.cuda.device_count()) < dist.get_world_size():
+        raise NotHere(f"NVSHMEM wants a GPU for each rank, and this machine has {count}")
+    torch.cuda.set_device(rank)
+    if reason := nvshmem.unavailable():
+        raise NotHere(reason)
+    assert dist.group.WORLD is not None
+    return NvshmemTransport(dist.group.WORLD, PEER_SECONDS)
