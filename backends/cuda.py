@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOG = logging.getLogger("tokenring")
-AUTOMATIC = (ONE_SIDED, TWO_SIDED)  # what auto chooses among; nvshmem is taken by its name alone
 
 
 class CudaTransport(Preferring):
@@ -68,11 +67,11 @@ class CudaTransport(Preferring):
         unreached = meeting.gather("whom they reach", json.dumps(self._unreached(said)))
         hosts = {each["boot_id"] for each in said}
         domain: Domain = "across" if len(hosts) > 1 else "apart" if any(map(json.loads, unreached)) else "reached"
-        return choose(domain, {name: _first_reason(said, name) for name in AUTOMATIC})
+        return choose(domain, {name: _first_reason(said, name) for name in (ONE_SIDED, TWO_SIDED)})
 
     def _facts(self) -> dict[str, Any]:
         """What this rank has."""
-        reasons = unavailable()
+        reasons = _automatic()
         device = None if reasons[ONE_SIDED] else _uuid(torch.cuda.current_device())
         return {"boot_id": this_member().boot_id, "device": device, **reasons}
 
@@ -121,19 +120,22 @@ class CudaTransport(Preferring):
 
 def unavailable() -> dict[str, str | None]:
     """Of each transport for CUDA tensors, None or why it cannot be used in this process. Nothing is started."""
-    return {
-        ONE_SIDED: symmetric.unavailable(), TWO_SIDED: nccl.unavailable(), "nvshmem": nvshmem.unavailable(),
-    }  # fmt: skip
+    return _automatic() | {"nvshmem": nvshmem.unavailable()}
+
+
+def _automatic() -> dict[str, str | None]:
+    """The same of what auto chooses among. It is not to ask after NVSHMEM: torch prints it where there is none."""
+    return {ONE_SIDED: symmetric.unavailable(), TWO_SIDED: nccl.unavailable()}
 
 
 def choice_here() -> tuple[str | None, str]:
     """What ranks on all GPUs of this machine would take, and why; by what this process sees of them."""
-    reasons = unavailable()
+    reasons = _automatic()
     count = 0 if reasons[ONE_SIDED] else torch.cuda.device_count()
     apart = [
         (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
-    found = choose("apart" if apart else "reached", {name: reasons[name] for name in AUTOMATIC})
+    found = choose("apart" if apart else "reached", reasons)
     where = f" (GPU {apart[0][0]} does not reach GPU {apart[0][1]})" if apart else ""
     return found.transport, f"{found.reason}{where}; nccl between machines"
 

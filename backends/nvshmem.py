@@ -80,8 +80,8 @@ class NvshmemTransport(SymmTransport):
             raise RuntimeError(reason)
         if (self.rank, self.world_size) != (dist.get_rank(), dist.get_world_size()):
             raise RuntimeError(
-                f"NVSHMEM allocates on all ranks of the job at once, and this group has {self.world_size} of "
-                f"{dist.get_world_size()}"
+                f"NVSHMEM allocates on all ranks of the job at once, in their order, and this group has "
+                f"{self.world_size} of {dist.get_world_size()}, this rank {dist.get_rank()} as its {self.rank}"
             )
         self._where = torch.device("cuda", torch.cuda.current_device())
         return device_of(self._where)

@@ -285,7 +285,7 @@ def test_groups_that_leave_ranks_out(
         monkeypatch.setattr(nvshmem, "device_of", str)
         assert NvshmemTransport._find_device(here) == "cuda:3"  # type: ignore[comparison-overlap]
     else:
-        with pytest.raises(RuntimeError, match=f"all ranks of the job at once, and this group has {size} of 4"):
+        with pytest.raises(RuntimeError, match=f"in their order, and this group has {size} of 4, this rank 1 as its {rank}"):
             NvshmemTransport._find_device(here)
 
 
