@@ -14,8 +14,18 @@ from gpu_programs import worst_error
 from tokenring.backends import nvshmem
 from tokenring.backends.nvshmem import NvshmemTransport
 
+NVSHMEM_RANKS = 2
 SCHEDULES = ("ring", "tokenring", "direct-kv")
 PEER_SECONDS = 10.0
+
+
+def why_not() -> str | None:
+    """None, or why this machine runs none of it. Nothing is started."""
+    if reason := nvshmem.missing():
+        return reason
+    if (count := torch.cuda.device_count()) < NVSHMEM_RANKS:
+        return f"NVSHMEM wants a GPU for each of {NVSHMEM_RANKS} ranks, and this machine has {count}"
+    return None
 
 
 def nvshmem_messages(rank: int) -> str:
@@ -31,8 +41,6 @@ def nvshmem_programs(rank: int) -> str:
 
 def _transport(rank: int) -> NvshmemTransport:
     """Raises NotHere."""
-    if (count := torch.cuda.device_count()) < dist.get_world_size():
-        raise NotHere(f"NVSHMEM wants a GPU for each rank, and this machine has {count}")
     torch.cuda.set_device(rank)
     if reason := nvshmem.unavailable():
         raise NotHere(reason)

@@ -30,7 +30,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from gpu_clock import stream_seconds  # noqa: E402
 from gpu_messages import whole_messages  # noqa: E402
 from gpu_nccl import NotHere, nccl_messages, nccl_programs  # noqa: E402
-from gpu_nvshmem import nvshmem_messages, nvshmem_programs  # noqa: E402
+from gpu_nvshmem import NVSHMEM_RANKS, nvshmem_messages, nvshmem_programs, why_not  # noqa: E402
 from gpu_programs import worst_error  # noqa: E402
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, capture  # noqa: E402
@@ -71,12 +71,12 @@ def run(report: Report) -> None:
             title = f"{name}, {world_size} ranks on one GPU" if world_size > 1 else name
             well, found = in_processes(check, world_size)
             report(title, found, "", well)
-    if reason := nvshmem.missing():
+    if reason := why_not():
         report("nvshmem", f"not here: {reason}", "", None)
         return
     for name, check in NVSHMEM_PARTS:
-        well, found = in_processes(check, 2, SETTINGS | OVER_NVSHMEM)
-        report(name, found, "", well)
+        well, found = in_processes(check, NVSHMEM_RANKS, SETTINGS | OVER_NVSHMEM)
+        report(f"{name}, {NVSHMEM_RANKS} ranks", found, "", well)
 
 
 def in_processes(
@@ -320,8 +320,8 @@ NCCL_PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
     ("nccl, programs", nccl_programs, (2,)),
 )
 NVSHMEM_PARTS: tuple[tuple[str, Callable[[int], str]], ...] = (
-    ("nvshmem, messages, 2 ranks", nvshmem_messages),
-    ("nvshmem, programs, 2 ranks", nvshmem_programs),
+    ("nvshmem, messages", nvshmem_messages),
+    ("nvshmem, programs", nvshmem_programs),
 )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tokenring.backends import nccl, nvshmem, symmetric
 from tokenring.backends.choice import DOMAINS, Domain, choose
+from tokenring.backends.cuda import choice_here, unavailable
 from tokenring.doctor.probes import _choice
 
 ALL = {"symm": None, "nccl": None}
@@ -72,6 +73,15 @@ def test_doctor_where_nvshmem_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     said = _choice("cuda")
     assert said["transport"]["name"] == "nccl"
     assert {"name": "nvshmem", "why": "can be asked for: ContextParallel(transport='nvshmem')"} in said["others"]
+
+
+def test_auto_does_not_ask_after_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, torch prints so at every question."""
+    gpus(monkeypatch, 2, lambda a, b: True)
+    asked: list[bool] = []
+    monkeypatch.setattr(nvshmem, "unavailable", lambda: asked.append(True))
+    assert choice_here()[0] == "symm" and not asked
+    assert "nvshmem" in unavailable() and asked
 
 
 def test_doctor_on_gpus_of_which_one_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:

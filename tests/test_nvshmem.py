@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,13 @@ from tokenring.backends.nvshmem import OPERATORS, NvshmemMemory, NvshmemTranspor
 from tokenring.backends.onesided import RING, Words, signaller
 from tokenring.backends.registry import transport_capabilities, transport_class
 
-WORDS, RANKS, OWN, PEER = 4 * RING, 2, 0, 1
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+
+import gpu_nccl
+import gpu_nvshmem
+import gpu_transports
+
+WORDS, RANKS, PEER = 4 * RING, 2, 1
 
 
 class AtOnce:
@@ -29,7 +36,6 @@ class AtOnce:
         self.own: list[torch.Tensor] = []
         self.others: list[torch.Tensor] = []
         self.said: list[str] = []
-        self.flying: deque[tuple[str, Any]] = deque()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self.own.append(torch.full((nbytes,), 9, dtype=torch.uint8))
@@ -285,7 +291,8 @@ def test_groups_that_leave_ranks_out(
         monkeypatch.setattr(nvshmem, "device_of", str)
         assert NvshmemTransport._find_device(here) == "cuda:3"  # type: ignore[comparison-overlap]
     else:
-        with pytest.raises(RuntimeError, match=f"in their order, and this group has {size} of 4, this rank 1 as its {rank}"):
+        says = f"in their order, and this group has {size} of 4, this rank 1 as its {rank}"
+        with pytest.raises(RuntimeError, match=says):
             NvshmemTransport._find_device(here)
 
 
@@ -294,3 +301,22 @@ def test_by_name() -> None:
     able = transport_capabilities("nvshmem")
     assert (able.one_sided, able.mailboxes, able.early_receives, able.channels) == (True, True, False, 2)
     assert not able.zero_sm and not able.capturable  # until a GPU has shown it
+
+
+# ---------- what ci/gpu_transports makes of it
+
+
+@pytest.mark.parametrize(("count", "why"), [(1, "a GPU for each of 2 ranks, and this machine has 1"), (2, None)])
+def test_two_gpus(count: int, why: str | None, everything: Symmetric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    found = gpu_nvshmem.why_not()
+    assert found is None if why is None else why in str(found)
+
+
+def test_without_the_setting_it_is_not_here(everything: Symmetric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the processes that it starts, which have it: gpu_transports.OVER_NVSHMEM."""
+    everything.backend = "CUDA"
+    monkeypatch.setattr(torch.cuda, "set_device", lambda rank: None)
+    with pytest.raises(gpu_nccl.NotHere, match="set TORCH_SYMMMEM=NVSHMEM"):
+        gpu_nvshmem.nvshmem_messages(0)
+    assert gpu_transports.OVER_NVSHMEM == {"TORCH_SYMMMEM": "NVSHMEM"}

@@ -161,12 +161,11 @@ def staged_bytes(schedule: Schedule, workload: Workload, program: Program) -> in
 
 def incoming(schedule: Schedule, workload: Workload, program: Program) -> dict[Link, list[int]]:
     """Bytes of each message that a rank receives, by link."""
-    sizes = slot_bytes(schedule, workload, program)
+    sizes = message_bytes(slot_bytes(schedule, workload, program), program)
     found: dict[Link, list[int]] = defaultdict(list)
     for each in program.instructions:
         if isinstance(each, Recv):
-            nbytes = sizes[each.span.slot] // program.slots[each.span.slot].rows * each.span.rows
-            found[each.src, program.rank, each.channel].append(nbytes)
+            found[each.src, program.rank, each.channel].append(sizes[each.message])
     return found
 
 
