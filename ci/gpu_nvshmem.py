@@ -1,6 +1,7 @@
 """Transport nvshmem, for ci/gpu_transports: messages and programs of two ranks, each on a GPU of its own.
 
-NVSHMEM's waits need that without NVIDIA's MPS: where there is one GPU, the lines say so. Not yet run on a GPU.
+Its release notes promise limited support for ranks that share a GPU: where there is one, the line says "not here".
+Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def why_not() -> str | None:
     if reason := nvshmem.missing():
         return reason
     if (count := torch.cuda.device_count()) < NVSHMEM_RANKS:
-        return f"NVSHMEM wants a GPU for each of {NVSHMEM_RANKS} ranks, and this machine has {count}"
+        return f"it takes a GPU for each of {NVSHMEM_RANKS} ranks, and this machine has {count}"
     return None
 
 
