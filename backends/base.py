@@ -28,7 +28,8 @@ class Capabilities:
     several; with early receives only. collectives: it is a CollectiveTransport, and exchanges (`schedule.exchange`)
     go as collectives; not with early receives. group_bytes: what a connection of all ranks of such an exchange
     takes at each of them. capturable: the device moves messages by itself, so that posts and waits may be captured
-    in a graph and are done again by launching it.
+    in a graph and are done again by launching it. mailboxes: messages go by way of boxes beside the pool
+    (`backends.mailbox`), which take device memory at every rank.
     """
 
     early_receives: bool
@@ -42,6 +43,7 @@ class Capabilities:
     group_bytes: int = 0
     bundle_bytes: int = 0
     capturable: bool = False
+    mailboxes: bool = False
 
 
 Link = tuple[int, int, str]  # source, destination, channel

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenring.backends import nccl, symmetric
+from tokenring.backends import nccl, nvshmem, symmetric
 from tokenring.backends.auto import Preferring
 from tokenring.backends.base import Landing, Link, Transport
 from tokenring.backends.choice import ONE_SIDED, TWO_SIDED, Choice, Domain, choose
@@ -71,7 +71,7 @@ class CudaTransport(Preferring):
 
     def _facts(self) -> dict[str, Any]:
         """What this rank has."""
-        reasons = unavailable()
+        reasons = _automatic()
         device = None if reasons[ONE_SIDED] else _uuid(torch.cuda.current_device())
         return {"boot_id": this_member().boot_id, "device": device, **reasons}
 
@@ -120,12 +120,17 @@ class CudaTransport(Preferring):
 
 def unavailable() -> dict[str, str | None]:
     """Of each transport for CUDA tensors, None or why it cannot be used in this process. Nothing is started."""
+    return _automatic() | {"nvshmem": nvshmem.unavailable()}
+
+
+def _automatic() -> dict[str, str | None]:
+    """The same of what auto chooses among. It is not to ask after NVSHMEM: torch prints it where there is none."""
     return {ONE_SIDED: symmetric.unavailable(), TWO_SIDED: nccl.unavailable()}
 
 
 def choice_here() -> tuple[str | None, str]:
     """What ranks on all GPUs of this machine would take, and why; by what this process sees of them."""
-    reasons = unavailable()
+    reasons = _automatic()
     count = 0 if reasons[ONE_SIDED] else torch.cuda.device_count()
     apart = [
         (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)

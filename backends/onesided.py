@@ -11,11 +11,15 @@ or 1 in the memory of whoever waits for them, and whoever has waited for a word 
     sender, at the wait         stream that waits   wait for the line's stream as it was behind the put
     receiver, at the wait       stream that waits   wait for the arrival
 
+Where puts do not reach the places of messages but boxes beside them (backends/mailbox.py), the receiver queues the copy
+out of the box behind the wait for the arrival, and the credit of the next message for that box behind the copy.
+
 docs/cuda-transports.md says why this is right, and why it cannot hang, on streams that share a queue, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +67,11 @@ class Words:
         return (row * self._world_size + peer) * RING + number % RING
 
 
+def signaller(word: int, world_size: int) -> int:
+    """The rank that signals this word."""
+    return word // RING % world_size
+
+
 class Queued(NamedTuple):
     """Events of a send: its stream has come to where it waits for the credit; the bytes are put."""
 
@@ -100,26 +109,44 @@ class Receiving:
         self._memory, self._device, self._words, self._rank = memory, device, words, rank
         self._channel, self._peer = line
         self._posted = self._waited = 0
+        self._boxes: int | None = None  # how many messages find room beside their places; None: each goes to its place
         self._cleared: dict[int, tuple[Any, Any]] = {}  # word → the stream that waited for it, the event behind that
+        self._taking: dict[int, Callable[[], object]] = {}  # message → what is queued behind the wait for it
 
-    def begin(self) -> None:
+    def begin(self, boxes: int | None = None) -> None:
         """A pass begins, all of whose streams come behind what was waited for before.
 
         So nothing in it waits for an event of another pass: inside a graph that is captured it could not.
+        boxes: how many messages the peer has boxes for, which they take in turn; None where it needs none.
         """
+        self._boxes = boxes
         self._cleared.clear()
 
-    def post(self) -> int:
+    @property
+    def room(self) -> int:
+        """How many messages may be posted and not waited for."""
+        return RING if self._boxes is None else min(RING, self._boxes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next post waits for a message that nobody has waited for yet."""
+        return self._posted - self.room >= self._waited
+
+    def post(self, take: Callable[[], object] | None = None) -> int:
         """Give credit for the next message; gives its number.
 
-        Its words are free when the message that used them last has arrived and its wait has cleared them, on whatever
-        stream that stands. Where it was not waited for, that is done now: the credit must go out in the order of
-        the posts, or ranks may wait in a circle.
+        Its words (and its box) are free when the message that used them last has arrived and its wait has cleared them
+        (and taken it out), on whatever stream that stands. Where it was not waited for, that is done now: the credit
+        must go out in the order of the posts, or ranks may wait in a circle.
+
+        take: queues the copy out of the message's box.
         """
         number = self._posted
         self._posted += 1
-        if number >= RING:
-            self.wait(number - RING)
+        if number >= self.room:
+            self.wait(number - self.room)
+        if take is not None:
+            self._taking[number] = take
         self._memory.signal(self._peer, self._words.credit(self._channel, self._rank, number))
         return number
 
@@ -137,7 +164,12 @@ class Receiving:
         first = self._waited
         while self._waited <= number:
             self._memory.wait(self._words.arrival(self._channel, self._peer, self._waited))
+            self._taking.pop(self._waited, _nothing)()
             self._waited += 1
         event = current.record_event()
         self._cleared.update((each % RING, (current, event)) for each in range(first, self._waited))
         return event
+
+
+def _nothing() -> None:
+    """What is put at its place need not be taken there."""

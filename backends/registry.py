@@ -30,6 +30,7 @@ TRANSPORTS = {
     "cuda": "tokenring.backends.cuda:CudaTransport",
     "symm": "tokenring.backends.symm:SymmTransport",
     "nccl": "tokenring.backends.nccl:NcclTransport",
+    "nvshmem": "tokenring.backends.nvshmem:NvshmemTransport",
 }
 BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
 OF_DEVICE = {"npu": "hccl", "cuda": "cuda"}  # what "auto" takes for tensors there

@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -24,6 +25,7 @@ from tokenring.backends.apart import Apart, check_gloo, own_store
 from tokenring.backends.base import Capabilities, Handle, Landing, Link
 from tokenring.backends.control import Control
 from tokenring.backends.devices import Device, device_of
+from tokenring.backends.mailbox import Mailboxes, lay
 from tokenring.backends.meeting import StoreSilent, bounded
 from tokenring.backends.onesided import Line, Memory, Receiving, Sending, Words
 from tokenring.backends.watch import Watch, Watched
@@ -50,13 +52,33 @@ class OwnMemory(Memory, Protocol):
         """A new heap, uint8, instead of the one before; of the same size on all ranks, which call it together."""
 
 
+@runtime_checkable
+class Mailing(OwnMemory, Protocol):
+    """One whose puts reach boxes beside the heap: their places are offsets there."""
+
+    def lay(self, nbytes: int) -> None:
+        """So many bytes for boxes, instead of those before. All ranks call it together, with nothing under way."""
+
+    def take(self, data: torch.Tensor, place: int) -> None:
+        """Queue the copy of a message out of an own box to where it belongs."""
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Where the messages of one bound program go: those that this rank receives, and those that it sends."""
+    """Where the messages of one bound program go: those that this rank receives, and those that it sends.
+
+    boxes: of each line that it receives on, the boxes that messages come in, in turn; none where they need none.
+    """
 
     heap: int
     own: Places
     theirs: Places
+    boxes: dict[Line, tuple[int, ...]]
+
+    def box(self, line: Line, number: int) -> int | None:
+        """The box that a message of this number comes in."""
+        boxes = self.boxes.get(line)
+        return None if boxes is None else boxes[number % len(boxes)]
 
 
 class SymmTransport(Watched):
@@ -76,6 +98,7 @@ class SymmTransport(Watched):
         self._words = Words(CHANNELS, self.world_size)
         self._heap = torch.empty(0, dtype=torch.uint8)
         self._heaps = 0  # how many there were
+        self._box_bytes = 0
         self._placement: Placement | None = None
         self._counts: dict[tuple[bool, Line], int] = defaultdict(int)  # messages of this pass, sent or received
         self._where: torch.device | None = None  # the device, where it has a number
@@ -169,13 +192,32 @@ class SymmTransport(Watched):
             own[channel, src].append(self._place_of(data, f"from rank {src}"))
         text = json.dumps([[channel, src, places] for (channel, src), places in own.items()])
         said = self.exchange_text(zlib.compress(text.encode()), "places")
-        theirs = {
-            (channel, peer): [(int(at), int(size)) for at, size in places]
+        lines: dict[Link, list[tuple[int, int]]] = {
+            (src, peer, channel): [(int(at), int(size)) for at, size in places]
             for peer, each in enumerate(said)
             for channel, src, places in json.loads(zlib.decompress(each))
-            if src == self.rank
         }
-        return Placement(self._heaps, dict(own), theirs)
+        boxes = self._lay(lines)
+        if boxes is not None:  # which is where senders put
+            lines = {
+                link: [(boxes.place(link, number), size) for number, (_, size) in enumerate(places)]
+                for link, places in lines.items()
+            }
+        theirs = {(channel, dst): places for (src, dst, channel), places in lines.items() if src == self.rank}
+        mine = {} if boxes is None else {(channel, src): boxes.places[src, self.rank, channel] for channel, src in own}
+        return Placement(self._heaps, dict(own), theirs, mine)
+
+    def _lay(self, lines: dict[Link, list[tuple[int, int]]]) -> Mailboxes | None:
+        """Boxes for all messages of a program, the same on all ranks, in memory that has room; None: it needs none."""
+        memory = self._memory
+        if not isinstance(memory, Mailing):
+            return None
+        made = lay({link: [size for _, size in places] for link, places in lines.items()})
+        if made.nbytes > self._box_bytes:
+            self._together("the end of what is under way", self.device.synchronize)  # peers may still put into the old
+            self._together(f"boxes of {made.nbytes} bytes", lambda: memory.lay(made.nbytes))
+            self._box_bytes = made.nbytes
+        return made
 
     def begin(self, placement: Placement) -> None:
         """The messages that follow are those of this program, from its first on, on streams behind all before it."""
@@ -186,7 +228,8 @@ class SymmTransport(Watched):
         self._placement = placement
         self._counts.clear()
         for line in placement.own:
-            self._receiving[line].begin()
+            boxes = placement.boxes.get(line)
+            self._receiving[line].begin(None if boxes is None else len(boxes))
 
     # ---------- messages
 
@@ -208,11 +251,24 @@ class SymmTransport(Watched):
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         self.check()
+        placement, number = self._placement, self._counts[True, (channel, src)]
         told = self._next(True, (channel, src), f"receive of {label}")
         if told != self._place_of(data, label):
             raise ConfigurationError(f"receive of {label}: rank {src} was told another place than this for it")
-        line = self._receiving[channel, src]
-        return _Received(self, line, line.post(), src, label)
+        box = None if placement is None else placement.box((channel, src), number)
+        return self._post(data, (channel, src), box, label)
+
+    def _post(self, data: torch.Tensor, line: Line, box: int | None, label: str) -> Handle:
+        """Credit for a message that goes to its place, or into a box. What the post has to wait for is watched, too."""
+        end, memory, src = self._receiving[line], self._memory, line[1]
+        take = partial(memory.take, data, box) if box is not None and isinstance(memory, Mailing) else None
+        if not end.is_full:
+            return _Received(self, end, end.post(take), src, label)
+        with self.watched(src, f"waited before {label} for what comes first") as ahead:
+            ahead.begun = self.device.current_stream().record_event()
+            number = end.post(take)
+            ahead.done = self.device.current_stream().record_event()
+        return _Received(self, end, number, src, label)
 
     def _next(self, received: bool, line: Line, what: str) -> tuple[int, int]:
         """Place and size of the next message of a line. Raises ConfigurationError if the program has no more."""

@@ -4,7 +4,8 @@ Several processes share the GPU: symmetric memory allows that with TORCH_SYMM_ME
 meet over a Gloo group. Checked: that messages arrive whole and in order, that programs are exact, that a captured
 pass replays on new inputs, that a rank that dies is named; measured: a put and its signal, and how much a 64 MB
 move slows attention that runs beside it, by a copy engine and by SMs. Of NCCL (gpu_nccl): messages of one rank to
-itself, and programs of two ranks where it lets them share the GPU. Needs torch 2.11 or newer. Not yet run on a GPU.
+itself, and programs of two ranks where it lets them share the GPU. Of NVSHMEM (gpu_nvshmem): messages and programs of
+two ranks, where there are two GPUs. Needs torch 2.11 or newer. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,16 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from gpu_clock import stream_seconds  # noqa: E402
+from gpu_messages import whole_messages  # noqa: E402
 from gpu_nccl import NotHere, nccl_messages, nccl_programs  # noqa: E402
+from gpu_nvshmem import NVSHMEM_RANKS, nvshmem_messages, nvshmem_programs, why_not  # noqa: E402
 from gpu_programs import worst_error  # noqa: E402
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, capture  # noqa: E402
-from tokenring.backends import nccl, symmetric  # noqa: E402
+from tokenring.backends import nccl, nvshmem, symmetric  # noqa: E402
 from tokenring.backends.devices import device_of  # noqa: E402
 from tokenring.backends.symm import SymmTransport  # noqa: E402
-from tokenring.schedule.ir import PARTIALS, REQUESTS  # noqa: E402
+from tokenring.schedule.ir import REQUESTS  # noqa: E402
 
 Report = Callable[[str, str, str, "bool | None"], None]  # name, value, limit, met: see gpu_report
 MOVED_BYTES = 64 << 20
@@ -49,6 +52,7 @@ SETTINGS = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2",  # NCCL 2.30 or newer; few CTAs, as ranks share the SMs
 }  # fmt: skip
+OVER_NVSHMEM = {"TORCH_SYMMMEM": nvshmem.BACKEND}  # what symmetric memory is, in the whole process
 Heard = dict[int, "tuple[bool | None, str]"]  # by rank: whether it went well (None: not here), and what it says
 
 
@@ -67,17 +71,25 @@ def run(report: Report) -> None:
             title = f"{name}, {world_size} ranks on one GPU" if world_size > 1 else name
             well, found = in_processes(check, world_size)
             report(title, found, "", well)
+    if reason := why_not():
+        report("nvshmem", f"not here: {reason}", "", None)
+        return
+    for name, check in NVSHMEM_PARTS:
+        well, found = in_processes(check, NVSHMEM_RANKS, SETTINGS | OVER_NVSHMEM)
+        report(f"{name}, {NVSHMEM_RANKS} ranks", found, "", well)
 
 
-def in_processes(check: Callable[[int], str], world_size: int) -> tuple[bool | None, str]:
-    """Whether it went well on all ranks within its time, and what is said of it."""
+def in_processes(
+    check: Callable[[int], str], world_size: int, settings: Mapping[str, str] = SETTINGS
+) -> tuple[bool | None, str]:
+    """Whether it went well on all ranks within its time, and what is said of it. settings: of their environment."""
     context = mp.get_context("spawn")
     answers: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (check, world_size, f"{folder}/store", answers)
         processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
-        before = {name: os.environ.get(name) for name in SETTINGS}
-        os.environ.update(SETTINGS)
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
         for each in processes:
             each.start()
         for name, value in before.items():
@@ -140,28 +152,10 @@ def transport(seconds: float = PEER_SECONDS) -> SymmTransport:
 
 def messages(rank: int) -> str:
     """Both channels, all pairs, places that are used again and again; every byte."""
-    made, size, count = transport(), 1 << 20, 100
-    others = [each for each in range(made.world_size) if each != rank]
-    lines = [(channel, peer) for channel in (REQUESTS, PARTIALS) for peer in others]
-    heap = made.allocate(len(lines) * size)
-    assert heap is not None
-    places = heap[: len(lines) * size].view(len(lines), size)
-    placement = made.place([(peer, channel, place) for (channel, peer), place in zip(lines, places, strict=True)])
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    began = time.perf_counter()
-    for number in range(count):
-        made.begin(placement)
-        data = torch.full((size,), (number + 7 * rank) % 251, dtype=torch.uint8, device="cuda")
-        received = [made.recv(place, peer, channel, "") for (channel, peer), place in zip(lines, places, strict=True)]
-        sent = [made.send(data, peer, channel, "") for channel, peer in lines]
-        for handle in (*received, *sent):
-            handle.wait()
-        for (_, peer), place in zip(lines, places, strict=True):
-            wrong += (place != (number + 7 * peer) % 251).sum()
-    seconds = time.perf_counter() - began
-    assert int(wrong) == 0, f"{int(wrong)} bytes are wrong"
+    made = transport()
+    told = whole_messages(made, "cuda")
     made.close()
-    return f"{count * len(lines)} messages of 1 MiB whole; host {seconds / count / len(lines) / 2 * 1e6:.0f} µs a post"
+    return told
 
 
 def programs(rank: int) -> str:
@@ -324,6 +318,10 @@ PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
 NCCL_PARTS: tuple[tuple[str, Callable[[int], str], tuple[int, ...]], ...] = (
     ("nccl, messages of a rank to itself", nccl_messages, (1,)),
     ("nccl, programs", nccl_programs, (2,)),
+)
+NVSHMEM_PARTS: tuple[tuple[str, Callable[[int], str]], ...] = (
+    ("nvshmem, messages", nvshmem_messages),
+    ("nvshmem, programs", nvshmem_programs),
 )
 
 

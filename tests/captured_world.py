@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from nvshmem_ops import Emulated, Streams
 from stream_world import (
     POISON,
     Event,
@@ -40,10 +41,11 @@ T = TypeVar("T")
 
 
 class Party:
-    """What the ranks share."""
+    """What the ranks share. boxed: messages go over NVSHMEM's operators, by way of boxes."""
 
-    def __init__(self, ranks: int, seed: int, merged: bool) -> None:
-        self.ranks, self.world = ranks, World(ranks, seed, merged)
+    def __init__(self, ranks: int, seed: int, merged: bool, boxed: bool = False) -> None:
+        self.ranks, self.world, self.boxed = ranks, World(ranks, seed, merged), boxed
+        self.symmetric: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         self.heaps: list[torch.Tensor] = [torch.empty(0)] * ranks
         self.words = [[0] * Words(CHANNELS, ranks).count for _ in range(ranks)]
         self.said = [b""] * ranks
@@ -281,7 +283,8 @@ class InWorld(SymmTransport):
         return None
 
     def _make_memory(self, store: Any) -> Any:
-        return Memory(self._given)
+        party = self._given.party
+        return Emulated(party.ranks, Streams(self._given, party.symmetric)) if party.boxed else Memory(self._given)
 
     def _is_captured(self) -> bool:
         return self._given.capturing

@@ -111,6 +111,7 @@ class World:
     def __init__(self, ranks: int, seed: int, merged: bool = False) -> None:
         self.random, self.merged = random.Random(seed), merged
         self.queues: list[list[Queue]] = [[] for _ in range(ranks)]
+        self.network: list[Queue] = []  # what is under way between ranks, beside all streams
         self.events: list[Event] = []
         self.turn = self.checked = 0
 
@@ -123,7 +124,8 @@ class World:
         """So many operations; all that there are, if no number is given, or Refused where they are stuck."""
         queues = [queue for each in self.queues for queue in each]
         while most is None or most > 0:
-            heads = [queue for queue in queues if queue.waiting and queue.waiting[0].ready()]
+            self.network = [queue for queue in self.network if queue.waiting]
+            heads = [queue for queue in (*queues, *self.network) if queue.waiting and queue.waiting[0].ready()]
             if not heads:
                 break
             self.random.choice(heads).waiting.popleft().act()

@@ -3,6 +3,7 @@
 The host itself is the compute stream, so that what it queues there happens at once, and a wait there blocks it. All
 other streams are threads, each a little late. `OnCpu` runs programs; `Told` also takes messages of which nobody was
 told the place before, as the transports' conformance suite sends them: there the ranks tell it through a store.
+boxed_ranks has both over NVSHMEM's operators.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from tokenring.backends.devices import Memory as DeviceMemory
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.onesided import Line, Queued
 from tokenring.backends.segments import Segment
-from tokenring.backends.symm import OwnMemory, SymmTransport, _Received
+from tokenring.backends.symm import OwnMemory, SymmTransport
 from tokenring.errors import ConfigurationError
 from tokenring.weak import weakly
 
@@ -235,11 +236,18 @@ class Told(OnCpu):
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         self.check()
-        place = self._place_of(data, label)
-        line = self._receiving[channel, src]
-        number = line.post()
-        self._store.set(f"{src}>{self.rank} {channel} {number}", json.dumps(place))
-        return _Received(self, line, number, src, label)
+        place, size = self._place_of(data, label)
+        number = self._receiving[channel, src]._posted
+        box = self._box(src, channel, number)
+        self._store.set(f"{src}>{self.rank} {channel} {number}", json.dumps((place if box is None else box, size)))
+        with self._posting(channel):
+            return self._post(data, (channel, src), box, label)
+
+    def _box(self, src: int, channel: str, number: int) -> int | None:
+        return None
+
+    def _posting(self, channel: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def progress(self) -> None:
         for (channel, dst), waiting in self._put_off.items():
@@ -295,16 +303,22 @@ def register() -> None:
     """Makes them known by name, in this process."""
     names = {"on cpu": "OnCpu", "told": "Told", "auto on cpu": "AutoOnCpu"}
     registry.TRANSPORTS.update({name: f"symm_ranks:{made}" for name, made in names.items()})
+    boxed = {"boxed on cpu": "Boxed", "boxed told": "BoxedTold"}
+    registry.TRANSPORTS.update({name: f"boxed_ranks:{made}" for name, made in boxed.items()})
 
 
 def fails(what: str, text: str) -> None:
-    """From now on a part of the set-up fails in this process, or hangs: "device", "hangs", "meet", "grow"; "": none."""
+    """From now on a part of the set-up fails here, or hangs: "device", "hangs", "meet", "grow", "lay"; "": none."""
 
     def fail(*_: Any) -> Any:
         if what == "hangs":
             time.sleep(3.0)
         raise RuntimeError(text)
 
+    if what == "lay":
+        from nvshmem_ops import Emulated
+
+        setattr(Emulated, what, fail)
     owner, name = {
         "device": (OnCpu, "_find_device"),
         "hangs": (OnCpu, "_make_memory"),

@@ -97,9 +97,13 @@ def turns(case: Case, results: list[list[list[torch.Tensor]]]) -> Iterator[tuple
     yield from enumerate((list(each) for each in zip(*results, strict=True)), 1)
 
 
+BOXED = pytest.mark.parametrize("boxed", [False, True])
+
+
+@BOXED
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
-def test_replays_bring_new_results(schedule: str, ranks: int, merged: bool) -> None:
+def test_replays_bring_new_results(schedule: str, ranks: int, merged: bool, boxed: bool) -> None:
     """Both passes, exact, in every replay; also where all streams of a rank share a queue."""
     case = case_of(schedule, ranks)
 
@@ -111,11 +115,11 @@ def test_replays_bring_new_results(schedule: str, ranks: int, merged: bool) -> N
             device.synchronize()
         return made
 
-    for seed, parts in turns(case, Party(ranks, len(schedule), merged).each(work)):
+    for seed, parts in turns(case, Party(ranks, len(schedule), merged, boxed).each(work)):
         check(case, seed, parts)
 
 
-def mixed(seed: int) -> None:
+def mixed(seed: int, boxed: bool = False) -> None:
     """Calls and launches of two captures, each on a stream of its own, with nothing between them."""
     case = case_of("ring", 2)
 
@@ -131,14 +135,15 @@ def mixed(seed: int) -> None:
         device.synchronize()
         return made
 
-    for number, parts in turns(case, Party(2, seed, False).each(work)):
+    for number, parts in turns(case, Party(2, seed, False, boxed).each(work)):
         check(case, number, parts)
 
 
-def test_launches_and_calls_on_many_streams() -> None:
+@BOXED
+def test_launches_and_calls_on_many_streams(boxed: bool) -> None:
     """They use one pool: each comes behind the one before."""
     for seed in range(4):
-        mixed(seed)
+        mixed(seed, boxed)
 
 
 def test_launches_that_do_not_follow_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +169,7 @@ def test_a_pass_that_leaves_a_stream_behind_is_no_graph(monkeypatch: pytest.Monk
         Party(3, 0, False).each(captured_without_joins)
 
 
-def amid_calls() -> None:
+def amid_calls(boxed: bool = False) -> None:
     case = case_of("direct-q", 2)
 
     def work(device: Device) -> list[list[torch.Tensor]]:
@@ -178,18 +183,19 @@ def amid_calls() -> None:
         device.synchronize()
         return made
 
-    for number, parts in turns(case, Party(2, 0, False).each(work)):
+    for number, parts in turns(case, Party(2, 0, False, boxed).each(work)):
         check(case, number, parts)
 
 
-def test_a_capture_amid_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOXED
+def test_a_capture_amid_calls(boxed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where words are used again: nothing in a graph waits for events of calls, nor they for the graph's."""
     monkeypatch.setattr(onesided, "RING", 2)
-    amid_calls()
+    amid_calls(boxed)
 
 
 def test_events_of_another_pass_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onesided, "RING", 2)
-    monkeypatch.setattr(onesided.Receiving, "begin", lambda self: None)
+    monkeypatch.setattr(onesided.Receiving, "begin", lambda self, boxes: None)
     with pytest.raises(Refused, match="a graph waits for an event from outside of it"):
         amid_calls()

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tokenring.backends import nccl, symmetric
+from tokenring.backends import nccl, nvshmem, symmetric
 from tokenring.backends.choice import DOMAINS, Domain, choose
+from tokenring.backends.cuda import choice_here, unavailable
 from tokenring.doctor.probes import _choice
 
 ALL = {"symm": None, "nccl": None}
@@ -51,6 +52,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, reach: Callable[[int, int]
     """A process that sees so many GPUs, whose torch and driver have everything."""
     for module in (symmetric, nccl):
         monkeypatch.setattr(module, "unavailable", lambda: None)
+    monkeypatch.setattr(nvshmem, "unavailable", lambda: "no library")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
 
@@ -61,6 +63,25 @@ def test_doctor_on_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -
     assert said["transport"]["name"] == "symm" and said["transport"]["why"].endswith("; nccl between machines")
     assert "every two ranks reach each other's memory" in said["transport"]["why"] and "PCIe" not in str(said)
     assert {"name": "nccl", "why": "can be asked for: ContextParallel(transport='nccl')"} in said["others"]
+    assert {"name": "nvshmem", "why": "no library"} in said["others"]
+
+
+def test_doctor_where_nvshmem_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is listed, and never what auto takes."""
+    gpus(monkeypatch, 4, lambda a, b: False)
+    monkeypatch.setattr(nvshmem, "unavailable", lambda: None)
+    said = _choice("cuda")
+    assert said["transport"]["name"] == "nccl"
+    assert {"name": "nvshmem", "why": "can be asked for: ContextParallel(transport='nvshmem')"} in said["others"]
+
+
+def test_auto_does_not_ask_after_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, torch prints so at every question."""
+    gpus(monkeypatch, 2, lambda a, b: True)
+    asked: list[bool] = []
+    monkeypatch.setattr(nvshmem, "unavailable", lambda: asked.append(True))
+    assert choice_here()[0] == "symm" and not asked
+    assert "nvshmem" in unavailable() and asked
 
 
 def test_doctor_on_gpus_of_which_one_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:

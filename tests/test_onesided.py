@@ -2,203 +2,60 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from stream_world import POISON, Event, FakeDevice, FakeMemory, Refused, Stream, World
+from nvshmem_ops import Emulated, Operators
+from plays import CHANNELS, MESSAGES, Parts, Play, played
+from stream_world import FakeMemory, Refused
 
-from tokenring.backends import onesided
-from tokenring.backends.onesided import Receiving, Sending, Words
+from tokenring.backends import mailbox, onesided
+from tokenring.backends.base import Link
+from tokenring.backends.mailbox import ALIGNED_BYTES, Mailboxes
+from tokenring.backends.onesided import Receiving, Sending
 
-CHANNELS = ("requests", "partials")
-SIZE, SLOTS, SOURCES = 8, 3, 2  # bytes of a message; places of a rank to receive into, and to send from
-MESSAGES = 40
 SEEDS = range(15)
 
 
-@dataclass
-class Parts:
-    """What the protocol is made of; mutants exchange one of them."""
-
-    memory: type[FakeMemory] = FakeMemory
-    sending: type[Sending] = Sending
-    receiving: type[Receiving] = Receiving
-    waits_for_sends: bool = True
-    waits_for_receives: bool = True
-    reads_before_reuse: bool = True
-    posts_apart: bool = False  # on a stream of each channel, behind what the rows need, as the executor posts
-    joins: bool = True  # posting streams are waited for at the end
-
-
-@dataclass
-class Rank:
-    """One rank's host: what it has posted and not waited for, and its free places."""
-
-    world: World
-    device: FakeDevice
-    heap: torch.Tensor
-    sending: dict[Any, Sending] = field(default_factory=dict)
-    receiving: dict[Any, Receiving] = field(default_factory=dict)
-    free: deque[int] = field(default_factory=lambda: deque(range(SLOTS)))
-    received: deque[tuple[int, int, Receiving, int]] = field(default_factory=deque)  # message, slot, line, number
-    sources: deque[torch.Tensor] = field(default_factory=deque)
-    sent: deque[tuple[torch.Tensor, Any]] = field(default_factory=deque)
-    posting: dict[str, Stream] = field(default_factory=dict)
-    used: dict[int, Event] = field(default_factory=dict)  # slot → behind the last use of it
-
-
-class Play:
-    """Messages between ranks in one total order, as strict programs post them, with few places that are used again."""
-
-    def __init__(self, ranks: int, seed: int, parts: Parts, merged: bool) -> None:
-        self.world, self.parts, self.random = World(ranks, seed, merged), parts, random.Random(seed)
-        heaps = [torch.full((SLOTS * SIZE,), POISON, dtype=torch.uint8) for _ in range(ranks)]
-        words = Words(CHANNELS, ranks)
-        values = [[0] * words.count for _ in range(ranks)]
-        self.ranks: list[Rank] = []
-        for rank in range(ranks):
-            device = FakeDevice(self.world, rank)
-            memory = parts.memory(device, heaps, values)
-            made = Rank(self.world, device, heaps[rank])
-            made.sources.extend(torch.full((SIZE,), POISON, dtype=torch.uint8) for _ in range(SOURCES))
-            for line in [(channel, peer) for channel in CHANNELS for peer in range(ranks) if peer != rank]:
-                made.sending[line] = parts.sending(memory, device, words, rank, line)  # type: ignore[arg-type]
-                made.receiving[line] = parts.receiving(memory, device, words, rank, line)  # type: ignore[arg-type]
-            self.ranks.append(made)
-
-    def content(self, message: int) -> int:
-        return (7 * message + 101 * self.world.turn) % POISON
-
-    def queue(self, steps: bool = False) -> None:
-        """All messages and all that uses them. steps: the devices go on meanwhile."""
-        for message in range(MESSAGES):
-            src, dst = self.random.sample(range(len(self.ranks)), 2)
-            self.move(message, src, dst, self.random.choice(CHANNELS))
-            if steps:
-                self.world.run(self.random.randrange(12))
-        for rank in self.ranks:
-            while rank.received:
-                self.consume(rank)
-            while rank.sent:
-                self.reclaim(rank)
-            for stream in rank.posting.values() if self.parts.joins else ():
-                rank.device.current_stream().wait_stream(stream)
-
-    @contextmanager
-    def posting(self, rank: Rank, channel: str, behind: Event | None) -> Iterator[None]:
-        """On the stream of the channel, behind the event alone; or on the one that computes."""
-        if not self.parts.posts_apart:
-            yield
-            return
-        if channel not in rank.posting:
-            rank.posting[channel] = rank.device.new_stream()
-            rank.posting[channel].wait_stream(rank.device.current_stream())
-        if behind is not None:
-            rank.posting[channel].wait_event(behind)
-        with rank.device.on(rank.posting[channel]):
-            yield
-
-    def move(self, message: int, src: int, dst: int, channel: str) -> None:
-        receiver, sender = self.ranks[dst], self.ranks[src]
-        if not receiver.free or (not self.parts.reads_before_reuse and len(receiver.received) > SLOTS):
-            self.consume(receiver)
-        elif self.parts.posts_apart and receiver.received and self.random.random() < 0.5:
-            self.consume(receiver)  # while there are places: the next post need not come behind this wait
-        slot = receiver.free.popleft()
-        line = receiver.receiving[channel, src]
-        with self.posting(receiver, channel, receiver.used.get(slot)):
-            receiver.received.append((message, slot, line, line.post()))
-        if not self.parts.reads_before_reuse:
-            receiver.free.append(slot)
-        if not sender.sources:
-            self.reclaim(sender)
-        source = sender.sources.popleft()
-        sender.device.current_stream().add("compute", lambda: source.fill_(self.content(message)))  # type: ignore[arg-type]
-        made = sender.device.current_stream().record_event()
-        with self.posting(sender, channel, made):
-            sender.sent.append((source, sender.sending[channel, dst].send(source, slot * SIZE).done))
-
-    def reclaim(self, rank: Rank) -> None:
-        """The oldest send is waited for, and what it sent from is written over."""
-        source, done = rank.sent.popleft()
-        stream = rank.device.current_stream()
-        if self.parts.waits_for_sends:
-            stream.wait_event(done)
-        stream.add("compute", lambda: source.fill_(POISON))  # type: ignore[arg-type]
-        rank.sources.append(source)
-
-    def consume(self, rank: Rank) -> None:
-        """The oldest receive is waited for and read; then something else is written there."""
-        message, slot, line, number = rank.received.popleft()
-        if self.parts.waits_for_receives:
-            line.wait(number)
-        place, stream = rank.heap[slot * SIZE : (slot + 1) * SIZE], rank.device.current_stream()
-        half = SIZE // 2
-        stream.add("read", lambda: self.check(place[half:], message))
-        stream.add("read", lambda: self.check(place[:half], message))
-        if self.parts.reads_before_reuse:
-            stream.add("compute", lambda: place.fill_(POISON))  # type: ignore[arg-type]
-            rank.used[slot] = stream.record_event()
-            rank.free.append(slot)
-
-    def check(self, place: torch.Tensor, message: int) -> None:
-        found = place.tolist()
-        if found != [self.content(message)] * len(found):
-            what = "poison" if POISON in found else "another message"
-            raise Refused(f"message {message} is read as {what}")
-        self.world.checked += 1
-
-
-def played(ranks: int, seed: int, parts: Parts, merged: bool = False, steps: bool = True, replays: int = 0) -> int:
-    """Runs it to its end; how many halves were read and right."""
-    play = Play(ranks, seed, parts, merged)
-    play.queue(steps and not replays)
-    again = play.world.capture() if replays else lambda: None
-    play.world.run()
-    for _ in range(replays):
-        play.world.turn += 1
-        again()
-        play.world.run()
-    return play.world.checked
-
-
 APART = pytest.mark.parametrize("apart", [False, True])
+ROOM = pytest.mark.parametrize(("ring", "boxes"), [(1, None), (3, None), (64, None), (3, 1), (64, 2)])
 
 
 @APART
-@pytest.mark.parametrize("ring", [1, 3, 64])
+@ROOM
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_message_is_read_whole(ranks: int, ring: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_message_is_read_whole(
+    ranks: int, ring: int, boxes: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever runs first; also where the host is done before anything runs."""
     monkeypatch.setattr(onesided, "RING", ring)
     for seed in SEEDS:
         for steps in (True, False):
-            assert played(ranks, seed, Parts(posts_apart=apart), steps=steps) == 2 * MESSAGES
+            assert played(ranks, seed, Parts(posts_apart=apart, boxes=boxes), steps=steps) == 2 * MESSAGES
 
 
 @APART
-@pytest.mark.parametrize("ring", [1, 3, 64])
-def test_streams_that_share_a_queue(ring: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@ROOM
+def test_streams_that_share_a_queue(
+    ring: int, boxes: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One queue for everything that a rank does: posts in one total order need no more, as long as credits go out."""
     monkeypatch.setattr(onesided, "RING", ring)
     for seed in SEEDS:
-        assert played(4, seed, Parts(posts_apart=apart), merged=True) == 2 * MESSAGES
+        assert played(4, seed, Parts(posts_apart=apart, boxes=boxes), merged=True) == 2 * MESSAGES
 
 
 @APART
-@pytest.mark.parametrize("ring", [3, 64])
-def test_replays(ring: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ring", "boxes"), [(3, None), (64, None), (64, 2)])
+def test_replays(ring: int, boxes: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is queued can be queued again as it is, and brings the new contents: words are clear when all is done."""
     monkeypatch.setattr(onesided, "RING", ring)
     for seed in SEEDS:
-        assert played(3, seed, Parts(posts_apart=apart), replays=3) == 4 * 2 * MESSAGES
+        assert played(3, seed, Parts(posts_apart=apart, boxes=boxes), replays=3) == 4 * 2 * MESSAGES
 
 
 def test_a_graph_must_end_in_the_stream_it_began_in() -> None:
@@ -266,10 +123,12 @@ class CreditOnCompute(Sending):
 
 
 class CreditTooSoon(Receiving):
-    """Credits for more messages than there are words."""
+    """Credits for more messages than there are words, or boxes."""
 
-    def post(self) -> int:
+    def post(self, take: Any = None) -> int:
         number, self._posted = self._posted, self._posted + 1
+        if take is not None:
+            self._taking[number] = take
         self._memory.signal(self._peer, self._words.credit(self._channel, self._rank, number))
         return number
 
@@ -277,19 +136,23 @@ class CreditTooSoon(Receiving):
 class PostsUnordered(Receiving):
     """A post does not look on which stream its word was waited for."""
 
-    def post(self) -> int:
+    def post(self, take: Any = None) -> int:
         number, self._posted = self._posted, self._posted + 1
-        if self._waited <= number - onesided.RING:
-            self.wait(number - onesided.RING)
+        if self._waited <= number - self.room:
+            self.wait(number - self.room)
+        if take is not None:
+            self._taking[number] = take
         self._memory.signal(self._peer, self._words.credit(self._channel, self._rank, number))
         return number
 
 
 class CreditTooLate(Receiving):
-    """Put off until its word is free, instead of waiting for that in its place."""
+    """Put off until its word (or box) is free, instead of waiting for that in its place."""
 
-    def post(self) -> int:
+    def post(self, take: Any = None) -> int:
         self.held = getattr(self, "held", 0)
+        if take is not None:
+            self._taking[self._posted] = take
         self._posted += 1
         self.give()
         return self._posted - 1
@@ -300,14 +163,85 @@ class CreditTooLate(Receiving):
         return made
 
     def give(self) -> None:
-        while self.held < self._posted and self.held - self._waited < onesided.RING:
+        while self.held < self._posted and self.held - self._waited < self.room:
             self._memory.signal(self._peer, self._words.credit(self._channel, self._rank, self.held))
             self.held += 1
+
+
+class CreditBeforeCopy(Receiving):
+    """The next message's credit goes out when the one before is there, and not yet taken out of the box."""
+
+    def post(self, take: Any = None) -> int:
+        held, self._taking = self._taking, {}
+        if self._posted >= self.room:
+            self.wait(self._posted - self.room)
+        self._taking = {number: act for number, act in held.items() if number >= self._waited}
+        number = super().post(take)
+        for each in sorted(held.keys() - self._taking.keys()):
+            held[each]()
+        return number
+
+
+class TakesNothing(Emulated):
+    def take(self, data: torch.Tensor, place: int) -> None:
+        """Mutant: the message stays in its box."""
+
+
+class PutsFirst(Emulated):
+    """What is put is what was in the box before."""
+
+    def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
+        box = self._box(data, place)
+        with self.operators:
+            self._put(box, peer, word)
+            box.copy_(data)
+
+
+class SignalsBeforeThePut(Emulated):
+    """The arrival is said by a put of its own, and what is put says nothing."""
+
+    def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
+        self.signal(peer, word)
+        spare = self._halves.numel() // 2 - 1
+        super().put(data, peer, place, spare)
+
+
+class SignalsFlyAhead(Operators):  # type: ignore[no-untyped-call]
+    """Of the operators, not of ours: a put that does not keep its promise is found out."""
+
+    def delivered(self, there: torch.Tensor, data: torch.Tensor, signal: Any) -> list[Any]:
+        return list(reversed(super().delivered(there, data, signal)))
+
+
+def apart_at_receivers(messages: Mapping[Link, Sequence[int]]) -> Mailboxes:
+    """Colours that collide: what a rank sends itself is forgotten."""
+    boxes, ends = mailbox.lay(messages), dict[int, int]()
+    places = {}
+    for link, its in boxes.places.items():
+        start = ends.get(link[1], 0)
+        places[link] = tuple(start + at - its[0] for at in its)
+        ends[link[1]] = start + ALIGNED_BYTES * len(its)
+    return replace(boxes, places=places)
+
+
+def all_in_one(messages: Mapping[Link, Sequence[int]]) -> Mailboxes:
+    boxes = mailbox.lay(messages)
+    return replace(boxes, places={link: tuple(at - its[0] for at in its) for link, its in boxes.places.items()})
 
 
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
+        (Parts(boxes=1, boxed=TakesNothing), "is read as"),
+        (Parts(boxes=1, boxed=PutsFirst), "is read as"),
+        (Parts(boxes=2, boxed=SignalsBeforeThePut), "is read as"),
+        (Parts(boxes=2, operators=SignalsFlyAhead), "is read as"),
+        (Parts(boxes=1, receiving=CreditBeforeCopy), "is read as another message"),
+        (Parts(boxes=1, receiving=CreditTooSoon), "is read as|stuck"),
+        (Parts(boxes=1, receiving=CreditTooLate), "stuck"),
+        (Parts(boxes=1, sending=WithoutCredit), "is read as|stuck"),
+        (Parts(boxes=1, lay=apart_at_receivers), "is read as"),
+        (Parts(boxes=1, lay=all_in_one), "is read as"),
         (Parts(memory=DropsASignal), "stuck: .*waits for word"),
         (Parts(memory=SignalsFirst), "is read as poison"),
         (Parts(sending=WithoutCredit), "is read as|stuck"),
@@ -323,8 +257,14 @@ class CreditTooLate(Receiving):
 )
 def test_mutants(parts: Parts, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each leaves out one thing; some order of events shows it."""
-    monkeypatch.setattr(onesided, "RING", 1)
+    monkeypatch.setattr(onesided, "RING", 1 if parts.boxes is None else 64)
     refused(lambda seed: played(3, seed, parts), says)
+
+
+def test_a_post_waits_for_the_copy_out_of_its_box() -> None:
+    """On whatever stream that stands."""
+    parts = Parts(boxes=1, receiving=PostsUnordered, posts_apart=True)
+    refused(lambda seed: played(2, seed, parts), "is read as another message")
 
 
 def test_words_that_stay_set_do_not_replay(monkeypatch: pytest.MonkeyPatch) -> None:

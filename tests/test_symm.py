@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +24,16 @@ import tokenring as tr
 from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
 from tokenring.backends import symmetric
 from tokenring.backends.cuda import CudaTransport, choice_here
+from tokenring.backends.mailbox import BOXES
 from tokenring.backends.nccl import NcclTransport
-from tokenring.backends.registry import make_transport, transport_capabilities
+from tokenring.backends.onesided import Receiving
+from tokenring.backends.registry import make_transport, transport_capabilities, transport_class
 from tokenring.planner.interconnect import full_mesh
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+
+import gpu_messages
 
 LIMIT_SECONDS = 1.0
 
@@ -41,30 +49,37 @@ def ranks() -> Iterator[RankPools]:
 # ---------- what every transport must do
 
 
-def conforms(here: Here, what: str, *args: Any) -> Any:
+def conforms(here: Here, name: str, what: str, *args: Any) -> Any:
     symm_ranks.register()
-    return getattr(conformance, what)(here, "told", *args)
+    transport_class(name)
+    dist.barrier()  # what a rank has to import is no part of what is timed
+    return getattr(conformance, what)(here, name, *args)
 
 
-@pytest.mark.parametrize("row", conformance.suite(), ids=str)
-def test_conformance(row: conformance.Row, ranks: RankPools) -> None:
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [*(("told", row) for row in conformance.suite()), *(("boxed told", row) for row in conformance.suite(0.4))],
+    ids=str,
+)
+def test_conformance(name: str, row: conformance.Row, ranks: RankPools) -> None:
     """The watch finds a silent peer, lets the streams go on, and it is named on every rank."""
-    conformance.passes(row, ranks, LIMIT_SECONDS + 3, conforms)
+    conformance.passes(row, ranks, LIMIT_SECONDS + 3, conforms, name)
 
 
 # ---------- programs
 
 
-def computed(here: Here, case: Case, turns: int) -> list[Local]:
+def computed(here: Here, name: str, case: Case, turns: int) -> list[Local]:
     """Both passes, several times, over one transport."""
     symm_ranks.register()
-    if "on cpu" not in here.memory:
-        here.memory["on cpu"] = make_transport("on cpu", dist.group.WORLD, 20.0)  # type: ignore[arg-type]
-    transport = here.memory["on cpu"]
+    if name not in here.memory:
+        here.memory[name] = make_transport(name, dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport = here.memory[name]
     with ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=transport) as cp:
         return [compute(cp, case) for _ in range(turns)]
 
 
+@pytest.mark.parametrize("name", ["on cpu", "boxed on cpu"])
 @pytest.mark.parametrize(
     ("world_size", "schedule", "layout", "mask"),
     [
@@ -76,12 +91,34 @@ def computed(here: Here, case: Case, turns: int) -> list[Local]:
         (4, "usp/2", "zigzag", "window to the left"),
     ],
 )
-def test_programs(world_size: int, schedule: str, layout: str, mask: str, ranks: RankPools) -> None:
+def test_programs(world_size: int, schedule: str, layout: str, mask: str, name: str, ranks: RankPools) -> None:
     """Results are as exact as over any transport, in every turn."""
     case = Case(world_size, schedule, layout, mask, 4, 4, 1, 16, torch.float32, None)
-    turns = zip(*ranks(world_size)(computed, case, 3), strict=True)
+    turns = zip(*ranks(world_size)(computed, name, case, 3), strict=True)
     for parts in turns:
         check_exact(case.whole(list(parts)), case.reference())
+
+
+def moved(here: Here, name: str, spoil: bool) -> str:
+    """What ci/gpu_transports runs on GPUs."""
+    symm_ranks.register()
+    transport: Any = make_transport(name, dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        send = type(transport).send
+        if spoil:
+            patched.setattr(type(transport), "send", lambda self, data, *where: send(self, data + 1, *where))
+        try:
+            return gpu_messages.whole_messages(transport, "cpu", 4096, 5)
+        except AssertionError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("name", ["on cpu", "boxed on cpu"])
+def test_the_messages_of_ci(name: str, ranks: RankPools) -> None:
+    for said in ranks(3)(moved, name, False):
+        assert said.startswith("20 messages of 4 KiB whole")
+    for said in ranks(3)(moved, name, True):
+        assert said.endswith("bytes are wrong")
 
 
 # ---------- what it refuses
@@ -151,6 +188,37 @@ def dies(here: Here) -> tuple[int | None, float]:
     return caught.value.rank, 0.0
 
 
+def waits_for_a_box(here: Here, watched: bool) -> str:
+    """Rank 0 posts one receive more than rank 1 has boxes for, and waits for none; rank 1 sends nothing."""
+    symm_ranks.register()
+    transport: Any = make_transport("boxed told", dist.group.WORLD, LIMIT_SECONDS)  # type: ignore[arg-type]
+    memory = transport.allocate(4096)
+    dist.barrier()
+    if here.rank == 0:
+        with pytest.MonkeyPatch.context() as patched:
+            if not watched:
+                patched.setattr(Receiving, "is_full", False)
+            for number in range(BOXES + 1):
+                transport.recv(memory[64 * number : 64 * (number + 1)], 1, REQUESTS, f"kv{number}")
+    said, deadline = "", time.monotonic() + 3 * LIMIT_SECONDS
+    while here.rank == 0 and not said and time.monotonic() < deadline:
+        try:
+            transport.check()
+        except PeerLost as error:
+            said = str(error)
+        time.sleep(0.05)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_posts_that_wait_are_watched(watched: bool, ranks: RankPools) -> None:
+    """Whatever stands behind them would hang, and nobody waits for the message itself."""
+    with ranks.expendable(2) as some:
+        said = some(waits_for_a_box, watched)[0]
+    assert ("Rank 0 waited before kv2 for what comes first" in said) == watched
+
+
 def closed_memory(here: Here) -> tuple[bool, bool]:
     """Whether a receive that fails is looked after no more; and whether a closed transport keeps its memory."""
     symm_ranks.register()
@@ -190,22 +258,26 @@ def test_a_peer_that_dies_is_named_at_once(ranks: RankPools) -> None:
 # ---------- no symmetric memory
 
 
-def broken(here: Here, what: str, at: int) -> str:
+def broken(here: Here, name: str, what: str, at: int) -> str:
     """One rank fails in one part of the set-up, or is too slow: all say the same, in time, and none hangs."""
     symm_ranks.register()
 
     if here.rank == at:
         symm_ranks.fails(what, "peer access is not supported between these two devices")
     with pytest.raises(BackendUnavailable) as caught:
-        transport: Any = make_transport("on cpu", dist.group.WORLD, 2.0)  # type: ignore[arg-type]
-        transport.allocate(4096)
+        transport: Any = make_transport(name, dist.group.WORLD, 2.0)  # type: ignore[arg-type]
+        memory, before = transport.allocate(4096), (here.rank - 1) % here.world_size
+        transport.place([(before, REQUESTS, memory[:64])])
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["device", "hangs", "meet", "grow"])
-def test_a_set_up_that_fails_somewhere(what: str, ranks: RankPools) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [*(("on cpu", what) for what in ("device", "hangs", "meet", "grow")), ("boxed on cpu", "lay")],
+)
+def test_a_set_up_that_fails_somewhere(name: str, what: str, ranks: RankPools) -> None:
     with ranks.expendable(3) as some:
-        texts = some(broken, what, 1)
+        texts = some(broken, name, what, 1)
     assert len(set(texts)) == 1, texts
     assert "rank 1: " in texts[0] and "use transport='nccl' or 'auto'" in texts[0]
     assert ("no answer within 1 s" if what == "hangs" else "peer access is not supported") in texts[0]
@@ -287,6 +359,7 @@ def without_cuda(here: Here, name: str) -> str:
     [
         ("symm", "its device fails on rank 0: torch sees no CUDA device here"),
         ("nccl", "this torch was built without NCCL"),
+        ("nvshmem", "transport 'nvshmem' needs memory that peers reach, and its device fails on rank 0: torch sees no"),
         ("cuda", "nothing moves CUDA tensors here: symm: rank 0: torch sees no CUDA device here; nccl: rank 0: this"),
     ],
 )

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenring.backends.base import Capabilities
+from tokenring.backends.base import Capabilities, Link
+from tokenring.backends.mailbox import lay
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.operations import Compute, Costs, Operation
 from tokenring.planner.rates import Machine
@@ -14,7 +15,7 @@ from tokenring.planner.simulate import Outcome, simulate
 from tokenring.schedule.calls import Supports, anything, calls
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.lower import agenda_of, lower_agenda
-from tokenring.schedule.measure import contacts, held, kept_bytes, link_bytes, program_bytes, staged_bytes
+from tokenring.schedule.measure import contacts, held, incoming, kept_bytes, link_bytes, program_bytes, staged_bytes
 from tokenring.schedule.storage import Storage, storage_of
 from tokenring.workload import Workload
 
@@ -143,7 +144,8 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     storage, workload = storage_of(schedule), setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
-    pools = []
+    pools: list[int] = []
+    messages: dict[Link, list[int]] = {}
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
         able = setting.able
@@ -152,6 +154,9 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
         pool = program_bytes(schedule, workload, program, setting.able.one_sided)
         pool += staged_bytes(schedule, workload, program)
         pools.append(pool + kept_bytes(schedule, workload, program))
+        messages |= incoming(schedule, workload, program) if setting.able.mailboxes else {}
+    boxes = lay(messages).nbytes
+    pools = [pool + boxes for pool in pools]
     machine = setting.machine
     kernels = machine.kernel_seconds([kernel_seconds_of(program) for program in programs])
     window = WINDOW_SHARE * kernels if schedule.world_size > FEW_RANKS else 0.0

@@ -159,6 +159,16 @@ def staged_bytes(schedule: Schedule, workload: Workload, program: Program) -> in
     return most
 
 
+def incoming(schedule: Schedule, workload: Workload, program: Program) -> dict[Link, list[int]]:
+    """Bytes of each message that a rank receives, by link."""
+    sizes = message_bytes(slot_bytes(schedule, workload, program), program)
+    found: dict[Link, list[int]] = defaultdict(list)
+    for each in program.instructions:
+        if isinstance(each, Recv):
+            found[each.src, program.rank, each.channel].append(sizes[each.message])
+    return found
+
+
 def kept_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
     """What forward keeps for backward beside the rank's own tensors."""
     sizes = slot_bytes(schedule, workload, program)
@@ -173,11 +183,12 @@ def aligned(nbytes: int) -> int:
 def peak_bytes(
     schedule: Schedule, workload: Workload, direction: Pass = "forward", transport: str | None = None
 ) -> int:
-    """The pool of the rank that needs most, and what the transport's connections take in device memory there.
+    """The pool of the rank that needs most, and what the transport's connections or boxes take there.
 
     Without a transport, what the schedule itself needs: receives posted early, every message by itself.
     """
     from tokenring.backends.base import Capabilities
+    from tokenring.backends.mailbox import lay
     from tokenring.backends.registry import kernel_for_planning, transport_capabilities
     from tokenring.schedule.lower import lower
 
@@ -189,10 +200,14 @@ def peak_bytes(
         lower(schedule, rank, direction, workload, supports, early, able.collectives, able.bundle_bytes)
         for rank in range(schedule.world_size)
     )
-    pools = [
-        program_bytes(schedule, workload, program, able.one_sided) + staged_bytes(schedule, workload, program)
-        for program in programs
-    ]
+    pools: list[int] = []
+    messages: dict[Link, list[int]] = {}
+    for program in programs:
+        pool = program_bytes(schedule, workload, program, able.one_sided)
+        pools.append(pool + staged_bytes(schedule, workload, program))
+        messages |= incoming(schedule, workload, program) if able.mailboxes else {}
+    boxes = lay(messages).nbytes
+    pools = [pool + boxes for pool in pools]
     return held(contacts(schedule, able, (direction,)), able, pools).peak_bytes
 
 
