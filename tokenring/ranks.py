@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from tokenring.console import Console
+from tokenring.console import Console, read_options
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.follow import (
     CommandFailed,
@@ -157,10 +157,9 @@ class Command(Generic[R]):
         """
         started = ranks_started(environment)
         interrupts = None if started else Interrupts()
-        try:
-            options = self.options(sys.argv[1:] if argv is None else argv)
-        except SystemExit as done:  # --help
-            return int(done.code or 0)
+        options = read_options(self.options, sys.argv[1:] if argv is None else argv)
+        if isinstance(options, int):
+            return options
         ranks = ranks_wanted(options.ranks, started)
         case = self.case(options, ranks)
         files = _outputs(options, list(self.outputs))
