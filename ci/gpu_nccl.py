@@ -18,6 +18,7 @@ from tokenring.backends.nccl import NcclTransport
 from tokenring.errors import TokenRingError
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
+DEVICE = "cuda"
 SCHEDULES = ("ring", "tokenring", "direct-kv")
 CHANNELS = (REQUESTS, PARTIALS)
 SIZE, COUNT = 1 << 20, 50
@@ -32,8 +33,8 @@ class NotHere(Exception):
 def nccl_messages(rank: int) -> str:
     """Of one rank to itself, and a program, which at one rank has no messages."""
     made = _transport()
-    told = own_messages(made, "cuda")
-    error = worst_error(made, "cuda", ("ring",))
+    told = own_messages(made, DEVICE)
+    error = worst_error(made, DEVICE, ("ring",))
     made.close()
     return f"{told}; NCCL {_version()}; a program of one rank: error {error:.1e} against float64"
 
@@ -59,7 +60,7 @@ def nccl_programs(rank: int) -> str:
     """Both passes of two ranks, where NCCL lets them share the GPU."""
     made = _transport()
     try:
-        worst = worst_error(made, "cuda", SCHEDULES)
+        worst = worst_error(made, DEVICE, SCHEDULES)
     except TokenRingError as error:
         if reason := refusal(error):
             raise NotHere(f"NCCL {_version()}: {reason}") from error

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -123,30 +123,52 @@ def _passes(bound: Bound, given: Tensors, backward: bool) -> None:
 
 
 @dataclass
-class Step:
+class Passes:
     """Both passes of one rank, bound, and the tensors of a call, so small that only the host's time counts."""
 
-    what: str  # that is in it
     bound: Bound
     call: Call
+
+
+@dataclass
+class Step:
+    """What is in a step, and whether that is all that the limit is about.
+
+    It is made in the first line that measures it: what fails then is told there, and takes no other line with it.
+    """
+
+    what: str
     limited: bool
+    make: Callable[[], Passes]
+
+    @cached_property
+    def passes(self) -> Passes:
+        return self.make()
 
 
 def steps(device: torch.device) -> list[Step]:
     """A whole step: the kernel and merges taken here, puts as symm queues them; and one without tile and move."""
-    reason = symmetric.unavailable() if device.type == "cuda" else "no CUDA device"
-    if reason is None:
-        memory = OwnMemory(device, words_of(STEP_RANKS).count)
-        moved: Any = OwnPuts(memory, device_of(device), STEP_RANKS)
-        what = "executor, move, tile, merge"
-    else:
-        moved, what = Nothing(STEP_RANKS), f"executor, tile, merge; no move: {reason}"
-    whole = step(what, make_kernel("auto", device), moved, device, reason is None)
-    return [whole, step("executor, merge", IdleOn(device), Nothing(STEP_RANKS), device, False)]
+    reason = without_puts(device)
+
+    def whole() -> Passes:
+        return first_rank(make_kernel("auto", device), puts(device) if reason is None else Nothing(STEP_RANKS), device)
+
+    what = "executor, move, tile, merge" if reason is None else f"executor, tile, merge; no move: {reason}"
+    merges = partial(first_rank, IdleOn(device), Nothing(STEP_RANKS), device)
+    return [Step(what, reason is None, whole), Step("executor, merge", False, merges)]
 
 
-def step(what: str, kernel: AttentionKernel, moved: Any, device: torch.device, limited: bool) -> Step:
-    """Of the first rank of tokenring, in bf16. limited: it has all that the limit is about."""
+def without_puts(device: torch.device) -> str | None:
+    """Why a step has no puts here; None: it has."""
+    return symmetric.unavailable() if device.type == "cuda" else "no CUDA device"
+
+
+def puts(device: torch.device) -> OwnPuts:
+    return OwnPuts(OwnMemory(device, words_of(STEP_RANKS).count), device_of(device), STEP_RANKS)
+
+
+def first_rank(kernel: AttentionKernel, moved: Any, device: torch.device) -> Passes:
+    """Of tokenring, in bf16."""
     dtype = torch.bfloat16
     size = Workload(1, STEP_TOKENS * STEP_RANKS, STEP_TOKENS * STEP_RANKS, 1, 1, STEP_DIM, dtype)
     layout = make_layout("zigzag", STEP_RANKS, size.q_length)
@@ -154,7 +176,7 @@ def step(what: str, kernel: AttentionKernel, moved: Any, device: torch.device, l
     names = ("q", "k", "v", "out", "dout")
     own = {name: torch.zeros(1, STEP_TOKENS, 1, STEP_DIM, device=device, dtype=dtype) for name in names}
     own |= {name: torch.zeros(1, 1, STEP_TOKENS, device=device) for name in ("lse", "delta")}
-    return Step(what, bind(schedule, size, 0, kernel, moved, device), Call(own), limited)
+    return Passes(bind(schedule, size, 0, kernel, moved, device), Call(own))
 
 
 class IdleOn(Idle):
@@ -179,7 +201,7 @@ def host_times(report: Report, made: Sequence[Step], device: torch.device) -> No
         for each in made:
 
             def line(each: Step = each, limit_us: float = limit_us, measure: Any = measure) -> tuple[str, bool | None]:
-                found = measure(each, device)
+                found = measure(each.passes, device)
                 text = f"{found[0]:.1f} µs forward, {found[1]:.1f} µs backward"
                 return text, max(found) <= limit_us if each.limited else None
 
@@ -187,7 +209,7 @@ def host_times(report: Report, made: Sequence[Step], device: torch.device) -> No
             guarded(report, f"host time of a step ({each.what}), {how}", limit, line)
 
 
-def eager_step(step: Step, device: torch.device, rounds: int = 200) -> list[float]:
+def eager_step(step: Passes, device: torch.device, rounds: int = 200) -> list[float]:
     """Medians of forward and backward, in µs a step."""
     found = []
     for executor in step.bound.values():
@@ -201,7 +223,7 @@ def eager_step(step: Step, device: torch.device, rounds: int = 200) -> list[floa
     return found
 
 
-def captured_step(step: Step, device: torch.device, rounds: int = 200) -> list[float]:
+def captured_step(step: Passes, device: torch.device, rounds: int = 200) -> list[float]:
     """The launch of a graph that holds a pass, in µs a step."""
     found = []
     for executor in step.bound.values():

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.bench.peers import ring_flash_function
+from tokenring.collection import no_collection
 from tokenring.integrations.megatron import use_tokenring
 
 VOCABULARY = 256
@@ -118,11 +119,11 @@ def main() -> None:
     assert apart <= AGREE, f"gradients differ by {apart:.1e}"
 
     taken: dict[str, list[float]] = {name: [] for name in models}
-    gc.disable()
-    for number in range(args.rounds):
-        for name in list(models)[:: 1 if number % 2 else -1]:
-            taken[name].append(step(models[name], tokens, positions))
-        gc.collect()
+    with no_collection():
+        for number in range(args.rounds):
+            for name in list(models)[:: 1 if number % 2 else -1]:
+                taken[name].append(step(models[name], tokens, positions))
+            gc.collect()
     if rank == 0:
         ours, others = taken.values()
         shares = statistics.quantiles([a / b for a, b in zip(ours, others, strict=True)], n=4)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -102,6 +103,8 @@ def fake(kind: str, setting: Setting, group: Any) -> Runner:
         raise NotInstalled("pip install it")
     if kind == "refuses on rank 1" and setting.rank == 1:
         raise ImportError("no such module")
+    if kind == "warns":
+        warnings.warn("made from an old name", FutureWarning, stacklevel=2)
     cp = tr.ContextParallel(group, schedule="ring", timeout_seconds=3.0)
     calls: list[int] = []
 
@@ -111,6 +114,8 @@ def fake(kind: str, setting: Setting, group: Any) -> Runner:
             raise ValueError("too often")
         if kind == "ignores the mask":
             return tr.attention(q, k, v, cp)
+        if kind.startswith("warns"):
+            warnings.warn("an old name", FutureWarning, stacklevel=2)
         out = tr.attention(q, k, v, cp, mask=tr.Causal())
         return out * torch.nan if kind == "is not a number" else out
 
@@ -171,6 +176,30 @@ def test_peers_that_go_wrong_are_listed_and_the_race_goes_on(ranks: RankPools) -
         assert len(entries[name].call_s) == CASE.rounds, "shown as wrong, with its times"
     assert found["breaks on rank 0"] == (FAILED, "ValueError: too often")
     assert not entries["breaks on rank 0"].was_timed
+
+
+def warned(here: Here, kind: str, what: str) -> list[str | None]:
+    """What becomes of a candidate that warns, where warnings are errors; and the filters, which stay as they were."""
+    before = list(warnings.filters)
+    setting = Setting(replace(CASE, schedules=[]), here.rank, here.world_size)
+    (entry,), _, _ = race(setting, [Candidate("it", kind, partial(fake, what))], lambda done, steps, what: None)
+    assert warnings.filters == before and before[0][0] == "error"
+    return [entry.status, entry.reason]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "found"),
+    [
+        (PEER, "warns", [MEASURED, None]),
+        (OURS, "warns", [FAILED, "FutureWarning: made from an old name"]),
+        (OURS, "warns in calls", [FAILED, "FutureWarning: an old name"]),
+        (OURS, "right", [MEASURED, None]),
+    ],
+)
+def test_peers_may_warn(kind: str, what: str, found: list[str | None], ranks: RankPools) -> None:
+    """Of torch's old names, say, when they are made and in each call: ring-flash-attn 0.1.8 does. We may not."""
+    with ranks.expendable(2) as pair:
+        assert pair(warned, kind, what) == [found] * 2
 
 
 # ---------- peers

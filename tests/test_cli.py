@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import pytest
 
 from tokenring import cli
 from tokenring._version import __version__
 from tokenring.cli import main
+from tokenring.console import read_options
 from tokenring.mask import Causal, Documents
 from tokenring.named import schedule
 from tokenring.schedule.ir import Schedule
@@ -181,6 +183,28 @@ def test_help() -> None:
     result = run("schedule", "--help")
     assert result.code == 0
     assert "--ranks P" in result.out
+
+
+COMMANDS = ("schedule", "demo", "bench", "trace", "plan", "rates", "doctor", "topology", "topology --measure")
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(command: str) -> None:
+    """Said, and nothing else done: no SystemExit leaves `main`."""
+    result = run(*command.split(), "--help")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"usage: tokenring {command.split()[0]}")
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(None, 0), (0, 0), (3, 3)])
+def test_what_parsers_exit_with_is_the_exit_code(code: int | None, wanted: int) -> None:
+    def leave(argv: list[str]) -> NoReturn:
+        sys.exit(code)
+
+    assert read_options(leave, []) == wanted
+    options = Namespace(ranks=2)
+    assert read_options(lambda argv: options, []) is options
 
 
 def test_demo_gets_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

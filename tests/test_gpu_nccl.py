@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ascend.ranks import NpuPools
 from ranks import Here
 
+from tokenring import attention
 from tokenring.backends.nccl import NcclTransport
 from tokenring.errors import PeerLost
 
@@ -120,6 +121,34 @@ def test_messages_of_a_rank_to_itself(npus: NpuPools) -> None:
     with npus.expendable(1) as some:
         ((said, _),) = some(one_rank, True)
     assert said == f"{2 * 64 * gpu_nccl.COUNT} bytes are wrong"
+
+
+def one_rank_whole(here: Here, spoil: bool) -> str:
+    """All that ci/gpu has of one rank."""
+    smaller = {"SIZE": 64, "DEVICE": "npu", "_version": lambda: "2.30", "_transport": lambda: made}
+    made: Any = OneRank(dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in smaller.items():
+            patched.setattr(gpu_nccl, name, value)
+        patched.setattr(gpu_programs, "TOKENS", 16)
+        patched.setattr(gpu_programs, "DIM", 8)
+        if spoil:
+            patched.setattr(gpu_programs, "attention", lambda *given: 1.01 * attention(*given))
+        try:
+            return gpu_nccl.nccl_messages(0)
+        except AssertionError as error:
+            return str(error)
+
+
+def test_a_program_of_one_rank(npus: NpuPools) -> None:
+    """Nothing moves in it, over a transport that has moved messages before and is closed behind it."""
+    (said,) = npus(1)(one_rank_whole, False)
+    told, version, program = said.split("; ")
+    assert (told, version) == (f"{2 * gpu_nccl.COUNT} messages of 0 KiB whole", "NCCL 2.30")
+    error = float(program.removeprefix("a program of one rank: error ").removesuffix(" against float64"))
+    assert 0 < error < gpu_programs.MOST
+    with npus.expendable(1) as some:
+        assert some(one_rank_whole, True)[0].startswith("('ring', [0.0")
 
 
 # ---------- what is told

@@ -327,7 +327,7 @@ def test_a_step_has_its_tiles_and_moves() -> None:
 
     memory, kernel = OnHost(gpu_own_puts.words_of(gpu_times.STEP_RANKS).count), Counting()
     moved = gpu_own_puts.OwnPuts(memory, ThreadDevice(lambda: None), gpu_times.STEP_RANKS)  # type: ignore[arg-type]
-    made = gpu_times.step("all of it", kernel, moved, CPU, True)
+    made = gpu_times.first_rank(kernel, moved, CPU)
     del made.bound["backward"]
     gpu_times.eager_step(made, CPU, 3)
     program = made.bound["forward"].program.instructions
@@ -343,7 +343,7 @@ def test_lines_say_what_is_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     lines: list[Any] = []
     made = gpu_times.steps(CPU)
-    monkeypatch.setattr(gpu_times, "captured_step", lambda step, device: [9.0, 1.0])
+    monkeypatch.setattr(gpu_times, "captured_step", lambda passes, device: [9.0, 1.0])
     monkeypatch.setattr(gpu_times, "eager_step", partial(gpu_times.eager_step, rounds=3))
     gpu_times.host_times(lambda *line: lines.append(line), made, CPU)
     assert [(name, limit, met) for name, _, limit, met in lines] == [
@@ -356,3 +356,23 @@ def test_lines_say_what_is_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made[0].limited = True
     gpu_times.host_times(lambda *line: lines.append(line), made[:1], CPU)
     assert lines[-1][1:] == ("9.0 µs forward, 1.0 µs backward", "5 µs", False)
+
+
+def test_what_fails_as_a_step_is_made_is_told_in_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of the driver that are not to be had: the other step is measured, and the part goes on."""
+    import gpu_times
+
+    def refuses(device: torch.device, words: int) -> None:
+        raise RuntimeError("no stream memory operations")
+
+    lines: list[Any] = []
+    for name in ("eager_step", "captured_step"):
+        monkeypatch.setattr(gpu_times, name, lambda passes, device: [9.0, 1.0])
+    monkeypatch.setattr(gpu_times, "without_puts", lambda device: None)
+    monkeypatch.setattr(gpu_times, "OwnMemory", refuses)
+    gpu_times.host_times(lambda *line: lines.append(line), gpu_times.steps(CPU), CPU)
+    failed, measured = "RuntimeError: no stream memory operations", "9.0 µs forward, 1.0 µs backward"
+    assert [(value, limit, met) for _, value, limit, met in lines] == [
+        (failed, "40 µs", False), (measured, "", None), (failed, "5 µs", False), (measured, "", None),
+    ]  # fmt: skip
+    assert "(executor, move, tile, merge), eager" in lines[0][0]

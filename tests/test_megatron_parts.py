@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import pickle
 import re
 import sys
-import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,6 @@ from tokenring import Causal, ContextParallel, Full, Mask, SlidingWindow
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
 from tokenring.integrations.megatron import per_layer, use_tokenring, version
 from tokenring.integrations.megatron.arguments import check_layer
-from tokenring.integrations.megatron.contexts import contexts_of
 from tokenring.integrations.megatron.groups import SELF, group_of_call, group_of_layer
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.schedules import schedule_of_layer
@@ -347,40 +344,3 @@ def test_calls_bring_groups_of_their_own(ranks: RankPools) -> None:
     assert relative_error(torch.stack([each[0] for each in found]).sum(0), alone) <= EXACT
     assert relative_error(found[0][1] + found[1][1], alone) <= EXACT
     assert relative_error(found[2][1] + found[3][1], alone) <= EXACT
-
-
-def models_one_after_another(here: Here) -> torch.Tensor:
-    """Of the first layer, Python's collector has freed what rank 0 had, but not yet what others had."""
-    x, options = torch.randn(4, 1, 4, 16), {"timeout_seconds": 5, "schedule": "ring"}
-    group = SimpleNamespace(cp=dist.group.WORLD)
-    gc.disable()
-    try:
-        for _ in range(2):
-            made = layer(config(context_parallel_size=here.world_size), pg_collection=group, **options)
-            made.config.made = [made]
-            out: torch.Tensor = made(x, x, x, None)
-            del made
-            if here.rank == 0:
-                gc.collect()
-    finally:
-        gc.enable()
-    return out
-
-
-def test_layers_of_a_former_model_may_be_freed_at_any_time(ranks: RankPools) -> None:
-    """Ranks that still have what those shared must not meet others that have to make it."""
-    assert len(ranks(2)(models_one_after_another)) == 2
-
-
-def contexts_of_groups(here: Here) -> tuple[bool, bool]:
-    """Whether what is shared is kept while its group lives, and is let go with it."""
-    group = dist.new_group([0, 1])
-    first = weakref.ref(contexts_of(group, {}))
-    kept = contexts_of(group, {}) is first()
-    dist.destroy_process_group(group)
-    contexts_of(SELF, {"timeout_seconds": 7})
-    return kept, first() is None
-
-
-def test_what_layers_share_lives_as_long_as_their_group(ranks: RankPools) -> None:
-    assert ranks(2)(contexts_of_groups) == [(True, True)] * 2

@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "ci"))
 
 from npu_smoke import command, team  # noqa: E402
-from npu_smoke.links import in_one_order  # noqa: E402
+from npu_smoke.links import DELAY_SECONDS, in_one_order  # noqa: E402
 from npu_smoke.unknowns import AS_ASSUMED, MEASURED, OPEN, OTHERWISE, UNKNOWNS, page, verdict  # noqa: E402
 
 BY_KEY = {each.key: each for each in UNKNOWNS}
@@ -212,13 +212,48 @@ def test_a_task_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path) -> None
     assert "ConfigurationError" in told["log"]["0"]
 
 
-def test_a_task_that_hangs_is_ended(tmp_path: Path) -> None:
-    """Here: one that takes longer than it may."""
+SLOWER = 20  # times as long as just before, and a task counts as one that hangs: load changes no faster
+
+
+def as_python(monkeypatch: pytest.MonkeyPatch, path: Path, does: str) -> None:
+    """Ranks are started by this shell script from now on."""
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+@pytest.mark.timeout(600)
+def test_a_task_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would take an hour; its limit is a multiple of what another task takes here and now, before and after it."""
+    hangs = "from npu_smoke import links, rank; links.DELAY_SECONDS = 3600; import sys; rank.main(sys.argv[1])"
+    as_python(monkeypatch, tmp_path / "python", f"exec {sys.executable} -c '{hangs}' \"$3\"")
+    asked = team.Asked("cpu", 2, None, time.monotonic() + 3600)
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    def tell(task: str, found: dict[str, Any]) -> None:
+        told.append((task, found))
+        if len(told) == 1:
+            asked.task_seconds = max(0.3, SLOWER * found["seconds"])
+
+    team.run(asked, ["rows", "wait", "rows"], tell)
+    assert [(task, found["status"]) for task, found in told] == [("rows", "done"), ("wait", "late"), ("rows", "done")]
+    assert told[1][1]["error"] == f"no answer in {asked.task_seconds:g} s"
+
+
+def test_limits_are_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And what is late makes the whole a failure."""
+    given: list[team.Asked] = []
+
+    def run(asked: team.Asked, tasks: list[str], tell: Any) -> str:
+        given.append(asked)
+        tell("rows", {"status": "late", "error": "no answer in 0.3 s"})
+        return "cpu"
+
+    monkeypatch.setattr(command, "run", run)
     began = time.monotonic()
-    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", "wait,rows", "--task-seconds", "0.3")
-    assert (ran.code, status(ran)) == (1, {"wait": "late", "rows": "done"})
-    assert ran.document["tasks"]["wait"]["error"] == "no answer in 0.3 s"
-    assert time.monotonic() - began < 60
+    options = ["--no-doctor", "--device", "cpu", "--only", "rows", "-o", str(tmp_path / "found.json")]
+    assert command.main([*options, "--task-seconds", "0.3", "--minutes", "2"]) == 1
+    assert given[0].task_seconds == 0.3 and began + 120 <= given[0].until <= time.monotonic() + 120
 
 
 def test_the_time_that_is_used_up(tmp_path: Path) -> None:
@@ -226,12 +261,17 @@ def test_the_time_that_is_used_up(tmp_path: Path) -> None:
     assert (ran.code, status(ran)) == (1, {"rows": "left out"})
 
 
+@pytest.mark.timeout(600)
 def test_the_time_bounds_a_run_that_goes_well(tmp_path: Path) -> None:
-    """Tasks that all succeed, half a second each: fifty of them are not begun in time."""
-    began = time.monotonic()
-    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", ",".join(["wait"] * 60), "--minutes", "0.1")
+    """Tasks that all succeed, half a second each at least: no more are begun than the time has room for."""
+    tasks, minutes = 60, 0.1
+    asked = ("--only", ",".join(["wait"] * tasks), "--minutes", str(minutes))
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", *asked, seconds=590)
     assert (ran.code, status(ran)) == (1, {"wait": "left out"})
-    assert time.monotonic() - began < 30
+    words = [line.split()[1] for line in ran.out.splitlines() if line.startswith("wait ")]
+    done = words.count("done")
+    assert done <= 60 * minutes / DELAY_SECONDS + 1 < tasks
+    assert words == ["done"] * done + ["left"] * (tasks - done)
     assert ran.document["tasks"]["wait"]["error"] == "the time was used up"
 
 
@@ -256,10 +296,7 @@ def stuck(queues: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
 
 
 def test_ranks_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(broken))
+    as_python(monkeypatch, tmp_path / "python", "echo no such thing >&2\nexit 3")
     told: dict[str, Any] = {}
     asked = team.Asked("cpu", 2, None, time.monotonic() + 60)
     team.run(asked, ["pair", "rows"], lambda task, found: told.update({task: found}))

@@ -17,13 +17,14 @@ import tokenring as tr
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.planner import auto
 from tokenring.planner.auto import Call, first_names, make, plan_call, restricted
-from tokenring.planner.interconnect import Interconnect, full_mesh, ring, switch, two_node
+from tokenring.planner.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring, switch, two_node
 from tokenring.planner.plan import Plan
-from tokenring.planner.predict import least_seconds, predict
+from tokenring.planner.predict import Busiest, OfPass, least_seconds, predict
 from tokenring.planner.presets import preset
 from tokenring.planner.rates import Messages
-from tokenring.planner.select import Choice, Judged, Judgement, decide, mb_text, select, time_text
+from tokenring.planner.select import Choice, Judged, Judgement, decide, mb_text, select, time_text, wires_need
 from tokenring.planner.wiring import interconnect_of
+from tokenring.schedule.ir import Pass
 
 Heads = tuple[int, int]
 
@@ -186,6 +187,40 @@ class TestLists:
         reason = plan.candidates[0].reason
         assert reason.startswith(f"the fastest, {says}") and "wire none" not in reason
         assert f", {reason.removeprefix('the fastest, ')}; next " in plan.reason and "\n" not in plan.reason
+
+    @pytest.mark.parametrize(
+        ("passes", "back_gbs", "says"),
+        [
+            (("forward",), 0.75, "bound by wire 0:0>1 ("),
+            (("backward",), 0.75, "bound by wire 0:1>0 ("),
+            (BOTH, 0.75, "bound by wires 0:0>1 in forward and 0:1>0 in backward ("),
+            (BOTH, 1.5, "bound by wire 0:0>1 ("),
+            (BOTH, 1.0, "bound by wire 0:0>1 ("),  # in backward both need as long
+            (BOTH, 0.25, "bound by wires 0:0>1 in forward and 0:1>0 in backward ("),
+        ],
+    )
+    def test_says_which_pass_a_wire_binds(self, passes: Sequence[Pass], back_gbs: float, says: str) -> None:
+        """KV goes up in both passes, its gradient comes down in backward: no wire is the busiest of both."""
+        size = workload(2, (4, 4))
+        kv_bytes = 2 * size.kv_length // 2 * 4 * 64 * 2
+        fabric = Fabric(2, {(0, 1): ("0>1",), (1, 0): ("1>0",)}, {"0>1": 1.0, "1>0": back_gbs})
+        asked_for = setting(of_one_host("slower back", fabric), size, passes)
+        schedule = named("direct-kv/pieces1", 2, size.q_length, tr.Causal())
+        found = select([Choice("direct-kv", lambda: schedule)], asked_for)
+        assert found.candidates[0].reason.startswith(f"the fastest, {says}")
+        up, back = ("forward" in passes) + 1.0, 1 / back_gbs
+        wires = predict(schedule, asked_for).wires
+        if len(passes) == 2:
+            assert (wires.worst, wires.worst_bytes) == (("0:0>1", 2 * kv_bytes) if up > back else ("0:1>0", kv_bytes))
+        slowest = [1.0 if direction == "forward" else max(1.0, back) for direction in passes]
+        assert wires.seconds == pytest.approx(sum(slowest) * kv_bytes / 1e9)
+
+    def test_says_of_what_loses_by_wires_which_these_are(self) -> None:
+        """One wire, or one of each pass."""
+        one = Busiest("a", 3, (OfPass("forward", "a", 1e-3), OfPass("backward", "a", 2e-3)))
+        two = one._replace(of_passes=(OfPass("forward", "b", 1e-3), one.of_passes[1]))
+        assert wires_need(one) == "its busiest wire needs 3 ms"
+        assert wires_need(two, " alone") == "the busiest wires of its passes alone need 3 ms"
 
     def test_nothing_to_choose_from(self) -> None:
         with pytest.raises(ConfigurationError, match="no schedule to choose from"):

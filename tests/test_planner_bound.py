@@ -66,9 +66,9 @@ def test_no_wire_of_any_schedule_is_below(ranks: int, heads: tuple[int, int], ma
 
 
 def least_wires(schedule: tr.Schedule, asked: Setting) -> float:
-    from tokenring.planner.predict import worst_wire
+    from tokenring.planner.predict import busiest
 
-    return worst_wire(schedule, asked)[2]
+    return busiest(schedule, asked).seconds
 
 
 @pytest.mark.parametrize("mask", [tr.Full(), tr.Causal()], ids=["full", "causal"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -14,13 +15,17 @@ import tokenring as tr
 from tokenring.cli import main
 from tokenring.errors import ConfigurationError
 from tokenring.layout import make_layout
+from tokenring.planner import planner
 from tokenring.planner.auto import Call, plan_call
+from tokenring.planner.concurrent import group_net
 from tokenring.planner.interconnect import Interconnect, full_mesh
 from tokenring.planner.plan import Candidate
 from tokenring.planner.planner import Planner
 from tokenring.planner.predict import Setting
-from tokenring.planner.presets import preset
+from tokenring.planner.presets import PRESETS, preset
+from tokenring.planner.server import cluster_facts
 from tokenring.planner.wiring import interconnect_of
+from tokenring.topology.graph import Graph, merge
 from tokenring.topology.ranks import Topology
 
 HOSTS, TENSOR, LENGTH, DIM = 4, 8, 8192, 64
@@ -35,6 +40,10 @@ def by_the_command() -> list[dict[str, object]]:
     where = ("--topology", f"preset:{NAME}", "--tp", str(TENSOR), "--pass", "forward")
     assert main(["plan", *sizes, *where, "--schedules", ",".join(SCHEDULES), "--json"], out, err) == 0, err.getvalue()
     return [figures(Candidate(**each)) for each in json.loads(out.getvalue())["candidates"]]
+
+
+def widths(net: Interconnect, src: int, dst: int) -> list[float]:
+    return [net.gbs(wire) for wire in net.way(src, dst)]
 
 
 def figures(each: Candidate) -> dict[str, object]:
@@ -79,6 +88,121 @@ def test_ranks_in_another_order() -> None:
     assert other.way(1, 3) == net.way(0, 1) and other.gbs(other.way(1, 3)[-1]) == net.gbs(net.way(0, 1)[-1])
 
 
+# ---------- data parallelism on the same hosts
+
+
+def group_of_rank(rank: int, tensor: int, context: int, ranks: int) -> list[int]:
+    """Its context-parallel group, as Megatron's rank generator makes it with the default order."""
+    ends = tensor * context
+    return [each for each in range(ranks) if each // ends == rank // ends and each % tensor == rank % tensor]
+
+
+def seen_by(name: str, ranks: list[int]) -> Topology:
+    """What a probe of these ranks sees: the whole of their machines, and no others."""
+    whole = preset(name)
+    assert whole.graph is not None
+    if not whole.hosts[0]:
+        return replace(Topology.of(whole.graph, [whole.devices[rank] for rank in ranks]), reached=whole.reached)
+    hosts = {None, *(whole.hosts[rank] for rank in ranks)}
+    known = {each.id for each in whole.graph.devices if each.host in hosts}
+    graph = Graph(
+        tuple(each for each in whole.graph.devices if each.id in known),
+        tuple(each for each in whole.graph.edges if each.a in known and each.b in known),
+        seen=whole.graph.seen,
+    )
+    return replace(Topology.of(graph, [whole.devices[rank] for rank in ranks]), reached=whole.reached)
+
+
+def left_for(name: str, mine: list[int], tensor: int, context: int) -> dict[tuple[int, int], list[object]]:
+    """Of each pair of ranks the widths of its wires, over how many of all groups pass them; counted way by way."""
+    net = interconnect_of(preset(name))
+    users = Counter[str]()
+    for group in {tuple(group_of_rank(rank, tensor, context, net.world_size)) for rank in range(net.world_size)}:
+        users.update({wire for a in group for b in group for wire in net.way(a, b)})
+    return {
+        (a, b): [pytest.approx(net.gbs(wire) / users[wire]) for wire in net.way(mine[a], mine[b])]
+        for a in range(context) for b in range(context) if a != b
+    }  # fmt: skip
+
+
+BESIDE = [  # accelerators, tp, cp
+    pytest.param("l40s-pcie-8", 2, 2, id="four groups in a tree of PCIe"),
+    pytest.param("a10-pix-4", 2, 1, id="nothing to exchange"),
+    pytest.param("hgx-h100", 2, 2, id="a port each"),
+    pytest.param("dgx-1-v100", 4, 1, id="alone"),
+    pytest.param("atlas-800t-a2", 2, 2, id="a link each"),
+    pytest.param("a10-pix-4*3", 2, 3, id="across hosts, which three groups of ranks divide unevenly"),
+    pytest.param("l40s-pcie-8*3", 2, 6, id="the same, in a tree"),
+    pytest.param("l40s-pcie-8*3", 2, 3, id="some groups of which keep to a host, and out of its NICs"),
+    pytest.param("l40s-pcie-8*3", 4, 3, id="and with more tensor parallelism"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "context"), BESIDE)
+def test_groups_of_data_parallelism_are_counted(name: str, tensor: int, context: int) -> None:
+    """Each group of a job that has all accelerators: what it is left with is what all groups' ways leave of wires."""
+    ranks = preset(name).world_size
+    for first in range(ranks):
+        mine = group_of_rank(first, tensor, context, ranks)
+        if mine[0] != first or len(mine) < context:
+            continue
+        net = group_net(seen_by(name, mine), context, tensor, ranks)
+        assert (net.world_size, "one group's alone" in " ".join(net.notes)) == (context, False)
+        found = {(a, b): widths(net, a, b) for a in range(context) for b in range(context) if a != b}
+        assert found == left_for(name, mine, tensor, context)
+
+
+NIC = 12.5 * 0.97  # GB/s, of a host of four
+BRIDGE = 31 * 0.85
+TAKEN = "all accelerators are taken to be one job's, in groups of tensor_parallel=2"
+ALONE = "wires are taken to be one group's alone: of tensor_parallel=2 only its own ranks are known"
+
+
+@pytest.mark.parametrize(
+    ("job_ranks", "nics", "bridge", "says"),
+    [
+        (12, (NIC / 2, NIC / 4), BRIDGE / 2, TAKEN),  # groups of 0, 2, 4; 1, 3, 5; 6, 8, 10; 7, 9, 11
+        (None, (NIC / 2, NIC / 4), BRIDGE / 2, TAKEN),
+        (6, (NIC / 2, NIC / 2), BRIDGE / 2, ""),  # the others are idle
+        (7, (NIC, NIC), BRIDGE, ALONE),  # which of them are in the job nobody knows
+    ],
+)
+def test_wires_that_are_shared(
+    job_ranks: int | None, nics: tuple[float, float], bridge: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: hosts of four with one NIC, the second of them with the first group's last rank."""
+    monkeypatch.setattr(planner, "_job_ranks", lambda: job_ranks)
+    given = seen_by("a10-pix-4*3", [0, 2, 4])
+    net = Planner(None, 3, given, (), None, 2).look(CUDA, torch.float16)[0]
+    out, into = ([wire for wire in net.way(0, 2) if wire.endswith(end)] for end in ("0:NIC0>", "1:>NIC0"))
+    assert [net.gbs(wire) for wire in (*out, *into)] == pytest.approx(nics)
+    assert widths(net, 0, 1) == pytest.approx([BRIDGE, bridge, bridge, BRIDGE])  # its own slot, an uplink of two
+    assert [note for note in (TAKEN, ALONE) if note in net.notes] == ([says] if says else [])
+
+
+@pytest.mark.parametrize("first", [0, 1, 4, 5])
+def test_ports_that_are_not_shared(first: int) -> None:
+    """A switch with a port each: four groups of two are as one."""
+    given = seen_by("hgx-h100", [first, first + 2])
+    beside, alone = (group_net(given, 2, groups) for groups in (2, 1))
+    assert widths(beside, 0, 1) == widths(alone, 0, 1) == pytest.approx([450 * 0.84] * 2)
+
+
+@pytest.mark.parametrize("ranks", [[1, 3, 5], [0, 3], [2, 4], [0, 4]], ids=str)
+def test_groups_that_lie_otherwise_are_taken_alone(ranks: list[int]) -> None:
+    """A step that is not tensor_parallel, or what would end outside of the machine."""
+    net = group_net(seen_by("l40s-pcie-8", [*ranks]), len(ranks), 2)
+    assert (ALONE in net.notes) == (ranks not in ([1, 3, 5], [2, 4]))
+
+
+def test_hosts_that_tensor_parallelism_does_not_divide() -> None:
+    """Where ranks of the job begin on such a host cannot be told."""
+    graph = merge(cluster_facts(replace(PRESETS["a10-pix-4"].server, count=3), 2))
+    for tensor, says in ((2, True), (3, False)):
+        given = Topology.of(graph, [f"node{place // 3}:GPU{place % 3}" for place in range(0, 6, tensor)])
+        assert any("alone" in note for note in group_net(given, 6 // tensor, tensor).notes) == says
+
+
 @pytest.mark.parametrize(
     "given",
     [Topology("pairs", HOSTS, hosts=("a", "b", "c", "d")), full_mesh(HOSTS, 1.0), preset("a10-pix-4")],
@@ -93,8 +217,6 @@ def test_what_is_not_known_is_said(given: Topology | Interconnect) -> None:
 
 
 def test_ranks_of_one_machine_share_its_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenring.planner import planner
-
     monkeypatch.setattr(planner, "cores", lambda: 4)
     (alone, free), (beside, shared) = (
         Planner(None, 4, None, (), None, groups).look(torch.device("cpu"), torch.float32) for groups in (1, 2)

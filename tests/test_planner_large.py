@@ -19,7 +19,7 @@ from tokenring.planner.plan import Forecast
 from tokenring.planner.predict import predict
 from tokenring.planner.select import mb_text
 from tokenring.planner.visible import is_even, most_of_own_rows
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.ir import Pass, Schedule
 from tokenring.workload import Workload
 
 FEW = ("usp/4", "double-ring/4", "relay/4", "ring")
@@ -66,6 +66,14 @@ def test_hopeless_is_nothing() -> None:
 
 
 # ---------- forecasts
+
+
+@pytest.mark.parametrize(("passes", "says"), [(BOTH[:1], "its busiest wire ("), (BOTH, "the busiest wire of each pa")])
+def test_what_binds_a_forecast(passes: tuple[Pass, ...], says: str) -> None:
+    """Which wire it is, one host that stands for all does not show."""
+    asked = setting(clusters(80), workload(320, (8, 8), 512), passes, tflops=1e6)
+    found = plan_or_forecast(call(asked, tr.Causal(), families=("ring",)))
+    assert found.candidates[0].reason.startswith(f"the fastest, bound by {says}")
 
 
 def test_a_forecast() -> None:

@@ -188,7 +188,7 @@ class TestByHand:
         found = predict(schedule, setting(full_mesh(RANKS, 1.0), SIZE, tflops=rate))
         assert found.compute_seconds == pytest.approx(2 * Y / GB, rel=1e-3)
         assert found.exposed_seconds == pytest.approx(found.seconds - found.compute_seconds)
-        assert found.worst_wire_seconds == pytest.approx(3 * Y / GB)
+        assert found.wires.seconds == pytest.approx(3 * Y / GB)
 
     def test_copies_and_calls_cost_what_the_rates_say(self) -> None:
         """A ring in fp32 of one kernel call a step: four calls; its partials stay, so it merges but does not send."""
@@ -295,7 +295,7 @@ def test_what_holds_of_every_schedule(seed: int) -> None:
     least = least_seconds(schedule, asked)
     assert found.seconds >= least.seconds * (1 - 1e-4)
     assert least.kernel_seconds == pytest.approx(found.compute_seconds)
-    assert least.wire_seconds == pytest.approx(found.worst_wire_seconds)
+    assert least.wire_seconds == pytest.approx(found.wires.seconds)
     assert predict(schedule, asked) == predict(schedule, asked)
     for direction, one in zip(asked.passes, found.outcomes, strict=True):
         assert one.wire_bytes == pytest.approx(wire_bytes(schedule, asked, direction))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tokenring._version import __version__
-from tokenring.console import Parser, write_file
+from tokenring.console import Parser, read_options, write_file
 from tokenring.errors import ConfigurationError, TokenRingError
 
 if TYPE_CHECKING:
@@ -90,10 +90,9 @@ def _run(argv: list[str], stdin: TextIO) -> int:
         from tokenring.topology.command import main as topology_main
 
         return topology_main(argv[1:])
-    try:
-        options = _parser().parse_args(argv)
-    except SystemExit as done:  # --help and --version
-        return int(done.code or 0)
+    options = read_options(_parser().parse_args, argv)
+    if isinstance(options, int):
+        return options
     return _schedule_command(options, stdin)
 
 

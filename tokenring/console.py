@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -17,6 +17,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}; see {self.prog} --help")
+
+
+def read_options(read: Callable[[list[str]], argparse.Namespace], argv: list[str]) -> argparse.Namespace | int:
+    """What `read`, which parses, makes of a command's arguments; or the exit code, if --help or --version said all.
+
+    Raises ConfigurationError, from Parser, for what is wrong.
+    """
+    try:
+        return read(argv)
+    except SystemExit as done:
+        return int(done.code or 0)
 
 
 class Ink:

@@ -59,7 +59,8 @@ class ContextParallel:
     topology: what joins the ranks, for "auto": a Topology, or an Interconnect. None: probed at the first call on
         accelerators; on a CPU, what docs/planner.md says is assumed.
     tensor_parallel: how many neighbours share the heads, each in a group of its own; "auto" reckons with these groups'
-        part of shared wires. topology may then be that of all their ranks.
+        part of shared wires, and from 2 on with that of data-parallel groups, ranks lying as in Megatron (tensor
+        parallelism fastest, then context, then data). topology may then be that of all ranks that share heads.
     memory_limit_bytes: of each rank, for buffers, connections and what forward keeps: "auto" chooses what fits, over a
         mode of transport "auto" with fewer connections where that is faster.
     transport: "auto", a name (docs/transports.md), or the `transport` of another ContextParallel of the same group.

@@ -7,18 +7,20 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from tokenring.console import Console
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.launch import PR_SET_PDEATHSIG, Interrupts
 
 INTERRUPTED = 130
 POLL_SECONDS = 0.1
-LAST_WORDS_SECONDS = 3.0  # after the first failure, others may say more
+LAST_WORDS_SECONDS = 2.0  # from a rank's failure until it ends, and torchrun all others with it
+HEARD_OUT_SECONDS = LAST_WORDS_SECONDS + 1.0  # after the last that a failing job has said
 LOG_LINES = 20
 LONGEST_MESSAGE = 600
 
@@ -79,6 +81,14 @@ def short(error: BaseException) -> str:
     return " ".join(str(error).split())[:LONGEST_MESSAGE]
 
 
+def fail(error: Exception, report: Callable[[Failed], None]) -> int:
+    """Say why this rank ends, and give others time to say what they found. Returns the exit code."""
+    traceback.print_exception(error)
+    report(Failed(int(os.environ["RANK"]), type(error).__name__, short(error), isinstance(error, TokenRingError)))
+    time.sleep(LAST_WORDS_SECONDS)
+    return 1
+
+
 # ---------- at the process that shows
 
 
@@ -114,7 +124,7 @@ def follow(
                 failures.append(failed)
         if lines:
             continue
-        if ended is not None or (failures and now - heard > LAST_WORDS_SECONDS):
+        if ended is not None or (failures and now - heard > HEARD_OUT_SECONDS):
             break
         if now - heard > silence_seconds:
             raise CommandFailed(f"no news from the ranks for {silence_seconds:.0f} s while {phase()}")

@@ -7,8 +7,6 @@ import gc
 import json
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -17,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from tokenring.console import Console
-from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.console import Console, read_options
+from tokenring.errors import ConfigurationError
 from tokenring.follow import (
     CommandFailed,
     Failed,
@@ -26,16 +24,15 @@ from tokenring.follow import (
     check_output,
     end_with_parent,
     exit_code,
+    fail,
     follow,
     report_line,
-    short,
     write_at_last,
     write_files,
 )
 from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
 
 SILENCE_SECONDS = 900.0  # longer than any rank waits for another
-LAST_WORDS_SECONDS = 2.0  # from a rank's failure until it ends
 PREFIX = "@tokenring "  # anything else that a rank prints is not ours
 
 Tell = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
@@ -157,10 +154,9 @@ class Command(Generic[R]):
         """
         started = ranks_started(environment)
         interrupts = None if started else Interrupts()
-        try:
-            options = self.options(sys.argv[1:] if argv is None else argv)
-        except SystemExit as done:  # --help
-            return int(done.code or 0)
+        options = read_options(self.options, sys.argv[1:] if argv is None else argv)
+        if isinstance(options, int):
+            return options
         ranks = ranks_wanted(options.ranks, started)
         case = self.case(options, ranks)
         files = _outputs(options, list(self.outputs))
@@ -265,12 +261,7 @@ def serve(run: Callable[[Tell], Report | None]) -> int:
     try:
         report = run(lambda done, steps, what: _say("progress", [done, steps, what]))
     except Exception as error:
-        traceback.print_exc()
-        rank = int(os.environ["RANK"])
-        _say("failed", asdict(Failed(rank, type(error).__name__, short(error), isinstance(error, TokenRingError))))
-        # torchrun ends all ranks with the first: until then, others may still say what they found.
-        time.sleep(LAST_WORDS_SECONDS)
-        return 1
+        return fail(error, lambda failed: _say("failed", asdict(failed)))
     if report is not None:
         _say("report", report.to_json())
     return 0

@@ -6,7 +6,7 @@ that cannot be read or written, or a wrong option; 130 interrupted.
 
 from __future__ import annotations
 
-from tokenring.console import Parser, write_file
+from tokenring.console import Parser, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.topology.facts import Facts
 from tokenring.topology.graph import merge, on_machines
@@ -24,10 +24,9 @@ def main(argv: list[str]) -> int:
         from tokenring.topology.measure.command import main as measure_main  # it runs on ranks, as bench does
 
         return measure_main(argv)
-    try:
-        options = _parser().parse_args(argv)
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
+    options = read_options(_parser().parse_args, argv)
+    if isinstance(options, int):
+        return options
     files = dict.fromkeys(options.source or ())  # each once
     facts = on_machines([(path, read_file(path)) for path in files]) if files else probe()
     if options.save is not None:

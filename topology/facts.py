@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
+T = TypeVar("T")
 DeviceKind = Literal["accelerator", "package", "nic", "switch", "host-bridge", "pcie-switch", "numa", "cpu", "host"]
 Coverage = Literal["links", "pcie", "devices"]
 LinkState = Literal["up", "down"]
@@ -147,6 +148,16 @@ def normal_bus_id(text: str) -> str | None:
 def single_number(text: str | None) -> int | None:
     """The number that a text is; None for lists, for N/A and for nothing."""
     return int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII) else None
+
+
+def changed(each: T, **changes: object) -> T:
+    """As dataclasses.replace does it, ten times as fast: for the parts of hundreds of hosts.
+
+    Of a dataclass that has no slots and checks nothing as it is made; the changes are fields of it.
+    """
+    made = object.__new__(type(each))
+    vars(made).update(vars(each), **changes)
+    return made
 
 
 def unordered(a: str, b: str) -> tuple[str, str]:

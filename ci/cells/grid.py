@@ -15,7 +15,7 @@ from tokenring.mask import Mask, parse_mask
 from tokenring.planner.auto import Call, plan_call
 from tokenring.planner.emulated import interconnect_of_shape, sleeping_machine
 from tokenring.planner.plan import Plan
-from tokenring.planner.predict import Setting, worst_wire
+from tokenring.planner.predict import Setting, busiest
 from tokenring.planner.visible import visible_pairs
 from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
@@ -115,8 +115,8 @@ class Cell:
         pairs = visible_pairs(self.the_mask, size.q_length, size.kv_length)
         a_pair = sum(FLOPS_PER_PAIR[direction] for direction in self.directions) * size.q_heads * size.head_dim
         call = self.call(NO_COMPUTE_TFLOPS)
-        _, _, wire_seconds = worst_wire(plan_call(call).schedule, call.setting)
-        seconds = wire_seconds / WIRE_OVER_COMPUTE[self.regime]
+        wires = busiest(plan_call(call).schedule, call.setting)
+        seconds = wires.seconds / WIRE_OVER_COMPUTE[self.regime]
         return float(f"{a_pair * pairs / self.ranks / seconds / 1e12:.3g}")
 
     def call(self, tflops: float | None = None, everything: bool = False) -> Call:

@@ -11,7 +11,7 @@ import argparse
 import csv
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -44,9 +44,11 @@ class Row:
     bound: float
     measured: float
     best: float  # the fastest round
+    within: float | None = None  # raced were schedules predicted to take so many times the best at most; None: all
 
 
 def read(path: Path) -> list[Row]:
+    """The rows of a file, also of one from before the column `within`."""
     with path.open(newline="") as lines:
         return [
             Row(
@@ -54,6 +56,7 @@ def read(path: Path) -> list[Row]:
                 is_attainable(parse_mask(row["mask"]), int(row["heads"].partition(":")[2]), int(row["ranks"])),
                 row["schedule"], row["auto"] == "1",
                 *(float(row[name]) for name in ("predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms")),
+                float(row["within"]) if row.get("within") else None,
             )
             for row in csv.DictReader(lines)
         ]  # fmt: skip
@@ -138,11 +141,20 @@ def over_bound(cells: Iterable[Sequence[Row]]) -> Iterator[str]:
             )
 
 
+def left_out(cells: Iterable[Sequence[Row]]) -> Iterator[str]:
+    """How many cells lack schedules that were predicted to take long: who won there is known, who lost most is not."""
+    counts = Counter(group[0].within for group in cells)
+    for factor in sorted(factor for factor in counts if factor is not None):
+        yield f"{counts[factor]} of them only with what was predicted to take at most {factor:g} times the best"
+
+
 def report(rows: Sequence[Row]) -> None:
     cells = by_cell(rows)
     wrong = errors(rows)
     right, total = ordered_right(rows)
     print(f"{len(cells)} cells, {len(rows)} measurements")
+    for line in left_out(cells.values()):
+        print(line)
     print(f"error of predictions: median {statistics.median(wrong):.1%}, 95th percentile {quantile(wrong, 0.95):.1%}")
     print(f"pairs more than {APART:.0%} apart ordered right: {right} of {total}, {right / max(1, total):.1%}")
     regret = regrets(rows)
@@ -160,6 +172,7 @@ def report(rows: Sequence[Row]) -> None:
         )
     print("\ncell: best measured, auto's choice, KV ring and TokenRing over auto")
     for name, group in cells.items():
+        part = "" if group[0].within is None else f" (within {group[0].within:g})"
         best = min(group, key=lambda row: row.measured)
         auto = next(row for row in group if row.auto)
         others = {row.schedule: row.measured for row in group}
@@ -167,7 +180,7 @@ def report(rows: Sequence[Row]) -> None:
             f"{other} {others[other] / auto.measured:.2f}" for other in ("ring", "tokenring") if other in others
         )
         print(
-            f"  {name}: {best.schedule} {best.measured:.1f} ms; {auto.schedule} {auto.measured:.1f} ms "
+            f"  {name}{part}: {best.schedule} {best.measured:.1f} ms; {auto.schedule} {auto.measured:.1f} ms "
             f"({regret[name]:.3f}); {text}"
         )
 

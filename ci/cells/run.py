@@ -30,6 +30,7 @@ from tokenring.planner.plan import Plan  # noqa: E402
 COLUMNS = (
     "cell", "topology", "ranks", "heads", "mask", "passes", "regime", "tokens", "tflops", "schedule", "auto",
     "predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms", "max_ms", "rounds",
+    "within",  # --within, where it left schedules out; else empty
 )  # fmt: skip
 CELL_SECONDS = 900.0
 
@@ -63,10 +64,14 @@ def options_of(shape: object) -> dict[str, object]:
 
 
 def read_done(path: Path) -> set[str]:
+    """The cells in a file, to which rows will be added: it has our columns, or this ends here."""
     if not path.exists():
         return set()
     with path.open(newline="") as lines:
-        return {row["cell"] for row in csv.DictReader(lines)}
+        rows = csv.DictReader(lines)
+        if tuple(rows.fieldnames or ()) != COLUMNS:
+            sys.exit(f"{path} has other columns than {', '.join(COLUMNS)}: give another --out")
+        return {row["cell"] for row in rows}
 
 
 def measure(net: Emulated, cell: Cell, options: argparse.Namespace) -> None:
@@ -75,7 +80,7 @@ def measure(net: Emulated, cell: Cell, options: argparse.Namespace) -> None:
     seconds = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
     names = [name for name, some in seconds.items() if some <= options.within * min(seconds.values())]
     found = measured(net, description(cell, names, options), CELL_SECONDS)
-    write(options.out, cell, plan, found["seconds"])
+    write(options.out, cell, plan, found["seconds"], options.within if len(names) < len(seconds) else None)
     for name, why in found["failed"].items():
         print(f"  {name} failed: {why}", flush=True)
     took = f"{len(names)} schedules in {time.monotonic() - began:.0f} s"
@@ -103,8 +108,11 @@ def description(cell: Cell, names: list[str], options: argparse.Namespace) -> di
     }  # fmt: skip
 
 
-def write(path: Path, cell: Cell, plan: Plan, seconds: dict[str, list[float]]) -> None:
-    """All rows of a cell at once: a cell is in the file whole, or not at all."""
+def write(path: Path, cell: Cell, plan: Plan, seconds: dict[str, list[float]], within: float | None) -> None:
+    """All rows of a cell at once: a cell is in the file whole, or not at all.
+
+    within: so many times the best prediction is the most of those that were measured; None: all were.
+    """
     fresh = not path.exists()
     with path.open("a", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
@@ -120,6 +128,7 @@ def write(path: Path, cell: Cell, plan: Plan, seconds: dict[str, list[float]]) -
                 cell.name, cell.topology, cell.ranks, cell.heads, cell.mask, cell.passes, cell.regime,
                 cell.workload.q_length, cell.tflops, each.name, int(each.name == plan.name),
                 *(f"{1e3 * (value or 0.0):.3f}" for value in figures), len(times),
+                "" if within is None else f"{within:g}",
             ])  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -113,7 +114,8 @@ def _prepare(setting: Setting, candidate: Candidate, inputs_BSHD: list[torch.Ten
         group = dist.new_group(timeout=timedelta(seconds=PEER_SECONDS))
     status, reason = MEASURED, ""
     try:
-        runner = candidate.prepare(setting, group or dist.group.WORLD)
+        with _own_warnings(candidate.kind):
+            runner = candidate.prepare(setting, group or dist.group.WORLD)
         lane.inputs = [runner.form.into(x.index_select(1, runner.positions)) for x in inputs_BSHD]
         lane.runner = runner
         lane.entry = replace(lane.entry, what=runner.what, link_bytes=runner.link_bytes)
@@ -131,6 +133,15 @@ def _prepare(setting: Setting, candidate: Candidate, inputs_BSHD: list[torch.Ten
     return lane
 
 
+@contextmanager
+def _own_warnings(kind: str) -> Iterator[None]:
+    """A peer's warnings, of torch's old names say, are not ours to give: where they are errors, they would end it."""
+    with warnings.catch_warnings():
+        if kind == PEER:
+            warnings.simplefilter("ignore")
+        yield
+
+
 def _agree(setting: Setting, lane: _Lane, status: str, reason: str) -> None:
     """What stopped it on one rank stops it on all; the lowest rank's reason counts."""
     found: list[Any] = [None] * setting.ranks
@@ -146,16 +157,17 @@ def _agree(setting: Setting, lane: _Lane, status: str, reason: str) -> None:
 def _take_turn(setting: Setting, lane: _Lane, wanted: dict[str, torch.Tensor] | None, counts: bool) -> None:
     """One call on all ranks; with `wanted` its results are compared, and with `counts` its times kept."""
     assert lane.runner is not None
-    began = _start(setting)
     found: list[torch.Tensor] = []
     times, problem = (0.0, 0.0), ""
-    try:
-        if lane.runner.takes_part:
-            *times, found = timed_call(  # type: ignore[assignment]
-                lane.runner, lane.inputs, setting.case.backward, began, device_of(lane.inputs[0])
-            )
-    except Exception as error:
-        problem = _told(error)
+    with _own_warnings(lane.entry.kind):
+        began = _start(setting)
+        try:
+            if lane.runner.takes_part:
+                *times, found = timed_call(  # type: ignore[assignment]
+                    lane.runner, lane.inputs, setting.case.backward, began, device_of(lane.inputs[0])
+                )
+        except Exception as error:
+            problem = _told(error)
     slowest = torch.tensor([*times, float(bool(problem))], dtype=torch.float64)
     if setting.ranks > 1:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)

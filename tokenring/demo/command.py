@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tokenring.console import Parser, cores, machine
+from tokenring.console import Parser, cores, machine, read_options
 from tokenring.demo.console import Console
 from tokenring.demo.report import (
     bytes_text,
@@ -40,10 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     Raises ConfigurationError for options that do not fit.
     """
     interrupts = Interrupts()
-    try:
-        options = _options(sys.argv[1:] if argv is None else argv)
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
+    options = read_options(_options, sys.argv[1:] if argv is None else argv)
+    if isinstance(options, int):
+        return options
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ shows a ?
         sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-import traceback
 
 import torch
 
@@ -21,11 +19,10 @@ from tokenring.demo.measure import measure
 from tokenring.demo.model import ModelConfig, Transformer
 from tokenring.demo.results import Result, Started, Stepped, to_line
 from tokenring.demo.train import Trainer, split_attention, sum_over_ranks
-from tokenring.follow import Failed, end_with_parent, report_line, short
+from tokenring.follow import end_with_parent, fail, report_line
 from tokenring.ranks import process_group
 
 WAIT_SECONDS = 120.0  # for other ranks: one process computes the reference meanwhile
-LAST_WORDS_SECONDS = 2.0  # from a rank's failure until it ends
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,11 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         with process_group(WAIT_SECONDS):
             run(options, rank)
     except Exception as error:
-        traceback.print_exc()
-        report(Failed(rank, type(error).__name__, short(error), isinstance(error, tr.TokenRingError)))
-        # torchrun ends all ranks with the first: until then, others may still say what they found.
-        time.sleep(LAST_WORDS_SECONDS)
-        return 1
+        return fail(error, report)
     return 0
 
 

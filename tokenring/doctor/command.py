@@ -6,17 +6,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from tokenring.console import Parser, write_file
+from tokenring.console import Parser, read_options, write_file
 from tokenring.doctor.examine import SECONDS, examine
 from tokenring.doctor.report import report
 from tokenring.errors import ConfigurationError
 
 
 def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    try:
-        options = _parser().parse_args(argv)
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
+    options = read_options(_parser().parse_args, argv)
+    if isinstance(options, int):
+        return options
     if not 0 < options.seconds <= 3600:
         raise ConfigurationError(f"--seconds {options.seconds:g}: give a time above 0, and an hour at most")
     found = examine(environment, options.seconds)

@@ -10,7 +10,7 @@ import os
 import sys
 
 from tokenring.collection import no_collection
-from tokenring.console import Console, Parser, write_file
+from tokenring.console import Console, Parser, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
 from tokenring.planner.auto import Call, call_bound, check_made, make, plan_or_forecast
@@ -21,10 +21,9 @@ from tokenring.planner.timeline import drawn, timeline
 
 
 def main(argv: list[str]) -> int:
-    try:
-        options = _parser().parse_args(argv)
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
+    options = read_options(_parser().parse_args, argv)
+    if isinstance(options, int):
+        return options
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.sweep is not None:
         return _sweep(options, console)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from tokenring.errors import ConfigurationError
@@ -27,31 +27,54 @@ def context_parallel_group(net: Interconnect, tensor_parallel: int, first: int =
         return net
     if net.local is None or (net.local % tp and len(net.fabrics) > 1):
         raise ConfigurationError(f"tensor parallelism of {tp} does not fit hosts of {net.local or 'unequal'} ranks")
-    known: dict[int, Fabric] = {}
+    found = one_of_groups(net, [rank % tp for rank in range(world)], first, world // tp)
+    return replace(found, name=f"{net.name}, every {tp}th rank")
+
+
+def one_of_groups(net: Interconnect, group_of: Sequence[Hashable], mine: Hashable, size: int) -> Interconnect:
+    """The ranks of one group, on the hosts where it has some, where all groups exchange at once.
+
+    group_of: of each rank; None where it is in none. size: ranks of each group, also of those that are not all here.
+    A wire that several groups pass is divided by their number; to the network pass those with ranks on other hosts.
+    """
+    devices_on: dict[int, dict[Hashable, list[int]]] = {}
+    for (host, device), group in zip(net.places, group_of, strict=True):
+        if group is not None:
+            devices_on.setdefault(host, {}).setdefault(group, []).append(device)
+    number = {host: index for index, host in enumerate(sorted(host for host in devices_on if mine in devices_on[host]))}
+    known: dict[object, Fabric] = {}
     fabrics = []
-    for fabric in net.fabrics:
-        if id(fabric) not in known:
-            known[id(fabric)] = _every(fabric, tp, first)
-        fabrics.append(known[id(fabric)])
-    places = tuple((host, device // tp) for host, device in net.places if device % tp == first)
-    return Interconnect(f"{net.name}, every {tp}th rank", tuple(fabrics), places, net.notes, net.machine)
+    for host in number:
+        groups = [(tuple(devices), len(devices) < size) for devices in devices_on[host].values()]
+        own = tuple(devices_on[host][mine])
+        key = (id(net.fabrics[host]), own, tuple(groups))
+        if key not in known:
+            known[key] = _divided(net.fabrics[host], own, groups)
+        fabrics.append(known[key])
+    places = [
+        (number[host], devices_on[host][mine].index(device))
+        for (host, device), group in zip(net.places, group_of, strict=True)
+        if group == mine
+    ]
+    return Interconnect(net.name, tuple(fabrics), tuple(places), net.notes, net.machine)
 
 
-def _every(fabric: Fabric, tp: int, first: int) -> Fabric:
-    """Every tp-th device from the first, and of each wire what is left where all groups use it at once."""
+def _divided(fabric: Fabric, own: Sequence[int], groups: Iterable[tuple[Sequence[int], bool]]) -> Fabric:
+    """These devices alone, and of each wire what is left where all groups use it at once.
+
+    groups: the devices here of each, and whether it has ranks on other hosts.
+    """
     users: Counter[str] = Counter()
-    for group in range(tp):
-        devices = range(group, fabric.size, tp)
+    for devices, leaves in groups:
         ways = [fabric.ways[a, b] for a in devices for b in devices if a != b and (a, b) in fabric.ways]
-        ways += [side[device] for side in (fabric.out, fabric.into) if side for device in devices]
+        if leaves:
+            ways += [side[device] for side in (fabric.out, fabric.into) if side for device in devices]
         users.update({wire for way in ways for wire in way})
-    kept = range(first, fabric.size, tp)
-    ways_kept = {(a // tp, b // tp): fabric.ways[a, b] for a in kept for b in kept if a != b and (a, b) in fabric.ways}
-    out = tuple(fabric.out[device] for device in kept) if fabric.out else ()
-    into = tuple(fabric.into[device] for device in kept) if fabric.into else ()
-    return Fabric(
-        len(kept), ways_kept, {wire: gbs / max(1, users[wire]) for wire, gbs in fabric.gbs.items()}, out, into
-    )
+    place = {device: index for index, device in enumerate(own)}
+    ways_kept = {(place[a], place[b]): way for (a, b), way in fabric.ways.items() if a in place and b in place}
+    out = tuple(fabric.out[device] for device in own) if fabric.out else ()
+    into = tuple(fabric.into[device] for device in own) if fabric.into else ()
+    return Fabric(len(own), ways_kept, {wire: gbs / max(1, users[wire]) for wire, gbs in fabric.gbs.items()}, out, into)
 
 
 def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:

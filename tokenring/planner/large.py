@@ -67,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a schedule on some hosts; all of them grow on a straight line."""
+    """Of a schedule on some hosts; all of them grow on a straight line. Of wires, those of each pass's busiest."""
 
     seconds: float
     compute_seconds: float
@@ -147,7 +147,7 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     if not found or found[0][1].peak_bytes > limit:
         raise (MemoryLimitError if found else ConfigurationError)(_nothing(found, misfits.values(), task, limit))
     best = found[0][1]
-    candidates = [_candidate(name, each, best, bound, limit) for name, each in found]
+    candidates = [_candidate(name, each, best, task, bound, limit) for name, each in found]
     return Forecast(
         found[0][0],
         task.setting.workload,
@@ -185,20 +185,21 @@ def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str
     text = f"{name}: {time_text(best.seconds)} predicted for {' + '.join(task.setting.passes)} on {net.name}"
     if bound.seconds > 0:
         text += f", {best.seconds / bound.seconds:.2f} × the lower bound"
-    text += f", {_binding(best)}"
+    text += f", {_binding(best, task)}"
     if len(fitting) > 1:
         text += f"; next {fitting[1][0]} with {time_text(fitting[1][1].seconds)}"
     return "; ".join([text, "one host stands for all, bytes as without a mask", *task.notes, *net.notes])
 
 
-def _binding(best: Figures) -> str:
-    return binding_text(best.seconds, best.compute_seconds, "its busiest wire", best.worst_wire_seconds)
+def _binding(best: Figures, task: Task) -> str:
+    wire = "its busiest wire" if len(task.setting.passes) == 1 else "the busiest wire of each pass"
+    return binding_text(best.seconds, best.compute_seconds, wire, best.worst_wire_seconds)
 
 
-def _candidate(name: str, each: Figures, best: Figures, bound: Bound, limit: float) -> Candidate:
+def _candidate(name: str, each: Figures, best: Figures, task: Task, bound: Bound, limit: float) -> Candidate:
     slower = each.seconds / best.seconds - 1
     lost = f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
-    reason = f"the fastest, {_binding(best)}" if each is best else lost
+    reason = f"the fastest, {_binding(best, task)}" if each is best else lost
     if each.peak_bytes > limit:
         reason = f"needs {mb_text(int(each.peak_bytes))} a rank, more than the limit of {mb_text(int(limit))}"
     connections = connected(round(each.connections), round(each.connection_bytes))

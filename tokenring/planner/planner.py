@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from tokenring.arguments import check_memory_limit, check_topology
 from tokenring.console import cores
@@ -103,7 +104,7 @@ class Planner:
 
     def _seen_in(self, given: Topology | Interconnect) -> tuple[Interconnect, Topology | None]:
         """What the group's ranks get of it, and by what to find what they compute with."""
-        net = group_net(given, self.world_size, self.tensor_parallel)
+        net = group_net(given, self.world_size, self.tensor_parallel, _job_ranks())
         return net, None if isinstance(given, Interconnect) else given
 
     def plan(
@@ -198,6 +199,11 @@ class Planner:
         # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
         made = make_for(request.workload, layouts, request.mask, found["name"], found["order"])
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
+
+
+def _job_ranks() -> int | None:
+    """Of all groups."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
 def _on_shared_cores(machine: Machine, ranks: int, threads: int, groups: int) -> tuple[Machine, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,37 @@ from tokenring.workload import Workload
 
 IDEAL = Capabilities(early_receives=True, channels=2)  # of a transport of which nothing is known
 FEW_RANKS = 16  # up to which wires are shared out anew for every transfer
+NO_WIRE = "none"  # where nothing moves
 WINDOW_SHARE = 1e-3  # of the longest rank's kernels: predictions grow by 0.4% at most, planning takes half as long
+
+
+class OfPass(NamedTuple):
+    """The wire that needs longest for what one pass puts on it, for the bytes alone."""
+
+    direction: Pass
+    wire: str
+    seconds: float
+
+
+class Busiest(NamedTuple):
+    """The wires that transfers are bound by: the one that needs longest for all passes together, and each pass's own.
+
+    worst, worst_bytes: of all passes together; "none" where nothing moves. of_passes: of equals, the worst of all.
+    """
+
+    worst: str
+    worst_bytes: int
+    of_passes: tuple[OfPass, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What the passes need one after another, each for its own."""
+        return sum(each.seconds for each in self.of_passes)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one wire is the busiest of every pass."""
+        return all(each.wire == self.worst for each in self.of_passes)
 
 
 @dataclass(frozen=True)
@@ -29,8 +60,7 @@ class Prediction:
     """Some passes of a schedule, one after another.
 
     compute_seconds: of the rank that computes longest, kernels alone; of all of them where those share too few cores.
-    exposed_seconds: what the passes take beyond the busiest rank's own work. worst_wire carries worst_wire_bytes, which
-    take worst_wire_seconds.
+    exposed_seconds: what the passes take beyond the busiest rank's own work. wires: what binds their transfers.
     peak_bytes: buffers, what forward keeps for backward, and connections, of the rank that needs most in all.
     connections: of the rank that has most, which take connection_bytes of device memory (0 where they take none).
     """
@@ -38,9 +68,7 @@ class Prediction:
     seconds: float
     compute_seconds: float
     exposed_seconds: float
-    worst_wire: str
-    worst_wire_bytes: int
-    worst_wire_seconds: float
+    wires: Busiest
     peak_bytes: int
     connections: int = 0
     connection_bytes: int = 0
@@ -67,24 +95,29 @@ class Setting:
 class Least(NamedTuple):
     """What a schedule needs at least, all passes together, as its parts overlap at best.
 
-    wire_seconds: of its busiest wire for the bytes alone. kernel_seconds: as a prediction's compute_seconds.
+    kernel_seconds: as a prediction's compute_seconds.
     """
 
     seconds: float
-    wire_seconds: float
+    wires: Busiest
     kernel_seconds: float
+
+    @property
+    def wire_seconds(self) -> float:
+        """Of the busiest wire of each pass, for the bytes alone."""
+        return self.wires.seconds
 
 
 def least_seconds(schedule: Schedule, setting: Setting) -> Least:
     """Far cheaper than a prediction, and never above it."""
-    storage = storage_of(schedule)
-    parts = []
+    storage, wires = storage_of(schedule), busiest(schedule, setting)
+    kernels = []
     for direction in setting.passes:
         costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
-        wire = _busiest_seconds(wire_bytes(schedule, setting, direction), setting.interconnect)
-        kernels = [_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule)]
-        parts.append((wire, setting.machine.kernel_seconds(kernels)))
-    return Least(sum(map(max, parts)), sum(wire for wire, _ in parts), sum(kernels for _, kernels in parts))
+        of_ranks = [_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule)]
+        kernels.append(setting.machine.kernel_seconds(of_ranks))
+    seconds = sum(max(each.seconds, least) for each, least in zip(wires.of_passes, kernels, strict=True))
+    return Least(seconds, wires, sum(kernels))
 
 
 def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs) -> float:
@@ -104,36 +137,41 @@ def wire_bytes(schedule: Schedule, setting: Setting, direction: Pass) -> dict[st
     return loads
 
 
-def _busiest_seconds(loads: Mapping[str, int], net: Interconnect) -> float:
-    return max((nbytes / net.gbs(wire) / 1e9 for wire, nbytes in loads.items()), default=0.0)
-
-
-def worst_wire(schedule: Schedule, setting: Setting) -> tuple[str, int, float]:
-    """The wire that needs longest for what the passes put on it; its bytes and seconds."""
+def busiest(schedule: Schedule, setting: Setting) -> Busiest:
+    """The wires that need longest for what the passes put on them."""
     net = setting.interconnect
-    seconds = 0.0
-    total: dict[str, int] = {}
-    for direction in setting.passes:
-        loads = wire_bytes(schedule, setting, direction)
-        seconds += _busiest_seconds(loads, net)
-        for wire, nbytes in loads.items():
-            total[wire] = total.get(wire, 0) + nbytes
-    worst = max(total, key=lambda wire: (total[wire] / net.gbs(wire), wire), default="none")
-    return worst, total.get(worst, 0), seconds
+    loads = {direction: wire_bytes(schedule, setting, direction) for direction in setting.passes}
+    total: Counter[str] = Counter()
+    for one in loads.values():
+        total.update(one)
+    worst = _worst(total, net)
+    of_passes = tuple(_of_pass(direction, one, worst, net) for direction, one in loads.items())
+    return Busiest(worst, total[worst], of_passes)
+
+
+def _of_pass(direction: Pass, loads: Mapping[str, int], worst: str, net: Interconnect) -> OfPass:
+    wire = _worst(loads, net)
+    seconds = _wire_seconds(loads, wire, net)
+    return OfPass(direction, worst if _wire_seconds(loads, worst, net) == seconds else wire, seconds)
+
+
+def _worst(loads: Mapping[str, int], net: Interconnect) -> str:
+    return max(loads, key=lambda wire: (_wire_seconds(loads, wire, net), wire), default=NO_WIRE)
+
+
+def _wire_seconds(loads: Mapping[str, int], wire: str, net: Interconnect) -> float:
+    return loads[wire] / net.gbs(wire) / 1e9 if wire in loads else 0.0
 
 
 def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Prediction:
     """Lower, simulate and add up."""
     made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
-    wire, nbytes, seconds = worst_wire(schedule, setting)
     pools = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
     return Prediction(
         sum(setting.machine.start_seconds + outcome.seconds for outcome, _, _ in made),
         sum(kernels for _, kernels, _ in made),
         sum(outcome.exposed_seconds for outcome, _, _ in made),
-        wire,
-        nbytes,
-        seconds,
+        busiest(schedule, setting),
         *held(contacts(schedule, setting.able, setting.passes), setting.able, pools),
         tuple(outcome for outcome, _, _ in made) if record else (),
     )

@@ -19,7 +19,7 @@ from tokenring.backends.base import AttentionKernel
 from tokenring.backends.devices import accelerator_types
 from tokenring.backends.kernels.choosing import Choosing, refuses
 from tokenring.backends.registry import make_kernel
-from tokenring.console import Console, Parser
+from tokenring.console import Console, Parser, read_options
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.planner.asked import DTYPES
 from tokenring.planner.measured import SECONDS, keep, key_of, measured_rates
@@ -27,10 +27,9 @@ from tokenring.planner.rates import Rates
 
 
 def main(argv: list[str]) -> int:
-    try:
-        options = _parser().parse_args(argv)
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
+    options = read_options(_parser().parse_args, argv)
+    if isinstance(options, int):
+        return options
     console = Console(sys.stdout, sys.stderr, os.environ)
     _check(options)
     kind = options.device or next(iter(accelerator_types()), "cpu")

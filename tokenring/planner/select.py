@@ -9,7 +9,7 @@ from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.planner.bound import Bound
 from tokenring.planner.plan import Candidate, Plan
-from tokenring.planner.predict import Least, Prediction, Setting, least_seconds, predict
+from tokenring.planner.predict import Busiest, Least, Prediction, Setting, least_seconds, predict
 from tokenring.schedule.ir import Schedule
 
 SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
@@ -151,7 +151,7 @@ def _candidate(each: Judged, best: Judged, bound: Bound | None, limit: int | Non
     if found is None:
         return Candidate(each.name, None, None, None, None, None, seconds, reason)
     return Candidate(
-        each.name, found.seconds, found.compute_seconds, found.exposed_seconds, found.worst_wire_bytes,
+        each.name, found.seconds, found.compute_seconds, found.exposed_seconds, found.wires.worst_bytes,
         found.peak_bytes, seconds, reason, *connected(found.connections, found.connection_bytes),
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ def _why(each: Judged, best: Judged, limit: int | None) -> str:
     if found is None and each.least.wire_seconds < each.least.kernel_seconds:
         return f"its kernels alone take {time_text(each.least.kernel_seconds)}"
     if found is None:
-        return f"its busiest wire alone needs {time_text(each.least.wire_seconds)}"
+        return wires_need(each.least.wires, " alone")
     if not each.fits(limit):
         return f"needs {mb_text(found.peak_bytes)} a rank, more than the limit of {mb_text(limit or 0)}"
     if each is best:
@@ -175,14 +175,14 @@ def _why(each: Judged, best: Judged, limit: int | None) -> str:
     assert best.prediction is not None
     slower = found.seconds / best.prediction.seconds - 1
     if slower <= -NOTHING:
-        return f"{slower:+.0%}, at more risk: its busiest wire needs {time_text(found.worst_wire_seconds)}"
+        return f"{slower:+.0%}, at more risk: {wires_need(found.wires)}"
     return f"{slower:+.0%}: {_cause(found, best.prediction)}" if slower >= NOTHING else "as fast"
 
 
 def _cause(found: Prediction, best: Prediction) -> str:
     """Where most of what it takes longer than the best goes."""
-    if found.worst_wire_seconds > 0.8 * found.seconds:
-        return f"its busiest wire needs {time_text(found.worst_wire_seconds)}"
+    if found.wires.seconds > 0.8 * found.seconds:
+        return wires_need(found.wires)
     kernels = found.compute_seconds - best.compute_seconds
     waits = found.exposed_seconds - best.exposed_seconds
     if waits >= max(kernels, (found.seconds - best.seconds) / 2):
@@ -192,12 +192,23 @@ def _cause(found: Prediction, best: Prediction) -> str:
     return "more copies, merges and messages"
 
 
+def wires_need(wires: Busiest, alone: str = "") -> str:
+    """How long its transfers take at least: by one wire, or by one of each pass."""
+    which, need = ("its busiest wire", "needs") if wires.is_one else ("the busiest wires of its passes", "need")
+    return f"{which}{alone} {need} {time_text(wires.seconds)}"
+
+
 def _binding(found: Prediction) -> str:
-    return binding_text(found.seconds, found.compute_seconds, f"wire {found.worst_wire}", found.worst_wire_seconds)
+    wires = found.wires
+    if wires.is_one:
+        name = f"wire {wires.worst}"
+    else:
+        name = "wires " + " and ".join(f"{each.wire} in {each.direction}" for each in wires.of_passes)
+    return binding_text(found.seconds, found.compute_seconds, name, wires.seconds)
 
 
 def binding_text(seconds: float, compute_seconds: float, wire: str, wire_seconds: float) -> str:
-    """What a schedule is bound by, of so many seconds in all: kernels, a wire, or neither."""
+    """What a schedule is bound by, of so many seconds in all: kernels, a wire (of each pass), or neither."""
     kernels, moves = (part / seconds if seconds else 0.0 for part in (compute_seconds, wire_seconds))
     if max(kernels, moves) < BINDS:
         return f"bound by messages and waits (kernels {kernels:.0%}, {wire} {moves:.0%} of the time)"

@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from tokenring.planner.figures import Figure
-from tokenring.topology.facts import PCIE_PATHS, Device, DeviceKind, Facts, Link, unordered
-from tokenring.topology.graph import Edge, Graph, merge
+from tokenring.topology.facts import PCIE_PATHS, Device, DeviceKind, Facts, Link, changed, unordered
+from tokenring.topology.graph import Graph, merge
 from tokenring.topology.ranks import Topology
 from tokenring.topology.tree import pcie_links
 from tokenring.topology.verdict import Verdict, classify
 
 NETWORK = "network"  # the switch between hosts: full bisection is assumed
+ANY_HOST = "\0"  # stands for a host's name where no text has it
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,8 @@ def topology(server: Server, hosts: int = 1) -> Topology:
     devices = (*first, *network, *(each for part in rest for each in part))
     edges = tuple(edge for part in parts for edge in part.edges)
     graph = Graph(devices, edges, seen=tuple(seen for part in parts for seen in part.seen))
-    inside = tuple((name, classify(_named(one, name))) for name in names)
+    of_any = classify(_named(one, ANY_HOST))
+    inside = tuple((name, _on_host(of_any, name)) for name in names)
     verdict = Verdict("multi-node", "high", (f"{hosts} hosts",), inside=inside)
     ids = tuple(f"{name}:{each.id}" for name in names for each in one.accelerators)
     of = tuple(name for name in names for _ in one.accelerators)
@@ -312,23 +314,27 @@ def topology(server: Server, hosts: int = 1) -> Topology:
 
 def _named(graph: Graph, host: str) -> Graph:
     """The graph of one host among several."""
-
-    def named(name: str) -> str:
-        return name if name == NETWORK else f"{host}:{name}"
-
+    names = {each.id: each.id if each.id == NETWORK else f"{host}:{each.id}" for each in graph.devices}
     devices = tuple(
         each
         if each.id == NETWORK
-        else replace(each, id=named(each.id), host=host, parent=named(each.parent) if each.parent else None)
+        else changed(each, id=names[each.id], host=host, parent=names[each.parent] if each.parent else None)
         for each in graph.devices
     )
-    edges = tuple(_moved(edge, named(edge.a), named(edge.b)) for edge in graph.edges)
-    seen = tuple((coverage, tuple(map(named, names))) for coverage, names in graph.seen)
-    return replace(graph, devices=devices, edges=edges, seen=seen)
+    edges = tuple(changed(edge, a=names[edge.a], b=names[edge.b]) for edge in graph.edges)
+    seen = tuple((coverage, tuple(names[each] for each in shown)) for coverage, shown in graph.seen)
+    return changed(graph, devices=devices, edges=edges, seen=seen)
 
 
-def _moved(edge: Edge, a: str, b: str) -> Edge:
-    return Edge(a, b, edge.kind, edge.count, edge.bandwidth_gbs, edge.source, edge.switched, edge.label)
+def _on_host(verdict: Verdict, host: str) -> Verdict:
+    """The same of this host, for ANY_HOST."""
+
+    def named(texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(text.replace(f"{ANY_HOST}:", f"{host}:") for text in texts)
+
+    islands = tuple(changed(each, members=named(each.members)) for each in verdict.islands)
+    evidence, warnings = named(verdict.evidence), named(verdict.warnings)
+    return changed(verdict, evidence=evidence, islands=islands, warnings=warnings)
 
 
 def _pairs(one: Topology, hosts: int) -> dict[tuple[int, int], float | None]:

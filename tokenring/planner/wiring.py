@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from types import MappingProxyType
 
 from tokenring.errors import ConfigurationError
@@ -30,6 +31,8 @@ ASSUMED: Mapping[str, float] = MappingProxyType(
     {"pcie": 25.0, "sys": 16.0, "link": 25.0, "sio": 199.0, "network": 12.5, "memory": 8.0}
 )
 TREE_KINDS = ("pcie", "sys", "uplink")
+_OF_DEVICE = attrgetter(*(field.name for field in fields(Device) if field.name not in ("id", "host", "parent")))
+_OF_EDGE = attrgetter(*(field.name for field in fields(Edge) if field.name not in ("a", "b")))
 Ids = tuple[str | None, ...]
 Pairs = frozenset[tuple[str, str]]  # of devices, in the order of their names
 
@@ -86,11 +89,12 @@ class _Maker:
     def fabric(self, host: str, ranks: list[int], ids: Ids) -> Fabric:
         if self.topology.graph is None or None in ids:
             return self._bare(ranks)
-        part = _local(self._parts.get(host, Graph()), host)
+        part = self._parts.get(host, Graph())
         own = tuple(_tail(each or "", host) for each in ids)
         half = _half_duplex(self.topology.graph, host)
-        key = (part, own, half)
+        key = (_but_for_names(part, host), own, half)
         if key not in self._known:
+            part = _local(part, host)
             verdict = self._verdicts.get(host) or self.topology.verdict
             self._known[key] = _Host(part, own, half, verdict, self.reached, self.notes, host).fabric(self.several)
         return self._known[key]
@@ -336,8 +340,16 @@ def _half_duplex(graph: Graph, host: str) -> Pairs:
     return frozenset(unordered(a, b) for a, b in ends)
 
 
+def _but_for_names(graph: Graph, host: str) -> object:
+    """The same of parts that _local makes equal, which it costs far less to tell: there may be hundreds."""
+    names = {each.id: _tail(each.id, host) for each in graph.devices}
+    devices = ((names[each.id], each.parent and _tail(each.parent, host), _OF_DEVICE(each)) for each in graph.devices)
+    edges = ((names[each.a], names[each.b], _OF_EDGE(each)) for each in graph.edges)
+    return tuple(devices), tuple(edges)
+
+
 def _local(graph: Graph, host: str) -> Graph:
-    """The same with the host's name taken off, so that equal hosts are equal."""
+    """The same with the host's name taken off."""
     devices = tuple(
         replace(each, id=_tail(each.id, host), host=None, parent=each.parent and _tail(each.parent, host))
         for each in graph.devices

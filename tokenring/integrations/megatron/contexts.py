@@ -40,6 +40,17 @@ def contexts_of(group: LayerGroup, options: Mapping[str, Any]) -> Contexts:
     return _KEPT[key]
 
 
+def release_contexts(group: LayerGroup | None = None) -> None:
+    """Give back buffers and connections that layers hold, those of one group or all; their next call makes new ones.
+
+    group: a context-parallel group, or "self" for what ranks without one hold. All ranks of a group call it after the
+    same step, when no backward pass is left to do; then the next call connects and plans again.
+    """
+    for (of, _), contexts in _KEPT.items():
+        if group is None or of == group:
+            contexts.release()
+
+
 def _lives(group: LayerGroup) -> bool:
     """Whether torch.distributed still has the group."""
     try:
@@ -69,6 +80,13 @@ class Contexts:
         """Give back buffers and connections. Layers that share them compute nothing afterwards."""
         for cp in reversed(self._by_schedule.values()):  # the first made the transport
             cp.close()
+
+    def release(self) -> None:
+        """The same, but the next call makes them anew. All ranks of the group get there together."""
+        self.close()
+        self._by_schedule.clear()
+        self._for_sizes.clear()
+        self.packings = LastPacking()
 
     def context(self, schedule: str, device: torch.device | None = None) -> ContextParallel:
         """The ContextParallel of a schedule. All ranks of the group get here together. Raises ConfigurationError."""
