@@ -21,7 +21,7 @@ from tokenring.backends.choice import PAIRS, Domain, size_text
 from tokenring.backends.devices import device_of
 from tokenring.backends.meeting import Meeting
 from tokenring.backends.registry import make_transport
-from tokenring.errors import BackendUnavailable, ConfigurationError, one_line
+from tokenring.errors import BackendUnavailable, one_line
 from tokenring.planner.transfers import Key, Sample, Transfers, from_json, to_json
 from tokenring.ranks import Tell, process_group, quiet, serve
 from tokenring.runtime.pool import Pool
@@ -85,7 +85,7 @@ def measure(group: ProcessGroup, case: Case, tell: Tell = quiet) -> Measured | N
                 made[name] = stack.enter_context(closing(make_transport(name, group, WAIT_SECONDS)))
             except BackendUnavailable as error:  # on all ranks alike
                 left_out[name] = one_line(error)
-        samples = dict(_samples(made, device, case.seconds, tell)) if made else {}
+        samples = dict(samples_of(made, device, case.seconds, tell)) if made else {}
     domain = _domain(case.kind, group, left_out)
     if dist.get_rank(group):
         return None
@@ -93,17 +93,13 @@ def measure(group: ProcessGroup, case: Case, tell: Tell = quiet) -> Measured | N
 
 
 def _own_device(kind: str) -> torch.device:
-    """This rank's. Raises ConfigurationError where it has none of its own."""
+    """This rank's, which is made the current one: the only one that it sees, or the one of its local rank."""
     if kind == "cpu":
         return torch.device("cpu")
-    local, module = int(os.environ.get("LOCAL_RANK", "0")), getattr(torch, kind)
-    if local >= module.device_count():
-        raise ConfigurationError(
-            f"local rank {local} needs a {kind} device of its own, and this process sees {module.device_count()}: "
-            f"start fewer ranks here"
-        )
-    module.set_device(local)
-    return torch.device(kind, local)
+    module = getattr(torch, kind)
+    index = int(os.environ.get("LOCAL_RANK", "0")) % module.device_count()
+    module.set_device(index)
+    return torch.device(kind, index)
 
 
 def _domain(kind: str, group: ProcessGroup, left_out: Mapping[str, str]) -> Domain:
@@ -114,8 +110,8 @@ def _domain(kind: str, group: ProcessGroup, left_out: Mapping[str, str]) -> Doma
     return survey(Meeting(group, WAIT_SECONDS))[0]
 
 
-def _samples(
-    transports: Mapping[str, Transport], device: torch.device, limit_seconds: float, tell: Tell
+def samples_of(
+    transports: Mapping[str, Transport], device: torch.device, limit_seconds: float, tell: Tell = quiet
 ) -> Iterator[tuple[str, tuple[Sample, ...]]]:
     """Of each transport, whose rounds alternate: what disturbs one disturbs the other as well."""
     steps = {name: _Step(transport, device) for name, transport in transports.items()}
