@@ -255,7 +255,7 @@ def dies(rank: int) -> str:
 def put_and_signal(rank: int) -> str:
     """A ring's step, as `tokenring rates --transports` measures it. Processes share the GPU's time: an upper limit."""
     made = transport()
-    found = dict(samples_of({"symm": made}, torch.device("cuda", torch.cuda.current_device()), STEP_SECONDS))["symm"]
+    found = samples_of({"symm": made}, torch.device("cuda", torch.cuda.current_device()), STEP_SECONDS)["symm"]
     made.close()
     return ", ".join(f"{size_text(each.nbytes)} {time_text(each.median)}" for each in found)
 

@@ -127,6 +127,30 @@ def test_ranks_measure_both(world_size: int, ranks: RankPools) -> None:
     assert Measured.from_json(first.to_json()) == first
 
 
+def to_the_end(here: Here) -> Measured | None:
+    transfers_worker.SIZES = (64, 4096, 100_000)
+    return measured(here, 1000.0)
+
+
+def steps(here: Here) -> list[float]:
+    """What ranks make of rounds at which rank 1 is late."""
+    transport: Any = here.transport("gloo")
+    step = transfers_worker._Step(transport, torch.device("cpu"))
+    step.prepare(64)
+    clock = step._clock
+    step._clock = lambda: clock() + next(late)  # type: ignore[method-assign]
+    late = iter([0.0, 100.0 * here.rank] * 3)
+    return [step.seconds() for _ in range(3)]
+
+
+def test_sizes_and_the_slowest_rank(ranks: RankPools) -> None:
+    with ranks.expendable(2) as some:
+        first, _ = some(to_the_end)
+        assert first is not None and first.transfers.sizes == [64, 4096, 100_000]
+        one, other = some(steps)
+    assert one == other and min(one) > 1.0, "100 s for at most 50 steps"
+
+
 def over_places(here: Here, seconds: float) -> Measured | None:
     """A one-sided transport that must be told where messages go: as symmetric memory, without a GPU."""
     symm_ranks.register()

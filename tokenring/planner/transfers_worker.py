@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,7 +86,7 @@ def measure(group: ProcessGroup, case: Case, tell: Tell = quiet) -> Measured | N
                 made[name] = stack.enter_context(closing(make_transport(name, group, WAIT_SECONDS)))
             except BackendUnavailable as error:  # on all ranks alike
                 left_out[name] = one_line(error)
-        samples = dict(samples_of(made, device, case.seconds, tell)) if made else {}
+        samples = samples_of(made, device, case.seconds, tell)
     domain = _domain(case.kind, group, left_out)
     if dist.get_rank(group):
         return None
@@ -112,7 +113,7 @@ def _domain(kind: str, group: ProcessGroup, left_out: Mapping[str, str]) -> Doma
 
 def samples_of(
     transports: Mapping[str, Transport], device: torch.device, limit_seconds: float, tell: Tell = quiet
-) -> Iterator[tuple[str, tuple[Sample, ...]]]:
+) -> dict[str, tuple[Sample, ...]]:
     """Of each transport, whose rounds alternate: what disturbs one disturbs the other as well."""
     steps = {name: _Step(transport, device) for name, transport in transports.items()}
     found: dict[str, list[Sample]] = {name: [] for name in steps}
@@ -123,9 +124,9 @@ def samples_of(
         rounds = [{name: each.seconds() for name, each in steps.items()} for _ in range(ROUNDS)]
         for name in steps:
             found[name].append(Sample(nbytes, *quantiles([each[name] for each in rounds], n=4, method="inclusive")))
-        if 4 * max(each[-1].median for each in found.values()) > limit_seconds:  # what the next size would take
-            break
-    return ((name, tuple(each)) for name, each in found.items())
+        if 4 * max((each[-1].median for each in found.values()), default=math.inf) > limit_seconds:
+            break  # the next size would take longer
+    return {name: tuple(each) for name, each in found.items()}
 
 
 class _Step:
