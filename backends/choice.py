@@ -123,8 +123,8 @@ def _why_not(transport: str, unavailable: Mapping[str, str | None]) -> str | Non
 def _by_table(ruled: Choice, first: str, rival: str, table: Table, sizes: Sequence[int]) -> Choice:
     """What was faster by more than the spread at each of these sizes; what the rules say where neither was."""
     measured = [(table.seconds(first, size), table.seconds(rival, size)) for size in sizes]
-    pairs = [(a, b) for a, b in measured if a is not None and b is not None]
-    if not pairs or len(pairs) < len(measured):
+    pairs = [(a, b) for a, b in measured if a is not None and b is not None]  # all, or none
+    if not pairs:
         return ruled
     (a, b), more = pairs[-1], " and less" if len(sizes) > 1 else ""
     at = f"at {size_text(sizes[-1])}{more}"

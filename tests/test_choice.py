@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,7 @@ def test_doctor_with_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     keep(Key.here("cuda", "reached", 2), SLOWER)
     assert _choice("cuda")["transport"]["name"] == "symm"
     keep(Key.here("cuda", "reached", 4), FASTER)
+    keep(replace(Key.here("cuda", "reached", 4), device="another GPU"), ALIKE)  # says nothing of these
     said = _choice("cuda")
     why = "measured: nccl 41 µs against symm 77 µs at 1 MB; nccl between machines"
     assert said["transport"] == {"name": "nccl", "why": why}

@@ -141,6 +141,12 @@ def test_a_broken_cache_stops_nobody(spoilt: str, ranks: RankPools, tmp_path: Pa
     assert [len(each[2]) for each in found] == [2, 1], "rank 0 has read it, both say what they take"
 
 
+def test_what_others_have_is_not_read(ranks: RankPools, tmp_path: Path) -> None:
+    with ranks.expendable(2) as some:
+        found = some(goes_by, {1: "{"}, str(tmp_path), 32)
+    assert [each[:3] for each in found] == [("ShmTransport", "", [])] * 2
+
+
 def planned(here: Here, tables: dict[int, str], home: str) -> str:
     keeps(here, tables, home)
     x = torch.zeros(1, 32, 2, 32)
