@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from tokenring.backends.base import Capabilities, Handle, OneSided, Transport
+from tokenring.backends.choice import PAIRS, Choice, Domain, choose
 from tokenring.backends.control import Control, Controlled
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.shm import ShmTransport
@@ -28,11 +32,15 @@ class Preferring(Controlled, ABC):
     """
 
     auto: ClassVar[str]  # what messages call it
+    chooses: ClassVar[bool] = True  # among several, and so wants to know of what size messages are
+    kind: ClassVar[str]  # of device that it moves tensors of
+    why = ""  # the reason for what was taken, where there is one to tell
     now: Transport
     control: Control
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
-        self._group, self._timeout_seconds = group, timeout_seconds
+    def __init__(self, group: ProcessGroup, timeout_seconds: float, message_bytes: int | None = None) -> None:
+        """message_bytes: of the messages that are expected, where known; rank 0's count."""
+        self._group, self._timeout_seconds, self._message_bytes = group, timeout_seconds, message_bytes
         self.pool: object = None  # the one buffer pool of all that use this transport
         self._own_bytes = 0
         self._take(self._first())
@@ -44,6 +52,14 @@ class Preferring(Controlled, ABC):
     @abstractmethod
     def _second(self) -> Transport:
         """What it becomes."""
+
+    def _chosen(
+        self, domain: Domain, unavailable: Mapping[str, str | None], rank: int, ranks: int,
+        gather: Callable[[str, str], list[str]],
+    ) -> Choice:  # fmt: skip
+        """What rank 0 chooses for all ranks, who tell each other by `gather`: no two need have kept one table."""
+        mine = choice_of(self.kind, domain, unavailable, ranks, self._message_bytes) if rank == 0 else None
+        return Choice(**json.loads(gather("the choice", "" if mine is None else json.dumps(asdict(mine)))[0]))
 
     def _take(self, now: Transport) -> None:
         self.now, self.control = now, now.control  # type: ignore[attr-defined]
@@ -80,19 +96,52 @@ class Preferring(Controlled, ABC):
 
     def _fall_back(self, error: BackendUnavailable) -> None:
         second, sent_bytes = self._second(), self.sent_bytes
+        self.why = "{} went on as {}: {}".format(*PAIRS[self.kind], error)
         LOG.warning("transport %r goes on with %s: %s", self.auto, getattr(second, "name", "gloo"), error)
         self.now.close()
         self._take(second)
         second.sent_bytes = self.sent_bytes = sent_bytes
 
 
-class AutoTransport(Preferring):
-    """Shared memory for as long as there is room for it, then Gloo. Raises BackendUnavailable if there is none."""
+def choice_of(
+    kind: str, domain: Domain, unavailable: Mapping[str, str | None], ranks: int, message_bytes: int | None = None
+) -> Choice:
+    """By the rules, and by the table that was kept here of so many ranks; the reason says where that cannot be used."""
+    from tokenring.planner.transfers import Key, kept
 
-    auto = "auto"
+    if any(unavailable[name] is not None for name in PAIRS[kind]):
+        return choose(kind, domain, unavailable, message_bytes)
+    table, note = kept(Key.here(kind, domain, ranks))
+    found = choose(kind, domain, unavailable, message_bytes, table)
+    if note:
+        LOG.warning("measured transports: %s", note)
+    return replace(found, reason=f"{found.reason}; {note}") if note else found
+
+
+class AutoTransport(Preferring):
+    """Shared memory for as long as there is room for it, then Gloo; Gloo where it was measured to be faster.
+
+    Raises BackendUnavailable if no memory is shared.
+    """
+
+    auto, kind = "auto", "cpu"
 
     def _first(self) -> Transport:
-        return ShmTransport(self._group, self._timeout_seconds)
+        shm = ShmTransport(self._group, self._timeout_seconds)
+
+        def gather(what: str, text: str) -> list[str]:
+            return [each.decode() for each in shm.exchange_text(text.encode(), what)]
+
+        both: dict[str, str | None] = dict.fromkeys(PAIRS["cpu"])
+        chosen = self._chosen("reached", both, shm.rank, shm.world_size, gather)
+        if chosen == choose("cpu", "reached", both):
+            return shm
+        self.why = chosen.reason
+        LOG.info("transport 'auto' takes %s: %s", chosen.transport, self.why)
+        if chosen.transport == "shm":
+            return shm
+        shm.close()
+        return self._second()
 
     def _second(self) -> Transport:
         return GlooTransport(self._group, self._timeout_seconds)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenring.backends import nccl, nvshmem, symmetric
-from tokenring.backends.auto import Preferring
+from tokenring.backends.auto import Preferring, choice_of
 from tokenring.backends.base import Landing, Link, Transport
-from tokenring.backends.choice import ONE_SIDED, TWO_SIDED, Choice, Domain, choose
+from tokenring.backends.choice import ONE_SIDED, TWO_SIDED, Choice, Domain
 from tokenring.backends.meeting import Meeting
 from tokenring.backends.members import this_member
 from tokenring.backends.nccl import NcclTransport
@@ -31,16 +31,15 @@ class CudaTransport(Preferring):
     `why` says what was taken and why, the same on all ranks. Raises BackendUnavailable where neither can be had.
     """
 
-    auto = "auto"
+    auto, kind = "auto", "cuda"
     capabilities = SymmTransport.capabilities
     one_sided: type[SymmTransport] = SymmTransport
     two_sided: type[NcclTransport] = NcclTransport
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
-        self.why = ""
+    def __init__(self, group: ProcessGroup, timeout_seconds: float, message_bytes: int | None = None) -> None:
         self._links: dict[Link, None] = {}
         self._device: torch.device | None = None
-        super().__init__(group, timeout_seconds)
+        super().__init__(group, timeout_seconds, message_bytes)
 
     def _first(self) -> Transport:
         chosen = self._choose()
@@ -63,25 +62,7 @@ class CudaTransport(Preferring):
     def _choose(self) -> Choice:
         """By what all ranks tell each other, so that their answers are the same."""
         meeting = Meeting(self._group, self._timeout_seconds)
-        said = [json.loads(each) for each in meeting.gather("their devices", json.dumps(self._facts()))]
-        unreached = meeting.gather("whom they reach", json.dumps(self._unreached(said)))
-        hosts = {each["boot_id"] for each in said}
-        domain: Domain = "across" if len(hosts) > 1 else "apart" if any(map(json.loads, unreached)) else "reached"
-        return choose(domain, {name: _first_reason(said, name) for name in (ONE_SIDED, TWO_SIDED)})
-
-    def _facts(self) -> dict[str, Any]:
-        """What this rank has."""
-        reasons = _automatic()
-        device = None if reasons[ONE_SIDED] else _uuid(torch.cuda.current_device())
-        return {"boot_id": this_member().boot_id, "device": device, **reasons}
-
-    def _unreached(self, said: Sequence[dict[str, Any]]) -> list[int]:
-        """Ranks whose device this process sees and cannot reach; what it does not see only the rendezvous can tell."""
-        if any(each["device"] is None for each in said):
-            return []
-        own, seen = torch.cuda.current_device(), {_uuid(at): at for at in range(torch.cuda.device_count())}
-        found = [(rank, seen.get(each["device"])) for rank, each in enumerate(said)]
-        return [rank for rank, at in found if at not in (None, own) and not torch.cuda.can_device_access_peer(own, at)]
+        return self._chosen(*survey(meeting), meeting.rank, meeting.world_size, meeting.gather)
 
     # ---------- as a transport
 
@@ -95,7 +76,6 @@ class CudaTransport(Preferring):
 
     def _fall_back(self, error: BackendUnavailable) -> None:
         super()._fall_back(error)
-        self.why = f"{ONE_SIDED} went on as {TWO_SIDED}: {error}"
         if self._device is not None:
             self.now.prepare(self._links, self._device)
 
@@ -118,6 +98,31 @@ class CudaTransport(Preferring):
         return self.now.exchange_text(text, what)
 
 
+def survey(meeting: Meeting) -> tuple[Domain, dict[str, str | None]]:
+    """How the ranks reach each other's memory, and of each transport None or why a rank cannot use it."""
+    said = [json.loads(each) for each in meeting.gather("their devices", json.dumps(_facts()))]
+    unreached = meeting.gather("whom they reach", json.dumps(_unreached(said)))
+    hosts = {each["boot_id"] for each in said}
+    domain: Domain = "across" if len(hosts) > 1 else "apart" if any(map(json.loads, unreached)) else "reached"
+    return domain, {name: _first_reason(said, name) for name in (ONE_SIDED, TWO_SIDED)}
+
+
+def _facts() -> dict[str, Any]:
+    """What this rank has."""
+    reasons = _automatic()
+    device = None if reasons[ONE_SIDED] else _uuid(torch.cuda.current_device())
+    return {"boot_id": this_member().boot_id, "device": device, **reasons}
+
+
+def _unreached(said: Sequence[dict[str, Any]]) -> list[int]:
+    """Ranks whose device this process sees and cannot reach; what it does not see only the rendezvous can tell."""
+    if any(each["device"] is None for each in said):
+        return []
+    own, seen = torch.cuda.current_device(), {_uuid(at): at for at in range(torch.cuda.device_count())}
+    found = [(rank, seen.get(each["device"])) for rank, each in enumerate(said)]
+    return [rank for rank, at in found if at not in (None, own) and not torch.cuda.can_device_access_peer(own, at)]
+
+
 def unavailable() -> dict[str, str | None]:
     """Of each transport for CUDA tensors, None or why it cannot be used in this process. Nothing is started."""
     return _automatic() | {"nvshmem": nvshmem.unavailable()}
@@ -135,7 +140,7 @@ def choice_here() -> tuple[str | None, str]:
     apart = [
         (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
-    found = choose("apart" if apart else "reached", reasons)
+    found = choice_of("cuda", "apart" if apart else "reached", reasons, count)
     where = f" (GPU {apart[0][0]} does not reach GPU {apart[0][1]})" if apart else ""
     return found.transport, f"{found.reason}{where}; nccl between machines"
 

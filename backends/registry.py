@@ -93,17 +93,24 @@ def automatic(group: ProcessGroup, device: torch.device | None) -> str:
     return next((OF_DEVICE[kind] for kind in sorted(served) if kind in OF_DEVICE and "cpu" not in served), "auto")
 
 
-def make_transport(name: str, group: ProcessGroup, timeout_seconds: float) -> Transport:
-    """The transport for a group; "auto" takes shared memory where the ranks share some, else Gloo. All ranks agree."""
+def make_transport(
+    name: str, group: ProcessGroup, timeout_seconds: float, message_bytes: int | None = None
+) -> Transport:
+    """The transport for a group; "auto" takes shared memory where the ranks share some, else Gloo. All ranks agree.
+
+    message_bytes: of the messages that are expected, where known: those that choose among several may go by it.
+    """
     if name == "auto":
         from tokenring.backends.auto import AutoTransport
 
         try:
-            return AutoTransport(group, timeout_seconds)
+            return AutoTransport(group, timeout_seconds, message_bytes)
         except BackendUnavailable as error:
             LOG.info("transport 'auto' takes gloo: %s", error)
         name = "gloo"
-    return cast(Transport, transport_class(name)(group, timeout_seconds))
+    made = transport_class(name)
+    expected = {"message_bytes": message_bytes} if getattr(made, "chooses", False) else {}
+    return cast(Transport, made(group, timeout_seconds, **expected))
 
 
 def kernel_refusal(kernel: AttentionKernel, workload: Workload) -> str | None:
@@ -160,6 +167,13 @@ def transport_for(device_type: str) -> tuple[str | None, str]:
     if name is not None:
         return name, f"it moves {device_type} tensors from device to device"
     return None, f"this release has no transport for {device_type} tensors: {', '.join(TRANSPORTS)} move those of a CPU"
+
+
+def measured_transports(device_type: str) -> list[tuple[str, str]]:
+    """Of each table of transports that was kept here: of which ranks, and what it has, or what is wrong with it."""
+    from tokenring.planner.transfers import all_kept
+
+    return list(all_kept(device_type))
 
 
 def other_transports(device_type: str) -> dict[str, str]:

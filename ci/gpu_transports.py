@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -35,8 +34,10 @@ from gpu_programs import worst_error  # noqa: E402
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, capture  # noqa: E402
 from tokenring.backends import nccl, nvshmem, symmetric  # noqa: E402
+from tokenring.backends.choice import size_text, time_text  # noqa: E402
 from tokenring.backends.devices import device_of  # noqa: E402
 from tokenring.backends.symm import SymmTransport  # noqa: E402
+from tokenring.planner.transfers_worker import samples_of  # noqa: E402
 from tokenring.schedule.ir import REQUESTS  # noqa: E402
 
 Report = Callable[[str, str, str, "bool | None"], None]  # name, value, limit, met: see gpu_report
@@ -47,6 +48,7 @@ CALLS = 20
 RANKS = (2, 4)
 SCHEDULES = ("ring", "tokenring", "direct-q", "direct-kv", "ulysses")
 SECONDS = 20.0  # for each check: two that hang leave time for the others
+STEP_SECONDS = 0.01  # of a ring's step: larger messages are not measured
 PEER_SECONDS = 10.0  # for a rank that is waited for: shorter, so that it is named
 SETTINGS = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -245,29 +247,11 @@ def dies(rank: int) -> str:
 
 
 def put_and_signal(rank: int) -> str:
-    """A ring's step on the device: put, signal, wait. Processes share the GPU's time, so this is an upper limit."""
-    made, found = transport(), []
-    world, memory = made.world_size, torch.empty(0)
-    for size in (4 << 10, 1 << 20, 16 << 20):
-        heap = made.allocate(2 * size)
-        memory = heap if heap is not None else memory
-        place, data = memory[:size], torch.ones(size, dtype=torch.uint8, device="cuda")
-        before, after = (rank - 1) % world, (rank + 1) % world
-        placement = made.place([(before, REQUESTS, place)])
-        seconds = []
-        for _ in range(CALLS):
-            torch.cuda.synchronize()
-            dist.barrier()
-            began = time.perf_counter()
-            made.begin(placement)
-            handles = [made.recv(place, before, REQUESTS, ""), made.send(data, after, REQUESTS, "")]
-            for handle in handles:
-                handle.wait()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        found.append(f"{size >> 10} KiB {statistics.median(seconds) * 1e6:.0f} µs")
+    """A ring's step, as `tokenring rates --transports` measures it. Processes share the GPU's time: an upper limit."""
+    made = transport()
+    found = samples_of({"symm": made}, torch.device("cuda", torch.cuda.current_device()), STEP_SECONDS)["symm"]
     made.close()
-    return ", ".join(found)
+    return ", ".join(f"{size_text(each.nbytes)} {time_text(each.median)}" for each in found)
 
 
 def beside_attention(rank: int) -> str:

@@ -58,7 +58,7 @@ class CapturedAttention:
     ) -> None:  # fmt: skip
         q, k, v = call_inputs(q, k, v, cp)
         request = make_request(q, k, v, cp, mask, scale)
-        device, transport = device_of(q), cp.transport_for(q.device)
+        device, transport = device_of(q), cp.transport_for(q.device, request.workload)
         if transport is not None and not transport.capabilities.capturable:
             raise UnsupportedError(
                 f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "

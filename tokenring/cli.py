@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", help="schedules and other libraries against each other", add_help=False)
     commands.add_parser("trace", help="what every rank does when, as a table and as pictures", add_help=False)
     commands.add_parser("plan", help="which schedule is fastest on which machine, and why", add_help=False)
-    commands.add_parser("rates", help="measure this machine's attention kernel for the planner", add_help=False)
+    commands.add_parser("rates", help="measure this machine's attention kernel, or its transports", add_help=False)
     commands.add_parser("doctor", help="what is installed, what would be used, what is missing", add_help=False)
     commands.add_parser("topology", help="what links the accelerators, here or in a dump", add_help=False)
     schedule = commands.add_parser(

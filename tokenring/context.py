@@ -185,10 +185,10 @@ class ContextParallel:
         """
         return self.transport_for(None)
 
-    def transport_for(self, device: torch.device | None) -> Transport | None:
+    def transport_for(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
         """The transport for tensors on this device; "auto" is another one for those on NPUs. None: before any are seen.
 
-        All ranks must get here together.
+        size: of the first call, where known: by its messages "auto" chooses. All ranks must get here together.
         """
         self.check_open()
         if not isinstance(self._transport, str):
@@ -199,14 +199,15 @@ class ContextParallel:
 
         name = automatic(self.group, device) if self._transport == "auto" else self._transport
         if name not in self._made_here:
-            self._made_here[name] = make_transport(name, self.group, self.timeout_seconds)
+            expected = None if size is None else size.ring_bytes(self.world_size)
+            self._made_here[name] = make_transport(name, self.group, self.timeout_seconds, expected)
         return self._made_here[name]
 
     def _carrier(self, request: Request) -> Transport | None:
         """What moves the messages of a call: the transport, in the mode that its plan needs."""
         from tokenring.backends.base import ModalTransport
 
-        transport, mode = self.transport_for(request.device), self.plan(request).transport
+        transport, mode = self.transport_for(request.device, request.workload), self.plan(request).transport
         return transport.in_mode(mode) if mode and isinstance(transport, ModalTransport) else transport
 
     def plan(self, request: Request) -> Plan:
@@ -235,7 +236,7 @@ class ContextParallel:
 
     def _settle(self, request: Request, direction: Pass) -> Transport | None:
         """What all ranks have to agree on before a pass; the transport, where there are several ranks."""
-        transport = self.transport_for(request.device)
+        transport = self.transport_for(request.device, request.workload)
         if transport is not None:
             self._agree(transport, self._description(request, direction), direction)
             if self._plans and request not in self._agreed:
@@ -304,7 +305,7 @@ class ContextParallel:
         if not self._plans:
             made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
             return Plan(made, size, f"asked for by name: {asked}", ())
-        transport = self.transport_for(request.device)
+        transport = self.transport_for(request.device, request.workload)
         able = None if transport is None else transport.capabilities
         kernel, modes = self.kernel(request.device), modes_of(self._transport, self.group, request.device)
         found = self._planner.plan(request, (q_layout, kv_layout), kernel, able, modes)

@@ -41,6 +41,10 @@ class Workload:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
+    def ring_bytes(self, ranks: int) -> int:
+        """k and v of one of so many ranks: what a ring sends in a step, and about what other schedules do."""
+        return 2 * self.batch * self.kv_length * self.kv_heads * self.head_dim * self.itemsize // ranks
+
     def q_head_range(self, group: int, groups: int) -> tuple[int, int]:
         """The query heads of the group-th of `groups` head groups."""
         self._check_groups(groups)

@@ -147,8 +147,8 @@ def _devices(found: Findings, answers: dict[str, Answer], environment: Mapping[s
 
 def _choice(told: dict[str, Any]) -> Choice:
     options = {name: Option(**told[name]) if told[name] else None for name in ("transport", "kernel", "merge")}
-    others = [Option(**each) for each in told["others"]]
-    return Choice(told["device"], options["transport"], options["kernel"], others, options["merge"])
+    others, measured = ([Option(**each) for each in told[name]] for name in ("others", "measured"))
+    return Choice(told["device"], options["transport"], options["kernel"], others, options["merge"], measured)
 
 
 def _missing(found: Findings, answers: dict[str, Answer], environment: Mapping[str, str], seconds: float) -> None:

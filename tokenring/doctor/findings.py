@@ -53,6 +53,7 @@ class Choice:
     kernel: Option | None
     others: list[Option] = field(default_factory=list)
     merge: Option | None = None  # what merges partial results; None: it could not be asked
+    measured: list[Option] = field(default_factory=list)  # tables of transports: of which ranks, and what they have
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,9 @@ def _choice(kind: str) -> dict[str, Any]:
     transport = None if name is None else {"name": name, "why": why}
     if name is None:
         others.insert(0, {"name": "transport", "why": why})
-    return {"device": kind, "transport": transport, "kernel": kernel, "others": others, "merge": _merge(device)}
+    measured = [{"name": each, "why": text} for each, text in registry.measured_transports(kind)]
+    found = {"device": kind, "transport": transport, "kernel": kernel, "others": others, "merge": _merge(device)}
+    return {**found, "measured": measured}
 
 
 def _merge(device: Any) -> dict[str, str]:

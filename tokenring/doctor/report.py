@@ -74,8 +74,9 @@ def _table(choices: Sequence[Choice]) -> list[str]:
         for part, option in parts:
             text = "none" if option is None else f"{option.name}: {option.why}"
             lines.append(f"  {each.device:<{WIDTH - 2}}{part:<{WIDTH}} {plain(text, MAX_CELL)}")
-        for other in each.others:
-            lines.append(f"  {'':<{WIDTH - 2}}{'other':<{WIDTH}} {other.name}: {plain(other.why, MAX_CELL)}")
+        for word, options in (("measured", each.measured), ("other", each.others)):
+            for option in options:
+                lines.append(f"  {'':<{WIDTH - 2}}{word:<{WIDTH}} {option.name}: {plain(option.why, MAX_CELL)}")
     return lines
 
 

@@ -175,15 +175,20 @@ def _copies(device: torch.device, clock: Device) -> tuple[float, float]:
 
 def keep(rates: Rates, key: Key, environment: Mapping[str, str]) -> Path | None:
     """Write a table into the user's cache; the file, or None where there is no home. Raises ConfigurationError."""
+    document = {"version": VERSION, "key": asdict(key), "rates": asdict(rates)}
+    return keep_document(key.file_name, json.dumps(document, indent=2) + "\n", environment)
+
+
+def keep_document(name: str, text: str, environment: Mapping[str, str]) -> Path | None:
+    """Write a file of what was measured into the user's cache. Raises ConfigurationError."""
     folder = cache_folder(environment)
     if folder is None:
         return None
-    document = {"version": VERSION, "key": asdict(key), "rates": asdict(rates)}
     try:
-        write_whole(folder / key.file_name, json.dumps(document, indent=2) + "\n")
+        write_whole(folder / name, text)
     except OSError as error:
         raise ConfigurationError(f"cannot keep rates in {folder}: {error.strerror}: who may write there?") from None
-    return folder / key.file_name
+    return folder / name
 
 
 def kept(key: Key, environment: Mapping[str, str] | None = None) -> Rates | None:

@@ -1,7 +1,7 @@
 """`tokenring rates`: measure what this machine's kernel does, once, for the planner.
 
 Where "auto" chooses among several kernels (CUDA) each of them is measured, and from then on the choice goes by their
-tables.
+tables. With --transports it runs on ranks, and measures what moves messages (transfers_command).
 
 Exit codes: 0 measured and kept; 2 a wrong option, or a device or kernel that is not there.
 """
@@ -27,6 +27,10 @@ from tokenring.planner.rates import Rates
 
 
 def main(argv: list[str]) -> int:
+    if "--transports" in argv:
+        from tokenring.planner.transfers_command import main as transfers_main  # it runs on ranks, as bench does
+
+        return transfers_main(argv)
     options = read_options(_parser().parse_args, argv)
     if isinstance(options, int):
         return options
@@ -99,8 +103,10 @@ def _parser() -> Parser:
         prog="tokenring rates",
         description="Measure the attention kernel on this machine's device, for tiles of every length, and keep the "
         "table: schedule='auto' reckons with it from then on.",
+        allow_abbrev=False,  # of --transports, which is another command
     )
     add = parser.add_argument
+    add("--transports", action="store_true", help="messages between ranks instead: --transports --help says more")
     add("--device", metavar="TYPE", help="cpu, cuda, npu (an accelerator if there is one, else cpu)")
     add("--kernel", default="auto", metavar="NAME", help="(auto: what attention would take)")
     add("--dtype", choices=tuple(DTYPES), default="bf16", help="(bf16)")

@@ -15,7 +15,7 @@ def simulated(cp: ContextParallel, request: Request) -> Simulated | None:
     if cp.world_size == 1:
         return None
     planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)
-    transport = cp.transport_for(request.device)
+    transport = cp.transport_for(request.device, request.workload)
     able = None if transport is None else transport.capabilities
     setting = planner.setting(request, cp.kernel(request.device), able)
     plan = cp.plan(request)
