@@ -130,7 +130,7 @@ def test_cells_that_lack_schedules_are_marked(
     cell = SimpleNamespace(
         name="switch 4 4:4 full forward long", topology="switch", ranks=4, heads="4:4", mask="full", passes="forward",
         regime="long", workload=SimpleNamespace(q_length=64), tflops=1.0,
-        plan=lambda: SimpleNamespace(name="a", candidates=candidates),
+        plan=lambda: SimpleNamespace(name="a", candidates=candidates), able=SimpleNamespace(bundle_bytes=4096),
     )  # fmt: skip
     monkeypatch.setattr(run, "description", lambda cell, names, options: names)
     found = {"seconds": {name: [1.0] for name in raced}, "failed": {}}
@@ -146,7 +146,7 @@ def test_cells_that_lack_schedules_are_marked(
     assert asked == [raced]
     with out.open(newline="") as lines:
         assert [(row["schedule"], row["within"]) for row in csv.DictReader(lines)] == [(name, marked) for name in raced]
-    assert {row.within for row in report.read(out)} == {float(marked) if marked else None}
+    assert {(row.within, row.bundle_bytes) for row in report.read(out)} == {(float(marked) if marked else None, 4096)}
     assert run.read_done(out) == {cell.name}
 
 
@@ -157,7 +157,7 @@ def test_files_from_before_cells_were_marked(tmp_path: Path, monkeypatch: pytest
         old = [row[: run.COLUMNS.index("within")] for row in csv.reader(lines)]
     (tmp_path / "old.csv").write_text("".join(",".join(row) + "\n" for row in old))
     assert [row.within for row in report.read(tmp_path / "old.csv")] == [None] * (len(old) - 1)
-    with pytest.raises(SystemExit, match=r"old\.csv has other columns than cell, .*, within: give another --out"):
+    with pytest.raises(SystemExit, match=r"old\.csv has other columns than cell, .*, bundle_bytes: give another --out"):
         run.read_done(tmp_path / "old.csv")
 
 

@@ -2,10 +2,10 @@
 
     sudo python ci/cells/calibrate.py [--file /tmp/overheads.json]
 
-Runs a few schedules of four and eight ranks over links so wide, with kernels so fast, that only overheads are left;
-then finds the constants with which the simulator fits these times best, by trying one after another. No cell of the
-campaign is looked at. Prints the constants and how well they fit. With --file the measurements are kept, and read if
-they are there.
+Runs a few schedules of four and eight ranks over links so wide, with kernels so fast, that only overheads are left, and
+over shaped ones, where overheads are partly hidden; then finds the constants with which the simulator fits these times
+best, by trying one after another. No cell of the campaign is looked at: other widths, other lengths. Prints the
+constants and how well they fit. With --file the measurements are kept, and read if they are there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tokenring.emulate.shapes import MOST_GBIT, Shape  # noqa: E402
 from tokenring.layout import make_layout  # noqa: E402
 from tokenring.mask import parse_mask  # noqa: E402
 from tokenring.planner import operations  # noqa: E402
-from tokenring.planner.emulated import Overheads, interconnect_of_shape  # noqa: E402
+from tokenring.planner.emulated import OVERHEADS, Overheads, interconnect_of_shape  # noqa: E402
 from tokenring.planner.pieces import named_schedule  # noqa: E402
 from tokenring.planner.rates import Rates  # noqa: E402
 from tokenring.planner.simulate import simulate  # noqa: E402
@@ -47,26 +47,36 @@ from tokenring.workload import Workload  # noqa: E402
 WIDE_GBIT = 5.0  # at which whatever is sent here is in a link's bucket: it passes for free
 FAST_TFLOPS = 1e6
 ROUNDS = 9
+SHAPED_GBIT = {4: 0.15, 8: 0.08}
+SHAPED_TOKENS = 64  # a rank
 SCHEDULES = (
     "ring", "ring/pieces4", "bidirectional", "tokenring", "direct-kv", "direct-kv/pieces4", "direct-q", "all-gather-kv",
     "ulysses", "ulysses/pieces2", "usp/2", "mesh-kv/2x{half}", "tiles/2x{half}", "sub-sharded/1x1x{ranks}",
 )  # fmt: skip
+MORE = (
+    "direct-q/pieces4", "ulysses/pieces4", "usp/2/pieces2", "sub-sharded/2x1x{half}", "sub-sharded/2x1x{half}/pieces2",
+)  # fmt: skip
+LEAST_ARRIVAL = 0.02e-3  # to begin with: what is 0 stays 0
 STEPS = (2.0, 1.6, 1.4, 1.25, 1.15, 1.1)  # by how much a constant is changed, from round to round
 
 
 @dataclass(frozen=True)
 class Case:
-    """A measured call: what a rank does in each pass, and the median seconds of the slowest rank."""
+    """A measured call: what a rank does in each pass, and the median seconds of the slowest rank.
+
+    shape: None where nothing on the links takes time.
+    """
 
     name: str
     ranks: int
+    shape: Shape | None
     passes: list[list[list[Any]]]  # pass → rank → operations, or (operations of copying, bytes copied)
     seconds: float
 
 
 def measure() -> list[dict[str, Any]]:
-    """Every schedule at two sizes, with many heads and one KV head, forward and with backward."""
-    found = []
+    """Every schedule at two sizes, with many heads and one KV head, forward and with backward; and on shaped links."""
+    found = [each for kind in ("full-mesh", "switch") for ranks in SHAPED_GBIT for each in shaped(kind, ranks)]
     for ranks in (4, 8):
         names = [name.format(half=ranks // 2, ranks=ranks) for name in SCHEDULES]
         with Emulated("full-mesh", ranks, WIDE_GBIT) as net:
@@ -80,12 +90,27 @@ def measure() -> list[dict[str, Any]]:
     return found
 
 
+def shaped(kind: str, ranks: int) -> Iterator[dict[str, Any]]:
+    names = [name.format(half=ranks // 2, ranks=ranks) for name in (*SCHEDULES, *MORE)]
+    with Emulated(kind, ranks, SHAPED_GBIT[ranks]) as net:
+        for mask, layout, passes in (("full", "contiguous", 1), ("causal", "zigzag", 2)):
+            cell = {
+                "name": "overheads", "tokens": SHAPED_TOKENS * ranks, "q_heads": 8, "kv_heads": 8,
+                "head_dim": HEAD_DIM, "mask": mask, "passes": "+".join(PASSES[:passes]), "layout": layout,
+                "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0,
+            }  # fmt: skip
+            yield {**cell, "ranks": ranks, "kind": kind, "found": measured(net, cell, 300.0)["seconds"]}
+
+
 def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
     for cell in cells:
         ranks, tokens = cell["ranks"], cell["tokens"]
         size = Workload(1, tokens, tokens, cell["q_heads"], cell["kv_heads"], HEAD_DIM, torch.float32)
         layout, mask = make_layout(cell["layout"], ranks, tokens), parse_mask(cell["mask"])
+        shape = Shape(cell["kind"], ranks, SHAPED_GBIT[ranks]) if "kind" in cell else None
         for name, seconds in cell["found"].items():
+            if not seconds:  # it does not fit
+                continue
             schedule = named_schedule(name, size, layout, layout, mask, None)
             storage = storage_of(schedule)
             passes = []
@@ -94,7 +119,7 @@ def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
                 able = transport_capabilities("gloo")
                 programs = [lower_agenda(agenda, size, True, bundle_bytes=able.bundle_bytes) for agenda in agendas]
                 passes.append([_counted(schedule, size, program) for program in programs])
-            yield Case(name, ranks, passes, statistics.median(seconds))
+            yield Case(name, ranks, shape, passes, statistics.median(seconds))
 
 
 def _counted(schedule: Any, size: Workload, program: Any) -> list[Any]:
@@ -109,9 +134,10 @@ def _counted(schedule: Any, size: Workload, program: Any) -> list[Any]:
 
 
 def predicted(case: Case, overheads: Overheads) -> float:
-    # Nothing passes for free where nothing takes time: the latency shows whole.
-    messages = replace(overheads.messages, latency_seconds=overheads.latency)
-    net = interconnect_of_shape(Shape("full-mesh", case.ranks, MOST_GBIT))
+    messages = overheads.messages
+    if case.shape is None:  # nothing passes for free where nothing takes time: the latency shows whole
+        messages = replace(messages, latency_seconds=overheads.latency)
+    net = interconnect_of_shape(case.shape or Shape("full-mesh", case.ranks, MOST_GBIT))
     total = 0.0
     for programs in case.passes:
         timed = [[_timed(each, overheads) for each in program] for program in programs]
@@ -157,8 +183,10 @@ def main() -> int:
         if options.file is not None:
             options.file.write_text(json.dumps(cells))
     every = list(cases(cells))
-    found = fit(every[::3], Overheads())
-    print(f"{len(every)} calls, on the average off by {error(every, found):.1%}")
+    found = fit(every[::3], replace(OVERHEADS, arrival=OVERHEADS.arrival or LEAST_ARRIVAL))
+    for kind in ("wide", "shaped"):
+        some = [each for each in every if (each.shape is not None) is (kind == "shaped")]
+        print(f"{len(some)} calls over {kind} links, on the average off by {error(some, found):.1%}")
     for field, value in zip(fields(Overheads), astuple(found), strict=True):
         print(f"{field.name:14} {value:.3g}")
     return 0

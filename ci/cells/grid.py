@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import torch
 from pairwise import sample
 
+from tokenring.backends.base import Capabilities
 from tokenring.backends.registry import transport_capabilities
 from tokenring.emulate.shapes import Shape
 from tokenring.layout import Layout, make_layout
@@ -119,17 +120,22 @@ class Cell:
         seconds = wires.seconds / WIRE_OVER_COMPUTE[self.regime]
         return float(f"{a_pair * pairs / self.ranks / seconds / 1e12:.3g}")
 
-    def call(self, tflops: float | None = None, everything: bool = False) -> Call:
-        """What is planned for, with the figures of the emulation."""
+    @property
+    def able(self) -> Capabilities:
+        """Of what moves its messages."""
+        return transport_capabilities("gloo")
+
+    def call(self, tflops: float | None = None, everything: bool = False, bundle_bytes: int | None = None) -> Call:
+        """What is planned for, with the figures of the emulation; bundle_bytes: up to which messages go together."""
         rate = self.tflops if tflops is None else tflops
         machine = sleeping_machine(rate, self.ranks, cores=CORES)
-        net, able = interconnect_of_shape(self.shape), transport_capabilities("gloo")
-        setting = Setting(self.workload, net, machine, self.directions, able=able)
+        able = self.able if bundle_bytes is None else replace(self.able, bundle_bytes=bundle_bytes)
+        setting = Setting(self.workload, interconnect_of_shape(self.shape), machine, self.directions, able=able)
         return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)
 
-    def plan(self, tflops: float | None = None) -> Plan:
+    def plan(self, tflops: float | None = None, bundle_bytes: int | None = None) -> Plan:
         """Every schedule that fits, simulated; tflops: of the kernels, if not those that the cell asks for."""
-        return plan_call(self.call(tflops, everything=True))
+        return plan_call(self.call(tflops, everything=True, bundle_bytes=bundle_bytes))
 
 
 def cells() -> list[Cell]:

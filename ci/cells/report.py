@@ -45,10 +45,11 @@ class Row:
     measured: float
     best: float  # the fastest round
     within: float | None = None  # raced were schedules predicted to take so many times the best at most; None: all
+    bundle_bytes: int = 0  # up to which messages went together
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, also of one from before the column `within`."""
+    """The rows of a file, also of one from before the columns `within` and `bundle_bytes`."""
     with path.open(newline="") as lines:
         return [
             Row(
@@ -57,6 +58,7 @@ def read(path: Path) -> list[Row]:
                 row["schedule"], row["auto"] == "1",
                 *(float(row[name]) for name in ("predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms")),
                 float(row["within"]) if row.get("within") else None,
+                int(row.get("bundle_bytes") or 0),
             )
             for row in csv.DictReader(lines)
         ]  # fmt: skip
@@ -72,7 +74,7 @@ def again(rows: Sequence[Row]) -> list[Row]:
     known = {cell.name: cell for cell in cells()}
     made = []
     for name, group in by_cell(rows).items():
-        plan = known[name].plan(group[0].tflops)
+        plan = known[name].plan(group[0].tflops, group[0].bundle_bytes)
         new = {each.name: each for each in plan.candidates if each.predicted_seconds is not None}
         measured = {row.schedule for row in group}
         chosen = next((name for name in new if name in measured), None)

@@ -31,6 +31,7 @@ COLUMNS = (
     "cell", "topology", "ranks", "heads", "mask", "passes", "regime", "tokens", "tflops", "schedule", "auto",
     "predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms", "max_ms", "rounds",
     "within",  # --within, where it left schedules out; else empty
+    "bundle_bytes",  # up to which messages went together; empty: each by itself
 )  # fmt: skip
 CELL_SECONDS = 900.0
 
@@ -128,7 +129,7 @@ def write(path: Path, cell: Cell, plan: Plan, seconds: dict[str, list[float]], w
                 cell.name, cell.topology, cell.ranks, cell.heads, cell.mask, cell.passes, cell.regime,
                 cell.workload.q_length, cell.tflops, each.name, int(each.name == plan.name),
                 *(f"{1e3 * (value or 0.0):.3f}" for value in figures), len(times),
-                "" if within is None else f"{within:g}",
+                "" if within is None else f"{within:g}", cell.able.bundle_bytes or "",
             ])  # fmt: skip
 
 
