@@ -19,8 +19,8 @@ class Overheads:
     """What processes that share a machine's cores add to the time of links and kernels; seconds on a core, if not said.
 
     latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, and its
-    handling_gbs; arrival: of a message that has come; operation: of a copy or merge, and its copy_gbs; call: of a kernel;
-    start: of a pass, for each rank.
+    handling_gbs; arrival: of a message that has come; operation: of a copy or merge, and its copy_gbs; call: of a
+    kernel; start: of a pass, for each rank.
     """
 
     latency: float = 0.78e-3

@@ -187,7 +187,7 @@ class Simulation:
             self.working = [each for each in self.working if each.left_seconds > least]
         for each in ended:
             if each.transfer is not None:
-                (self._arrived if each.transfer.begin >= 0 else self._ready)(each.transfer)
+                (self._arrived if each.transfer.ready else self._ready)(each.transfer)
                 continue
             self.busy[each.rank] += self.now - each.begin
             if self.record and each.operation is not None:
