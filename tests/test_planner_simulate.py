@@ -168,7 +168,7 @@ class TestByHand:
     def test_arrivals_take_shared_cores(self, pipelined: bool) -> None:
         """Two pairs, two messages of 1 ms each: on one core 4 ms of work from 1 ms on; on two 1 ms after the last."""
         programs: list[list[Operation]] = [
-            [(send if rank % 2 == 0 else receive)(n, rank ^ 1, MESSAGE) for n in (0, 1)] + [Await(0), Await(1)]
+            [*((send if rank % 2 == 0 else receive)(n, rank ^ 1, MESSAGE) for n in (0, 1)), Await(0), Await(1)]
             for rank in range(4)
         ]
         messages = Messages(arrival_seconds=1e-3, pipelined=pipelined)

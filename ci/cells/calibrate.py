@@ -56,7 +56,6 @@ SCHEDULES = (
 MORE = (
     "direct-q/pieces4", "ulysses/pieces4", "usp/2/pieces2", "sub-sharded/2x1x{half}", "sub-sharded/2x1x{half}/pieces2",
 )  # fmt: skip
-LEAST_ARRIVAL = 0.02e-3  # to begin with: what is 0 stays 0
 STEPS = (2.0, 1.6, 1.4, 1.25, 1.15, 1.1)  # by how much a constant is changed, from round to round
 
 
@@ -183,7 +182,7 @@ def main() -> int:
         if options.file is not None:
             options.file.write_text(json.dumps(cells))
     every = list(cases(cells))
-    found = fit(every[::3], replace(OVERHEADS, arrival=OVERHEADS.arrival or LEAST_ARRIVAL))
+    found = fit(every[::3], OVERHEADS)
     for kind in ("wide", "shaped"):
         some = [each for each in every if (each.shape is not None) is (kind == "shaped")]
         print(f"{len(some)} calls over {kind} links, on the average off by {error(some, found):.1%}")

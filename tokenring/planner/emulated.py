@@ -23,15 +23,15 @@ class Overheads:
     kernel; start: of a pass, for each rank.
     """
 
-    latency: float = 0.78e-3
-    post: float = 0.035e-3
-    handling: float = 0.08e-3
-    handling_gbs: float = 2.0
-    arrival: float = 0.0
-    operation: float = 0.05e-3
-    copy_gbs: float = 20.0
+    latency: float = 1.13e-3
+    post: float = 0.08e-3
+    handling: float = 0.056e-3
+    handling_gbs: float = 1.8
+    arrival: float = 0.009e-3
+    operation: float = 0.044e-3
+    copy_gbs: float = 11.0
     call: float = 0.27e-3
-    start: float = 0.57e-3
+    start: float = 0.72e-3
 
     @property
     def messages(self) -> Messages:
@@ -42,8 +42,8 @@ class Overheads:
         )  # fmt: skip
 
 
-# What ci/cells/calibrate.py printed on two cores of an AMD EPYC, from runs in which links and kernels take no time;
-# taken for any machine. Copies are too small there to tell: their rate is that of one core's memory.
+# What ci/cells/calibrate.py printed on two cores of an AMD EPYC, from runs in which links and kernels take no time, and
+# over shaped links; taken for any machine.
 OVERHEADS = Overheads()
 
 
