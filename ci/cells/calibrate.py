@@ -122,13 +122,13 @@ def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
 
 
 def _counted(schedule: Any, size: Workload, program: Any) -> list[Any]:
-    """Operations; copies and merges as (how many, bytes), whose costs are to be found."""
-    once = Rates("count", ((1, 1.0),), ((1, 1.0),), op_seconds=1.0)
-    each = Rates("bytes", ((1, 1.0),), ((1, 1.0),), copy_gbs=1e-9)
-    counts, nbytes = (operations.operations(schedule, size, program, rates) for rates in (once, each))
+    """Operations; copies and merges as (how many, bytes, how many of them merges), whose costs are to be found."""
+    units: list[dict[str, float]] = [{"op_seconds": 1.0}, {"copy_gbs": 1e-9}, {"merge_seconds": 1.0}]
+    rates = [Rates("counted", ((1, 1.0),), ((1, 1.0),), **unit) for unit in units]
+    counted = [operations.operations(schedule, size, program, each) for each in rates]
     return [
-        (a.seconds, b.seconds) if isinstance(a, operations.Compute) and not a.kernel else a
-        for a, b in zip(counts, nbytes, strict=True)
+        tuple(x.seconds for x in some) if isinstance(some[0], operations.Compute) and not some[0].kernel else some[0]
+        for some in zip(*counted, strict=True)
     ]
 
 
@@ -149,8 +149,9 @@ def _timed(each: Any, overheads: Overheads) -> Any:
         return each._replace(seconds=overheads.call, kernel=False)
     if isinstance(each, operations.Post | operations.Await):
         return each
-    count, nbytes = each
-    return operations.Compute(count * overheads.operation + nbytes / (overheads.copy_gbs * 1e9), False, 0, "copy")
+    count, nbytes, merges = each
+    seconds = count * overheads.operation + nbytes / (overheads.copy_gbs * 1e9) + merges * overheads.merge
+    return operations.Compute(seconds, False, 0, "copy")
 
 
 def error(some: Sequence[Case], overheads: Overheads) -> float:

@@ -19,8 +19,8 @@ class Overheads:
     """What processes that share a machine's cores add to the time of links and kernels; seconds on a core, if not said.
 
     latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, and its
-    handling_gbs; arrival: of a message that has come; operation: of a copy or merge, and its copy_gbs; call: of a
-    kernel; start: of a pass, for each rank.
+    handling_gbs; arrival: of a message that has come; operation: of a copy or merge, and its copy_gbs; merge:
+    what merging results takes more; call: of a kernel; start: of a pass, for each rank.
     """
 
     latency: float = 1.13e-3
@@ -30,6 +30,7 @@ class Overheads:
     arrival: float = 0.009e-3
     operation: float = 0.044e-3
     copy_gbs: float = 11.0
+    merge: float = 0.1e-3
     call: float = 0.27e-3
     start: float = 0.72e-3
 
@@ -69,5 +70,6 @@ def computing_machine(rates: Rates, ranks: int, cores: float | None = None) -> M
     """
     shared = float(os.cpu_count() or 1) if cores is None else cores
     call = rates.call_seconds + OVERHEADS.operation
-    rates = replace(rates, call_seconds=call, op_seconds=max(rates.op_seconds, OVERHEADS.operation))
+    operation, merge = max(rates.op_seconds, OVERHEADS.operation), max(rates.merge_seconds, OVERHEADS.merge)
+    rates = replace(rates, call_seconds=call, op_seconds=operation, merge_seconds=merge)
     return Machine(rates, OVERHEADS.messages, shared, kernels_share=True, start_seconds=OVERHEADS.start * ranks)

@@ -120,7 +120,7 @@ class _Maker:
             case Pack(_, _, into):
                 return [self._copy(2 * self._nbytes(into), step, "pack")]
             case Merge(_, _, into, first):
-                return [self._copy(TOUCHED[first] * self._nbytes(into), step, "merge")]
+                return [self._copy(TOUCHED[first] * self._nbytes(into), step, "merge", self._merges(first))]
             case Fill(_, into):
                 return [self._copy(self._nbytes(into), step, "fill")]
         return []  # a release costs nothing
@@ -151,7 +151,12 @@ class _Maker:
         label = f"{patch.rows} × {patch.cols}"
         made: list[Operation] = [Compute(seconds, True, attend.step, label)]
         copied = sum(self._result_bytes(attend, result) for result in attend.results)
-        return [*made, self._copy(copied, attend.step, "merge")] if copied else made
+        merges = sum(self._merges(result.first) for result in attend.results)
+        return [*made, self._copy(copied, attend.step, "merge", merges)] if copied else made
+
+    def _merges(self, first: bool) -> int:
+        """Results are merged by their log-sum-exp; gradients are added, and what comes first is copied."""
+        return int(not first and self.costs.direction == "forward")
 
     def _result_bytes(self, attend: Attend, result: Result) -> int:
         """Nothing where the caller gets the kernel's own result."""
@@ -161,8 +166,9 @@ class _Maker:
             return 0
         return TOUCHED[result.first] * self._nbytes(result.into)
 
-    def _copy(self, nbytes: int, step: int, label: str) -> Compute:
-        return Compute(self.costs.rates.copy_seconds(nbytes), False, step, label)
+    def _copy(self, nbytes: int, step: int, label: str, merges: int = 0) -> Compute:
+        rates = self.costs.rates
+        return Compute(rates.copy_seconds(nbytes) + merges * rates.merge_seconds, False, step, label)
 
     def _nbytes(self, span: Span) -> int:
         return self.row_bytes[span.slot] * span.rows

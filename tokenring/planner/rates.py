@@ -24,7 +24,8 @@ class Rates:
     forward, backward: TFLOP/s over visible pairs, by the shorter side of a tile, ascending; between two samples
         it is interpolated in the logarithms, beyond them it stays.
     call_seconds: of a kernel call, whatever its size. copy_gbs: bytes that a copy moves in a second, reads and
-        writes together. op_seconds: of a copy or merge, whatever its size.
+        writes together. op_seconds: of a copy or merge, whatever its size. merge_seconds: what merging results with
+        their log-sum-exp takes more, where that is several operations (on a CPU), whatever the size.
     source: where the figures are from; a guess says so.
     """
 
@@ -34,6 +35,7 @@ class Rates:
     call_seconds: float = 0.0
     copy_gbs: float = math.inf
     op_seconds: float = 0.0
+    merge_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
@@ -44,7 +46,7 @@ class Rates:
                     f"rates {self.source!r}: {name} is {samples!r}; give (tokens, TFLOP/s) with rising tokens"
                 )
 
-        if not (self.copy_gbs > 0 and self.call_seconds >= 0 and self.op_seconds >= 0):
+        if not (self.copy_gbs > 0 and min(self.call_seconds, self.op_seconds, self.merge_seconds) >= 0):
             raise ConfigurationError(f"rates {self.source!r}: copies need a rate above 0, costs must not be negative")
 
     def tflops(self, direction: Pass, side: int) -> float:
