@@ -164,18 +164,6 @@ class TestByHand:
             taken = simulate(full_mesh(4, 1.0), programs, messages, cores=cores).seconds
             assert taken == pytest.approx(MESSAGE / GB + handled, rel=1e-6)
 
-    @pytest.mark.parametrize("pipelined", [True, False])
-    def test_arrivals_take_shared_cores(self, pipelined: bool) -> None:
-        """Two pairs, two messages of 1 ms each: on one core 4 ms of work from 1 ms on; on two 1 ms after the last."""
-        programs: list[list[Operation]] = [
-            [*((send if rank % 2 == 0 else receive)(n, rank ^ 1, MESSAGE) for n in (0, 1)), Await(0), Await(1)]
-            for rank in range(4)
-        ]
-        messages = Messages(arrival_seconds=1e-3, pipelined=pipelined)
-        for cores, ends in ((1.0, 5e-3), (2.0, 3e-3)):
-            taken = simulate(full_mesh(4, 1.0), programs, messages, cores=cores).seconds
-            assert taken == pytest.approx(ends, rel=1e-6)
-
     def test_every_pass_has_a_start(self) -> None:
         net, start = full_mesh(RANKS, 1.0), 2e-3
         asked = setting(net, SIZE, BOTH, messages=IDEAL)

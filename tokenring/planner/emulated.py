@@ -19,19 +19,18 @@ class Overheads:
     """What processes that share a machine's cores add to the time of links and kernels; seconds on a core, if not said.
 
     latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, and its
-    handling_gbs; arrival: of a message that has come; operation: of a copy or merge, and its copy_gbs; merge:
-    what merging results takes more; call: of a kernel; start: of a pass, for each rank.
+    handling_gbs; operation: of a copy or merge, and its copy_gbs; merge: what merging results takes more; call: of a
+    kernel; start: of a pass, for each rank.
     """
 
     latency: float = 1.13e-3
-    post: float = 0.08e-3
-    handling: float = 0.056e-3
-    handling_gbs: float = 1.8
-    arrival: float = 0.009e-3
-    operation: float = 0.044e-3
-    copy_gbs: float = 11.0
-    merge: float = 0.1e-3
-    call: float = 0.27e-3
+    post: float = 0.05e-3
+    handling: float = 0.11e-3
+    handling_gbs: float = 1.5
+    operation: float = 0.04e-3
+    copy_gbs: float = 60.0
+    merge: float = 0.055e-3
+    call: float = 0.235e-3
     start: float = 0.72e-3
 
     @property
@@ -39,7 +38,7 @@ class Overheads:
         """An idle wire's bucket lets pass for free what takes LATE_SECONDS: that much of a latency does not show."""
         return Messages(
             max(0.0, self.latency - LATE_SECONDS), self.post, pipelined=True, handling_seconds=self.handling,
-            handling_gbs=self.handling_gbs, arrival_seconds=self.arrival, source="Gloo between namespaces",
+            handling_gbs=self.handling_gbs, source="Gloo between namespaces",
         )  # fmt: skip
 
 

@@ -89,8 +89,7 @@ class Messages:
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
     channel; channels: 1 if requests and partials share it as well. pipelined: the latency passes while those before it
     in the queue are on their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the
-    machine's cores for a message and its bytes, where ranks share them; arrival_seconds: of these cores, when the last
-    byte is there, before anyone who waits for it goes on.
+    machine's cores for a message and its bytes, where ranks share them.
     """
 
     latency_seconds: float = 0.0
@@ -100,7 +99,6 @@ class Messages:
     pipelined: bool = False
     handling_seconds: float = 0.0
     handling_gbs: float = math.inf
-    arrival_seconds: float = 0.0
     channels: int = 2
     source: str = "ideal"
 

@@ -170,7 +170,7 @@ class Simulation:
             rounding = each.rate * self.now * 1e-15
             if each.left <= max(EPSILON_BYTES, 1e-9 * each.nbytes, rounding):
                 del self.moving[key]
-                self._ended(each)
+                self._arrived(each)
 
     def _speed(self) -> float:
         """Of each piece of work on the shared cores, of which none has more than one."""
@@ -187,7 +187,7 @@ class Simulation:
             self.working = [each for each in self.working if each.left_seconds > least]
         for each in ended:
             if each.transfer is not None:
-                (self._arrived if each.transfer.ready else self._ready)(each.transfer)
+                self._ready(each.transfer)
                 continue
             self.busy[each.rank] += self.now - each.begin
             if self.record and each.operation is not None:
@@ -222,31 +222,23 @@ class Simulation:
         for wire in transfer.way:
             self.wire_bytes[wire] += transfer.nbytes
         if not transfer.way and self.messages.flow_gbs == float("inf"):
-            self._ended(transfer)
+            self._arrived(transfer)
             return
         self.moving[id(transfer)] = transfer
         self._changed()
 
-    def _ended(self, transfer: _Transfer) -> None:
-        """All bytes are there: the wires are free, and the next of its queue may begin."""
-        self._changed()
-        queue = self.queues[self._queue_of(transfer)]
-        queue.popleft()
-        self._start_next(queue)
-        if self.messages.arrival_seconds > 0:
-            self.working.append(_Work(self.messages.arrival_seconds, self.now, transfer.dst, transfer=transfer))
-        else:
-            self._arrived(transfer)
-
     def _arrived(self, transfer: _Transfer) -> None:
-        """Whoever waits for it goes on."""
         transfer.done = True
+        self._changed()
         if self.record:
             self.spans.append(
                 Span(transfer.dst, "transfer", transfer.label, transfer.step, transfer.begin, self.now, transfer.src)
             )
         for rank in transfer.waiting:
             self._at_time(self.now, rank)
+        queue = self.queues[self._queue_of(transfer)]
+        queue.popleft()
+        self._start_next(queue)
 
     def _start_next(self, queue: deque[_Transfer]) -> None:
         """The first of a queue begins once both ends have posted it and it is ready."""
