@@ -199,9 +199,10 @@ def test_on_emulated_npus(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.environ.get("TOKENRING_FULL_GRID"), reason="takes many minutes: TOKENRING_FULL_GRID=1")
 def test_every_schedule_on_emulated_npus(tmp_path: Path) -> None:
     """As it is run on NPUs, with more time."""
-    ran = smoke(tmp_path, "--emulate", "--ranks", "8", "--minutes", "50", seconds=3500)
+    ran = smoke(tmp_path, "--emulate", "--minutes", "50", seconds=3500)
     check_whole(ran)
-    assert sum(task.startswith("schedule:") for task in ran.document["tasks"]) > 20
+    families = {task.removeprefix("schedule:").partition("/")[0] for task in ran.document["tasks"]}
+    assert {"ring", "tokenring", "direct-q", "ulysses", "usp", "tiles", "sub-sharded", "mesh-kv", "mixed"} <= families
 
 
 def test_a_task_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
