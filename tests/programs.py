@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tokenring.schedule import replay as module
 from tokenring.schedule.calls import Supports, anything
 from tokenring.schedule.ir import PASSES, Pass, Schedule
 from tokenring.schedule.lower import lower
-from tokenring.schedule.program import Program
+from tokenring.schedule.program import OWN, Attend, Program, Wait
 from tokenring.schedule.replay import Kept, replay
 from tokenring.workload import Workload
 
@@ -19,6 +26,43 @@ def lower_all(
 ) -> list[Program]:
     ranks = range(schedule.world_size)
     return [lower(schedule, rank, direction, workload, supports, early_receives) for rank in ranks]
+
+
+def rearranged(program: Program, order: Sequence[int]) -> Program:
+    """The same instructions in another order."""
+    return replace(
+        program,
+        instructions=tuple(program.instructions[i] for i in order),
+        steps=tuple(program.steps[i] for i in order),
+    )
+
+
+def reads_early(program: Program) -> Program:
+    """A kernel call before the wait for what it reads."""
+    attend = next(i for i, x in enumerate(program.instructions) if isinstance(x, Attend) and x.kv.slot != OWN)
+    wait = next(i for i, x in enumerate(program.instructions) if isinstance(x, Wait))
+    order = [i for i in range(len(program.instructions)) if i != attend]
+    order.insert(wait, attend)
+    return rearranged(program, order)
+
+
+def size_of(schedule: Schedule) -> Workload:
+    """The smallest workload of a schedule."""
+    groups = schedule.head_groups
+    return Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 2, torch.bfloat16)
+
+
+def replays_with_collectives(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each pass that is replayed from now on, whether the programs have collectives or bundles."""
+    seen: list[bool] = []
+    whole_replay = module.replay
+
+    def noted(made: Schedule, programs: list[Program], *more: object, **options: object) -> Kept:
+        seen.append(bool(programs[0].collectives))
+        return whole_replay(made, programs, *more, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "replay", noted)
+    return seen
 
 
 def check_both_passes(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from families import length_of, make, points
+from programs import reads_early, rearranged, replays_with_collectives, size_of
 from ranks import Here, RankPools
 
 from tokenring import Causal, Full, Mask, attention
@@ -20,18 +21,12 @@ from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Pass, Schedule
 from tokenring.schedule.lower import lower
 from tokenring.schedule.measure import program_bytes
 from tokenring.schedule.payload import Records
-from tokenring.schedule.program import Attend, Program, Recv, Send, Wait
-from tokenring.schedule.replay import WITH_BUNDLES, Kept, replay, replay_schedule
+from tokenring.schedule.program import Program, Recv, Send, Wait
+from tokenring.schedule.replay import WITH_BUNDLES, replay, replay_schedule
 from tokenring.schedule.storage import storage_of
 from tokenring.schedule.verify import verify_bundles
-from tokenring.workload import Workload
 
 ALL = 1 << 40  # bytes: whatever can go together does
-
-
-def size_of(schedule: Schedule, heads: int | None = None) -> Workload:
-    heads = heads or schedule.head_groups
-    return Workload(1, schedule.q_layout.length, schedule.kv_layout.length, heads, heads, 2, torch.bfloat16)
 
 
 def whole(name: str, ranks: int, layout: str = "zigzag", mask: Mask | None = None) -> Schedule:
@@ -144,23 +139,7 @@ def waits_inside(program: Program) -> Program:
     wait = next(i for i, each in enumerate(program.instructions) if isinstance(each, Wait) and each.message == last)
     order = [i for i in range(len(program.instructions)) if i != wait]
     order.insert(order.index(at), wait)
-    instructions, steps = program.instructions, program.steps
-    return replace(
-        program, instructions=tuple(instructions[i] for i in order), steps=tuple(steps[i] for i in order)
-    )
-
-
-def reads_early(program: Program) -> Program:
-    """A kernel call before the wait for what it reads."""
-    attend = next(i for i, each in enumerate(program.instructions) if isinstance(each, Attend))
-    wait = next(i for i, each in enumerate(program.instructions) if isinstance(each, Wait))
-    order = [i for i in range(len(program.instructions)) if i != attend]
-    order.insert(wait, attend)
-    return replace(
-        program,
-        instructions=tuple(program.instructions[i] for i in order),
-        steps=tuple(program.steps[i] for i in order),
-    )
+    return rearranged(program, order)
 
 
 def _posts(program: Program, messages: tuple[int, ...]) -> list[int]:
@@ -189,22 +168,13 @@ def test_replay_refuses(change: object, says: str) -> None:
 
 def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenring.runtime import collective
-    from tokenring.schedule import replay as module
-
-    seen: list[bool] = []
-    whole_replay = module.replay
-
-    def noted(made: Schedule, programs: list[Program], *more: object, **options: object) -> Kept:
-        seen.append(bool(programs[0].collectives))
-        return whole_replay(made, programs, *more, **options)  # type: ignore[arg-type]
-
     class Noting:
         capabilities = transport_capabilities("gloo")
 
         def prepare(self, links: object, device: object) -> None:
             """Nothing to connect."""
 
-    monkeypatch.setattr(module, "replay", noted)
+    seen = replays_with_collectives(monkeypatch)
     verify_bundles.cache_clear()
     schedule = whole("ulysses", 3)
     for _ in range(2):  # proved once

@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 import torch
 from families import length_of, make, points
-from programs import lower_all
+from programs import lower_all, reads_early, rearranged, replays_with_collectives, size_of
 from test_planner_hccl import A2, printed
 
 from tokenring import Causal, Full, Mask
@@ -20,20 +20,14 @@ from tokenring.schedule.exchange import exchanges
 from tokenring.schedule.ir import PASSES, Pass, Schedule
 from tokenring.schedule.lower import lower
 from tokenring.schedule.measure import contacts, links, peak_bytes, staged_bytes
-from tokenring.schedule.program import ALL_GATHER, ALL_TO_ALL, OWN, Attend, Program, Recv, Send, Wait
+from tokenring.schedule.program import ALL_GATHER, ALL_TO_ALL, Attend, Program, Recv, Send, Wait
 from tokenring.schedule.replay import Kept, replay
 from tokenring.schedule.storage import storage_of
 from tokenring.schedule.verify import verify_collectives
-from tokenring.workload import Workload
 
 Found = list[tuple[int, str, str, tuple[int, ...], int]]
 EVERYBODY = (0, 1, 2, 3)
 MB = 1 << 20
-
-
-def size_of(schedule: Schedule) -> Workload:
-    groups = schedule.head_groups
-    return Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 2, torch.bfloat16)
 
 
 def together(schedule: Schedule, direction: Pass) -> list[Program]:
@@ -190,29 +184,12 @@ def crossed(program: Program) -> Program:
     low, high = min(places[0] + places[1]), max(places[0] + places[1]) + 1
     rest = [i for i in range(low, high) if i not in places[0] and i not in places[1]]
     order[low:high] = [*rest, *places[1], *places[0]]
-    return replace(
-        program,
-        instructions=tuple(program.instructions[i] for i in order),
-        steps=tuple(program.steps[i] for i in order),
-    )
+    return rearranged(program, order)
 
 
 def _message(program: Program, at: int) -> int:
     post = program.instructions[at]
     return post.message if isinstance(post, Send | Recv) else -1
-
-
-def reads_early(program: Program) -> Program:
-    """A kernel call before the wait for what it reads."""
-    attend = next(i for i, x in enumerate(program.instructions) if isinstance(x, Attend) and x.kv.slot != OWN)
-    wait = next(i for i, x in enumerate(program.instructions) if isinstance(x, Wait))
-    order = [i for i in range(len(program.instructions)) if i != attend]
-    order.insert(wait, attend)
-    return replace(
-        program,
-        instructions=tuple(program.instructions[i] for i in order),
-        steps=tuple(program.steps[i] for i in order),
-    )
 
 
 @pytest.mark.parametrize("one_queue_a_rank", [True, False])
@@ -230,16 +207,7 @@ def test_replay_refuses(change: object, says: str, one_queue_a_rank: bool) -> No
 
 def test_they_are_replayed_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transports without collectives need no such proof, which takes half as long again."""
-    from tokenring.schedule import replay as module
-
-    seen: list[bool] = []
-    whole_replay = module.replay
-
-    def noted(made: Schedule, programs: list[Program], *more: object, **options: object) -> Kept:
-        seen.append(bool(programs[0].collectives))
-        return whole_replay(made, programs, *more, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "replay", noted)
+    seen = replays_with_collectives(monkeypatch)
     made = whole("all-gather-kv", 3)
     made.verify()
     assert seen == [False, False] * 2

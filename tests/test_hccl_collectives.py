@@ -16,8 +16,9 @@ from ascend.hccl_ledger import MEGABYTE, Communicator, Noted, NotedCollective, l
 from ascend.hccl_ranks import fresh, kept_transport, run_case, small_case
 from ascend.ranks import NpuPools
 from cases import Case, Local, check_bytes, check_exact
+from programs import reads_early
 from ranks import Here
-from test_exchange import alone, crossed, reads_early, together
+from test_exchange import alone, crossed, together
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -122,6 +123,12 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 # ---------- the command
 
 Start = Callable[[Any, int, str, list[str]], AbstractContextManager[Running]]  # for a case: ranks, module, arguments
+
+
+def check_seconds(seconds: float) -> None:
+    """Raises ConfigurationError for a --seconds in which nothing can be measured."""
+    if not 0 < seconds < math.inf:
+        raise ConfigurationError(f"--seconds {seconds:g}: use more than 0, and a number")
 
 
 def start_torchrun(case: Any, ranks: int, module: str, arguments: list[str]) -> Processes:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tokenring.backends.base import IDEAL
 from tokenring.backends.registry import kernel_for_planning, transport_capabilities
 from tokenring.bench.candidates import emulated
 from tokenring.bench.results import Case
@@ -15,7 +16,7 @@ from tokenring.mask import parse_mask
 from tokenring.planner.auto import Call, plan_call
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import machine_of_topology
-from tokenring.planner.predict import IDEAL, Setting
+from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Machine
 from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.families.registry import FAMILIES, misfit, parse

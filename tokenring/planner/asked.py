@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tokenring.arguments import check_name
+from tokenring.backends.base import IDEAL
 from tokenring.backends.registry import TRANSPORTS, bounded, kernel_class, transport_capabilities
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
@@ -21,7 +22,7 @@ from tokenring.planner.group import context_parallel_group, heads_of_group
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.machine import machine_of_device, machine_of_preset, machine_of_topology, messages_of
 from tokenring.planner.measured import read_table
-from tokenring.planner.predict import IDEAL, Setting
+from tokenring.planner.predict import Setting
 from tokenring.planner.presets import PREFIX, find, preset
 from tokenring.planner.rates import Machine, Rates, constant
 from tokenring.planner.wiring import interconnect_of

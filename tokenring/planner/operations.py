@@ -7,9 +7,9 @@ from typing import NamedTuple
 from tokenring.planner.rates import Rates
 from tokenring.region import Patch
 from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.measure import bundled_bytes
 from tokenring.schedule.payload import Records
 from tokenring.schedule.program import (
-    BUNDLE,
     Attend,
     Collective,
     Fill,
@@ -98,9 +98,9 @@ class _Maker:
     def __init__(self, costs: Costs, program: Program) -> None:
         self.program, self.costs = program, costs
         self.row_bytes = [costs.records(slot.kind, slot.full_precision).nbytes for slot in program.slots]
-        bundles = [each for each in program.collectives if each.kind == BUNDLE]
-        self.bundle_of = {message: each for each in bundles for message in each.messages}
-        self.gathered: dict[Collective, int] = {}  # bytes of the messages of a bundle that were posted
+        sizes = [nbytes * slot.rows for nbytes, slot in zip(self.row_bytes, program.slots, strict=True)]
+        self.bundled = bundled_bytes(sizes, program)
+        self.bundle_of = {message: each for each in self.bundled for message in each.messages}
         self.taken: set[Collective] = set()  # bundles that were waited for
 
     def of(self, instruction: object, step: int) -> list[Operation]:
@@ -128,11 +128,10 @@ class _Maker:
     def _post_bundled(self, post: Send | Recv, step: int) -> list[Operation]:
         """With the last of its bundle, which is copied together to be sent."""
         bundle, sends = self.bundle_of[post.message], isinstance(post, Send)
-        nbytes = self.gathered[bundle] = self.gathered.get(bundle, 0) + self._nbytes(post.span)
         last = bundle.messages[-1]
         if post.message != last:
             return []
-        peer = bundle.ranks[sends]
+        peer, nbytes = bundle.ranks[sends], self.bundled[bundle]
         made: list[Operation] = [self._copy(2 * nbytes, step, "bundle")] if sends else []
         return [*made, Post(last, peer, post.channel, nbytes, sends, step, bundle.label)]
 
@@ -143,7 +142,7 @@ class _Maker:
         self.taken.add(bundle)
         made: list[Operation] = [Await(bundle.messages[-1])]
         received = bundle.ranks[1] == self.program.rank
-        return [*made, self._copy(2 * self.gathered[bundle], step, "bundle")] if received else made
+        return [*made, self._copy(2 * self.bundled[bundle], step, "bundle")] if received else made
 
     def _attend(self, attend: Attend) -> list[Operation]:
         patch = attend.patch

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.arguments import check_memory_limit, check_topology
+from tokenring.backends.base import IDEAL
 from tokenring.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
@@ -30,7 +31,7 @@ from tokenring.planner.machine import (
 )  # fmt: skip
 from tokenring.planner.measured import Key, kept, key_of
 from tokenring.planner.plan import Candidate, Plan
-from tokenring.planner.predict import IDEAL, Setting
+from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Machine, Rates
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.schemes import make_schedule

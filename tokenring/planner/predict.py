@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenring.backends.base import Capabilities, Link
-from tokenring.backends.mailbox import lay
+from tokenring.backends.base import IDEAL, Capabilities
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.operations import Compute, Costs, Operation
 from tokenring.planner.rates import Machine
@@ -16,11 +15,10 @@ from tokenring.planner.simulate import Outcome, simulate
 from tokenring.schedule.calls import Supports, anything, calls
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.lower import agenda_of, lower_agenda
-from tokenring.schedule.measure import contacts, held, incoming, kept_bytes, link_bytes, program_bytes, staged_bytes
+from tokenring.schedule.measure import Pools, contacts, held, kept_bytes, link_bytes
 from tokenring.schedule.storage import Storage, storage_of
 from tokenring.workload import Workload
 
-IDEAL = Capabilities(early_receives=True, channels=2)  # of a transport of which nothing is known
 FEW_RANKS = 16  # up to which wires are shared out anew for every transfer
 NO_WIRE = "none"  # where nothing moves
 WINDOW_SHARE = 1e-3  # of the longest rank's kernels: predictions grow by 0.4% at most, planning takes half as long
@@ -182,19 +180,13 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     storage, workload = storage_of(schedule), setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
-    pools: list[int] = []
-    messages: dict[Link, list[int]] = {}
+    able = setting.able
+    pools = Pools(schedule, workload, able)
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        able = setting.able
         program = lower_agenda(agenda, workload, setting.early_receives, able.collectives, able.bundle_bytes)
         programs.append(costs.operations(program))
-        pool = program_bytes(schedule, workload, program, setting.able.one_sided)
-        pool += staged_bytes(schedule, workload, program)
-        pools.append(pool + kept_bytes(schedule, workload, program))
-        messages |= incoming(schedule, workload, program) if setting.able.mailboxes else {}
-    boxes = lay(messages).nbytes
-    pools = [pool + boxes for pool in pools]
+        pools.add(program, kept_bytes(schedule, workload, program))
     machine = setting.machine
     kernels = machine.kernel_seconds([kernel_seconds_of(program) for program in programs])
     window = WINDOW_SHARE * kernels if schedule.world_size > FEW_RANKS else 0.0
@@ -202,7 +194,7 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
         setting.interconnect, programs, machine.messages, record,
         cores=machine.shared_cores, window_seconds=window, kernels_share=machine.kernels_share,
     )  # fmt: skip
-    return outcome, kernels, pools
+    return outcome, kernels, pools.nbytes()
 
 
 def _ranks(schedule: Schedule) -> range:

@@ -7,7 +7,6 @@ Exit codes: 0 measured and kept; 1 a rank failed, or there are no two transports
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Mapping
 
@@ -17,7 +16,7 @@ from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.planner.transfers import keep, table
 from tokenring.planner.transfers_worker import Case, Measured
-from tokenring.ranks import Command
+from tokenring.ranks import Command, check_seconds
 
 MODULE = "tokenring.planner.transfers_worker"
 
@@ -56,8 +55,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _case(options: argparse.Namespace, ranks: int) -> Case:
-    if not 0 < options.seconds < math.inf:
-        raise ConfigurationError(f"--seconds {options.seconds:g}: use more than 0, and a number")
+    check_seconds(options.seconds)
     if ranks < 2:
         raise ConfigurationError(f"{ranks} rank moves nothing: use 2 or more")
     kind = options.device or next((each for each in accelerator_types() if each in PAIRS), "cpu")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tokenring.backends.base import CollectiveTransport, Handle, Transport
-from tokenring.runtime.pool import Views
+from tokenring.runtime.pool import Landed, Views
 from tokenring.schedule.measure import contacts
 from tokenring.schedule.program import ALL_GATHER, BUNDLE, Collective, Recv, Send
 from tokenring.schedule.verify import verify_bundles, verify_collectives
@@ -71,18 +71,6 @@ class _Shared:
             each.wait()
 
 
-class _Unpacked:
-    """A bundle, whose messages are copied to where they belong when it has arrived."""
-
-    def __init__(self, handle: Handle, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._handle, self._parts = handle, parts
-
-    def wait(self) -> None:
-        self._handle.wait()
-        for part, into in self._parts:
-            into.copy_(part)
-
-
 def _bundled(bundle: Collective, bound: Sequence[tuple[Send | Recv, Data]], transport: Transport, views: Views) -> Step:
     """Copies messages together and sends them, or receives them; whichever is waited for first waits for all."""
     whole, at = views.bundle(bundle), 0
@@ -100,7 +88,7 @@ def _bundled(bundle: Collective, bound: Sequence[tuple[Send | Recv, Data]], tran
                 part.copy_(own)
             handle = transport.send(whole, post.dst, post.channel, label)
         else:
-            handle = _Unpacked(transport.recv(whole, post.src, post.channel, label), lie)
+            handle = Landed(transport.recv(whole, post.src, post.channel, label), lie)
         call.handles.update(dict.fromkeys(bundle.messages, _Shared([handle])))
 
     return begin

@@ -200,7 +200,7 @@ class _Binder:
 
             def recv_landing(call: Call) -> None:
                 handle = transport.recv(landing, source, channel, label)
-                call.handles[message] = Landed(handle, landing, data(call))
+                call.handles[message] = Landed(handle, [(landing, data(call))])
 
             return recv_landing
 

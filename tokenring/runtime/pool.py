@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -171,14 +171,15 @@ class Views:
 
 
 class Landed:
-    """A message that is copied to where it belongs when it has arrived."""
+    """A message of which each part (where it lies, where it belongs) is copied when all has arrived."""
 
-    def __init__(self, handle: Handle, landing: torch.Tensor, into: torch.Tensor) -> None:
-        self._handle, self._landing, self._into = handle, landing, into
+    def __init__(self, handle: Handle, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._handle, self._parts = handle, parts
 
     def wait(self) -> None:
         self._handle.wait()
-        self._into.copy_(self._landing)
+        for landing, into in self._parts:
+            into.copy_(landing)
 
 
 def _strided(

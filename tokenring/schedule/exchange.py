@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from tokenring.schedule.ir import PARTIALS, Block, Pass, Schedule
+from tokenring.schedule.ir import PARTIALS, Block, Pass
 from tokenring.schedule.program import ALL_GATHER, ALL_TO_ALL
 from tokenring.schedule.storage import Message, Storage
 from tokenring.schedule.text import LETTERS, ranges
+from tokenring.schedule.uses import Uses, first_uses, points
 
 LEAST_RANKS = 3  # between two, a collective is the same two messages
-Due = dict[tuple[int, Block], int]  # rank and request → the step in which the rank first uses it
 Pairs = dict[tuple[int, int], list[Message]]
 
 
@@ -43,10 +43,10 @@ class Exchange(NamedTuple):
 @lru_cache(maxsize=16)
 def exchanges(storage: Storage, direction: Pass) -> tuple[Exchange, ...]:
     """All exchanges of a pass, in the order in which every rank posts them."""
-    due = _first_uses(storage.schedule, direction)
+    uses = first_uses(storage, direction)
     alike: dict[tuple[object, ...], list[Message]] = defaultdict(list)
     for message in _all_messages(storage, direction):
-        if (key := _key(message, due)) is not None:
+        if (key := _key(message, uses)) is not None:
             alike[key].append(message)
     found = [_exchange(storage, direction, part) for some in alike.values() for part in _complete(some)]
     found.sort(key=lambda each: (each.messages[0].step, each.messages[0].channel == PARTIALS))
@@ -63,32 +63,12 @@ def _all_messages(storage: Storage, direction: Pass) -> Iterable[Message]:
         yield from (message for message in storage.messages(rank, direction) if message.src == rank)
 
 
-def _first_uses(schedule: Schedule, direction: Pass) -> Due:
-    """A use is a tile, or passing a request on."""
-    due: Due = {}
-
-    def note(rank: int, block: Block, step: int) -> None:
-        due[rank, block] = min(step, due.get((rank, block), step))
-
-    for tile in schedule.tiles:
-        for block in (*tile.q, *tile.kv):
-            note(tile.rank, block, tile.step)
-    for move in schedule.moves_in(direction):
-        if move.channel != PARTIALS:
-            note(move.src, move.block, move.step)
-    return due
-
-
-def _key(message: Message, due: Due) -> tuple[object, ...] | None:
-    """What messages of one exchange have in common; None: it is in none.
-
-    Partials that have come home are merged together; those that a relay adds, or passes on, are waited for one by one.
-    """
-    alike = (message.step, message.channel, message.kind, message.full_precision)
-    if message.channel == PARTIALS:
-        return None if message.add or message.dst != message.owner else alike
-    used = {due[message.dst, block] for block in message.blocks}
-    return (*alike, used.pop()) if len(used) == 1 else None
+def _key(message: Message, uses: Uses) -> tuple[object, ...] | None:
+    """What messages of one exchange have in common, the step in which they are used with it; None: it is in none."""
+    steps = {step for step, _ in points(message, uses)}
+    if len(steps) != 1:
+        return None
+    return message.step, message.channel, message.kind, message.full_precision, steps.pop()
 
 
 def _complete(messages: Sequence[Message]) -> Iterable[Pairs]:

@@ -187,28 +187,44 @@ def peak_bytes(
 
     Without a transport, what the schedule itself needs: receives posted early, every message by itself.
     """
-    from tokenring.backends.base import Capabilities
-    from tokenring.backends.mailbox import lay
+    from tokenring.backends.base import IDEAL
     from tokenring.backends.registry import kernel_for_planning, transport_capabilities
     from tokenring.schedule.lower import lower
 
     check_workload(schedule, workload, direction)
-    able = Capabilities(True, 2) if transport is None else transport_capabilities(transport)
+    able = IDEAL if transport is None else transport_capabilities(transport)
     supports = kernel_for_planning().supports_patch
-    early = able.early_receives
-    programs = (
-        lower(schedule, rank, direction, workload, supports, early, able.collectives, able.bundle_bytes)
-        for rank in range(schedule.world_size)
-    )
-    pools: list[int] = []
-    messages: dict[Link, list[int]] = {}
-    for program in programs:
-        pool = program_bytes(schedule, workload, program, able.one_sided)
-        pools.append(pool + staged_bytes(schedule, workload, program))
-        messages |= incoming(schedule, workload, program) if able.mailboxes else {}
-    boxes = lay(messages).nbytes
-    pools = [pool + boxes for pool in pools]
-    return held(contacts(schedule, able, (direction,)), able, pools).peak_bytes
+    ways = able.early_receives, able.collectives, able.bundle_bytes
+    pools = Pools(schedule, workload, able)
+    for rank in range(schedule.world_size):
+        pools.add(lower(schedule, rank, direction, workload, supports, *ways))
+    return held(contacts(schedule, able, (direction,)), able, pools.nbytes()).peak_bytes
+
+
+class Pools:
+    """What each rank's buffers take, with what its transport copies through and the boxes of all ranks' messages.
+
+    Programs are given one after another, by rank: there is no need to have those of all ranks at once.
+    """
+
+    def __init__(self, schedule: Schedule, workload: Workload, able: Capabilities) -> None:
+        self._schedule, self._workload, self._able = schedule, workload, able
+        self._own: list[int] = []
+        self._messages: dict[Link, list[int]] = {}
+
+    def add(self, program: Program, more: int = 0) -> None:
+        """The next rank's; more: bytes that it holds beside them."""
+        given = self._schedule, self._workload, program
+        self._own.append(program_bytes(*given, self._able.one_sided) + staged_bytes(*given) + more)
+        if self._able.mailboxes:
+            self._messages |= incoming(*given)
+
+    def nbytes(self) -> list[int]:
+        """Of each rank."""
+        from tokenring.backends.mailbox import lay
+
+        boxes = lay(self._messages).nbytes
+        return [own + boxes for own in self._own]
 
 
 def flops(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[int, int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Mapping
 
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
-from tokenring.ranks import Command
+from tokenring.ranks import Command, check_seconds
 from tokenring.topology.cache import keep_measured
 from tokenring.topology.measure.worker import Case, Measured
 from tokenring.topology.page import to_html
@@ -65,8 +64,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def _case(options: argparse.Namespace, ranks: int) -> Case:
     from tokenring.backends.registry import TRANSPORTS
 
-    if not 0 < options.seconds < math.inf:
-        raise ConfigurationError(f"--seconds {options.seconds:g}: use more than 0, and a number")
+    check_seconds(options.seconds)
     if options.transport not in ("auto", *TRANSPORTS):
         known = ", ".join(TRANSPORTS)
         raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}")
