@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,11 @@ class GlooHandle:
 
 
 class Apart:
-    """The exchange of a control whose ranks share no memory."""
+    """The exchange of a control whose ranks share no memory.
+
+    First all find out whether everybody says the same, as nearly always, with messages to log2 of the ranks; only if
+    not, each tells each.
+    """
 
     def __init__(self, control: Control, group: ProcessGroup) -> None:
         self._control, self._group = control, connect(control, group, "control")
@@ -83,22 +88,63 @@ class Apart:
         """For whoever made the control to hold; None where ranks share memory."""
         return Apart(control, group) if control.shared is None else None
 
-    def _gather(self, payload: bytes) -> list[bytes]:
-        """What all ranks say, in equal sizes. Each tells each: a collective could not say whom it waits for."""
-        rank, world_size = self._control.rank, self._control.world_size
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        heard = [torch.empty_like(mine) for _ in range(world_size)]
-        heard[rank] = mine
-        peers = [(rank + step) % world_size for step in range(1, world_size)]
-        waits = [self._start("recv", heard[peer], peer, "exchanged with all ranks") for peer in peers]
-        waits += [self._start("send", mine, peer, "exchanged with all ranks") for peer in peers]
-        for handle in waits:
-            handle.wait()
-        return [bytes(each.numpy()) for each in heard]
+    def _gather(self, payload: bytes) -> Callable[[], list[bytes]]:
+        alike = self._compare(payload)
+        return lambda: [payload] * self._control.world_size if alike() else self._tell_each(payload)
 
-    def _start(self, what: str, data: torch.Tensor, peer: int, label: str) -> Handle:
+    def _compare(self, payload: bytes) -> Callable[[], bool]:
+        """Whether all ranks say the same, to which all come alike; the first messages leave at once.
+
+        As in the dissemination barrier (Hensgen, Finkel and Manber, Int. J. Parallel Programming 17, 1988): in
+        round r a rank hears from the one 2^r before it, which speaks for 2^r ranks.
+        """
+        rank, world_size = self._control.rank, self._control.world_size
+        mine = payload + b"\1"
+
+        def begin(step: int, said: bytes) -> tuple[torch.Tensor, list[Handle]]:
+            heard = torch.empty(len(said), dtype=torch.uint8)
+            return heard, self._post({(rank - step) % world_size: heard}, {(rank + step) % world_size: _tensor(said)})
+
+        def hear() -> bool:
+            step, said, (heard, handles) = 1, mine, first
+            while True:
+                for handle in handles:
+                    handle.wait()
+                if bytes(heard.numpy()) != mine:
+                    said = payload + b"\0"
+                step *= 2
+                if step >= world_size:
+                    return said == mine
+                heard, handles = begin(step, said)
+
+        first = begin(1, mine)
+        return hear
+
+    def _tell_each(self, payload: bytes) -> list[bytes]:
+        """What all ranks say, in equal sizes. Not by a collective: it could not say whom it waits for."""
+        rank, world_size = self._control.rank, self._control.world_size
+        peers = [(rank + step) % world_size for step in range(1, world_size)]
+        mine = _tensor(payload)
+        heard = {peer: torch.empty_like(mine) for peer in peers}
+        for handle in self._post(heard, dict.fromkeys(peers, mine)):
+            handle.wait()
+        heard[rank] = mine
+        return [bytes(heard[each].numpy()) for each in range(world_size)]
+
+    def _post(self, receives: dict[int, torch.Tensor], sends: dict[int, torch.Tensor]) -> list[Handle]:
+        """Messages by peer; receives come first, as Gloo moves nothing before them."""
+        return [self._start("recv", *each) for each in receives.items()] + [
+            self._start("send", *each) for each in sends.items()
+        ]
+
+    def _start(self, what: str, peer: int, data: torch.Tensor) -> Handle:
+        label = "exchanged with all ranks"
         try:
             work = getattr(self._group, what)([data], peer, TAG)
         except RuntimeError as error:
             raise self._control.lost(peer, label, one_line(error, MOST_SAID)) from None
         return GlooHandle(work, self._control, peer, label)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -158,6 +158,24 @@ class Grouping(Protocol):
 
     def go(self) -> None:
         """What was posted since the last call begins to move. Waiting for any of it does the same."""
+
+
+@runtime_checkable
+class Deferring(Protocol):
+    """A transport whose messages carry the key of their call: those of calls that differ never meet.
+
+    So they may be posted while the ranks still find out whether they make the same call. Nobody may use what has come
+    before `settle`.
+    """
+
+    def begin_call(self, digest: bytes, what: str, judge: Callable[[list[bytes]], None]) -> None:
+        """Tell the other ranks the digest of the call whose messages are posted next; waits for nobody.
+
+        judge: called by `settle` with what every rank said, by rank; raises ConfigurationError if they disagree.
+        """
+
+    def settle(self) -> None:
+        """Raises what judge raises, once, and then drops the messages that were posted; PeerLost. Else nothing."""
 
 
 class AttentionKernel(Protocol):

@@ -13,7 +13,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ PROMPT_SECONDS = 0.002
 GRACE_SECONDS = 1.2  # for others to say for whom they waited, before a silent rank is named
 ENLARGE = " (enlarge it; docker: --shm-size)"
 LOG = logging.getLogger("tokenring")
-Gather = Callable[[bytes], list[bytes]]
+Gather = Callable[[bytes], Callable[[], list[bytes]]]  # what this rank says → waits for what all say
 
 
 class Control:
@@ -105,23 +106,46 @@ class Control:
 
         Raises PeerLost; ConfigurationError if a rank is somewhere else in its program.
         """
-        tag = _tag(what)
-        said = self._exchange(tag + len(payload).to_bytes(1, "little") + payload, what)
-        for rank, each in enumerate(said):
-            if each[:TAG_BYTES] != tag:
-                raise self.out_of_step(rank, what)
-        return [each[TAG_BYTES + 1 :][: each[TAG_BYTES]] for each in said]
+        return self.ask(payload, what)()
 
-    def _exchange(self, payload: bytes, what: str) -> list[bytes]:
+    def ask(self, payload: bytes, what: str) -> Callable[[], list[bytes]]:
+        """The first half of an exchange, which waits for nobody: this rank has spoken. Gives the second, to be called
+        once and before the next exchange."""
+        tag = _tag(what)
         self.check_usable()
+        with self._failing():
+            heard = self._say(tag + len(payload).to_bytes(1, "little") + payload, what)
+
+        def hear() -> list[bytes]:
+            self.check_usable()
+            with self._failing():
+                said = heard()
+            for rank, each in enumerate(said):
+                if each[:TAG_BYTES] != tag:
+                    raise self.out_of_step(rank, what)
+            return [each[TAG_BYTES + 1 :][: each[TAG_BYTES]] for each in said]
+
+        return hear
+
+    def _say(self, payload: bytes, what: str) -> Callable[[], list[bytes]]:
+        if self.shared is None:
+            assert self.gather_apart is not None
+            return self.gather_apart(payload.ljust(CELL_BYTES, b"\0"))
+        shared = self.shared
+        shared.say(payload)
+
+        def hear() -> list[bytes]:
+            self.wait(shared.heard, shared.missing, f"waited to hear of {what}")
+            return shared.hear()
+
+        return hear
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A rank that raises in the middle of an exchange, as by Ctrl-C, has spoken but has not heard."""
         try:
-            if self.shared is None:
-                assert self.gather_apart is not None
-                return self.gather_apart(payload.ljust(CELL_BYTES, b"\0"))
-            self.shared.say(payload)
-            self.wait(self.shared.heard, self.shared.missing, f"waited to hear of {what}")
-            return self.shared.hear()
-        except BaseException as error:  # such as Ctrl-C: this rank has spoken, but has not heard
+            yield
+        except BaseException as error:
             self.fail(error)
             raise
 
@@ -242,6 +266,7 @@ class Control:
             text += f". The group's store is silent too, so rank {verdict.rank} {MAY_WAIT}"
         elif not verdict.certain and self.shared is None:  # who waits for whom is known only from waits that failed
             text += f". Nobody can look at it from another machine: rank {verdict.rank} {MAY_WAIT}, or be slow"
+            text += " (then raise timeout_seconds)"
         elif not verdict.certain:
             text += ". It waits for no other rank that could be seen; if it is only slow, raise timeout_seconds"
         return text + f". Look at the log of rank {verdict.rank} first; then destroy the group and make a new one"

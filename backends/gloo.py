@@ -3,24 +3,29 @@
 Gloo moves nothing before the receive is posted, and announces messages in band, one connection
 for each pair and group: so requests and partials have groups of their own, and receives are
 posted first (the executor's programs do that).
+
+Its messages carry the key of their call as Gloo's tag. Those of two calls never meet, so between machines they are
+on their way while the ranks still find out whether they make the same call.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenring.backends.apart import TAG, Apart, GlooHandle, check_gloo, connect
+from tokenring.backends.apart import Apart, GlooHandle, check_gloo, connect
 from tokenring.backends.base import Capabilities, Handle
 from tokenring.backends.control import Control, Controlled
-from tokenring.errors import MOST_SAID, one_line
+from tokenring.errors import MOST_SAID, ConfigurationError, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+NO_CALL = 0  # the key of messages outside of calls, all of which keep their order
 BUNDLE_BYTES = 512 << 10  # whose copies, at both ends, take a core no longer than the message that they save
 
 
@@ -34,14 +39,20 @@ class GlooTransport(Controlled):
         self.control = Control("gloo", group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
-        self._groups = {channel: connect(self.control, group, channel) for channel in (REQUESTS, PARTIALS)}
+        self._group, self._key, self._generation = group, NO_CALL, 0
+        self._judge: Callable[[], None] | None = None  # of the call that is not settled yet
+        self._groups = self._connect()
         self._apart = Apart.where_needed(self.control, group)
+
+    def _connect(self) -> dict[str, Any]:
+        names = {channel: f"{channel}/{self._generation}" for channel in (REQUESTS, PARTIALS)}
+        return {channel: connect(self.control, self._group, name) for channel, name in names.items()}
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
         self.control.check_usable()
         self.sent_bytes[dst] += data.numel() * data.element_size()
         try:
-            work = self._groups[channel].send([data], dst, TAG)
+            work = self._groups[channel].send([data], dst, self._key)
         except RuntimeError as error:
             raise self.control.lost(dst, f"cannot send {label}", one_line(error, MOST_SAID)) from None
         return GlooHandle(work, self.control, dst, f"sent {label}")
@@ -49,13 +60,46 @@ class GlooTransport(Controlled):
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         self.control.check_usable()
         try:
-            work = self._groups[channel].recv([data], src, TAG)
+            work = self._groups[channel].recv([data], src, self._key)
         except RuntimeError as error:
             raise self.control.lost(src, f"cannot receive {label}", one_line(error, MOST_SAID)) from None
         return GlooHandle(work, self.control, src, f"waited for {label}")
+
+    def begin_call(self, digest: bytes, what: str, judge: Callable[[list[bytes]], None]) -> None:
+        self.settle()
+        self._key = int.from_bytes(digest[:4], "little") >> 1
+        hear = self.control.ask(digest, what)
+        self._judge = lambda: judge(hear())
+        if self.control.shared is not None:  # which answers before a message could be posted
+            self.settle()
+
+    def settle(self) -> None:
+        judge, self._judge = self._judge, None
+        if judge is None:
+            return
+        try:
+            judge()
+        except ConfigurationError:
+            self._drop_messages()
+            raise
+
+    def _drop_messages(self) -> None:
+        """New groups on all ranks: in the old ones messages may still move, or wait for ever."""
+        self._key = NO_CALL
+        if self.control.shared is None and self.control.broken is None:
+            self._generation += 1
+            self._groups = self._connect()
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        self.settle()
+        return super().exchange(payload, what)
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        self.settle()
+        return super().exchange_text(text, what)
 
     def close(self) -> None:
         """Give back all groups."""
         self.control.closed = True
         self._groups.clear()
-        self._apart = None
+        self._apart = self._judge = None

@@ -6,6 +6,7 @@ from itertools import permutations
 
 import torch
 import torch.distributed as dist
+from machines import transport_name
 from ranks import PEER_SECONDS
 
 from tokenring.backends.base import Transport
@@ -23,7 +24,8 @@ def device_of(name: str) -> torch.device:
 def new(name: str, seconds: float = PEER_SECONDS) -> Transport:
     """Of all ranks, which call it together."""
     assert dist.group.WORLD is not None
-    made = make_transport(name, dist.group.WORLD, seconds)
+    with transport_name(name) as known:
+        made = make_transport(known, dist.group.WORLD, seconds)
     pairs = permutations(range(made.world_size), 2)
     made.prepare([(src, dst, channel) for src, dst in pairs for channel in CHANNELS], device_of(name))
     return made

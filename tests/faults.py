@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from machines import APART, transport_name
 from oracle import allowed, attention64, relative_error
 from ranks import PRELOADED
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, shard
-from tokenring.backends import control, members
 from tokenring.backends.control import MAY_WAIT
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.segments import FOLDER, PREFIX
@@ -42,7 +42,6 @@ WITHIN_SECONDS = LIMIT_SECONDS + 2.0  # how soon every survivor must know
 PATIENCE_SECONDS = 30.0  # of this driver, for anything else
 KINDS = ("killed", "stopped", "raises", "leaves", "kernel fails")
 SCHEDULES = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q")
-APART = "gloo, apart"  # each rank takes the others for processes of other machines
 TRANSPORTS = ("gloo", "shm", APART)
 PASSES = ("forward", "backward")  # calls of forward alone, or of both
 
@@ -227,12 +226,10 @@ def _work(pipe: Connection, case: Case, rank: int, port: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if case.transport == APART:
-        me = replace(members.this_member(), boot_id=f"machine {rank}")
-        control.this_member = lambda: me  # type: ignore[attr-defined]
     _join(rank, WORLD_SIZE, port)
-    name = case.transport.partition(",")[0]
-    cp = ContextParallel(schedule=case.schedule, transport=name, timeout_seconds=LIMIT_SECONDS)
+    with transport_name(case.transport) as name:
+        cp = ContextParallel(schedule=case.schedule, transport=name, timeout_seconds=LIMIT_SECONDS)
+        assert cp.transport is not None
     draw = random.Random(case.seed)
     x = torch.randn(1, draw.choice((32, 128, 512)), 4, 16, requires_grad=case.passes == "backward")
     calls_to_come = draw.randrange(40)  # until the victim does it

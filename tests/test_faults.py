@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from faults import APART, KINDS, LIMIT_SECONDS, PASSES, SCHEDULES, WORLD_SIZE, Case, Found, Outcome, run_cases
+from faults import KINDS, LIMIT_SECONDS, PASSES, SCHEDULES, WORLD_SIZE, Case, Found, Outcome, run_cases
+from machines import APART
 
 from tokenring.backends.control import MAY_WAIT
 

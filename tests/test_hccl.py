@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -19,11 +18,11 @@ from ascend.hccl_ranks import fresh, run_case, small_case
 from ascend.ranks import NpuPools
 from cases import Case
 from every_link import new
+from machines import APART, transport_name
 from ranks import Here, RankError
 
 import tokenring as tr
 from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
-from tokenring.backends import control, members
 from tokenring.backends.base import Capabilities
 from tokenring.backends.hccl import connection_bytes, warm_up_order
 from tokenring.backends.registry import make_transport, transport_capabilities
@@ -319,14 +318,11 @@ def test_again_and_again(npus: NpuPools) -> None:
 def apart(here: Here) -> list[bytes]:
     """Ranks that share no memory exchange over Gloo, on the CPU."""
     fresh()
-    whole, me = members.this_member, replace(members.this_member(), boot_id=f"machine {here.rank}")
-    control.this_member = lambda: me  # type: ignore[attr-defined]
-    try:
+    with transport_name(APART):
         transport = new("hccl")
-        said = transport.exchange(bytes([here.rank]), "the call")
-        transport.close()
-    finally:
-        control.this_member = whole  # type: ignore[attr-defined]
+    said = transport.exchange(bytes([here.rank]), "the call")
+    assert transport.exchange(b"all the same", "the call") == [b"all the same"] * here.world_size
+    transport.close()
     return said
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_link import CHANNELS, device_of, new
+from machines import APART
 from ranks import Here, RankPools
 
 from tokenring import ConfigurationError, PeerLost
@@ -23,7 +24,7 @@ from tokenring.backends.base import Grouping, Handle, Transport
 from tokenring.backends.control import PAYLOAD_BYTES
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
-NAMES = ("gloo", "shm")
+NAMES = ("gloo", APART, "shm")
 LIMIT_SECONDS = 1.0  # of transports whose peers do not answer
 LARGEST = 1 << 20
 PATTERN = torch.randint(256, (2 * LARGEST,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -25,7 +25,7 @@ from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedErro
 from tokenring.groups import process_group
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.request import Request
-from tokenring.runtime.agreement import Description, agree, named_digest
+from tokenring.runtime.agreement import Description, agree, named_digest, settle
 from tokenring.runtime.handles import new_handle
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
@@ -222,7 +222,8 @@ class ContextParallel:
         transport = self._settle(request, direction)
         try:
             return self._bound(request, direction)
-        except TokenRingError:  # on all ranks alike
+        except TokenRingError:  # on all ranks alike, if they make the same call
+            settle(transport)
             raise
         except BaseException as error:  # such as Ctrl-C: the others begin the pass
             if transport is not None:

@@ -1,4 +1,4 @@
-"""Before data moves, all ranks make sure that they are about to do the same thing.
+"""Before a rank uses anything of another, all make sure that they are about to do the same thing.
 
 Each call exchanges 32 bytes: the digest of a description of the call. Only if digests differ do the
 descriptions travel, so that the error can name rank, field and values; every rank raises it.
@@ -11,10 +11,14 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 
-from tokenring.backends.base import Transport
+from tokenring.backends.base import Deferring, Transport
 from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout
 from tokenring.schedule.ir import Schedule
+
+
+class Disagreement(ConfigurationError):
+    """The ranks make different calls. No rank has used anything of another, and all can go on."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,26 @@ def named_digest(some: Layout | Schedule) -> str:
 
 
 def agree(transport: Transport, mine: Description) -> None:
-    """Raises ConfigurationError, on every rank, if any rank's description differs; PeerLost."""
-    digests = transport.exchange(mine.digest, "the call")
-    if all(digest == mine.digest for digest in digests):
-        return
-    texts = transport.exchange_text(json.dumps(mine.fields).encode(), "what differs")
-    raise ConfigurationError(_difference([dict(json.loads(text)) for text in texts]))
+    """Raises Disagreement, on every rank, if any rank's description differs; PeerLost.
+
+    Where messages of calls that differ never meet, this only begins, and `settle` raises.
+    """
+
+    def judge(digests: list[bytes]) -> None:
+        if any(digest != mine.digest for digest in digests):
+            texts = transport.exchange_text(json.dumps(mine.fields).encode(), "what differs")
+            raise Disagreement(_difference([dict(json.loads(text)) for text in texts]))
+
+    if isinstance(transport, Deferring):
+        transport.begin_call(mine.digest, "the call", judge)
+    else:
+        judge(transport.exchange(mine.digest, "the call"))
+
+
+def settle(transport: Transport | None) -> None:
+    """The end of `agree`, where that has only begun. Raises what it raises."""
+    if isinstance(transport, Deferring):
+        transport.settle()
 
 
 def _difference(descriptions: list[dict[str, str]]) -> str:
@@ -56,7 +74,7 @@ def _difference(descriptions: list[dict[str, str]]) -> str:
         if len(counted) > 1:
             parts = [f"{_ranks(values, value)} {value}" for value, _ in counted]
             found.append(f"{name}: {'; '.join(parts)}")
-    return f"the ranks disagree, so nothing was sent. {'. '.join(found)}. Make the same call on every rank"
+    return f"the ranks disagree, so the call was not made. {'. '.join(found)}. Make the same call on every rank"
 
 
 def _ranks(values: list[str], value: str) -> str:

@@ -16,13 +16,14 @@ import torch
 from tokenring.backends.base import AttentionKernel, Handle, PackingKernel, Transport
 from tokenring.backends.mergers import merger_for
 from tokenring.errors import ConfigurationError
+from tokenring.runtime.agreement import Disagreement, settle
 from tokenring.runtime.collective import Collectives
 from tokenring.runtime.masking import holding
 from tokenring.runtime.merge import accepting, copying
 from tokenring.runtime.names import range_names
 from tokenring.runtime.packing import patches, spanned, together
-from tokenring.runtime.pool import Landed, Pool, Views
-from tokenring.runtime.posting import grouped, placed
+from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
+from tokenring.runtime.posting import grouped, placed, settled
 from tokenring.runtime.ranges import ranged, run_steps
 from tokenring.runtime.streams import on_streams
 from tokenring.runtime.trace import Trace
@@ -85,7 +86,8 @@ class Executor:
         numbered = zip(program.instructions, program.steps, strict=True)
         self.instructions = [each for each in numbered if not isinstance(each[0], Release)]
         alone = [instruction for instruction, _ in self.instructions]
-        self.streams, self.steps = pool.streams, grouped(transport, alone, binder.bind_all(alone))
+        steps = grouped(transport, alone, binder.bind_all(alone))
+        self.streams, self.steps = pool.streams, settled(transport, alone, steps)
         if self.streams is not None:
             self.steps = on_streams(self.steps, alone, self.streams)
         self._begin = placed(transport, self.views, alone)
@@ -98,6 +100,9 @@ class Executor:
         """
         try:
             self._run(call, trace)
+        except Disagreement:  # on all ranks, which go on
+            call.handles.clear()  # nothing may land in the pool any more
+            raise
         except BaseException as error:
             if self.transport is not None:
                 self.transport.fail(error)
@@ -109,6 +114,7 @@ class Executor:
         if self.streams is not None:
             self.streams.begin()
         run_steps(self, call, trace)
+        settle(self.transport)  # if it has waited for nobody
 
     @cached_property
     def ranged_steps(self) -> list[Step]:
@@ -246,7 +252,7 @@ class _Binder:
     def _operand(self, span: Span, name: str, kind: Kind) -> Callable[[Call], torch.Tensor]:
         """A kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
         if span.slot != OWN:
-            return self._fixed(span, lambda kept: _heads_first(self.views.field(span, name, kept)))
+            return self._fixed(span, lambda kept: heads_first(self.views.field(span, name, kept)))
         low, high = self.head_range(kind, span.heads)
         rows = slice(span.start, span.stop)
         if name in ("lse", "delta"):
@@ -312,8 +318,8 @@ class _Binder:
         else:
             accept = self._accept_gradients(result.kind, result.into, result.first)
         if result.into.rows == whole:
-            return lambda call, made: accept(call, [_rows_first(each) for each in made[which]])
-        return lambda call, made: accept(call, [_rows_first(each[:, :, rows]) for each in made[which]])
+            return lambda call, made: accept(call, [rows_first(each) for each in made[which]])
+        return lambda call, made: accept(call, [rows_first(each[:, :, rows]) for each in made[which]])
 
     def _adopts(self, result: Result, rows: int) -> bool:
         """Whether a kernel makes the whole of an output before anything else does."""
@@ -328,13 +334,13 @@ class _Binder:
         if self.forward:
 
             def take(call: Call, made: Made) -> None:
-                call.outputs[slot] = {"out": _rows_first(made[0]), "lse": made[1].permute(2, 0, 1)}
+                call.outputs[slot] = {"out": rows_first(made[0]), "lse": made[1].permute(2, 0, 1)}
 
             return take
         names, which = GRADIENTS[result.kind], slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
 
         def take_gradients(call: Call, made: Made) -> None:
-            call.outputs[slot] = {name: _rows_first(each) for name, each in zip(names, made[which], strict=True)}
+            call.outputs[slot] = {name: rows_first(each) for name, each in zip(names, made[which], strict=True)}
 
         return take_gradients
 
@@ -385,13 +391,3 @@ class _Binder:
 
 def _nothing(call: Call) -> None:
     """For a kernel call that went with an earlier one."""
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[S, B, H, ...] → [B, H, S, ...]"""
-    return x.permute(1, 2, 0, 3) if x.dim() == 4 else x.permute(1, 2, 0)
-
-
-def _rows_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, ...] → [S, B, H, ...]"""
-    return x.permute(2, 0, 1, 3) if x.dim() == 4 else x.permute(2, 0, 1)

@@ -194,3 +194,13 @@ def _strided(
         strides = (strides[0], record.heads * workload.head_dim, workload.head_dim, 1)
     at = typed.storage_offset() + (start + field.offset_bytes) // size  # of its storage, which others may share
     return typed.as_strided(shape, strides, at)
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[S, B, H, ...] → [B, H, S, ...]"""
+    return x.permute(1, 2, 0, 3) if x.dim() == 4 else x.permute(1, 2, 0)
+
+
+def rows_first(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, ...] → [S, B, H, ...]"""
+    return x.permute(2, 0, 1, 3) if x.dim() == 4 else x.permute(2, 0, 1)

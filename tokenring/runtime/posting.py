@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tokenring.backends.base import Grouping, Placing, Transport
+from tokenring.backends.base import Deferring, Grouping, Placing, Transport
 from tokenring.runtime.pool import Views
-from tokenring.schedule.program import Instruction, Pack, Recv, Send
+from tokenring.schedule.program import Instruction, Pack, Recv, Send, Wait
 
 T = TypeVar("T")
 
@@ -51,6 +51,26 @@ def last_posts(instructions: Sequence[Instruction]) -> list[int]:
             found.append(last)
             last = None
     return found
+
+
+def settled(
+    transport: Transport | None, instructions: Sequence[Instruction], steps: list[Callable[[T], None]]
+) -> list[Callable[[T], None]]:
+    """The steps of instructions, of which the first that waits for a message makes sure that all ranks agree."""
+    at = next((at for at, each in enumerate(instructions) if isinstance(each, Wait)), None)
+    if at is None or not isinstance(transport, Deferring):
+        return steps
+    made = list(steps)
+    made[at] = _after(transport.settle, made[at])
+    return made
+
+
+def _after(before: Callable[[], Any], step: Callable[[T], None]) -> Callable[[T], None]:
+    def both(call: T) -> None:
+        before()
+        step(call)
+
+    return both
 
 
 def _then(step: Callable[[T], None], after: Callable[[], Any]) -> Callable[[T], None]:

@@ -1,0 +1,129 @@
+"""Exchanges between ranks that share no memory, on threads and queues in place of Gloo: who hears what, in how many
+messages, whoever says something else."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tokenring.backends import apart
+from tokenring.backends.apart import Apart
+
+SECONDS = 5.0
+
+
+class Wire:
+    """Messages between the ranks, in order from each to each."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ways: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            (a, b): queue.Queue() for a in range(ranks) for b in range(ranks)
+        }
+        self.sent: Counter[int] = Counter()
+
+
+class Group:
+    """What one rank sees of it, with the calls of a process group."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self.wire, self.rank = wire, rank
+
+    def send(self, data: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.wire.sent[self.rank] += 1
+        self.wire.ways[self.rank, peer].put(data[0].clone())
+        return SimpleNamespace(wait=lambda limit: True)
+
+    def recv(self, data: list[torch.Tensor], peer: int, tag: int) -> Any:
+        def wait(limit: timedelta) -> bool:
+            came = self.wire.ways[peer, self.rank].get(timeout=limit.total_seconds())
+            assert came.shape == data[0].shape, "Gloo ends a process that gets another size than it receives"
+            data[0].copy_(came)
+            return True
+
+        return SimpleNamespace(wait=wait)
+
+
+class Alone:
+    """A control that is asked for nothing but who its rank is."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.world_size, self.timeout_seconds = rank, ranks, SECONDS
+        self.board = SimpleNamespace(note_waiting=lambda peer: None)
+        self.gather_apart: Callable[[bytes], Callable[[], list[bytes]]] | None = None
+
+
+@pytest.fixture
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[list[bytes]], Counter[int]]]:
+    """What each rank heard, when each said what is given; and how many messages each sent."""
+
+    def run(said: list[bytes], times: int = 1) -> tuple[list[list[bytes]], Counter[int]]:
+        wire, heard = Wire(len(said)), [[b""]] * len(said)
+        failed: list[Exception] = []
+        monkeypatch.setattr(apart, "connect", lambda control, group, channel: Group(wire, control.rank))
+
+        def one(rank: int) -> None:
+            control = Alone(rank, len(said))
+            made = Apart(control, None)  # type: ignore[arg-type]
+            assert control.gather_apart is not None
+            try:
+                for _ in range(times):
+                    heard[rank] = control.gather_apart(said[rank])()
+            except Exception as error:
+                failed.append(error)
+            del made
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(len(said))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * SECONDS)
+            assert not thread.is_alive()
+        if failed:
+            raise failed[0]
+        return heard, wire.sent
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", range(2, 10))
+def test_all_say_the_same(ranks: int, exchanged: Any) -> None:
+    heard, sent = exchanged([b"same"] * ranks, times=3)
+    assert heard == [[b"same"] * ranks] * ranks
+    assert set(sent.values()) == {3 * (ranks - 1).bit_length()}
+
+
+@pytest.mark.parametrize("ranks", range(2, 8))
+def test_any_ranks_say_something_else(ranks: int, exchanged: Any) -> None:
+    """Every way to divide them in two; all hear everything, though most have no neighbour that differs."""
+    for odd in range(1, 1 << (ranks - 1)):
+        said = [b"that" if odd >> rank & 1 else b"this" for rank in range(ranks)]
+        heard, _ = exchanged(said)
+        assert heard == [said] * ranks, odd
+
+
+def test_all_say_something_else(exchanged: Any) -> None:
+    said = [bytes([rank]) for rank in range(9)]
+    heard, _ = exchanged(said)
+    assert heard == [said] * 9
+
+
+def test_a_difference_that_is_not_passed_on_is_noticed(exchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: who hears of a difference passes on that all is well, so that ranks far from it believe so."""
+    said, post = [b"this", *[b"that"] * 7], Apart._post
+
+    def all_is_well(self: Apart, receives: Any, sends: dict[int, torch.Tensor]) -> Any:
+        told = {peer: torch.cat((data[:4], torch.ones_like(data[4:]))) for peer, data in sends.items()}
+        return post(self, receives, told)
+
+    monkeypatch.setattr(Apart, "_post", all_is_well)
+    monkeypatch.setattr(f"{__name__}.SECONDS", 0.2)
+    with pytest.raises((AssertionError, queue.Empty)):
+        assert exchanged(said)[0] == [said] * 8
