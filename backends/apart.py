@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from tokenring.weak import weakly
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+DEVICES: WeakKeyDictionary[Control, list[Any]] = WeakKeyDictionary()
 TAG = 0  # messages of one tag keep their order, which is all the matching that programs need
 
 
@@ -42,9 +45,12 @@ def connect(control: Control, group: ProcessGroup, channel: str) -> Any:
     has made before, on which members of overlapping groups disagree, and then wait for each other.
     """
     apart = own_store(control, group, channel)
-    limit = timedelta(seconds=control.timeout_seconds)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=control.timeout_seconds)
+    options._threads = 1  # for collectives, of which there are none
     try:
-        made = dist.ProcessGroupGloo(apart, control.rank, control.world_size, limit)
+        options._devices = _devices(control)
+        made = dist.ProcessGroupGloo(apart, control.rank, control.world_size, options)
     except RuntimeError as error:
         peer = (control.rank + 1) % control.world_size
         raise control.lost(peer, "connected to all ranks", one_line(error, MOST_SAID)) from None
@@ -52,6 +58,18 @@ def connect(control: Control, group: ProcessGroup, channel: str) -> Any:
     with suppress(StoreSilent):
         bounded(lambda: forget(apart, "connected", addresses, control.world_size), STORE_SECONDS)
     return made
+
+
+def _devices(control: Control) -> list[Any]:
+    """What all Gloo groups of a control go over, by the interfaces that torch would take, with one thread for all.
+
+    A thread for each group takes more processor time: it wakes up for itself, a hundred times a second in any case.
+    """
+    if control not in DEVICES:
+        named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        gloo = dist.ProcessGroupGloo
+        DEVICES[control] = [gloo.create_device(interface=name) for name in named] or [gloo.create_default_device()]
+    return DEVICES[control]
 
 
 class GlooHandle:
