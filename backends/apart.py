@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DEVICES: WeakKeyDictionary[Control, list[Any]] = WeakKeyDictionary()
+# Up to so many ranks agree in one round, whose messages leave before any others: those of a later round would wait for
+# what is queued before them on the same links.
+WAYS = 8
 TAG = 0  # messages of one tag keep their order, which is all the matching that programs need
 
 
@@ -93,8 +96,7 @@ class GlooHandle:
 class Apart:
     """The exchange of a control whose ranks share no memory.
 
-    First all find out whether everybody says the same, as nearly always, with messages to log2 of the ranks; only if
-    not, each tells each.
+    First all find out whether everybody says the same, as nearly always, with few messages; if not, each tells each.
     """
 
     def __init__(self, control: Control, group: ProcessGroup) -> None:
@@ -113,24 +115,25 @@ class Apart:
     def _compare(self, payload: bytes) -> Callable[[], bool]:
         """Whether all ranks say the same, to which all come alike; the first messages leave at once.
 
-        As in the dissemination barrier (Hensgen, Finkel and Manber, Int. J. Parallel Programming 17, 1988): in
-        round r a rank hears from the one 2^r before it, which speaks for 2^r ranks.
+        As in the n-way dissemination barrier (Hoefler et al., "Fast Barrier Synchronization for InfiniBand", IPDPS
+        2006): in each round a rank hears from WAYS - 1 others, each of which speaks for all that it has heard of.
         """
         rank, world_size = self._control.rank, self._control.world_size
         mine = payload + b"\1"
 
-        def begin(step: int, said: bytes) -> tuple[torch.Tensor, list[Handle]]:
-            heard = torch.empty(len(said), dtype=torch.uint8)
-            return heard, self._post({(rank - step) % world_size: heard}, {(rank + step) % world_size: _tensor(said)})
+        def begin(step: int, said: bytes) -> tuple[list[torch.Tensor], list[Handle]]:
+            steps, sent = range(step, min(WAYS * step, world_size), step), _tensor(said)
+            heard = {(rank - each) % world_size: torch.empty_like(sent) for each in steps}
+            return [*heard.values()], self._post(heard, {(rank + each) % world_size: sent for each in steps})
 
         def hear() -> bool:
             step, said, (heard, handles) = 1, mine, first
             while True:
                 for handle in handles:
                     handle.wait()
-                if bytes(heard.numpy()) != mine:
+                if any(bytes(each.numpy()) != mine for each in heard):
                     said = payload + b"\0"
-                step *= 2
+                step *= WAYS
                 if step >= world_size:
                     return said == mine
                 heard, handles = begin(step, said)

@@ -93,16 +93,27 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[list[
     return run
 
 
-@pytest.mark.parametrize("ranks", range(2, 10))
-def test_all_say_the_same(ranks: int, exchanged: Any) -> None:
+@pytest.mark.parametrize(("ways", "ranks", "messages"), [
+    *((2, ranks, (ranks - 1).bit_length()) for ranks in range(2, 10)),
+    (3, 2, 1), (3, 3, 2), (3, 5, 3), (3, 9, 4), (3, 10, 5),
+    (8, 2, 1), (8, 8, 7), (8, 9, 8), (8, 20, 9), (8, 24, 9), (8, 25, 10),
+])  # fmt: skip
+def test_all_say_the_same(
+    ways: int, ranks: int, messages: int, exchanged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "WAYS", ways)
     heard, sent = exchanged([b"same"] * ranks, times=3)
     assert heard == [[b"same"] * ranks] * ranks
-    assert set(sent.values()) == {3 * (ranks - 1).bit_length()}
+    assert set(sent.values()) == {3 * messages}
 
 
+@pytest.mark.parametrize("ways", [2, 3, 8])
 @pytest.mark.parametrize("ranks", range(2, 8))
-def test_any_ranks_say_something_else(ranks: int, exchanged: Any) -> None:
+def test_any_ranks_say_something_else(
+    ranks: int, ways: int, exchanged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every way to divide them in two; all hear everything, though most have no neighbour that differs."""
+    monkeypatch.setattr(apart, "WAYS", ways)
     for odd in range(1, 1 << (ranks - 1)):
         said = [b"that" if odd >> rank & 1 else b"this" for rank in range(ranks)]
         heard, _ = exchanged(said)
@@ -123,6 +134,7 @@ def test_a_difference_that_is_not_passed_on_is_noticed(exchanged: Any, monkeypat
         told = {peer: torch.cat((data[:4], torch.ones_like(data[4:]))) for peer, data in sends.items()}
         return post(self, receives, told)
 
+    monkeypatch.setattr(apart, "WAYS", 2)
     monkeypatch.setattr(Apart, "_post", all_is_well)
     monkeypatch.setattr(f"{__name__}.SECONDS", 0.2)
     with pytest.raises((AssertionError, queue.Empty)):

@@ -23,14 +23,14 @@ class Overheads:
     kernel; start: of a pass, for each rank.
     """
 
-    latency: float = 1.13e-3
-    post: float = 0.05e-3
-    handling: float = 0.11e-3
-    handling_gbs: float = 1.5
-    operation: float = 0.04e-3
-    copy_gbs: float = 60.0
-    merge: float = 0.055e-3
-    call: float = 0.235e-3
+    latency: float = 0.94e-3
+    post: float = 0.0
+    handling: float = 0.069e-3
+    handling_gbs: float = 2.7
+    operation: float = 0.032e-3
+    copy_gbs: float = 21.6
+    merge: float = 0.7e-6
+    call: float = 0.214e-3
     start: float = 0.72e-3
 
     @property
