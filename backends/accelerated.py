@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tokenring.backends.apart import Apart
+from tokenring.backends.apart import Apart, release
 from tokenring.backends.control import Control, Controlled
 from tokenring.backends.devices import device_of
 from tokenring.errors import MOST_SAID, ConfigurationError, PeerLost, one_line
@@ -73,6 +73,7 @@ class Accelerated(Controlled):
         self.control.closed = True
         self._groups.clear()
         self._apart = None
+        release(self.control)
 
 
 def elsewhere(name: str, places: str, device: torch.device, how: str = "") -> ConfigurationError:

@@ -75,6 +75,11 @@ def _devices(control: Control) -> list[Any]:
     return DEVICES[control]
 
 
+def release(control: Control) -> None:
+    """What `connect` made for all groups of a control, and they hold: its thread ends with the last of them."""
+    DEVICES.pop(control, None)
+
+
 class GlooHandle:
     """One Gloo message on its way."""
 

@@ -162,14 +162,16 @@ class Grouping(Protocol):
 
 @runtime_checkable
 class Deferring(Protocol):
-    """A transport whose messages carry the key of their call: those of calls that differ never meet.
+    """A transport whose messages carry the key of their call: those of calls that differ do not meet.
 
     So they may be posted while the ranks still find out whether they make the same call. Nobody may use what has come
     before `settle`.
     """
 
     def begin_call(self, digest: bytes, what: str, judge: Callable[[list[bytes]], None]) -> None:
-        """Tell the other ranks the digest of the call whose messages are posted next; waits for nobody.
+        """Tell the other ranks the digest of the call whose messages are posted next.
+
+        Waits for nobody, but settles an earlier call that is not settled, and this one where that takes no messages.
 
         judge: called by `settle` with what every rank said, by rank; raises ConfigurationError if they disagree.
         """

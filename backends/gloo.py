@@ -4,8 +4,8 @@ Gloo moves nothing before the receive is posted, and announces messages in band,
 for each pair and group: so requests and partials have groups of their own, and receives are
 posted first (the executor's programs do that).
 
-Its messages carry the key of their call as Gloo's tag. Those of two calls never meet, so between machines they are
-on their way while the ranks still find out whether they make the same call.
+Its messages carry the key of their call as Gloo's tag: 31 bits of the digest on which ranks agree. Those of calls
+that differ do not meet, so between machines they are on their way while the ranks still find out whether they do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenring.backends.apart import Apart, GlooHandle, check_gloo, connect
+from tokenring.backends.apart import Apart, GlooHandle, check_gloo, connect, release
 from tokenring.backends.base import Capabilities, Handle
 from tokenring.backends.control import Control, Controlled
 from tokenring.errors import MOST_SAID, ConfigurationError, one_line
@@ -25,7 +25,7 @@ from tokenring.schedule.ir import PARTIALS, REQUESTS
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-NO_CALL = 0  # the key of messages outside of calls, all of which keep their order
+NO_CALL = 0  # the key before the first call, and after one on which the ranks did not agree
 BUNDLE_BYTES = 512 << 10  # whose copies, at both ends, take a core no longer than the message that they save
 
 
@@ -67,7 +67,7 @@ class GlooTransport(Controlled):
 
     def begin_call(self, digest: bytes, what: str, judge: Callable[[list[bytes]], None]) -> None:
         self.settle()
-        self._key = int.from_bytes(digest[:4], "little") >> 1
+        self._key = (int.from_bytes(digest[:4], "little") >> 1) or 1
         hear = self.control.ask(digest, what)
         self._judge = lambda: judge(hear())
         if self.control.shared is not None:  # which answers before a message could be posted
@@ -98,8 +98,13 @@ class GlooTransport(Controlled):
         self.settle()
         return super().exchange_text(text, what)
 
+    def fail(self, error: BaseException) -> None:
+        self._judge = None
+        super().fail(error)
+
     def close(self) -> None:
         """Give back all groups."""
         self.control.closed = True
+        release(self.control)
         self._groups.clear()
         self._apart = self._judge = None

@@ -149,6 +149,21 @@ def test_one_rank_differs(what: str, earlier_calls: int, name: str, ranks: RankP
 
 
 @transports
+def test_one_rank_has_no_kernel_to_plan_for(name: str, ranks: RankPools) -> None:
+    """It raises before the others begin to plan."""
+    for text in ranks(WORLD_SIZE)(kernels_differ, name, 2):
+        assert f" kernel: ranks 0, 1, 3: computes it; rank 2: {NO_NPU}. " in text, text
+
+
+def kernels_differ(here: Here, name: str, odd: int) -> str:
+    transport = opened(here, name)
+    call = Call(schedule="auto", kernel="npu-fusion") if here.rank == odd else Call(schedule="auto")
+    text = refused(call.context(transport), call)
+    works(Call().context(transport))
+    return text
+
+
+@transports
 def test_several_ranks_differ(name: str, ranks: RankPools) -> None:
     odd = {1: Call(scale=1.0), 2: Call(mask=Causal()), 3: Call(scale=0.5, batch=1)}
     for text in ranks(WORLD_SIZE)(differ, name, odd, 1):

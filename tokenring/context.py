@@ -219,7 +219,7 @@ class ContextParallel:
 
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
-        transport = self._settle(request, direction)
+        transport = self._begin(request, direction)
         try:
             return self._bound(request, direction)
         except TokenRingError:  # on all ranks alike, if they make the same call
@@ -232,15 +232,16 @@ class ContextParallel:
 
     def agreed_plan(self, request: Request) -> Plan:
         """The schedule of a call that need not be made: all ranks ask together, and get the same answer."""
-        self._settle(request, "forward")
+        settle(self._begin(request, "forward"))
         return self.plan(request)
 
-    def _settle(self, request: Request, direction: Pass) -> Transport | None:
-        """What all ranks have to agree on before a pass; the transport, where there are several ranks."""
+    def _begin(self, request: Request, direction: Pass) -> Transport | None:
+        """Begin to agree on what all ranks have to, before a pass; the transport, where there are several ranks."""
         transport = self.transport_for(request.device, request.workload)
         if transport is not None:
             self._agree(transport, self._description(request, direction), direction)
             if self._plans and request not in self._agreed:
+                settle(transport)
                 self._plan_together(transport, request)
         return transport
 

@@ -54,8 +54,10 @@ def run_forward(
 
     All are memory of their own. Raises what the transport raises.
     """
-    kept = executor.views.new_kept(q.device)
-    call = Call({"q": _rows_packed(q), "k": _rows_packed(k), "v": _rows_packed(v)}, executor.views.kept_slots_in(kept))
+    with executor.giving_up():
+        kept = executor.views.new_kept(q.device)
+        own = {"q": _rows_packed(q), "k": _rows_packed(k), "v": _rows_packed(v)}
+        call = Call(own, executor.views.kept_slots_in(kept))
     with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
         executor.run(call, trace)
     out = _kept_by_caller(executor.result(call, "q_partial", "out"), q.dtype)
@@ -75,9 +77,10 @@ def run_backward(
     kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made."""
-    own = {"q": q, "k": k, "v": v, "dout": dout}
-    given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
-    call = Call(given, executor.views.kept_slots_in(kept))
+    with executor.giving_up():
+        own = {"q": q, "k": k, "v": v, "dout": dout}
+        given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
+        call = Call(given, executor.views.kept_slots_in(kept))
     with torch.autocast(q.device.type, enabled=False):
         executor.run(call, trace)
     dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)

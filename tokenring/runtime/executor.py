@@ -6,7 +6,8 @@ its views already made. Running it is a loop over these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -94,14 +95,19 @@ class Executor:
         self.adopted = binder.adopted
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
-        """Run the program; `result` then gives what it made.
+        """Run the program; `result` then gives what it made."""
+        with self.giving_up():
+            try:
+                self._run(call, trace)
+            finally:
+                call.handles.clear()  # where ranks disagree: a message that has no handle lands in the pool no more
 
-        An error in the middle leaves the ranks out of step: the transport tells the others and takes no more calls.
-        """
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """An error in here leaves the ranks out of step: the transport tells the others and takes no more calls."""
         try:
-            self._run(call, trace)
+            yield
         except Disagreement:  # on all ranks, which go on
-            call.handles.clear()  # nothing may land in the pool any more
             raise
         except BaseException as error:
             if self.transport is not None:
