@@ -6,8 +6,7 @@ its views already made. Running it is a loop over these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -96,23 +95,16 @@ class Executor:
 
     def run(self, call: Call, trace: Trace | None = None) -> None:
         """Run the program; `result` then gives what it made."""
-        with self.giving_up():
-            try:
-                self._run(call, trace)
-            finally:
-                call.handles.clear()  # where ranks disagree: a message that has no handle lands in the pool no more
-
-    @contextmanager
-    def giving_up(self) -> Iterator[None]:
-        """An error in here leaves the ranks out of step: the transport tells the others and takes no more calls."""
         try:
-            yield
+            self._run(call, trace)
         except Disagreement:  # on all ranks, which go on
             raise
-        except BaseException as error:
+        except BaseException as error:  # it leaves the ranks out of step: the others hear of it
             if self.transport is not None:
                 self.transport.fail(error)
             raise
+        finally:
+            call.handles.clear()  # where ranks disagree: a message that has no handle lands in the pool no more
 
     def _run(self, call: Call, trace: Trace | None) -> None:
         self._new_outputs(call)
