@@ -123,20 +123,17 @@ class Apart:
         As in the n-way dissemination barrier (Hoefler et al., "Fast Barrier Synchronization for InfiniBand", IPDPS
         2006): in each round a rank hears from WAYS - 1 others, each of which speaks for all that it has heard of.
         """
-        rank, world_size = self._control.rank, self._control.world_size
-        mine = payload + b"\1"
+        world_size, mine = self._control.world_size, payload + b"\1"
 
-        def begin(step: int, said: bytes) -> tuple[list[torch.Tensor], list[Handle]]:
-            steps, sent = range(step, min(WAYS * step, world_size), step), _tensor(said)
-            heard = {(rank - each) % world_size: torch.empty_like(sent) for each in steps}
-            return [*heard.values()], self._post(heard, {(rank + each) % world_size: sent for each in steps})
+        def begin(step: int, said: bytes) -> tuple[dict[int, torch.Tensor], list[Handle]]:
+            return self._swap(range(step, min(WAYS * step, world_size), step), said)
 
         def hear() -> bool:
             step, said, (heard, handles) = 1, mine, first
             while True:
                 for handle in handles:
                     handle.wait()
-                if any(bytes(each.numpy()) != mine for each in heard):
+                if any(bytes(each.numpy()) != mine for each in heard.values()):
                     said = payload + b"\0"
                 step *= WAYS
                 if step >= world_size:
@@ -148,20 +145,20 @@ class Apart:
 
     def _tell_each(self, payload: bytes) -> list[bytes]:
         """What all ranks say, in equal sizes. Not by a collective: it could not say whom it waits for."""
-        rank, world_size = self._control.rank, self._control.world_size
-        peers = [(rank + step) % world_size for step in range(1, world_size)]
-        mine = _tensor(payload)
-        heard = {peer: torch.empty_like(mine) for peer in peers}
-        for handle in self._post(heard, dict.fromkeys(peers, mine)):
+        world_size = self._control.world_size
+        heard, handles = self._swap(range(1, world_size), payload)
+        for handle in handles:
             handle.wait()
-        heard[rank] = mine
-        return [bytes(heard[each].numpy()) for each in range(world_size)]
+        said = {rank: bytes(each.numpy()) for rank, each in heard.items()}
+        return [said.get(rank, payload) for rank in range(world_size)]
 
-    def _post(self, receives: dict[int, torch.Tensor], sends: dict[int, torch.Tensor]) -> list[Handle]:
-        """Messages by peer; receives come first, as Gloo moves nothing before them."""
-        return [self._start("recv", *each) for each in receives.items()] + [
-            self._start("send", *each) for each in sends.items()
-        ]
+    def _swap(self, steps: range, said: bytes) -> tuple[dict[int, torch.Tensor], list[Handle]]:
+        """Say it to the ranks so many steps onwards, and hear as much from those so many steps back, by rank."""
+        rank, world_size = self._control.rank, self._control.world_size
+        mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        heard = {(rank - step) % world_size: torch.empty_like(mine) for step in steps}
+        received = [self._start("recv", peer, data) for peer, data in heard.items()]  # first: Gloo waits for them
+        return heard, received + [self._start("send", (rank + step) % world_size, mine) for step in steps]
 
     def _start(self, what: str, peer: int, data: torch.Tensor) -> Handle:
         label = "exchanged with all ranks"
@@ -170,7 +167,3 @@ class Apart:
         except RuntimeError as error:
             raise self._control.lost(peer, label, one_line(error, MOST_SAID)) from None
         return GlooHandle(work, self._control, peer, label)
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -45,6 +45,7 @@ class Capabilities:
     capturable: bool = False
     mailboxes: bool = False
 
+
 IDEAL = Capabilities(early_receives=True, channels=2)  # of a transport of which nothing is known
 Link = tuple[int, int, str]  # source, destination, channel
 

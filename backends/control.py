@@ -109,8 +109,10 @@ class Control:
         return self.ask(payload, what)()
 
     def ask(self, payload: bytes, what: str) -> Callable[[], list[bytes]]:
-        """The first half of an exchange, which waits for nobody: this rank has spoken. Gives the second, to be called
-        once and before the next exchange."""
+        """The first half of an exchange, which waits for nobody: this rank has spoken.
+
+        Gives the second, to be called once and before the next exchange.
+        """
         tag = _tag(what)
         self.check_usable()
         with self._failing():
@@ -290,10 +292,15 @@ class Controlled:
                 f"{device}: use transport='auto' for NPUs and CUDA devices; tensors of others must be moved to the CPU"
             )
 
+    def before_exchange(self) -> None:
+        """What comes first in each; raises what keeps it from beginning."""
+
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        self.before_exchange()
         return self.control.exchange(payload, what)
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        self.before_exchange()
         return self.control.exchange_text(text, what)
 
     def lost(self, peer: int, what: str, found: str) -> PeerLost:

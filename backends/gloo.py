@@ -90,13 +90,8 @@ class GlooTransport(Controlled):
             self._generation += 1
             self._groups = self._connect()
 
-    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+    def before_exchange(self) -> None:
         self.settle()
-        return super().exchange(payload, what)
-
-    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        self.settle()
-        return super().exchange_text(text, what)
 
     def fail(self, error: BaseException) -> None:
         self._judge = None

@@ -216,10 +216,5 @@ class Watched(Controlled):
         self.control.check_usable()
         self._watch.check()
 
-    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+    def before_exchange(self) -> None:
         self.check()
-        return super().exchange(payload, what)
-
-    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        self.check()
-        return super().exchange_text(text, what)

@@ -128,14 +128,13 @@ def test_all_say_something_else(exchanged: Any) -> None:
 
 def test_a_difference_that_is_not_passed_on_is_noticed(exchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: who hears of a difference passes on that all is well, so that ranks far from it believe so."""
-    said, post = [b"this", *[b"that"] * 7], Apart._post
+    said, swap = [b"this", *[b"that"] * 7], Apart._swap
 
-    def all_is_well(self: Apart, receives: Any, sends: dict[int, torch.Tensor]) -> Any:
-        told = {peer: torch.cat((data[:4], torch.ones_like(data[4:]))) for peer, data in sends.items()}
-        return post(self, receives, told)
+    def all_is_well(self: Apart, steps: range, told: bytes) -> Any:
+        return swap(self, steps, told[:4] + b"\1" * len(told[4:]))
 
     monkeypatch.setattr(apart, "WAYS", 2)
-    monkeypatch.setattr(Apart, "_post", all_is_well)
+    monkeypatch.setattr(Apart, "_swap", all_is_well)
     monkeypatch.setattr(f"{__name__}.SECONDS", 0.2)
     with pytest.raises((AssertionError, queue.Empty)):
         assert exchanged(said)[0] == [said] * 8

@@ -25,7 +25,7 @@ from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedErro
 from tokenring.groups import process_group
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.request import Request
-from tokenring.runtime.agreement import Description, agree, named_digest, settle
+from tokenring.runtime.agreement import Description, agree, beginning, named_digest, settle
 from tokenring.runtime.handles import new_handle
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
@@ -220,15 +220,8 @@ class ContextParallel:
     def executor(self, request: Request, direction: Pass) -> Executor:
         """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
         transport = self._begin(request, direction)
-        try:
+        with beginning(transport):
             return self._bound(request, direction)
-        except TokenRingError:  # on all ranks alike, if they make the same call
-            settle(transport)
-            raise
-        except BaseException as error:  # such as Ctrl-C: the others begin the pass
-            if transport is not None:
-                transport.fail(error)
-            raise
 
     def agreed_plan(self, request: Request) -> Plan:
         """The schedule of a call that need not be made: all ranks ask together, and get the same answer."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenring.backends.base import Deferring, Transport
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
 from tokenring.schedule.ir import Schedule
 
@@ -62,6 +64,20 @@ def settle(transport: Transport | None) -> None:
     """The end of `agree`, where that has only begun. Raises what it raises."""
     if isinstance(transport, Deferring):
         transport.settle()
+
+
+@contextmanager
+def beginning(transport: Transport | None) -> Iterator[None]:
+    """From `agree` until the program of the call runs. Errors of our own are raised by all ranks, if these agree."""
+    try:
+        yield
+    except TokenRingError:
+        settle(transport)
+        raise
+    except BaseException as error:  # such as Ctrl-C: the others begin the pass
+        if transport is not None:
+            transport.fail(error)
+        raise
 
 
 def _difference(descriptions: list[dict[str, str]]) -> str:

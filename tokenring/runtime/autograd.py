@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from tokenring.backends.kernels.reference import row_dot
 from tokenring.context import ContextParallel
-from tokenring.errors import TokenRingError, UnsupportedError
+from tokenring.errors import UnsupportedError
 from tokenring.request import Request
-from tokenring.runtime.agreement import settle
+from tokenring.runtime.agreement import beginning
 from tokenring.runtime.executor import Call, Executor
 from tokenring.runtime.trace import Trace
 
@@ -57,7 +55,7 @@ def run_forward(
 
     All are memory of their own. Raises what the transport raises.
     """
-    with _preparing(executor):
+    with beginning(executor.transport):
         kept = executor.views.new_kept(q.device)
         own = {"q": _rows_packed(q), "k": _rows_packed(k), "v": _rows_packed(v)}
         call = Call(own, executor.views.kept_slots_in(kept))
@@ -80,7 +78,7 @@ def run_backward(
     kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made."""
-    with _preparing(executor):
+    with beginning(executor.transport):
         own = {"q": q, "k": k, "v": v, "dout": dout}
         given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
         call = Call(given, executor.views.kept_slots_in(kept))
@@ -99,20 +97,6 @@ class OwnTensors(dict[str, torch.Tensor]):
             raise KeyError(name)
         self[name] = row_dot(self["dout"], self["out"]).transpose(1, 2)
         return self[name]
-
-
-@contextmanager
-def _preparing(executor: Executor) -> Iterator[None]:
-    """Between the beginning of a call and its program: errors of our own are raised by all ranks alike."""
-    try:
-        yield
-    except TokenRingError:
-        settle(executor.transport)
-        raise
-    except BaseException as error:
-        if executor.transport is not None:
-            executor.transport.fail(error)
-        raise
 
 
 def _rows_packed(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tokenring.backends.base import Deferring, Grouping, Placing, Transport
 from tokenring.runtime.pool import Views
@@ -36,7 +36,7 @@ def grouped(
         return steps
     made = list(steps)
     for at in last_posts(instructions):
-        made[at] = _then(made[at], transport.go)
+        made[at] = _in_turn(made[at], lambda call: transport.go())
     return made
 
 
@@ -61,21 +61,13 @@ def settled(
     if at is None or not isinstance(transport, Deferring):
         return steps
     made = list(steps)
-    made[at] = _after(transport.settle, made[at])
+    made[at] = _in_turn(lambda call: transport.settle(), made[at])
     return made
 
 
-def _after(before: Callable[[], Any], step: Callable[[T], None]) -> Callable[[T], None]:
-    def both(call: T) -> None:
-        before()
-        step(call)
+def _in_turn(*steps: Callable[[T], None]) -> Callable[[T], None]:
+    def each(call: T) -> None:
+        for step in steps:
+            step(call)
 
-    return both
-
-
-def _then(step: Callable[[T], None], after: Callable[[], Any]) -> Callable[[T], None]:
-    def both(call: T) -> None:
-        step(call)
-        after()
-
-    return both
+    return each
