@@ -39,6 +39,7 @@ TARGETS = (  # beside the sample: what auto has to gain over a KV ring where tha
 )
 HEAD_DIM = 64
 LINK_GBIT = {4: 0.1, 8: 0.05}  # at which links decide, not two cores
+MESH_GBIT = 0.005  # the most where eight ranks have 56 links, so that these carry what other shapes' do
 SMALL_LINK_GBIT = {4: 0.04, 8: 0.02}  # where messages are small
 UPLINK_SHARE = 0.25  # of a link, for all of a node
 TOKENS = {  # a rank; so that blocks of KV take 15 ms or more
@@ -83,6 +84,8 @@ class Cell:
     @property
     def shape(self) -> Shape:
         link = (SMALL_LINK_GBIT if self.regime == "latency" else LINK_GBIT)[self.ranks]
+        if (self.topology, self.ranks) == ("full-mesh", 8):
+            link = min(link, MESH_GBIT)
         if not self.topology.startswith("two-node"):
             return Shape(self.topology, self.ranks, link)
         own = self.topology == "two-node-nics"

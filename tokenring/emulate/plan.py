@@ -14,7 +14,7 @@ from tokenring.emulate.ways import wires
 BITS_PER_GBIT = 1e9
 LEAST_PACKET_BYTES, MOST_PACKET_BYTES = 1500, 64000  # the stack's limit for an offloaded packet is 64 KiB
 MOST_MTU = 9000  # larger packets are offloaded: several segments that pass in one piece
-PACKETS_PER_S = 40_000  # on all wires together, when all are busy: what two cores can still move in time
+PACKETS_PER_S = 20_000  # on all wires together, when all are busy: half of what two cores can move in time
 LATE_SECONDS = 0.001  # what a bucket holds beside one packet: lateness of timers that a link makes up for
 QUEUE_BYTES = 64 << 20  # never drops: the links that are emulated lose nothing
 WINDOW_SECONDS = 0.008  # of the fastest link: what one connection may have on its way

@@ -66,6 +66,31 @@ def packed(world_size: int, groups: int) -> Scheme:
     )  # fmt: skip
 
 
+def uneven(world_size: int, groups: int) -> Scheme:
+    """Ulysses for any number of head groups, each computed whole: some ranks have one more than others, or one and none.
+
+    As DeepSpeed's uneven heads. Each tensor moves once, to one rank: no schedule in which ranks compute equally much
+    moves as little. Against `packed` kernels take longer, by up to a head group.
+    """
+
+    def rank_of(heads: int) -> int:
+        """Spread over runs of ranks, so that hosts get equally many."""
+        return heads * world_size // groups
+
+    def due(heads: int) -> int:
+        """A rank's head groups are due one after another: it computes one while the next is on its way."""
+        first = -(-rank_of(heads) * groups // world_size)
+        return 1 + heads - first
+
+    def gather(origin: Origin) -> tuple[Hop, ...]:
+        return to(rank_of(origin.heads), origin, due=due(origin.heads))
+
+    return Scheme(
+        "uneven", lambda pair: rank_of(pair.heads), gather, gather, head_groups=groups, keep=KEEP,
+        when=lambda pair, _: due(pair.heads),
+    )  # fmt: skip
+
+
 def tiles(world_size: int, queries: int, keys: int) -> Scheme:
     """Rank (x, y) computes Q of all (x', y) with KV of all (x, y')."""
     refuse(queries * keys != world_size, f"{queries} × {keys} is not {world_size}")

@@ -58,6 +58,10 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("packed", "Q, KV", "P of G × P × 1", MINE, one_hop.packed, ("G",), choices=choices.packed),
         Family(
+            "uneven", "Q, KV", "P of G × 1 × 1", "DeepSpeed Ulysses, uneven heads", one_hop.uneven, ("G",),
+            choices=choices.uneven,
+        ),
+        Family(
             "usp", "Q, KV", "U × 1 × P/U", "USP, arXiv:2405.07719", nodes.usp, ("U",), choices=choices.usp, turns=True
         ),
         Family("tiles", "Q, KV", "1 × A × B", MINE, one_hop.tiles, ("A", "B"), choices=choices.tiles),
