@@ -120,6 +120,24 @@ class TestBytes:
         wanted = (ranks - 1) * touched * y / groups + rows * (2 * x + s) / groups
         assert sum(made.link_bytes(size).values()) == pytest.approx(wanted)
 
+    @pytest.mark.parametrize(("ranks", "groups"), [(8, 6), (8, 3), (5, 7), (8, 38), (4, 6), (7, 1), (4, 4)])
+    def test_uneven_heads(self, ranks: int, groups: int) -> None:
+        """As many bytes as Ulysses would need; nobody has more than one head group beyond anybody else."""
+        made = make(f"uneven/{groups}", ranks, "contiguous", tr.Full(), 16 * ranks)
+        size = Workload(1, 16 * ranks, 16 * ranks, groups, groups, 32)
+        work = made.flops(size)
+        each, most = sum(work.values()) / groups, -(-groups // ranks)
+        assert {work.get(rank, 0) for rank in range(ranks)} <= {each * (groups // ranks), each * most}
+        x, y, s = 16 * groups * 32 * 4, 2 * 16 * groups * 32 * 4, 16 * groups * 4
+        links = made.link_bytes(size)
+        assert sum(links.values()) == pytest.approx((ranks - 1) * (2 * x + y + s))
+        assert max(links.values()) <= most * (2 * x + y + s) / groups
+
+    def test_uneven_heads_of_two_hosts(self) -> None:
+        """Six heads on two hosts of four: three each."""
+        work = make("uneven/6", 8, "contiguous", tr.Full(), 128).flops(Workload(1, 128, 128, 6, 6, 32))
+        assert [sum(work.get(rank, 0) > 0 for rank in host) for host in (range(4), range(4, 8))] == [3, 3]
+
     def test_gradients_cross_once(self) -> None:
         """KV gradients are added up inside the node: of four partials for an owner one crosses."""
         x, y, s = units(8)

@@ -47,7 +47,7 @@ from tokenring.workload import Workload  # noqa: E402
 WIDE_GBIT = 5.0  # at which whatever is sent here is in a link's bucket: it passes for free
 FAST_TFLOPS = 1e6
 ROUNDS = 9
-SHAPED_GBIT = {4: 0.15, 8: 0.08}
+SHAPED_GBIT = {4: 0.15, 8: 0.08}  # in a full mesh of a rank's links together, as in grid.py
 SHAPED_TOKENS = 64  # a rank
 SCHEDULES = (
     "ring", "ring/pieces4", "bidirectional", "tokenring", "direct-kv", "direct-kv/pieces4", "direct-q", "all-gather-kv",
@@ -91,7 +91,7 @@ def measure() -> list[dict[str, Any]]:
 
 def shaped(kind: str, ranks: int) -> Iterator[dict[str, Any]]:
     names = [name.format(half=ranks // 2, ranks=ranks) for name in (*SCHEDULES, *MORE)]
-    with Emulated(kind, ranks, SHAPED_GBIT[ranks]) as net:
+    with Emulated(kind, ranks, shaped_gbit(kind, ranks)) as net:
         for mask, layout, passes in (("full", "contiguous", 1), ("causal", "zigzag", 2)):
             cell = {
                 "name": "overheads", "tokens": SHAPED_TOKENS * ranks, "q_heads": 8, "kv_heads": 8,
@@ -101,12 +101,16 @@ def shaped(kind: str, ranks: int) -> Iterator[dict[str, Any]]:
             yield {**cell, "ranks": ranks, "kind": kind, "found": measured(net, cell, 300.0)["seconds"]}
 
 
+def shaped_gbit(kind: str, ranks: int) -> float:
+    return SHAPED_GBIT[ranks] / (ranks - 1 if kind == "full-mesh" else 1)
+
+
 def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
     for cell in cells:
         ranks, tokens = cell["ranks"], cell["tokens"]
         size = Workload(1, tokens, tokens, cell["q_heads"], cell["kv_heads"], HEAD_DIM, torch.float32)
         layout, mask = make_layout(cell["layout"], ranks, tokens), parse_mask(cell["mask"])
-        shape = Shape(cell["kind"], ranks, SHAPED_GBIT[ranks]) if "kind" in cell else None
+        shape = Shape(cell["kind"], ranks, shaped_gbit(cell["kind"], ranks)) if "kind" in cell else None
         for name, seconds in cell["found"].items():
             if not seconds:  # it does not fit
                 continue

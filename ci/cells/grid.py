@@ -27,10 +27,6 @@ TARGETS = (  # beside the sample: what auto has to gain over a KV ring where tha
     ("full-mesh", 8, "6:6", "full", "forward", "communication"),
     ("switch", 8, "8:8", "full", "forward", "communication"),
     ("switch", 8, "6:6", "full", "forward", "communication"),
-    ("full-mesh", 8, "8:8", "full", "forward", "long"),
-    ("full-mesh", 8, "6:6", "full", "forward", "long"),
-    ("switch", 8, "8:8", "full", "forward", "long"),
-    ("switch", 8, "6:6", "full", "forward", "long"),
     ("two-node", 8, "8:8", "full", "forward", "communication"),
     # Lengths that seven pieces divide: the only ones with rings over all the links of eight ranks (TASP).
     ("full-mesh", 8, "8:8", "full", "forward", "sevenths"),
@@ -38,9 +34,8 @@ TARGETS = (  # beside the sample: what auto has to gain over a KV ring where tha
     ("full-mesh", 8, "8:2", "causal", "forward+backward", "sevenths"),
 )
 HEAD_DIM = 64
-LINK_GBIT = {4: 0.1, 8: 0.05}  # at which links decide, not two cores
-MESH_GBIT = 0.005  # the most where eight ranks have 56 links, so that these carry what other shapes' do
-SMALL_LINK_GBIT = {4: 0.04, 8: 0.02}  # where messages are small
+LINK_GBIT = {4: 0.1, 8: 0.05}  # at which links decide, not two cores; in a full mesh of a rank's links together
+SMALL_LINK_GBIT = {4: 0.04, 8: 0.02}  # the same where messages are small
 UPLINK_SHARE = 0.25  # of a link, for all of a node
 TOKENS = {  # a rank; so that blocks of KV take 15 ms or more
     4: {"8:8": 128, "6:6": 128, "8:2": 192, "8:1": 256},
@@ -48,9 +43,8 @@ TOKENS = {  # a rank; so that blocks of KV take 15 ms or more
 }
 SMALL_TOKENS = 16  # a rank: messages of at most 64 KB
 SEVENTHS_TOKENS = 112  # a rank
-LONG = 3  # times the tokens: a KV ring of 8 takes a second, so that what eight processes on two cores add counts less
 WIRE_OVER_COMPUTE = {  # of the best schedule
-    "communication": 5.0, "long": 5.0, "sevenths": 5.0, "balanced": 1.1, "latency": 5.0,
+    "communication": 5.0, "sevenths": 5.0, "balanced": 1.1, "latency": 5.0,
 }  # fmt: skip
 FACTORS = {
     "topology": ("full-mesh", "switch", "ring", "pcie-tree", "two-node-nics", "two-node"),
@@ -84,8 +78,8 @@ class Cell:
     @property
     def shape(self) -> Shape:
         link = (SMALL_LINK_GBIT if self.regime == "latency" else LINK_GBIT)[self.ranks]
-        if (self.topology, self.ranks) == ("full-mesh", 8):
-            link = min(link, MESH_GBIT)
+        if self.topology == "full-mesh":
+            return Shape(self.topology, self.ranks, round(link / (self.ranks - 1), 4))
         if not self.topology.startswith("two-node"):
             return Shape(self.topology, self.ranks, link)
         own = self.topology == "two-node-nics"
@@ -100,7 +94,7 @@ class Cell:
         q_heads, kv_heads = map(int, self.heads.split(":"))
         other = {"latency": SMALL_TOKENS, "sevenths": SEVENTHS_TOKENS}
         tokens = other.get(self.regime, TOKENS[self.ranks][self.heads])
-        length = tokens * self.ranks * (LONG if self.regime == "long" else 1)
+        length = tokens * self.ranks
         return Workload(1, length, length, q_heads, kv_heads, HEAD_DIM, torch.float32)
 
     @property

@@ -33,6 +33,7 @@ from grid import Cell, cells  # noqa: E402
 from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.schedule.families.registry import misfit, parse  # noqa: E402
 
+# What others ship but cannot run here. Also DeepSpeed's uneven heads, where there are more heads than ranks.
 SHIPPED = ("ring", "tokenring", "double-ring/2", "case-iii/2", "double-ring/4", "case-iii/4", "multi-ring")
 COLUMNS = ("cell", "heads", "schedule", "kind", "status", "median_ms", "min_ms", "max_ms", "what")
 CELL_SECONDS = 900
@@ -67,9 +68,14 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def shipped(cell: Cell) -> list[str]:
+    heads = cell.workload.kv_heads
+    return [*SHIPPED, *([f"uneven/{heads}"] if heads > cell.ranks and heads % cell.ranks else [])]
+
+
 def race(cell: Cell, options: argparse.Namespace) -> None:
     size, shape = cell.workload, cell.shape
-    ours = [name for name in SHIPPED if fits(name, cell)]
+    ours = [name for name in shipped(cell) if fits(name, cell)]
     command = [
         sys.executable, "-m", "tokenring", "bench", "--emulate", shape.kind, "--ranks", str(cell.ranks),
         "--link-gbit", str(shape.link_gbit), "--seq-len", str(size.q_length), "--heads", str(size.q_heads),

@@ -190,10 +190,10 @@ def report(rows: Sequence[Row]) -> None:
 COLOURS = {
     "paper": ("#ffffff", "#14181d"), "ink": ("#22282f", "#e8ecf0"), "grey": ("#66707b", "#9aa5b1"),
     "communication": ("#2f6db5", "#3f7fcb"), "balanced": ("#2f9e6b", "#3fb57f"), "latency": ("#cf4a5e", "#e8687b"),
-    "long": ("#8a5fb5", "#a97fd4"), "sevenths": ("#b5792f", "#cf963f"),
+    "sevenths": ("#b5792f", "#cf963f"),
 }  # fmt: skip
 LEGEND = {
-    "communication": "communication-bound", "long": "the same, longer", "balanced": "balanced",
+    "communication": "communication-bound", "balanced": "balanced",
     "latency": "latency-bound", "sevenths": "communication-bound, lengths that 7 divides",
 }  # fmt: skip
 LINES = {"rule": ("#dfe4e9", "#2c333b")}

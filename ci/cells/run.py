@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "cells.csv")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a cell, after which 3 rounds are enough")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a cell, on rounds after the third")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     within = "only schedules predicted to take at most so many times as long as the best"
     parser.add_argument("--within", type=float, default=float("inf"), metavar="FACTOR", help=within)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from tokenring.runtime.agreement import agree  # noqa: F401 (loaded before any c
 
 SETTLE_SECONDS = 0.03  # from the last rank's arrival until all begin: nothing is on its way any more
 LEAST_ROUNDS = 3  # measured even where they take longer than the cell may
+CONTENDING = 1.3  # times the fastest: what takes longer is measured in LEAST_ROUNDS rounds
 WAIT_SECONDS = 120.0
 
 
@@ -56,22 +58,31 @@ def race(cell: dict[str, Any], base: tr.ContextParallel) -> dict[str, Any]:
         )
     seconds: dict[str, list[float]] = {name: [] for name in contexts}
     failed: dict[str, str] = {}
-    spent = 0.0  # the same on every rank, since each call's time is
+    spent = 0.0  # on contenders; the same on every rank, since each call's time is
     for turn in range(cell["rounds"] + 1):
         if turn > LEAST_ROUNDS and spent > cell["seconds"]:
             break
-        for name, cp in contexts.items():
+        for name in running(seconds, turn):
             if name in failed:
                 continue
+            cp = contexts[name]
             try:
                 took = one_call(cp, mask, grad, q, k, v)
             except TokenRingError as error:  # the same on every rank: nothing was sent
                 failed[name] = str(error)
                 continue
-            spent += took
+            spent += took if turn > LEAST_ROUNDS else 0.0
             if turn:  # the first makes plans, programs and connections
                 seconds[name].append(took)
     return {"cell": cell["name"], "seconds": seconds, "failed": failed}
+
+
+def running(seconds: dict[str, list[float]], turn: int) -> list[str]:
+    """Who has a call in this turn. After some rounds only those that may still be the best: the same on every rank."""
+    if turn <= LEAST_ROUNDS:
+        return [*seconds]
+    medians = {name: statistics.median(some) for name, some in seconds.items() if some}
+    return [name for name, median in medians.items() if median <= CONTENDING * min(medians.values())]
 
 
 def one_call(

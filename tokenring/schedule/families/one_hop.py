@@ -67,10 +67,10 @@ def packed(world_size: int, groups: int) -> Scheme:
 
 
 def uneven(world_size: int, groups: int) -> Scheme:
-    """Ulysses for any number of head groups, each computed whole: some ranks have one more than others, or one and none.
+    """Ulysses for any number of head groups, each computed whole, so that some ranks have one more than others.
 
-    As DeepSpeed's uneven heads. Each tensor moves once, to one rank: no schedule in which ranks compute equally much
-    moves as little. Against `packed` kernels take longer, by up to a head group.
+    As DeepSpeed's uneven heads, also for fewer than ranks. Every tensor moves once, to one rank, so bytes are those of
+    Ulysses; but kernels of the busiest rank take longer than in `packed`, where all compute equally much.
     """
 
     def rank_of(heads: int) -> int:
