@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -129,7 +130,7 @@ def test_cells_that_lack_schedules_are_marked(
     candidates = [Candidate(name, each, 0.5, 0.0, 1, 1, 0.5, "") for name, each in predicted.items()]
     cell = SimpleNamespace(
         name="switch 4 4:4 full forward long", topology="switch", ranks=4, heads="4:4", mask="full", passes="forward",
-        regime="long", workload=SimpleNamespace(q_length=64), tflops=1.0,
+        regime="long", workload=SimpleNamespace(q_length=64), tflops=1.0, shape=SimpleNamespace(link_gbit=0.05),
         plan=lambda: SimpleNamespace(name="a", candidates=candidates), able=SimpleNamespace(bundle_bytes=4096),
     )  # fmt: skip
     monkeypatch.setattr(run, "description", lambda cell, names, options: names)
@@ -157,23 +158,23 @@ def test_files_from_before_cells_were_marked(tmp_path: Path, monkeypatch: pytest
         old = [row[: run.COLUMNS.index("within")] for row in csv.reader(lines)]
     (tmp_path / "old.csv").write_text("".join(",".join(row) + "\n" for row in old))
     assert [row.within for row in report.read(tmp_path / "old.csv")] == [None] * (len(old) - 1)
-    with pytest.raises(SystemExit, match=r"old\.csv has other columns than cell, .*, bundle_bytes: give another --out"):
+    with pytest.raises(SystemExit, match=r"old\.csv has other columns than cell, .*, link_gbit: give another --out"):
         run.read_done(tmp_path / "old.csv")
 
 
-def test_the_cells_that_lack_schedules(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Thirteen, as docs/measurements.md says: no row of theirs was predicted to take more; others have such rows."""
-    made = script("cells/report.py", monkeypatch)
+def test_every_cell_was_raced_with_every_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/measurements.md says: the cells of today's grid, over the links that it says."""
+    made, grid = script("cells/report.py", monkeypatch), script("cells/grid.py", monkeypatch)
     rows = made.read(CI.parent / "docs" / "cells.csv")
-    marked = {name: group for name, group in made.by_cell(rows).items() if group[0].within is not None}
-    assert sorted(group[0].within or 0 for group in marked.values()) == [1.5] * 8 + [2.0] * 5
-    for group in marked.values():
-        assert {row.within for row in group} == {group[0].within}
-        assert max(row.predicted for row in group) <= (group[0].within or 0) * min(row.predicted for row in group)
-    made.report([row for group in marked.values() for row in group])
-    said = capsys.readouterr().out
-    assert "5 of them only with what was predicted to take at most 2 times the best" in said
-    assert "full-mesh 8 8:8 full forward sevenths (within 2): " in said
+    assert {row.within for row in rows} == {None}
+    assert {(row.cell, row.link_gbit) for row in rows} == {(each.name, each.shape.link_gbit) for each in grid.cells()}
+
+
+def test_rows_over_other_links_are_not_predicted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = script("cells/report.py", monkeypatch)
+    row = made.read(CI.parent / "docs" / "cells.csv")[0]
+    with pytest.raises(SystemExit, match=r"links of 0\.5 Gbit/s: grid\.py has it no more"):
+        made.again([replace(row, link_gbit=0.5)])
 
 
 def test_what_the_cells_have_attained(monkeypatch: pytest.MonkeyPatch) -> None:

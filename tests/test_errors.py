@@ -21,9 +21,9 @@ from tokenring import ConfigurationError, ContextParallel, PeerLost, Unsupported
 # One rank needs no group, and refuses as many do.
 ALONE = ContextParallel(layout="zigzag")
 SCHEDULES = (
-    "ring, tokenring, bidirectional, direct-kv, direct-q, all-gather-kv, ulysses[/K], packed/G, usp/U, tiles/AxB, "
-    "sub-sharded/UxAxB, mixed[/GxH], double-ring/L, case-iii/L, case-iii-direct/L, reduced/L, relay/L, relay-q/L, "
-    "mesh-kv/AxBx..., mesh-q/AxBx..., multi-ring, multi-ring-q"
+    "ring, tokenring, bidirectional, direct-kv, direct-q, all-gather-kv, ulysses[/K], packed/G, uneven/G, usp/U, "
+    "tiles/AxB, sub-sharded/UxAxB, mixed[/GxH], double-ring/L, case-iii/L, case-iii-direct/L, reduced/L, relay/L, "
+    "relay-q/L, mesh-kv/AxBx..., mesh-q/AxBx..., multi-ring, multi-ring-q"
 )
 
 

@@ -70,7 +70,7 @@ class TestProof:
         "name",
         ["usp/1", "usp/8", "double-ring/1", "double-ring/8", "relay/1", "relay/8", "relay-q/8", "case-iii/1",
          "case-iii/8", "reduced/1", "reduced/8", "mesh-kv/2x1x4", "mesh-q/8x1", "sub-sharded/8x1x1", "tiles/1x8",
-         "tiles/8x1", "mixed/3x4", "ulysses/3"],
+         "tiles/8x1", "mixed/3x4", "ulysses/3", "uneven/3", "uneven/17"],
     )  # fmt: skip
     def test_parameters_that_are_never_offered(self, name: str) -> None:
         check_verified(Point(8, HEADS[0], "", "", name), "zigzag", "causal", None)

@@ -127,16 +127,19 @@ class TestBytes:
         size = Workload(1, 16 * ranks, 16 * ranks, groups, groups, 32)
         work = made.flops(size)
         each, most = sum(work.values()) / groups, -(-groups // ranks)
-        assert {work.get(rank, 0) for rank in range(ranks)} <= {each * (groups // ranks), each * most}
+        assert set(work.values()) <= {each * (groups // ranks), each * most}
         x, y, s = 16 * groups * 32 * 4, 2 * 16 * groups * 32 * 4, 16 * groups * 4
         links = made.link_bytes(size)
         assert sum(links.values()) == pytest.approx((ranks - 1) * (2 * x + y + s))
         assert max(links.values()) <= most * (2 * x + y + s) / groups
+        received = [sum(nbytes for (_, dst), nbytes in links.items() if dst == rank) for rank in range(ranks)]
+        busiest = (most * (ranks - 1) * (x + y) + (groups - most) * (x + s)) / groups
+        assert max(received) == pytest.approx(busiest)
 
     def test_uneven_heads_of_two_hosts(self) -> None:
         """Six heads on two hosts of four: three each."""
         work = make("uneven/6", 8, "contiguous", tr.Full(), 128).flops(Workload(1, 128, 128, 6, 6, 32))
-        assert [sum(work.get(rank, 0) > 0 for rank in host) for host in (range(4), range(4, 8))] == [3, 3]
+        assert [sum(work[rank] > 0 for rank in host) for host in (range(4), range(4, 8))] == [3, 3]
 
     def test_gradients_cross_once(self) -> None:
         """KV gradients are added up inside the node: of four partials for an owner one crosses."""

@@ -21,9 +21,9 @@ from tokenring.backends.kernels.reference import Reference
 
 LAYOUTS = "choose one of contiguous, zigzag, striped, or cut one finer, as in 'zigzag/2'"
 SCHEDULES = (
-    "ring, tokenring, bidirectional, direct-kv, direct-q, all-gather-kv, ulysses[/K], packed/G, usp/U, tiles/AxB, "
-    "sub-sharded/UxAxB, mixed[/GxH], double-ring/L, case-iii/L, case-iii-direct/L, reduced/L, relay/L, relay-q/L, "
-    "mesh-kv/AxBx..., mesh-q/AxBx..., multi-ring, multi-ring-q"
+    "ring, tokenring, bidirectional, direct-kv, direct-q, all-gather-kv, ulysses[/K], packed/G, uneven/G, usp/U, "
+    "tiles/AxB, sub-sharded/UxAxB, mixed[/GxH], double-ring/L, case-iii/L, case-iii-direct/L, reduced/L, relay/L, "
+    "relay-q/L, mesh-kv/AxBx..., mesh-q/AxBx..., multi-ring, multi-ring-q"
 )
 KERNELS = (
     "cpu-flash, reference, npu-fusion, torch-flash, torch-cudnn, torch-efficient, flash-attn, flash-attn-3, "

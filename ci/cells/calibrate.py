@@ -25,7 +25,7 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
 
 import torch  # noqa: E402
-from grid import CORES, HEAD_DIM  # noqa: E402
+from grid import CORES, HEAD_DIM, link_gbit  # noqa: E402
 from shaped import measured  # noqa: E402
 
 from tokenring.backends.registry import transport_capabilities  # noqa: E402
@@ -47,7 +47,7 @@ from tokenring.workload import Workload  # noqa: E402
 WIDE_GBIT = 5.0  # at which whatever is sent here is in a link's bucket: it passes for free
 FAST_TFLOPS = 1e6
 ROUNDS = 9
-SHAPED_GBIT = {4: 0.15, 8: 0.08}  # in a full mesh of a rank's links together, as in grid.py
+SHAPED_GBIT = {4: 0.15, 8: 0.08}
 SHAPED_TOKENS = 64  # a rank
 SCHEDULES = (
     "ring", "ring/pieces4", "bidirectional", "tokenring", "direct-kv", "direct-kv/pieces4", "direct-q", "all-gather-kv",
@@ -83,7 +83,7 @@ def measure() -> list[dict[str, Any]]:
                 cell = {
                     "name": "overheads", "tokens": tokens * ranks, "q_heads": 8, "kv_heads": kv_heads,
                     "head_dim": HEAD_DIM, "mask": "full", "passes": "+".join(PASSES[:passes]), "layout": "contiguous",
-                    "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0,
+                    "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0, "all_rounds": True,
                 }  # fmt: skip
                 found.append({**cell, "ranks": ranks, "found": measured(net, cell, 300.0)["seconds"]})
     return found
@@ -91,18 +91,16 @@ def measure() -> list[dict[str, Any]]:
 
 def shaped(kind: str, ranks: int) -> Iterator[dict[str, Any]]:
     names = [name.format(half=ranks // 2, ranks=ranks) for name in (*SCHEDULES, *MORE)]
-    with Emulated(kind, ranks, shaped_gbit(kind, ranks)) as net:
+    gbit = link_gbit(kind, ranks, SHAPED_GBIT[ranks])
+    with Emulated(kind, ranks, gbit) as net:
         for mask, layout, passes in (("full", "contiguous", 1), ("causal", "zigzag", 2)):
             cell = {
                 "name": "overheads", "tokens": SHAPED_TOKENS * ranks, "q_heads": 8, "kv_heads": 8,
                 "head_dim": HEAD_DIM, "mask": mask, "passes": "+".join(PASSES[:passes]), "layout": layout,
-                "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0,
+                "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0, "all_rounds": True,
             }  # fmt: skip
-            yield {**cell, "ranks": ranks, "kind": kind, "found": measured(net, cell, 300.0)["seconds"]}
-
-
-def shaped_gbit(kind: str, ranks: int) -> float:
-    return SHAPED_GBIT[ranks] / (ranks - 1 if kind == "full-mesh" else 1)
+            times = measured(net, cell, 300.0)["seconds"]
+            yield {**cell, "ranks": ranks, "kind": kind, "link_gbit": gbit, "found": times}
 
 
 def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
@@ -110,7 +108,7 @@ def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
         ranks, tokens = cell["ranks"], cell["tokens"]
         size = Workload(1, tokens, tokens, cell["q_heads"], cell["kv_heads"], HEAD_DIM, torch.float32)
         layout, mask = make_layout(cell["layout"], ranks, tokens), parse_mask(cell["mask"])
-        shape = Shape(cell["kind"], ranks, shaped_gbit(cell["kind"], ranks)) if "kind" in cell else None
+        shape = Shape(cell["kind"], ranks, cell["link_gbit"]) if "kind" in cell else None
         for name, seconds in cell["found"].items():
             if not seconds:  # it does not fit
                 continue

@@ -34,8 +34,8 @@ TARGETS = (  # beside the sample: what auto has to gain over a KV ring where tha
     ("full-mesh", 8, "8:2", "causal", "forward+backward", "sevenths"),
 )
 HEAD_DIM = 64
-LINK_GBIT = {4: 0.1, 8: 0.05}  # at which links decide, not two cores; in a full mesh of a rank's links together
-SMALL_LINK_GBIT = {4: 0.04, 8: 0.02}  # the same where messages are small
+LINK_GBIT = 0.05  # at which links decide, not two cores; of a full mesh see link_gbit
+SMALL_LINK_GBIT = 0.02  # where messages are small
 UPLINK_SHARE = 0.25  # of a link, for all of a node
 TOKENS = {  # a rank; so that blocks of KV take 15 ms or more
     4: {"8:8": 128, "6:6": 128, "8:2": 192, "8:1": 256},
@@ -60,6 +60,11 @@ NO_COMPUTE_TFLOPS = 1e6
 CORES = 2.0  # of the machine on which the cells were measured, which all ranks share
 
 
+def link_gbit(topology: str, ranks: int, port_gbit: float) -> float:
+    """Of each link. A rank's links in a full mesh carry together what a port does: calls take as long as elsewhere."""
+    return round(port_gbit / (ranks - 1), 4) if topology == "full-mesh" else port_gbit
+
+
 @dataclass(frozen=True)
 class Cell:
     """One cell. `name` is its key in the results."""
@@ -77,9 +82,8 @@ class Cell:
 
     @property
     def shape(self) -> Shape:
-        link = (SMALL_LINK_GBIT if self.regime == "latency" else LINK_GBIT)[self.ranks]
-        if self.topology == "full-mesh":
-            return Shape(self.topology, self.ranks, round(link / (self.ranks - 1), 4))
+        port = SMALL_LINK_GBIT if self.regime == "latency" else LINK_GBIT
+        link = link_gbit(self.topology, self.ranks, port)
         if not self.topology.startswith("two-node"):
             return Shape(self.topology, self.ranks, link)
         own = self.topology == "two-node-nics"

@@ -7,8 +7,8 @@ Each cell is one run of `tokenring bench --emulate ... --peers auto`: ring-flash
 yunchang (Ulysses, USP) and torch (ring with all-gather and all-to-all) where they are installed and fit, in turns with
 auto. All kernels sleep, at the rate by which the cell is what it is called (grid.py); with --real they compute, eight
 processes on however many cores there are. What others ship but cannot run here runs in ours: the paper's TokenRing and
-case III, MindSpeed's double ring, TASP's rings. A cell that is in the file is not measured again. Needs root and a
-quiet machine.
+case III, MindSpeed's double ring, TASP's rings, DeepSpeed's uneven heads (more than ranks). A cell that is in the file
+is not measured again. Needs root and a quiet machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from grid import Cell, cells  # noqa: E402
 from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.schedule.families.registry import misfit, parse  # noqa: E402
 
-# What others ship but cannot run here. Also DeepSpeed's uneven heads, where there are more heads than ranks.
 SHIPPED = ("ring", "tokenring", "double-ring/2", "case-iii/2", "double-ring/4", "case-iii/4", "multi-ring")
 COLUMNS = ("cell", "heads", "schedule", "kind", "status", "median_ms", "min_ms", "max_ms", "what")
 CELL_SECONDS = 900
@@ -69,6 +68,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def shipped(cell: Cell) -> list[str]:
+    """What others ship but cannot run here."""
     heads = cell.workload.kv_heads
     return [*SHIPPED, *([f"uneven/{heads}"] if heads > cell.ranks and heads % cell.ranks else [])]
 

@@ -46,10 +46,11 @@ class Row:
     best: float  # the fastest round
     within: float | None = None  # raced were schedules predicted to take so many times the best at most; None: all
     bundle_bytes: int = 0  # up to which messages went together
+    link_gbit: float | None = None  # None: not written down
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, also of one from before the columns `within` and `bundle_bytes`."""
+    """The rows of a file, also of one from before the columns from `within` on."""
     with path.open(newline="") as lines:
         return [
             Row(
@@ -59,6 +60,7 @@ def read(path: Path) -> list[Row]:
                 *(float(row[name]) for name in ("predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms")),
                 float(row["within"]) if row.get("within") else None,
                 int(row.get("bundle_bytes") or 0),
+                float(row["link_gbit"]) if row.get("link_gbit") else None,
             )
             for row in csv.DictReader(lines)
         ]  # fmt: skip
@@ -74,6 +76,8 @@ def again(rows: Sequence[Row]) -> list[Row]:
     known = {cell.name: cell for cell in cells()}
     made = []
     for name, group in by_cell(rows).items():
+        if name not in known or group[0].link_gbit not in (None, known[name].shape.link_gbit):
+            sys.exit(f"{name}, links of {group[0].link_gbit} Gbit/s: grid.py has it no more; leave --again out")
         plan = known[name].plan(group[0].tflops, group[0].bundle_bytes)
         new = {each.name: each for each in plan.candidates if each.predicted_seconds is not None}
         measured = {row.schedule for row in group}

@@ -32,6 +32,7 @@ COLUMNS = (
     "predicted_ms", "compute_ms", "bound_ms", "measured_ms", "min_ms", "max_ms", "rounds",
     "within",  # --within, where it left schedules out; else empty
     "bundle_bytes",  # up to which messages went together; empty: each by itself
+    "link_gbit",
 )  # fmt: skip
 CELL_SECONDS = 900.0
 
@@ -106,6 +107,7 @@ def description(cell: Cell, names: list[str], options: argparse.Namespace) -> di
         "name": cell.name, "tokens": size.q_length, "q_heads": size.q_heads, "kv_heads": size.kv_heads,
         "head_dim": size.head_dim, "mask": cell.mask, "passes": cell.passes, "layout": cell.layout.name,
         "tflops": cell.tflops, "schedules": names, "rounds": options.rounds, "seconds": options.seconds,
+        "all_rounds": False,
     }  # fmt: skip
 
 
@@ -130,6 +132,7 @@ def write(path: Path, cell: Cell, plan: Plan, seconds: dict[str, list[float]], w
                 cell.workload.q_length, cell.tflops, each.name, int(each.name == plan.name),
                 *(f"{1e3 * (value or 0.0):.3f}" for value in figures), len(times),
                 "" if within is None else f"{within:g}", cell.able.bundle_bytes or "",
+                f"{cell.shape.link_gbit:g}",
             ])  # fmt: skip
 
 

@@ -23,8 +23,9 @@ from tokenring.mask import parse_mask
 from tokenring.runtime.agreement import agree  # noqa: F401 (loaded before any clock runs)
 
 SETTLE_SECONDS = 0.03  # from the last rank's arrival until all begin: nothing is on its way any more
-LEAST_ROUNDS = 3  # measured even where they take longer than the cell may
+LEAST_ROUNDS = 3  # of what may be the best, even where they take longer than the cell may
 CONTENDING = 1.3  # times the fastest: what takes longer is measured in LEAST_ROUNDS rounds
+HOPELESS, STEADY_SECONDS = 2.0, 0.3  # what takes so many times as long and more than this, is measured once
 WAIT_SECONDS = 120.0
 
 
@@ -62,7 +63,7 @@ def race(cell: dict[str, Any], base: tr.ContextParallel) -> dict[str, Any]:
     for turn in range(cell["rounds"] + 1):
         if turn > LEAST_ROUNDS and spent > cell["seconds"]:
             break
-        for name in running(seconds, turn):
+        for name in contexts if cell["all_rounds"] else running(seconds, turn):
             if name in failed:
                 continue
             cp = contexts[name]
@@ -79,10 +80,12 @@ def race(cell: dict[str, Any], base: tr.ContextParallel) -> dict[str, Any]:
 
 def running(seconds: dict[str, list[float]], turn: int) -> list[str]:
     """Who has a call in this turn. After some rounds only those that may still be the best: the same on every rank."""
-    if turn <= LEAST_ROUNDS:
-        return [*seconds]
     medians = {name: statistics.median(some) for name, some in seconds.items() if some}
-    return [name for name, median in medians.items() if median <= CONTENDING * min(medians.values())]
+    if not medians:
+        return [*seconds]
+    fastest = min(medians.values())
+    most = max(STEADY_SECONDS, HOPELESS * fastest) if turn <= LEAST_ROUNDS else CONTENDING * fastest
+    return [name for name, median in medians.items() if median <= most]
 
 
 def one_call(

@@ -1,7 +1,8 @@
 """How fast any schedule could be: a lower bound on computing and on the bytes that must enter a group of ranks.
 
 The derivation is in docs/bounds.md. It holds for every schedule that starts from a balanced sequence-sharded
-layout and leaves its results there, whatever it keeps, prunes or overlaps, and whether or not it splits the batch.
+layout, leaves its results there and computes equally much on every rank, whatever it keeps, prunes or overlaps, and
+whether or not it splits the batch. `uneven/G` does not, and may go below where all ranks share one wire.
 """
 
 from __future__ import annotations

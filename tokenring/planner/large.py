@@ -37,6 +37,7 @@ MOST_TILES = 6_000
 TOO_MANY_TILES = 40_000  # of one host: a schedule with more is not looked at
 LEAST_SHARE = 1e-12  # of pairs that are visible, where none is
 GROWS_FIRST = frozenset({"tiles", "mesh-kv", "mesh-q"})  # families whose first parameter grows with the hosts
+CROWDED = frozenset({"uneven"})  # whose busiest ranks compute more the more hosts there are: on no straight line
 
 
 HELD = ("peak_bytes", "connections", "connection_bytes")  # is there all along, and does not add up
@@ -250,10 +251,10 @@ def _few_hosts(scheme: Scheme, unit: int, few: int) -> int:
 def _shrunk(name: str, times: int) -> str:
     """The same schedule for a world so many times smaller."""
     named = parse(name)
-    if named.family.name not in GROWS_FIRST:
+    if named.family.name not in GROWS_FIRST | CROWDED:
         return name
     first, *rest = named.parameters
-    if first % times:
+    if first % times or named.family.name in CROWDED:
         raise ConfigurationError(f"schedule {name!r} is too large to be planned")
     return name.replace(named.family.written(named.parameters), named.family.written((first // times, *rest)), 1)
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 WAVES = (1, 2, 4)
 PACKINGS = 3  # the most head groups first: fewer move more KV
-MOST_UNEVEN = 1.5  # times the average that a rank may compute; uneven heads save less than that
 LARGEST_SEARCH = 32  # ranks; above, even worlds take too long to look for rings
 LEAST_GAIN = 4  # query heads a kv head from which moving Q never pays
 
@@ -46,11 +45,9 @@ def packed(world_size: int, workload: Workload | None, local: int) -> Iterator[N
 
 
 def uneven(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Where Ulysses does not fit, and ranks compute nearly equally much."""
-    if workload is not None:
-        groups = divisors(workload.kv_heads)[-1]
-        if groups % world_size and -(-groups // world_size) * world_size <= MOST_UNEVEN * groups:
-            yield (groups,)
+    """Where Ulysses does not fit, and more than half of the ranks have something to compute."""
+    if workload is not None and workload.kv_heads % world_size and 2 * workload.kv_heads > world_size:
+        yield (workload.kv_heads,)
 
 
 def usp(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:

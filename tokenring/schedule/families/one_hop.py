@@ -74,20 +74,20 @@ def uneven(world_size: int, groups: int) -> Scheme:
     """
 
     def rank_of(heads: int) -> int:
-        """Spread over runs of ranks, so that hosts get equally many."""
+        """Spread over runs of ranks, so that hosts get as equally many as can be."""
         return heads * world_size // groups
 
-    def due(heads: int) -> int:
-        """A rank's head groups are due one after another: it computes one while the next is on its way."""
+    def wave(heads: int) -> int:
+        """A rank's head groups one after another: one is exchanged while the one before is computed."""
         first = -(-rank_of(heads) * groups // world_size)
-        return 1 + heads - first
+        return heads - first
 
     def gather(origin: Origin) -> tuple[Hop, ...]:
-        return to(rank_of(origin.heads), origin, due=due(origin.heads))
+        return to(rank_of(origin.heads), origin, wave(origin.heads))
 
     return Scheme(
         "uneven", lambda pair: rank_of(pair.heads), gather, gather, head_groups=groups, keep=KEEP,
-        when=lambda pair, _: due(pair.heads),
+        when=lambda pair, due: 1 + wave(pair.heads),
     )  # fmt: skip
 
 
