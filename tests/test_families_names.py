@@ -81,6 +81,14 @@ class TestNames:
         assert "ulysses/2" in variants(4, Workload(1, 8, 8, 8, 8, 8))
         assert "ulysses/2" not in variants(4, Workload(1, 8, 8, 8, 4, 8))  # kv heads would go twice
 
+    @pytest.mark.parametrize(
+        ("heads", "offered"),
+        [(6, [6]), (30, [15, 30]), (38, [38]), (5, [5]), (4, []), (1, []), (16, [])],  # 15: 4 heads at most, as 30
+    )
+    def test_uneven_heads_that_are_offered(self, heads: int, offered: list[int]) -> None:
+        names = [name for name in variants(8, Workload(1, 8, 8, heads, heads, 8)) if name.startswith("uneven")]
+        assert names == [f"uneven/{groups}" for groups in offered]
+
     def test_contexts_take_them(self) -> None:
         for name in ("ring", "auto", "auto:usp,ring", "auto:usp/2,ulysses", "mixed", "multi-ring/late"):
             tr.ContextParallel(schedule=name)

@@ -45,9 +45,17 @@ def packed(world_size: int, workload: Workload | None, local: int) -> Iterator[N
 
 
 def uneven(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Where Ulysses does not fit, and more than half of the ranks have something to compute."""
-    if workload is not None and workload.kv_heads % world_size and 2 * workload.kv_heads > world_size:
-        yield (workload.kv_heads,)
+    """Where Ulysses does not fit, and more than half of the ranks have something to compute.
+
+    With the fewest and with the most head groups of those with which the busiest rank has fewest heads.
+    """
+    heads = 0 if workload is None else workload.kv_heads
+    if heads % world_size == 0 or 2 * heads <= world_size:
+        return
+    fitting = [groups for groups in divisors(heads) if groups >= min(heads, world_size)]
+    most = {groups: -(-groups // world_size) * (heads // groups) for groups in fitting}  # heads of the busiest rank
+    best = [groups for groups in fitting if most[groups] == min(most.values())]
+    yield from ((groups,) for groups in dict.fromkeys((best[0], best[-1])))
 
 
 def usp(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
