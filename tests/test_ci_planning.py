@@ -112,6 +112,22 @@ def test_the_bound_is_compared_apart_where_it_can_be_attained(
     ]
 
 
+def test_auto_is_compared_with_what_others_ship(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours that are nobody else's none counts; DeepSpeed's uneven heads do where there are more than ranks."""
+    made = script("cells/report.py", monkeypatch)
+    times = {"packed/6": 10.0, "uneven/6": 12.0, "usp/2/pieces4": 13.0, "case-iii/2": 15.0, "usp/2": 20.0}
+    cells = {}
+    for name in ("mesh 8 6:6 full forward communication", "mesh 4 6:6 full forward communication"):
+        rows = cell_rows(made, name, True, [(1.0, measured) for measured in times.values()])
+        named = zip(rows, times, strict=True)
+        cells[name] = [replace(row, schedule=each, regime="communication") for row, each in named]
+    cells["mesh 8 8:8 full forward latency"] = rows
+    assert [line.partition("ship, ")[2] for line in made.over_others(cells)] == [
+        "2 communication-bound cells: geometric mean 0.745, largest 0.833",
+        "2 of them with six heads: geometric mean 0.745, largest 0.833",
+    ]
+
+
 MARKED = (  # each time the best prediction, over the best of all: those of three or of two are left out
     (float("inf"), ["a", "b", "c"], ""),
     (4.0, ["a", "b", "c"], ""),

@@ -23,14 +23,14 @@ class Overheads:
     kernel; start: of a pass, for each rank.
     """
 
-    latency: float = 0.646e-3
+    latency: float = 0.49e-3
     post: float = 0.0
-    handling: float = 0.0862e-3
-    handling_gbs: float = 3.53
-    operation: float = 0.0256e-3
-    copy_gbs: float = 12.3
-    merge: float = 0.0466e-3
-    call: float = 0.121e-3
+    handling: float = 0.12e-3
+    handling_gbs: float = 3.9
+    operation: float = 0.0466e-3
+    copy_gbs: float = 33.4
+    merge: float = 0.149e-3
+    call: float = 0.189e-3
     start: float = 0.72e-3
 
     @property
