@@ -65,6 +65,11 @@ def link_gbit(topology: str, ranks: int, port_gbit: float) -> float:
     return round(port_gbit / (ranks - 1), 4) if topology == "full-mesh" else port_gbit
 
 
+def deepspeeds(kv_heads: int, ranks: int) -> str | None:
+    """What DeepSpeed has for heads that the ranks do not divide, if there are more of them than ranks."""
+    return f"uneven/{kv_heads}" if kv_heads > ranks and kv_heads % ranks else None
+
+
 @dataclass(frozen=True)
 class Cell:
     """One cell. `name` is its key in the results."""

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
 
-from grid import Cell, cells  # noqa: E402
+from grid import Cell, cells, deepspeeds  # noqa: E402
 
 from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.schedule.families.registry import misfit, parse  # noqa: E402
@@ -69,8 +69,8 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def shipped(cell: Cell) -> list[str]:
     """What others ship but cannot run here."""
-    heads = cell.workload.kv_heads
-    return [*SHIPPED, *([f"uneven/{heads}"] if heads > cell.ranks and heads % cell.ranks else [])]
+    uneven = deepspeeds(cell.workload.kv_heads, cell.ranks)
+    return [*SHIPPED, *([uneven] if uneven else [])]
 
 
 def race(cell: Cell, options: argparse.Namespace) -> None:

@@ -171,11 +171,12 @@ def over_others(cells: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 
 
 def is_shipped(schedule: str, cell: str) -> bool:
-    """Whether others' code has it. DeepSpeed's uneven heads must be more than its ranks."""
+    """Whether others' code has it."""
+    from grid import deepspeeds
+
     _, ranks, heads, *_ = cell.split()
-    if schedule.startswith("uneven"):
-        return schedule.count("/") == 1 and int(heads.partition(":")[2]) > int(ranks)
-    return re.fullmatch(OTHERS, schedule) is not None
+    uneven = deepspeeds(int(heads.partition(":")[2]), int(ranks))
+    return schedule == uneven or re.fullmatch(OTHERS, schedule) is not None
 
 
 def left_out(cells: Iterable[Sequence[Row]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 
 from tokenring.schedule.build import Scheme
@@ -18,15 +19,7 @@ def to(rank: int, origin: Origin, step: int = 0, due: int = 0) -> tuple[Hop, ...
 
 def ulysses(world_size: int, waves: int = 1) -> Scheme:
     """Each rank computes `waves` head groups of everything; one is exchanged while the one before is computed."""
-
-    def gather(origin: Origin) -> tuple[Hop, ...]:
-        rank, wave = divmod(origin.heads, waves)
-        return to(rank, origin, wave)
-
-    return Scheme(
-        "ulysses", lambda pair: pair.heads // waves, gather, gather, head_groups=world_size * waves, keep=KEEP,
-        when=lambda pair, due: 1 + pair.heads % waves,
-    )  # fmt: skip
+    return replace(uneven(world_size, world_size * waves), name="ulysses")
 
 
 def packed(world_size: int, groups: int) -> Scheme:
