@@ -80,11 +80,7 @@ def measure() -> list[dict[str, Any]]:
         names = [name.format(half=ranks // 2, ranks=ranks) for name in SCHEDULES]
         with Emulated("full-mesh", ranks, WIDE_GBIT) as net:
             for kv_heads, tokens, passes in ((h, t, p) for h in (8, 1) for t in (16, 96) for p in (1, 2)):
-                cell = {
-                    "name": "overheads", "tokens": tokens * ranks, "q_heads": 8, "kv_heads": kv_heads,
-                    "head_dim": HEAD_DIM, "mask": "full", "passes": "+".join(PASSES[:passes]), "layout": "contiguous",
-                    "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0, "all_rounds": True,
-                }  # fmt: skip
+                cell = job(names, tokens * ranks, passes, kv_heads)
                 found.append({**cell, "ranks": ranks, "found": measured(net, cell, 300.0)["seconds"]})
     return found
 
@@ -94,13 +90,20 @@ def shaped(kind: str, ranks: int) -> Iterator[dict[str, Any]]:
     gbit = link_gbit(kind, ranks, SHAPED_GBIT)
     with Emulated(kind, ranks, gbit) as net:
         for mask, layout, passes in (("full", "contiguous", 1), ("causal", "zigzag", 2)):
-            cell = {
-                "name": "overheads", "tokens": SHAPED_TOKENS * ranks, "q_heads": 8, "kv_heads": 8,
-                "head_dim": HEAD_DIM, "mask": mask, "passes": "+".join(PASSES[:passes]), "layout": layout,
-                "tflops": FAST_TFLOPS, "schedules": names, "rounds": ROUNDS, "seconds": 60.0, "all_rounds": True,
-            }  # fmt: skip
+            cell = job(names, SHAPED_TOKENS * ranks, passes, mask=mask, layout=layout)
             times = measured(net, cell, 300.0)["seconds"]
             yield {**cell, "ranks": ranks, "kind": kind, "link_gbit": gbit, "found": times}
+
+
+def job(
+    names: list[str], tokens: int, passes: int, kv_heads: int = 8, mask: str = "full", layout: str = "contiguous"
+) -> dict[str, Any]:
+    """What worker.py is asked to run."""
+    return {
+        "name": "overheads", "tokens": tokens, "q_heads": 8, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "mask": mask,
+        "passes": "+".join(PASSES[:passes]), "layout": layout, "tflops": FAST_TFLOPS, "schedules": names,
+        "rounds": ROUNDS, "seconds": 60.0, "all_rounds": True,
+    }  # fmt: skip
 
 
 def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
