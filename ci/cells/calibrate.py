@@ -139,8 +139,6 @@ def _counted(schedule: Any, size: Workload, program: Any) -> list[Any]:
 
 def predicted(case: Case, overheads: Overheads) -> float:
     messages = overheads.messages
-    if case.shape is None:  # nothing passes for free where nothing takes time: the latency shows whole
-        messages = replace(messages, latency_seconds=overheads.latency)
     net = interconnect_of_shape(case.shape or Shape("full-mesh", case.ranks, MOST_GBIT))
     total = 0.0
     for programs in case.passes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -25,7 +24,8 @@ from tokenring.runtime.agreement import agree  # noqa: F401 (loaded before any c
 SETTLE_SECONDS = 0.03  # from the last rank's arrival until all begin: nothing is on its way any more
 LEAST_ROUNDS = 3  # of what may be the best, even where they take longer than the cell may
 CONTENDING = 1.3  # times the fastest: what takes longer is measured in LEAST_ROUNDS rounds
-HOPELESS, STEADY_SECONDS = 2.0, 0.3  # what takes so many times as long and more than this, is measured once
+HOPELESS, STEADY_SECONDS = 2.0, 0.3  # what takes so many times as long and more than this, is measured twice
+FEWEST_ROUNDS = 2  # of anything: a machine may stumble once
 WAIT_SECONDS = 120.0
 
 
@@ -80,12 +80,12 @@ def race(cell: dict[str, Any], base: tr.ContextParallel) -> dict[str, Any]:
 
 def running(seconds: dict[str, list[float]], turn: int) -> list[str]:
     """Who has a call in this turn. After some rounds only those that may still be the best: the same on every rank."""
-    medians = {name: statistics.median(some) for name, some in seconds.items() if some}
-    if not medians:
+    if turn <= FEWEST_ROUNDS:
         return [*seconds]
-    fastest = min(medians.values())
+    best = {name: min(some) for name, some in seconds.items() if some}
+    fastest = min(best.values())
     most = max(STEADY_SECONDS, HOPELESS * fastest) if turn <= LEAST_ROUNDS else CONTENDING * fastest
-    return [name for name, median in medians.items() if median <= most]
+    return [name for name, each in best.items() if each <= most]
 
 
 def one_call(

@@ -105,9 +105,13 @@ def bucket(gbit: float, packet: int) -> str:
     # Each segment has headers; traffic of the other direction is acknowledged every other segment or packet.
     overhead = 1 + (HEADER_BYTES + HEADER_BYTES / 4) / segment
     rate = round(gbit * BITS_PER_GBIT * overhead)
+    return f"root tbf rate {rate}bit burst {burst_bytes(gbit, packet)} limit {QUEUE_BYTES}"
+
+
+def burst_bytes(gbit: float, packet: int) -> int:
+    """What a bucket holds, and lets pass at once after the wire has been idle."""
     # With less than a packet and its headers, tbf would cut packets up.
-    burst = round(1.02 * packet + HEADER_BYTES + gbit * BITS_PER_GBIT / 8 * LATE_SECONDS)
-    return f"root tbf rate {rate}bit burst {burst} limit {QUEUE_BYTES}"
+    return round(1.02 * packet + HEADER_BYTES + gbit * BITS_PER_GBIT / 8 * LATE_SECONDS)
 
 
 def _windows(gbit: float) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from tokenring.emulate.plan import LATE_SECONDS
+from tokenring.emulate.plan import burst_bytes, packet_bytes
 from tokenring.emulate.shapes import Shape
 from tokenring.emulate.ways import ways, wires
 from tokenring.planner.interconnect import Fabric, Interconnect, of_one_host
@@ -20,25 +20,25 @@ class Overheads:
 
     latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, and its
     handling_gbs; operation: of a copy or merge, and its copy_gbs; merge: what merging results takes more; call: of a
-    kernel; start: of a pass, for each rank.
+    kernel; start: of a pass, for each rank. window_bytes: of a connection, on their way at once.
     """
 
     latency: float = 0.49e-3
     post: float = 0.0
     handling: float = 0.12e-3
-    handling_gbs: float = 3.9
+    handling_gbs: float = 3.55
     operation: float = 0.0466e-3
-    copy_gbs: float = 33.4
+    copy_gbs: float = 33.8
     merge: float = 0.149e-3
     call: float = 0.189e-3
     start: float = 0.72e-3
+    window_bytes: float = 36000.0
 
     @property
     def messages(self) -> Messages:
-        """An idle wire's bucket lets pass for free what takes LATE_SECONDS: that much of a latency does not show."""
         return Messages(
-            max(0.0, self.latency - LATE_SECONDS), self.post, pipelined=True, handling_seconds=self.handling,
-            handling_gbs=self.handling_gbs, source="Gloo between namespaces",
+            self.latency, self.post, pipelined=True, handling_seconds=self.handling, handling_gbs=self.handling_gbs,
+            window_bytes=self.window_bytes, source="Gloo between namespaces",
         )  # fmt: skip
 
 
@@ -50,8 +50,10 @@ OVERHEADS = Overheads()
 def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Interconnect:
     """The interconnect of an emulated shape; machine: what its ranks compute with."""
     fabric = shape.fabric
-    gbs = {name: gbit / BITS_OF_A_BYTE for name, gbit in wires(fabric).items()}
-    net = of_one_host(str(shape), Fabric(shape.ranks, ways(fabric), gbs))
+    packet, gbits = packet_bytes(fabric), wires(fabric)
+    gbs = {name: gbit / BITS_OF_A_BYTE for name, gbit in gbits.items()}
+    bursts = {name: float(burst_bytes(gbit, packet)) for name, gbit in gbits.items()}
+    net = of_one_host(str(shape), Fabric(shape.ranks, ways(fabric), gbs, burst_bytes=bursts))
     return net if machine is None else replace(net, machine=machine)
 
 

@@ -60,6 +60,9 @@ class FoldedNet:
     def way(self, src: int, dst: int) -> Way:
         return tuple(f"0:{wire.partition(':')[2]}" for wire in self.net.way(src, dst))
 
+    def burst_bytes(self, wire: str) -> float:
+        return self.net.burst_bytes(wire)
+
     def gbs(self, wire: str) -> float:
         return self.net.gbs(wire)
 

@@ -27,7 +27,8 @@ class Fabric:
     """The inside of a host, by its devices 0 to size-1.
 
     ways: the wires of each (source, destination). gbs: of each wire, GB/s (10^9 bytes). out, into: of each device
-    the wires to and from the network between hosts; empty where there is none.
+    the wires to and from the network between hosts; empty where there is none. burst_bytes: of wires that are token
+    buckets, what passes at once after they have been idle.
     """
 
     size: int
@@ -35,6 +36,7 @@ class Fabric:
     gbs: Mapping[str, float]
     out: tuple[Way, ...] = ()
     into: tuple[Way, ...] = ()
+    burst_bytes: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         used = {wire for way in (*self.ways.values(), *self.out, *self.into) for wire in way}
@@ -90,6 +92,11 @@ class Interconnect:
         """The width of a wire that `way` gave."""
         host, _, name = wire.partition(":")
         return self.fabrics[int(host)].gbs[name]
+
+    def burst_bytes(self, wire: str) -> float:
+        """What passes at once over a wire that has been idle."""
+        host, _, name = wire.partition(":")
+        return self.fabrics[int(host)].burst_bytes.get(name, 0.0)
 
     def pair_gbs(self, src: int, dst: int) -> float:
         """What one transfer alone gets."""

@@ -114,7 +114,9 @@ def least_seconds(schedule: Schedule, setting: Setting) -> Least:
         costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
         of_ranks = [_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule)]
         kernels.append(setting.machine.kernel_seconds(of_ranks))
-    seconds = sum(max(each.seconds, least) for each, least in zip(wires.of_passes, kernels, strict=True))
+    net = setting.interconnect
+    moving = [each.seconds - _burst_seconds(each.wire, net) for each in wires.of_passes]
+    seconds = sum(map(max, moving, kernels))
     return Least(seconds, wires, sum(kernels))
 
 
@@ -159,6 +161,10 @@ def _worst(loads: Mapping[str, int], net: Interconnect) -> str:
 
 def _wire_seconds(loads: Mapping[str, int], wire: str, net: Interconnect) -> float:
     return loads[wire] / net.gbs(wire) / 1e9 if wire in loads else 0.0
+
+
+def _burst_seconds(wire: str, net: Interconnect) -> float:
+    return 0.0 if wire == NO_WIRE else net.burst_bytes(wire) / net.gbs(wire) / 1e9
 
 
 def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Prediction:

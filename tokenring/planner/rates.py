@@ -89,7 +89,9 @@ class Messages:
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
     channel; channels: 1 if requests and partials share it as well. pipelined: the latency passes while those before it
     in the queue are on their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the
-    machine's cores for a message and its bytes, where ranks share them.
+    machine's cores for a message and its bytes, where ranks share them. window_bytes: they go as streams of packets
+    (TCP), of which so much is on its way at most, and which queue at wires in the order in which they come; None: all
+    that pass a wire share it at every moment.
     """
 
     latency_seconds: float = 0.0
@@ -100,6 +102,7 @@ class Messages:
     handling_seconds: float = 0.0
     handling_gbs: float = math.inf
     channels: int = 2
+    window_bytes: float | None = None
     source: str = "ideal"
 
 

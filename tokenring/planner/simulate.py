@@ -11,17 +11,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tokenring.errors import ScheduleError
-from tokenring.planner.fluid import fair_rates
-from tokenring.planner.interconnect import Way
+from tokenring.planner.moving import Fluids, Moving, Transfer, Wires
 from tokenring.planner.operations import Await, Compute, Operation, Post
+from tokenring.planner.packets import Packets
 from tokenring.planner.rates import Messages
 
-EPSILON_BYTES = 0.5
 EPSILON_SECONDS = 1e-12
 Queue = tuple[int, int, str]  # source, destination, channel
 Canonical = Callable[[int, int], tuple[int, int]]  # of equal transfers, the one that stands for all
@@ -30,16 +29,6 @@ Canonical = Callable[[int, int], tuple[int, int]]  # of equal transfers, the one
 def every_transfer(src: int, dst: int) -> tuple[int, int]:
     """Canonical where no transfer stands for another."""
     return src, dst
-
-
-class Wires(Protocol):
-    """What is asked of an interconnect."""
-
-    def way(self, src: int, dst: int) -> Way:
-        """The wires from one rank to another."""
-
-    def gbs(self, wire: str) -> float:
-        """The width of a wire."""
 
 
 class Span(NamedTuple):
@@ -70,24 +59,6 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
-    src: int
-    dst: int
-    nbytes: float
-    way: tuple[str, ...]
-    label: str
-    step: int
-    channel: str
-    posted: int = 0  # ends
-    ready: bool = False  # its latency has passed
-    begin: float = -1.0
-    left: float = 0.0
-    rate: float = 0.0
-    done: bool = False
-    waiting: list[int] = field(default_factory=list)  # ranks
-
-
-@dataclass(slots=True, eq=False)
 class _Work:
     """What is done on shared cores, and what then goes on: a rank, or a transfer."""
 
@@ -95,7 +66,7 @@ class _Work:
     begin: float
     rank: int
     operation: Compute | None = None
-    transfer: _Transfer | None = None
+    transfer: Transfer | None = None
 
 
 class Simulation:
@@ -113,20 +84,22 @@ class Simulation:
         kernels_share: bool = False,
     ) -> None:
         self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
-        self.cores, self.window_seconds, self.kernels_share = cores, window_seconds, kernels_share
+        self.cores, self.kernels_share = cores, kernels_share
+        self.moving: Moving = (
+            Fluids(interconnect, self, messages.flow_gbs, window_seconds) if messages.window_bytes is None
+            else Packets(interconnect, self, messages.window_bytes)
+        )  # fmt: skip
         self.working: list[_Work] = []
         self.programs = programs
         self.at = [0] * len(programs)
         self.busy = [0.0] * len(programs)
         self.now = 0.0
-        self.events: list[tuple[float, int, int, _Transfer | None]] = []  # time, tie, rank, or a transfer to begin
+        self.events: list[tuple[float, int, int, Transfer | None]] = []  # time, tie, rank, or a transfer to begin
         self.ties = 0
-        self.moving: dict[int, _Transfer] = {}
-        self.stale_since: float | None = None  # since when transfers have begun or ended that do not share yet
-        self.queues: dict[Queue, deque[_Transfer]] = defaultdict(deque)
-        self.unmatched: dict[tuple[Queue, bool], deque[_Transfer]] = defaultdict(deque)
-        self.of_message: list[dict[int, _Transfer]] = [{} for _ in programs]
-        self.widths: dict[str, float] = {}  # of wires, bytes a second
+        self.queues: dict[Queue, deque[Transfer]] = defaultdict(deque)
+        self.unmatched: dict[tuple[Queue, bool], deque[Transfer]] = defaultdict(deque)
+        self.of_message: list[dict[int, Transfer]] = [{} for _ in programs]
+        self.sends: list[set[int]] = [set() for _ in programs]  # of each rank, the messages that it sends
         self.wire_bytes: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
         self.since = [0.0] * len(programs)  # when the current wait or work began
@@ -135,7 +108,7 @@ class Simulation:
         """Raises ScheduleError if the programs wait for each other for ever."""
         for rank in range(len(self.programs)):
             self._at_time(0.0, rank)
-        while self.events or self.moving or self.working:
+        while self.events or self.working or not self.moving.is_idle():
             self._next_moment()
             while self.events and self.events[0][0] <= self.now:
                 _, _, rank, transfer = heapq.heappop(self.events)
@@ -143,34 +116,26 @@ class Simulation:
                     self._go_on(rank)
                 else:
                     self._handle(transfer)
-            if self.stale_since is not None and not self._soon_again(self.stale_since):
-                self._share()
+            self.moving.settle(self.now, self.events[0][0] if self.events else math.inf)
         if stuck := [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]:
             raise ScheduleError(f"the programs do not end: ranks {stuck} wait for each other")
         return Outcome(self.now, self.busy, dict(self.wire_bytes), self.spans)
 
     # ---------- time
 
-    def _at_time(self, when: float, rank: int, transfer: _Transfer | None = None) -> None:
+    def _at_time(self, when: float, rank: int, transfer: Transfer | None = None) -> None:
         self.ties += 1
         heapq.heappush(self.events, (when, self.ties, rank, transfer))
 
     def _next_moment(self) -> None:
         """Go to what comes first: an event, or the end of a transfer or of work."""
-        ends = min((each.left / each.rate for each in self.moving.values() if each.rate > 0), default=math.inf)
         speed = self._speed()
         done = min((each.left_seconds for each in self.working), default=math.inf) / speed
-        then = min(self.now + min(ends, done), self.events[0][0] if self.events else math.inf)
-        passed = then - self.now
-        self.now = then
+        event = self.events[0][0] if self.events else math.inf
+        then = min(self.moving.next_moment(self.now), self.now + done, event)
+        passed, self.now = then - self.now, then
         self._progress(passed * speed)
-        for key, each in list(self.moving.items()):
-            each.left -= each.rate * passed
-            # What passes between two moments that are one as floats: else it would never end.
-            rounding = each.rate * self.now * 1e-15
-            if each.left <= max(EPSILON_BYTES, 1e-9 * each.nbytes, rounding):
-                del self.moving[key]
-                self._arrived(each)
+        self.moving.advance(then)
 
     def _speed(self) -> float:
         """Of each piece of work on the shared cores, of which none has more than one."""
@@ -194,53 +159,37 @@ class Simulation:
                 self._note(each.rank, each.operation, each.begin)
             self._at_time(self.now, each.rank)
 
-    def _share(self) -> None:
-        ways: dict[Hashable, Sequence[str]] = {key: each.way for key, each in self.moving.items()}
-        rates = fair_rates(ways, self._width, self.messages.flow_gbs * 1e9)
-        for key, each in self.moving.items():
-            each.rate = rates[key]
-        self.stale_since = None
-
-    def _soon_again(self, since: float) -> bool:
-        """Whether something else happens within the window that began then: wires are shared out once for all."""
-        return bool(self.events) and self.events[0][0] < since + self.window_seconds
-
-    def _changed(self) -> None:
-        if self.stale_since is None:
-            self.stale_since = self.now
-
-    def _width(self, wire: str) -> float:
-        known = self.widths.get(wire)
-        if known is None:
-            known = self.widths[wire] = self.net.gbs(wire) * 1e9
-        return known
-
     # ---------- transfers
 
-    def _begin(self, transfer: _Transfer) -> None:
+    def _begin(self, transfer: Transfer) -> None:
         transfer.begin, transfer.left = self.now, transfer.nbytes * self._turns(transfer)
         for wire in transfer.way:
             self.wire_bytes[wire] += transfer.nbytes
-        if not transfer.way and self.messages.flow_gbs == float("inf"):
-            self._arrived(transfer)
-            return
-        self.moving[id(transfer)] = transfer
-        self._changed()
+        self.moving.begin(transfer, self.now)
 
-    def _arrived(self, transfer: _Transfer) -> None:
+    def arrived(self, transfer: Transfer) -> None:
+        """Who waits for it goes on. See Listener."""
         transfer.done = True
-        self._changed()
         if self.record:
             self.spans.append(
                 Span(transfer.dst, "transfer", transfer.label, transfer.step, transfer.begin, self.now, transfer.src)
             )
         for rank in transfer.waiting:
-            self._at_time(self.now, rank)
+            if not (transfer.sent and rank == transfer.src):
+                self._at_time(self.now, rank)
+
+    def sent(self, transfer: Transfer) -> None:
+        """Its source goes on. See Listener."""
+        if transfer.src in transfer.waiting:
+            self._at_time(self.now, transfer.src)
+
+    def through(self, transfer: Transfer) -> None:
+        """The next of its queue begins. See Listener."""
         queue = self.queues[self._queue_of(transfer)]
         queue.popleft()
         self._start_next(queue)
 
-    def _start_next(self, queue: deque[_Transfer]) -> None:
+    def _start_next(self, queue: deque[Transfer]) -> None:
         """The first of a queue begins once both ends have posted it and it is ready."""
         if not queue or queue[0].posted < 2 or queue[0].begin >= 0:
             return
@@ -250,7 +199,7 @@ class Simulation:
             queue[0].begin = self.now
             self._at_time(self.now + self.messages.latency_seconds, queue[0].dst, queue[0])
 
-    def _handle(self, transfer: _Transfer) -> None:
+    def _handle(self, transfer: Transfer) -> None:
         """Its latency has passed; what is left is work on the shared cores."""
         seconds = self.messages.handling_seconds + transfer.nbytes / (self.messages.handling_gbs * 1e9)
         if seconds > 0:
@@ -258,23 +207,23 @@ class Simulation:
         else:
             self._ready(transfer)
 
-    def _ready(self, transfer: _Transfer) -> None:
+    def _ready(self, transfer: Transfer) -> None:
         transfer.ready = True
         queue = self.queues[self._queue_of(transfer)]
         if queue[0] is transfer:
             self._begin(transfer)
 
-    def _queue_of(self, transfer: _Transfer) -> Queue:
+    def _queue_of(self, transfer: Transfer) -> Queue:
         pair = transfer.src, transfer.dst
         if self.messages.pair_serial:
             pair = min(pair, self._way_back(transfer))
         return *pair, transfer.channel if self.messages.channels > 1 else ""
 
-    def _way_back(self, transfer: _Transfer) -> tuple[int, int]:
+    def _way_back(self, transfer: Transfer) -> tuple[int, int]:
         """The other direction of its pair, or what stands for that."""
         return self.canonical(transfer.dst, transfer.src)
 
-    def _turns(self, transfer: _Transfer) -> int:
+    def _turns(self, transfer: Transfer) -> int:
         """Of hosts opposite to each other, one transfer stands for both directions: in one queue, for both turns."""
         both = self.messages.pair_serial and self._way_back(transfer) == (transfer.src, transfer.dst)
         return 2 if both else 1
@@ -300,7 +249,7 @@ class Simulation:
                         return
                 case Await(message):
                     transfer = self.of_message[rank][message]
-                    if not transfer.done:
+                    if not (transfer.done or (transfer.sent and message in self.sends[rank])):
                         if rank not in transfer.waiting:
                             transfer.waiting.append(rank)
                             self.since[rank] = self.now
@@ -330,11 +279,13 @@ class Simulation:
             transfer = other_end.popleft()
         else:
             way = self.net.way(src, dst)
-            transfer = _Transfer(src, dst, float(post.nbytes), way, post.label, post.step, post.channel)
+            transfer = Transfer(src, dst, float(post.nbytes), way, post.label, post.step, post.channel)
             self.unmatched[(src, dst, post.channel), post.sends].append(transfer)
             self.queues[self._queue_of(transfer)].append(transfer)
         transfer.posted += 1
         self.of_message[rank][post.message] = transfer
+        if post.sends:
+            self.sends[rank].add(post.message)
         if transfer.posted == 2 and self.messages.pipelined:
             self._at_time(self.now + self.messages.latency_seconds, transfer.dst, transfer)
         self._start_next(self.queues[self._queue_of(transfer)])
