@@ -164,13 +164,17 @@ class TestByHand:
             taken = simulate(full_mesh(4, 1.0), programs, messages, cores=cores).seconds
             assert taken == pytest.approx(MESSAGE / GB + handled, rel=1e-6)
 
-    def test_every_pass_has_a_start(self) -> None:
+    def test_ranks_start_one_after_another(self) -> None:
+        """In every pass; a ring goes round when the last is there."""
         net, start = full_mesh(RANKS, 1.0), 2e-3
         asked = setting(net, SIZE, BOTH, messages=IDEAL)
         late = replace(asked, machine=replace(asked.machine, start_seconds=start))
         schedule = named("ring", RANKS, SIZE.q_length)
         without, with_it = (predict(schedule, each).seconds for each in (asked, late))
-        assert with_it == pytest.approx(without + 2 * start)
+        assert with_it == pytest.approx(without + 2 * RANKS * start, rel=1e-3)
+        kernels: list[list[Operation]] = [[Compute(1e-3, True, 0, "")] for _ in range(3)]
+        found = simulate(net, kernels, IDEAL, record=True, start_seconds=start)
+        assert [span.end_seconds for span in found.spans] == pytest.approx([3e-3, 5e-3, 7e-3])
 
     def test_kernels_hide_transfers(self) -> None:
         """Four tiles of a ring: where computing is slower, transfers are free; where faster, the last tile shows."""
@@ -269,7 +273,10 @@ class TestPrograms:
 
 MEMBERS = [(name, heads) for heads in HEADS for name in members(4, heads)]
 MASKS: list[Mask] = [tr.Full(), tr.Causal()]
-MESSAGES = [Messages(), Messages(1e-6, 1e-6), Messages(pair_serial=True), Messages(flow_gbs=0.3)]
+MESSAGES = [
+    Messages(), Messages(1e-6, 1e-6), Messages(pair_serial=True), Messages(flow_gbs=0.3),
+    Messages(1e-6, pipelined=True, window_bytes=36e3),
+]  # fmt: skip
 RATES = [0.005, 0.05, 1e9]
 CORES = [(float("inf"), False), (2.0, False), (2.0, True)]  # shared cores, and whether kernels share them
 

@@ -138,12 +138,11 @@ def _counted(schedule: Any, size: Workload, program: Any) -> list[Any]:
 
 
 def predicted(case: Case, overheads: Overheads) -> float:
-    messages = overheads.messages
     net = interconnect_of_shape(case.shape or Shape("full-mesh", case.ranks, MOST_GBIT))
     total = 0.0
     for programs in case.passes:
         timed = [[_timed(each, overheads) for each in program] for program in programs]
-        total += overheads.start * case.ranks + simulate(net, timed, messages, cores=CORES).seconds
+        total += simulate(net, timed, overheads.messages, cores=CORES, start_seconds=overheads.start).seconds
     return total
 
 

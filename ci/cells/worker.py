@@ -24,7 +24,7 @@ from tokenring.runtime.agreement import agree  # noqa: F401 (loaded before any c
 SETTLE_SECONDS = 0.03  # from the last rank's arrival until all begin: nothing is on its way any more
 LEAST_ROUNDS = 3  # of what may be the best, even where they take longer than the cell may
 CONTENDING = 1.3  # times the fastest: what takes longer is measured in LEAST_ROUNDS rounds
-HOPELESS, STEADY_SECONDS = 2.0, 0.3  # what takes so many times as long and more than this, is measured twice
+HOPELESS, STEADY_SECONDS = 2.0, 0.3  # what takes so many times as long and more than this, is measured in FEWEST_ROUNDS
 FEWEST_ROUNDS = 2  # of anything: a machine may stumble once
 WAIT_SECONDS = 120.0
 
@@ -80,7 +80,7 @@ def race(cell: dict[str, Any], base: tr.ContextParallel) -> dict[str, Any]:
 
 def running(seconds: dict[str, list[float]], turn: int) -> list[str]:
     """Who has a call in this turn. After some rounds only those that may still be the best: the same on every rank."""
-    if turn <= FEWEST_ROUNDS:
+    if turn <= FEWEST_ROUNDS or not any(seconds.values()):
         return [*seconds]
     best = {name: min(some) for name, some in seconds.items() if some}
     fastest = min(best.values())

@@ -20,19 +20,20 @@ class Overheads:
 
     latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, and its
     handling_gbs; operation: of a copy or merge, and its copy_gbs; merge: what merging results takes more; call: of a
-    kernel; start: of a pass, for each rank. window_bytes: of a connection, on their way at once.
+    kernel; start: of a pass, for each rank. window_bytes: of a connection, on their way at once: between TCP's first
+    ten segments and what the emulation's sockets take.
     """
 
-    latency: float = 0.49e-3
-    post: float = 0.0
-    handling: float = 0.12e-3
-    handling_gbs: float = 3.55
+    latency: float = 0.496e-3
+    post: float = 0.025e-3
+    handling: float = 0.06e-3
+    handling_gbs: float = 1.78
     operation: float = 0.0466e-3
-    copy_gbs: float = 33.8
-    merge: float = 0.149e-3
+    copy_gbs: float = 97.0
+    merge: float = 0.119e-3
     call: float = 0.189e-3
-    start: float = 0.72e-3
-    window_bytes: float = 36000.0
+    start: float = 1.1e-3
+    window_bytes: float = 31300.0
 
     @property
     def messages(self) -> Messages:
@@ -73,4 +74,4 @@ def computing_machine(rates: Rates, ranks: int, cores: float | None = None) -> M
     call = rates.call_seconds + OVERHEADS.operation
     operation, merge = max(rates.op_seconds, OVERHEADS.operation), max(rates.merge_seconds, OVERHEADS.merge)
     rates = replace(rates, call_seconds=call, op_seconds=operation, merge_seconds=merge)
-    return Machine(rates, OVERHEADS.messages, shared, kernels_share=True, start_seconds=OVERHEADS.start * ranks)
+    return Machine(rates, OVERHEADS.messages, shared, kernels_share=True, start_seconds=OVERHEADS.start)

@@ -74,7 +74,8 @@ def _divided(fabric: Fabric, own: Sequence[int], groups: Iterable[tuple[Sequence
     ways_kept = {(place[a], place[b]): way for (a, b), way in fabric.ways.items() if a in place and b in place}
     out = tuple(fabric.out[device] for device in own) if fabric.out else ()
     into = tuple(fabric.into[device] for device in own) if fabric.into else ()
-    return Fabric(len(own), ways_kept, {wire: gbs / max(1, users[wire]) for wire, gbs in fabric.gbs.items()}, out, into)
+    shared = {wire: gbs / max(1, users[wire]) for wire, gbs in fabric.gbs.items()}
+    return Fabric(len(own), ways_kept, shared, out, into, fabric.burst_bytes)
 
 
 def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:

@@ -190,7 +190,7 @@ def with_network(fabric: Fabric, gbs: float, nic_per_device: bool = True, half_d
     out = tuple((_uplink(name, True, half_duplex),) for name in names)
     into = tuple((_uplink(name, False, half_duplex),) for name in names)
     wires = {way[0]: gbs for way in (*out, *into)}
-    return Fabric(fabric.size, fabric.ways, {**fabric.gbs, **wires}, out, into)
+    return Fabric(fabric.size, fabric.ways, {**fabric.gbs, **wires}, out, into, fabric.burst_bytes)
 
 
 # ---------- interconnects of the usual shapes

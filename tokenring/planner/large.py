@@ -294,7 +294,7 @@ class _World:
         costs = [operations(schedule, size, program, self.rates) for program in programs]
         compute = max(map(kernel_seconds_of, costs))
         outcome = simulate(
-            self.net, costs, self.messages, canonical=self.symmetry.canonical, window_seconds=WINDOW_SHARE * compute
+            self.net, costs, self.messages, canonical=self.symmetry.canonical, sharing_seconds=WINDOW_SHARE * compute
         )
         loads = outcome.wire_bytes
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)

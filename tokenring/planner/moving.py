@@ -86,12 +86,12 @@ class Moving(Protocol):
 class Fluids:
     """Transfers that share wires, max-min fair. flow_gbs: the most that one gets.
 
-    window_seconds: so long, a transfer that has begun may wait for its share while others begin and end.
+    sharing_seconds: so long, a transfer that has begun may wait for its share while others begin and end.
     """
 
-    def __init__(self, net: Wires, listener: Listener, flow_gbs: float, window_seconds: float) -> None:
+    def __init__(self, net: Wires, listener: Listener, flow_gbs: float, sharing_seconds: float) -> None:
         self._net, self._listener = net, listener
-        self._cap, self._window_seconds = flow_gbs * 1e9, window_seconds
+        self._cap, self._sharing_seconds = flow_gbs * 1e9, sharing_seconds
         self._moving: dict[int, Transfer] = {}
         self._since = 0.0  # when they had come so far
         self._stale_since: float | None = None  # since when transfers have begun or ended that do not share yet
@@ -119,7 +119,7 @@ class Fluids:
 
     def settle(self, now: float, next_event: float) -> None:
         """Wires are shared out once for all that happens within the window."""
-        if self._stale_since is None or next_event < self._stale_since + self._window_seconds:
+        if self._stale_since is None or next_event < self._stale_since + self._sharing_seconds:
             return
         ways: dict[Hashable, Sequence[str]] = {key: each.way for key, each in self._moving.items()}
         rates = fair_rates(ways, self._width, self._cap)

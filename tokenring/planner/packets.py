@@ -13,48 +13,52 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokenring.planner.moving import EPSILON_BYTES, Listener, Transfer, Wires
+from tokenring.planner.moving import Listener, Transfer, Wires
 
 PACKETS_OF_A_WINDOW = 8  # enough for fair shares of wires; finer ones only take longer
-
-
-class _Packet(NamedTuple):
-    """At the wire of this number on its transfer's way, at a moment."""
-
-    when: float
-    tie: int
-    transfer: Transfer
-    nbytes: float
-    wire: int
+MOST_PACKETS = 256  # of a message: larger ones have larger packets, and a window of as many
 
 
 @dataclass(slots=True)
-class _Unsent:
-    """What of a transfer has not left: so many packets of so many bytes."""
+class _Message:
+    """A transfer in packets of so many bytes: how many of them have not left, and not arrived."""
 
     transfer: Transfer
-    packets: int
     packet_bytes: float
+    unsent: int
+    missing: int
+
+
+class _Packet(NamedTuple):
+    """What comes at a moment to the wire of this number on its way."""
+
+    when: float
+    tie: int
+    message: _Message
+    hop: int
 
 
 @dataclass(slots=True)
 class _Stream:
-    """on_way: bytes; unsent: in the order in which they were begun."""
+    """on_way: bytes, in so many packets; unsent: messages in the order in which they were begun."""
 
     on_way: float = 0.0
-    unsent: deque[_Unsent] = field(default_factory=deque)
+    packets: int = 0
+    unsent: deque[_Message] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class _Wire:
+    """spent: until when the width is used up; before now, so much is saved, but no more than a burst."""
+
     width: float  # bytes a second
     burst_seconds: float
-    due: float = -math.inf  # when the next packet would be, had they all kept to the width
+    spent: float = -math.inf
 
     def passes(self, nbytes: float, now: float) -> float:
         """When a packet that comes now has passed."""
-        self.due = max(self.due, now - self.burst_seconds) + nbytes / self.width
-        return max(now, self.due)
+        self.spent = max(self.spent, now - self.burst_seconds) + nbytes / self.width
+        return max(now, self.spent)
 
 
 class Packets:
@@ -68,23 +72,24 @@ class Packets:
         self._ties = 0
 
     def begin(self, transfer: Transfer, now: float) -> None:
-        packets = max(1, math.ceil(transfer.nbytes * PACKETS_OF_A_WINDOW / self._window_bytes))
+        wanted = math.ceil(transfer.left * PACKETS_OF_A_WINDOW / self._window_bytes)
+        packets = min(MOST_PACKETS, max(1, wanted))
         stream = self._stream(transfer)
-        stream.unsent.append(_Unsent(transfer, packets, transfer.nbytes / packets))
-        self._listener.through(transfer)  # the next waits here
+        stream.unsent.append(_Message(transfer, transfer.left / packets, packets, packets))
         self._send(stream, now)
+        self._listener.through(transfer)  # the next waits in the stream
 
     def next_moment(self, now: float) -> float:
         return self._packets[0].when if self._packets else math.inf
 
     def advance(self, now: float) -> None:
         while self._packets and self._packets[0].when <= now:
-            packet = heapq.heappop(self._packets)
-            if packet.wire < len(packet.transfer.way):
-                wire = self._wire(packet.transfer.way[packet.wire])
-                self._go(packet.transfer, packet.nbytes, packet.wire + 1, wire.passes(packet.nbytes, now))
+            _, _, message, hop = heapq.heappop(self._packets)
+            way = message.transfer.way
+            if hop < len(way):
+                self._go(message, hop + 1, self._wire(way[hop]).passes(message.packet_bytes, now))
             else:
-                self._arrive(packet.transfer, packet.nbytes, now)
+                self._arrive(message, now)
 
     def settle(self, now: float, next_event: float) -> None:
         pass  # who came first has gone on already
@@ -97,30 +102,31 @@ class Packets:
         while stream.unsent and self._has_room(stream):
             first = stream.unsent[0]
             stream.on_way += first.packet_bytes
-            self._go(first.transfer, first.packet_bytes, 0, now)
-            first.packets -= 1
-            if not first.packets:
+            stream.packets += 1
+            first.unsent -= 1
+            self._go(first, 0, now)
+            if not first.unsent:
                 stream.unsent.popleft()
                 first.transfer.sent = True
                 self._listener.sent(first.transfer)
 
     def _has_room(self, stream: _Stream) -> bool:
         """The window has, or nothing is on its way."""
-        after = stream.on_way + stream.unsent[0].packet_bytes
-        return not stream.on_way or after <= self._window_bytes * (1 + 1e-9)
+        packet = stream.unsent[0].packet_bytes
+        window = max(self._window_bytes, PACKETS_OF_A_WINDOW * packet) * (1 + 1e-9)
+        return not stream.packets or stream.on_way + packet <= window
 
-    def _go(self, transfer: Transfer, nbytes: float, wire: int, when: float) -> None:
+    def _go(self, message: _Message, hop: int, when: float) -> None:
         self._ties += 1
-        heapq.heappush(self._packets, _Packet(when, self._ties, transfer, nbytes, wire))
+        heapq.heappush(self._packets, _Packet(when, self._ties, message, hop))
 
-    def _arrive(self, transfer: Transfer, nbytes: float, now: float) -> None:
-        transfer.left -= nbytes
-        stream = self._stream(transfer)
-        stream.on_way = max(0.0, stream.on_way - nbytes)
-        if stream.on_way <= EPSILON_BYTES:
-            stream.on_way = 0.0
-        if transfer.left <= EPSILON_BYTES:
-            self._listener.arrived(transfer)
+    def _arrive(self, message: _Message, now: float) -> None:
+        stream = self._stream(message.transfer)
+        stream.packets -= 1
+        stream.on_way = stream.on_way - message.packet_bytes if stream.packets else 0.0
+        message.missing -= 1
+        if not message.missing:
+            self._listener.arrived(message.transfer)
         self._send(stream, now)
 
     def _stream(self, transfer: Transfer) -> _Stream:

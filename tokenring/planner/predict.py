@@ -172,7 +172,7 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
     made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
     pools = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
     return Prediction(
-        sum(setting.machine.start_seconds + outcome.seconds for outcome, _, _ in made),
+        sum(outcome.seconds for outcome, _, _ in made),
         sum(kernels for _, kernels, _ in made),
         sum(outcome.exposed_seconds for outcome, _, _ in made),
         busiest(schedule, setting),
@@ -198,7 +198,8 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     window = WINDOW_SHARE * kernels if schedule.world_size > FEW_RANKS else 0.0
     outcome = simulate(
         setting.interconnect, programs, machine.messages, record,
-        cores=machine.shared_cores, window_seconds=window, kernels_share=machine.kernels_share,
+        cores=machine.shared_cores, sharing_seconds=window, kernels_share=machine.kernels_share,
+        start_seconds=machine.start_seconds,
     )  # fmt: skip
     return outcome, kernels, pools.nbytes()
 

@@ -90,8 +90,8 @@ class Messages:
     channel; channels: 1 if requests and partials share it as well. pipelined: the latency passes while those before it
     in the queue are on their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the
     machine's cores for a message and its bytes, where ranks share them. window_bytes: they go as streams of packets
-    (TCP), of which so much is on its way at most, and which queue at wires in the order in which they come; None: all
-    that pass a wire share it at every moment.
+    (TCP), of which so much is on its way at most, and which queue at wires in the order in which they come, whatever
+    flow_gbs and pair_serial say; None: all that pass a wire share it at every moment.
     """
 
     latency_seconds: float = 0.0
@@ -112,8 +112,9 @@ class Machine:
 
     shared_cores: where all ranks are processes of one machine, on how many cores they copy, merge and post in turns.
     kernels_share: whether kernels take turns there too; else they sleep, or something else than a core computes.
-    start_seconds: of a pass, until its first instruction. transport: what moves messages there, where known.
-    kernel: by name, what computes there, where its cuts of a patch are known; None: it takes any patch in one call.
+    start_seconds: until a rank's first instruction of a pass; ranks start one after another. transport: what moves
+    messages there, where known. kernel: by name, what computes there, where its cuts of a patch are known; None: it
+    takes any patch in one call.
     """
 
     rates: Rates

@@ -1,8 +1,8 @@
-"""How long the programs of all ranks take on an interconnect: events in time, transfers as fluids.
+"""How long the programs of all ranks take on an interconnect: events in time.
 
 A rank works off its operations in order. A transfer begins when both ends have posted it, those before it
-between the same two ranks on the same channel are through, and the latency has passed; it then gets its fair
-share of the wires on its way. Where ranks share the cores of one machine, what they do there takes turns.
+between the same two ranks on the same channel are through, and the latency has passed; how it then moves,
+moving.py says. Where ranks share the cores of one machine, what they do there takes turns.
 Nothing else is known of schedules here: what was lowered is what is simulated.
 """
 
@@ -80,15 +80,19 @@ class Simulation:
         record: bool = False,
         canonical: Canonical = every_transfer,
         cores: float = math.inf,
-        window_seconds: float = 0.0,
+        sharing_seconds: float = 0.0,
         kernels_share: bool = False,
+        start_seconds: float = 0.0,
     ) -> None:
         self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
-        self.cores, self.kernels_share = cores, kernels_share
-        self.moving: Moving = (
-            Fluids(interconnect, self, messages.flow_gbs, window_seconds) if messages.window_bytes is None
-            else Packets(interconnect, self, messages.window_bytes)
-        )  # fmt: skip
+        self.cores, self.kernels_share, self.start_seconds = cores, kernels_share, start_seconds
+        self.moving: Moving
+        if messages.window_bytes is None:
+            self.moving = Fluids(interconnect, self, messages.flow_gbs, sharing_seconds)
+        elif canonical is every_transfer:
+            self.moving = Packets(interconnect, self, messages.window_bytes)
+        else:
+            raise ScheduleError("packets of one host do not stand for those of others: simulate all ranks")
         self.working: list[_Work] = []
         self.programs = programs
         self.at = [0] * len(programs)
@@ -99,7 +103,6 @@ class Simulation:
         self.queues: dict[Queue, deque[Transfer]] = defaultdict(deque)
         self.unmatched: dict[tuple[Queue, bool], deque[Transfer]] = defaultdict(deque)
         self.of_message: list[dict[int, Transfer]] = [{} for _ in programs]
-        self.sends: list[set[int]] = [set() for _ in programs]  # of each rank, the messages that it sends
         self.wire_bytes: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
         self.since = [0.0] * len(programs)  # when the current wait or work began
@@ -107,7 +110,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Raises ScheduleError if the programs wait for each other for ever."""
         for rank in range(len(self.programs)):
-            self._at_time(0.0, rank)
+            self._at_time(self.start_seconds * (rank + 1), rank)
         while self.events or self.working or not self.moving.is_idle():
             self._next_moment()
             while self.events and self.events[0][0] <= self.now:
@@ -249,7 +252,7 @@ class Simulation:
                         return
                 case Await(message):
                     transfer = self.of_message[rank][message]
-                    if not (transfer.done or (transfer.sent and message in self.sends[rank])):
+                    if not (transfer.done or (transfer.sent and rank == transfer.src)):
                         if rank not in transfer.waiting:
                             transfer.waiting.append(rank)
                             self.since[rank] = self.now
@@ -284,8 +287,6 @@ class Simulation:
             self.queues[self._queue_of(transfer)].append(transfer)
         transfer.posted += 1
         self.of_message[rank][post.message] = transfer
-        if post.sends:
-            self.sends[rank].add(post.message)
         if transfer.posted == 2 and self.messages.pipelined:
             self._at_time(self.now + self.messages.latency_seconds, transfer.dst, transfer)
         self._start_next(self.queues[self._queue_of(transfer)])
@@ -298,14 +299,17 @@ def simulate(
     record: bool = False,
     canonical: Canonical = every_transfer,
     cores: float = math.inf,
-    window_seconds: float = 0.0,
+    sharing_seconds: float = 0.0,
     kernels_share: bool = False,
+    start_seconds: float = 0.0,
 ) -> Outcome:
     """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
 
     canonical: where the programs are those of one of many equal hosts, which transfer stands for one (fold.py).
-    cores: that all ranks share for what is not a kernel, and with kernels_share for kernels (Machine). window_seconds:
+    cores: that all ranks share for what is not a kernel, and with kernels_share for kernels (Machine). sharing_seconds:
     so long, a transfer that has begun may wait for its share while others begin and end: far fewer times are wires
-    shared out.
+    shared out (of packets, nothing). start_seconds: of each rank, which start one after another.
     """
-    return Simulation(interconnect, programs, messages, record, canonical, cores, window_seconds, kernels_share).run()
+    return Simulation(
+        interconnect, programs, messages, record, canonical, cores, sharing_seconds, kernels_share, start_seconds
+    ).run()
