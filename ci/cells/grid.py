@@ -15,8 +15,9 @@ from tokenring.layout import Layout, make_layout
 from tokenring.mask import Mask, parse_mask
 from tokenring.planner.auto import Call, plan_call
 from tokenring.planner.emulated import interconnect_of_shape, sleeping_machine
+from tokenring.planner.pieces import named_schedule
 from tokenring.planner.plan import Plan
-from tokenring.planner.predict import Setting, busiest
+from tokenring.planner.predict import Setting, busiest, predict
 from tokenring.planner.visible import visible_pairs
 from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
@@ -142,6 +143,12 @@ class Cell:
     def plan(self, tflops: float | None = None, bundle_bytes: int | None = None) -> Plan:
         """Every schedule that fits, simulated; tflops: of the kernels, if not those that the cell asks for."""
         return plan_call(self.call(tflops, everything=True, bundle_bytes=bundle_bytes))
+
+    def seconds(self, schedule: str, tflops: float, bundle_bytes: int) -> float:
+        """What one schedule is predicted to take."""
+        call = self.call(tflops, bundle_bytes=bundle_bytes)
+        made = named_schedule(schedule, self.workload, self.layout, self.layout, self.the_mask)
+        return predict(made, call.setting).seconds
 
 
 def cells() -> list[Cell]:

@@ -69,7 +69,7 @@ def read(path: Path) -> list[Row]:
 
 
 def again(rows: Sequence[Row]) -> list[Row]:
-    """The same measurements with predictions made now; schedules that are no candidates any more are left out.
+    """The same measurements with predictions made now, also of schedules that are no candidates any more.
 
     Where what would be chosen now was not raced, the best of what was counts as chosen, and a line says so.
     """
@@ -80,18 +80,17 @@ def again(rows: Sequence[Row]) -> list[Row]:
     for name, group in by_cell(rows).items():
         if name not in known or group[0].link_gbit not in (None, known[name].shape.link_gbit):
             sys.exit(f"{name}, links of {group[0].link_gbit} Gbit/s: grid.py has it no more; leave --again out")
-        plan = known[name].plan(group[0].tflops, group[0].bundle_bytes)
-        new = {each.name: each for each in plan.candidates if each.predicted_seconds is not None}
+        tflops, bundle_bytes = group[0].tflops, group[0].bundle_bytes
+        plan = known[name].plan(tflops, bundle_bytes)
+        new = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
+        bound = 1e3 * (plan.candidates[0].bound_seconds or 0.0)
         measured = {row.schedule for row in group}
         chosen = next((name for name in new if name in measured), None)
         if chosen != plan.name:
             print(f"{name}: {plan.name} would be chosen now, but was not raced; {chosen} counts")
         for row in group:
-            each = new.get(row.schedule)
-            if each is not None and each.predicted_seconds is not None:
-                bound = 1e3 * (each.bound_seconds or 0.0)
-                predicted = 1e3 * each.predicted_seconds
-                made.append(replace(row, auto=row.schedule == chosen, predicted=predicted, bound=bound))
+            seconds = new.get(row.schedule) or known[name].seconds(row.schedule, tflops, bundle_bytes)
+            made.append(replace(row, auto=row.schedule == chosen, predicted=1e3 * seconds, bound=bound))
     return made
 
 
