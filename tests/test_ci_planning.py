@@ -208,6 +208,18 @@ def test_rows_over_other_links_are_not_predicted_anew(monkeypatch: pytest.Monkey
         made.again([replace(row, link_gbit=0.5)])
 
 
+def test_what_is_no_candidate_any_more_may_still_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is predicted by its name; auto's regret counts it."""
+    made = script("cells/report.py", monkeypatch)
+    cell = "ring 4 8:2 causal forward latency"
+    rows = made.by_cell(made.read(CI.parent / "docs" / "cells.csv"))[cell]
+    odd = replace(rows[0], schedule="tokenring/pieces4", predicted=0.0, measured=rows[0].measured / 2, auto=False)
+    again = made.again([*rows, odd])
+    assert len(again) == len(rows) + 1 and again[-1].schedule == odd.schedule
+    assert again[-1].predicted > 0 and again[-1].bound == again[0].bound
+    assert made.regrets(again)[cell] == pytest.approx(2 * made.regrets(again[:-1])[cell])
+
+
 def test_what_the_cells_have_attained(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full mask, and as many kv heads as ranks, or a multiple."""
     made = script("cells/report.py", monkeypatch)
