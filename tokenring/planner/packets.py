@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ class Packets:
 
     def __init__(self, net: Wires, listener: Listener, window_bytes: float) -> None:
         self._net, self._listener, self._window_bytes = net, listener, window_bytes
-        self._streams: dict[tuple[int, int, str], _Stream] = {}
+        self._streams: dict[tuple[int, int, str], _Stream] = defaultdict(_Stream)
         self._wires: dict[str, _Wire] = {}
         self._packets: list[_Packet] = []
         self._ties = 0
@@ -74,7 +74,7 @@ class Packets:
     def begin(self, transfer: Transfer, now: float) -> None:
         wanted = math.ceil(transfer.left * PACKETS_OF_A_WINDOW / self._window_bytes)
         packets = min(MOST_PACKETS, max(1, wanted))
-        stream = self._stream(transfer)
+        stream = self._streams[transfer.src, transfer.dst, transfer.channel]
         stream.unsent.append(_Message(transfer, transfer.left / packets, packets, packets))
         self._send(stream, now)
         self._listener.through(transfer)  # the next waits in the stream
@@ -121,16 +121,14 @@ class Packets:
         heapq.heappush(self._packets, _Packet(when, self._ties, message, hop))
 
     def _arrive(self, message: _Message, now: float) -> None:
-        stream = self._stream(message.transfer)
+        transfer = message.transfer
+        stream = self._streams[transfer.src, transfer.dst, transfer.channel]
         stream.packets -= 1
         stream.on_way = stream.on_way - message.packet_bytes if stream.packets else 0.0
         message.missing -= 1
         if not message.missing:
-            self._listener.arrived(message.transfer)
+            self._listener.arrived(transfer)
         self._send(stream, now)
-
-    def _stream(self, transfer: Transfer) -> _Stream:
-        return self._streams.setdefault((transfer.src, transfer.dst, transfer.channel), _Stream())
 
     def _wire(self, name: str) -> _Wire:
         known = self._wires.get(name)
