@@ -7,14 +7,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
+import torch
 from families import members
 from nets import BOTH, SHAPES, clusters, named, setting, workload
 
 import tokenring as tr
-from tokenring.mask import Mask
-from tokenring.planner.bound import _head_group_cost, _spread, _spread_evenly, group_bytes, lower_bound
+from tokenring.layout import Layout, Positions, make_layout
+from tokenring.mask import Mask, parse_mask
+from tokenring.planner.bound import lower_bound
+from tokenring.planner.incoming import _head_group_cost, _spread, _spread_evenly, foreign_bytes, hull_at, work_bytes
 from tokenring.planner.interconnect import (
     Fabric,
     Interconnect,
@@ -25,19 +29,22 @@ from tokenring.planner.interconnect import (
     with_network,
 )
 from tokenring.planner.interconnect import mesh_fabric as mesh
-from tokenring.planner.predict import Setting, least_seconds, predict
+from tokenring.planner.predict import Setting, busiest, least_seconds, predict, wire_bytes
 from tokenring.planner.rates import Rates, constant
-from tokenring.planner.visible import visible_pairs
+from tokenring.planner.visible import own_pairs, visible_pairs
 from tokenring.workload import Workload
 
 FREE = constant(1e9)
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1))
 
 
-def bound_of(asked: Setting, mask: Mask) -> float:
-    size = asked.workload
+def bound_of(asked: Setting, mask: Mask, layout: str | None = None) -> float:
+    """layout: None for one that holds for all."""
+    size, net = asked.workload, asked.interconnect
+    whole = None if layout is None else make_layout(layout, net.world_size, size.q_length)
+    own = None if whole is None else partial(own_pairs, mask, whole, whole)
     pairs = visible_pairs(mask, size.q_length, size.kv_length)
-    return lower_bound(size, pairs, asked.interconnect, asked.machine.rates, asked.passes).seconds
+    return lower_bound(size, pairs, net, asked.machine.rates, asked.passes, own).seconds
 
 
 # ---------- nothing is faster
@@ -53,7 +60,7 @@ def test_no_wire_of_any_schedule_is_below(ranks: int, heads: tuple[int, int], ma
     """
     size = workload(ranks, heads, 336)  # chunks of 168 = 3 · 7 · 8 tokens: all pieces divide them
     bounds = {
-        (shape, direction): bound_of(setting(net(ranks), size, (direction,)), mask)
+        (shape, direction): bound_of(setting(net(ranks), size, (direction,)), mask, "zigzag")
         for shape, net in SHAPES.items()
         for direction in BOTH
     }
@@ -66,8 +73,6 @@ def test_no_wire_of_any_schedule_is_below(ranks: int, heads: tuple[int, int], ma
 
 
 def least_wires(schedule: tr.Schedule, asked: Setting) -> float:
-    from tokenring.planner.predict import busiest
-
     return busiest(schedule, asked).seconds
 
 
@@ -78,17 +83,21 @@ def test_no_prediction_is_below(heads: tuple[int, int], mask: Mask) -> None:
     size = workload(4, heads, 96)
     for shape, net in SHAPES.items():
         asked = setting(net(4), size, BOTH, tflops=0.05)
-        bound = bound_of(asked, mask)
+        bound = bound_of(asked, mask, "zigzag")
         for name in members(4, heads)[::3]:
             assert predict(named(name, 4, size.q_length, mask, "zigzag"), asked).seconds >= bound * (1 - 1e-4), shape
 
 
-def test_a_bound_that_is_a_tenth_higher_would_be_beaten() -> None:
-    """It is tight where the schedules attain it: the test above can fail."""
+@pytest.mark.parametrize(
+    ("shape", "schedule"),
+    [("full mesh", "ulysses"), ("switch", "ulysses"), ("two nodes", "ulysses"), ("two nodes", "tiles/2x4")],
+)
+def test_a_bound_that_is_a_fiftieth_higher_would_be_beaten(shape: str, schedule: str) -> None:
+    """It is tight where the schedules attain it: the test above can fail. What is left are the row statistics."""
     size = workload(8, (8, 8))
-    asked = setting(full_mesh(8, 1.0), size)
-    found = least_seconds(named("ulysses", 8, size.q_length), asked).seconds
-    assert bound_of(asked, tr.Full()) <= found < 1.1 * bound_of(asked, tr.Full())
+    asked = setting(SHAPES[shape](8), size)
+    found = least_seconds(named(schedule, 8, size.q_length), asked).seconds
+    assert bound_of(asked, tr.Full()) <= found < 1.02 * bound_of(asked, tr.Full())
 
 
 # ---------- closed forms
@@ -106,12 +115,14 @@ def test_where_ranks_divide_the_kv_heads(heads: tuple[int, int]) -> None:
     x = x_bytes(size, 8)
     y = 2 * x * heads[1] / heads[0]
     port, link = (bound_of(setting(net, size), tr.Full()) * 1e9 for net in (switch(8, 1.0), full_mesh(8, 1.0)))
-    # The bound lets what a rank has of a head's rows save more than Ulysses, which takes whole heads, can save.
-    near = 0.92 if heads[0] == heads[1] == 8 else 0.88
-    assert near * (2 * x + y) * 7 / 8 <= port <= (2 * x + y) * 7 / 8
+    # With many query heads a KV head it may be cheaper to gather all KV.
+    assert port == pytest.approx(min(2 * x + y, 8 * y) * 7 / 8)
     assert link == pytest.approx(port / 7)
-    ulysses = least_seconds(named("ulysses", 8, size.q_length), setting(full_mesh(8, 1.0), size)).seconds * 1e9
-    assert link <= ulysses <= link * 1.01 / near
+    best = min(
+        least_seconds(named(name, 8, size.q_length), setting(full_mesh(8, 1.0), size)).seconds * 1e9
+        for name in ("ulysses", "direct-kv")
+    )
+    assert link <= best <= 1.02 * link
 
 
 def test_many_query_heads_a_kv_head() -> None:
@@ -298,5 +309,113 @@ def test_many_heads_are_divided_as_their_hull(per_group: int) -> None:
 def test_more_work_never_costs_less() -> None:
     size = workload(8, (8, 2))
     for group in (1, 2, 4):
-        costs = [group_bytes(size, share / 20, group, 8) for share in range(1, 21)]
+        costs = [work_bytes(size, share / 20, group, 8) for share in range(1, 21)]
         assert all(a <= b + 1e-6 for a, b in itertools.pairwise(costs))
+
+
+# ---------- pairs of which no group has both
+
+
+def least_by_force(groups: int, per_group: int, kv_heads: int, seen: Sequence[tuple[int, int]]) -> float:
+    """Bytes into all groups: the cheapest way to give each visible part of a KV head's query heads to some group.
+
+    A part: the rows of one group with the columns of another, in units of what one tensor's part of a group takes.
+    """
+    best = math.inf
+    parts = [(head, row, column) for head in range(per_group) for row, column in seen]
+    for places in itertools.product(range(groups), repeat=len(parts)):
+        rows = {(head, row, at) for (head, row, _), at in zip(parts, places, strict=True) if row != at}
+        columns = {(column, at) for (_, _, column), at in zip(parts, places, strict=True) if column != at}
+        best = min(best, 2 * len(rows) + 2 * len(columns))
+    return kv_heads * best
+
+
+SEEN: Sequence[tuple[int, int, Sequence[tuple[int, int]]]] = [
+    (groups, per_group, some)
+    for groups, per_group in ((2, 1), (2, 2), (2, 3), (3, 1))
+    for some in (
+        list(itertools.permutations(range(groups), 2)),
+        list(itertools.combinations(range(groups), 2)),
+        [(0, 1)],
+    )
+]
+
+
+@pytest.mark.parametrize(("groups", "per_group", "seen"), SEEN)
+def test_pairs_of_which_no_group_has_both_by_force(
+    groups: int, per_group: int, seen: Sequence[tuple[int, int]]
+) -> None:
+    """No division is cheaper; where all is visible, one of those that were tried costs as much."""
+    tokens, kv_heads = 4, 3
+    size = Workload(1, groups * tokens, groups * tokens, per_group * kv_heads, kv_heads, 8, torch.float32)
+    unit = tokens * 8 * 4
+    found = foreign_bytes(size, len(seen) / groups**2, groups) / unit
+    forced = least_by_force(groups, per_group, kv_heads, seen)
+    assert found <= forced + 1e-9
+    if len(seen) == groups * (groups - 1):
+        assert found == pytest.approx(forced)
+
+
+@pytest.mark.parametrize("name", ["uneven/6", "packed/6", "sub-sharded/2x2x2", "direct-q", "ring"])
+@pytest.mark.parametrize("mask", [tr.Full(), tr.Causal()], ids=["full", "causal"])
+def test_pairs_of_which_no_group_has_both_need_no_equal_work(name: str, mask: Mask) -> None:
+    """All bytes of a schedule, as over one wire for all: `uneven` sends fewer than equal work would need."""
+    size = workload(8, (6, 6))
+    schedule = named(name, 8, size.q_length, mask, "zigzag")
+    pairs, everything = visible_pairs(mask, size.q_length, size.kv_length), size.q_length**2
+    own = own_pairs(mask, schedule.q_layout, schedule.kv_layout, [(rank,) for rank in range(8)])
+    net = setting(full_mesh(8, 1.0), size)
+    sent = sum(wire_bytes(schedule, net, "forward").values())
+    least = foreign_bytes(size, (pairs - own) / everything, 8)
+    assert least <= sent
+    if name == "uneven/6" and mask == tr.Full():
+        assert sent == pytest.approx(least, rel=0.02)
+        assert sent < 8 * work_bytes(size, 1.0, 1, 8)
+
+
+def test_own_pairs() -> None:
+    """Against all pairs, one by one."""
+    for name, mask in (("zigzag", tr.Causal()), ("contiguous", tr.Causal()), ("striped", parse_mask("window(5,0)"))):
+        layout = make_layout(name, 4, 32)
+        owner = {at: rank for rank in range(4) for at in positions_of(layout, rank)}
+        for groups in ([(0,), (1,), (2,), (3,)], [(0, 1), (2, 3)], [(0, 3), (1, 2)]):
+            group = {rank: number for number, some in enumerate(groups) for rank in some}
+            seen = [
+                (q, kv)
+                for q in range(32)
+                for kv in range(32)
+                if group[owner[q]] == group[owner[kv]] and mask.visible(Positions(q, q + 1), Positions(kv, kv + 1))
+            ]
+            assert own_pairs(mask, layout, layout, groups) == len(seen), (name, groups)
+
+
+def positions_of(layout: Layout, rank: int) -> list[int]:
+    return [at for chunk in layout.owned_by(rank) for at in range(*layout.chunks[chunk])]
+
+
+def test_hull() -> None:
+    points = [(0.0, 0.0), (1.0, 3.0), (2.0, 2.0), (2.0, 5.0), (4.0, 8.0), (3.0, 7.0)]
+    assert [hull_at(points, work) for work in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 5.0, 8.0]
+
+
+# ---------- cuts
+
+
+def test_links_that_forward_are_cut_where_all_ways_pass() -> None:
+    """Into half of a ring lead two links; none of the ways into it begins or ends with the same one for all."""
+    size = workload(8, (8, 8))
+    found = lower_bound(size, size.q_length**2, SHAPES["ring"](8), FREE, ("forward",))
+    assert found.cut == "4 neighbours"
+    x = x_bytes(size, 8)
+    crossing = 8 * x  # of half of the heads Q, O, K and V of half of the rows
+    assert found.transfer_seconds * 1e9 == pytest.approx(crossing / 2)
+
+
+def test_what_passes_at_once_is_not_charged() -> None:
+    size, whole = workload(4, (4, 4)), mesh(4, 1.0)
+    bursty = replace(whole, burst_bytes=dict.fromkeys(whole.gbs, 1000.0))
+    plain, less = (
+        lower_bound(size, size.q_length**2, of_one_host("mesh", fabric), FREE, BOTH).transfer_seconds
+        for fabric in (whole, bursty)
+    )
+    assert plain - less == pytest.approx(2 * 1000 / 1e9)

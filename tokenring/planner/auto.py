@@ -11,7 +11,7 @@ from tokenring.collection import no_collection
 from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout
 from tokenring.mask import Mask
-from tokenring.planner.bound import Bound, lower_bound
+from tokenring.planner.bound import MOST_RANKS, Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.large import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
@@ -19,8 +19,8 @@ from tokenring.planner.modes import over, within_limit
 from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
 from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
-from tokenring.planner.select import Choice, Judgement, decide, judge
-from tokenring.planner.visible import UNEVEN, is_even, most_of_own_rows, visible_pairs, visible_share
+from tokenring.planner.select import Choice, Judged, Judgement, decide, judge
+from tokenring.planner.visible import UNEVEN, is_even, most_of_own_rows, own_pairs, visible_pairs, visible_share
 from tokenring.schedule.families.registry import FAMILIES, check_heads, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
 from tokenring.schedule.schemes import make_schedule
@@ -30,8 +30,8 @@ EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
 IN_THE_COMMAND = f"ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
 IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenring plan` says which is fastest)"
-REFINED = 4  # schedules of the first round that are tried in finer pieces
-MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks fewer: each takes seconds
+REFINED = 4  # schedules of the first round that are tried in finer pieces: the fastest, and as many with most to gain
+MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks the fastest alone, and fewer: each takes seconds
 PIECES = (2, 4)
 
 
@@ -78,7 +78,7 @@ def _plan(call: Call) -> Plan:
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
     _check_simulated(setting.interconnect)
     first = _first_round(call)
-    both = judge(_choices(call, _finer(_whole(first)[: _refined(call)])), setting, limit, call.everything, first)
+    both = judge(_choices(call, _finer(_worth_refining(call, first))), setting, limit, call.everything, first)
     return decide(both, setting, call_bound(call), limit)
 
 
@@ -122,10 +122,14 @@ def _is_many(call: Call) -> bool:
     return net.world_size > MANY_RANKS and has_equal_hosts(net)
 
 
-def _refined(call: Call) -> int:
-    """How many schedules of the first round are tried in finer pieces."""
+def _worth_refining(call: Call, found: Judgement) -> list[str]:
+    """Schedules of the first round to try in finer pieces: pieces hide, so that what hid little may overtake."""
+    whole = _whole(found)
     limited = call.memory_limit_bytes is not None
-    return MANY_REFINED if _is_many(call) and not limited and not call.everything else REFINED
+    if _is_many(call) and not limited and not call.everything:
+        return [each.name for each in whole[:MANY_REFINED]]
+    rest = sorted(whole[REFINED:], key=lambda each: each.least.seconds)
+    return [each.name for each in (*whole[:REFINED], *rest[:REFINED])]
 
 
 def plan_or_forecast(call: Call) -> Plan | Forecast:
@@ -166,7 +170,8 @@ def call_bound(call: Call) -> Bound:
     setting = call.setting
     pairs = visible_pairs(call.mask, setting.workload.q_length, setting.workload.kv_length)
     net, machine = setting.interconnect, setting.machine
-    found = lower_bound(setting.workload, pairs, net, machine.rates, setting.passes)
+    own = None if net.world_size > MOST_RANKS else partial(own_pairs, call.mask, call.q_layout, call.kv_layout)
+    found = lower_bound(setting.workload, pairs, net, machine.rates, setting.passes, own)
     return replace(found, compute_seconds=machine.kernel_seconds([found.compute_seconds] * net.world_size))
 
 
@@ -192,9 +197,9 @@ def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
     return [Choice(name, partial(make_in_order, call, name, order)) for name in names]
 
 
-def _whole(found: Judgement) -> list[str]:
+def _whole(found: Judgement) -> list[Judged]:
     """What was simulated, best first, but for those whose names say in what pieces, or what is kept for last."""
-    return [each.name for each in found.judged if each.prediction is not None and not _says_how(each.name)]
+    return [each for each in found.judged if each.prediction is not None and not _says_how(each.name)]
 
 
 def _finer(names: Sequence[str]) -> list[str]:

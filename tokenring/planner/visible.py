@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
@@ -21,6 +21,13 @@ def visible_pairs(mask: Mask, q_length: int, kv_length: int) -> int:
 def visible_share(mask: Mask, q_length: int, kv_length: int) -> float:
     """Of all pairs, how many a mask leaves."""
     return visible_pairs(mask, q_length, kv_length) / (q_length * kv_length)
+
+
+def own_pairs(mask: Mask, q_layout: Layout, kv_layout: Layout, groups: Sequence[Sequence[int]]) -> int:
+    """(query, key) pairs that a mask leaves, of one head, whose query and key one of some groups of ranks has both."""
+    if not mask.needs_equal_lengths:
+        return sum(len(group) ** 2 for group in groups) * q_layout.local_length * kv_layout.local_length
+    return sum(_seen(mask, q_layout, kv_layout, group, group) for group in groups)
 
 
 def is_even(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
@@ -59,13 +66,15 @@ def _some(count: int, wanted: int) -> list[int]:
 
 
 def _share_of(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owner: int, kv_owner: int) -> float:
-    seen = sum(
-        patch.pairs()
-        for q in q_layout.owned_by(q_owner)
-        for kv in kv_layout.owned_by(kv_owner)
-        for patch in _patches(mask, q_layout, q, kv_layout.chunks[kv])
-    )
+    seen = _seen(mask, q_layout, kv_layout, (q_owner,), (kv_owner,))
     return seen / (q_layout.local_length * kv_layout.local_length)
+
+
+def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owners: Iterable[int], kv_owners: Iterable[int]) -> int:
+    """Pairs of queries of some ranks and keys of some."""
+    queries = [chunk for rank in q_owners for chunk in q_layout.owned_by(rank)]
+    keys = [kv_layout.chunks[chunk] for rank in kv_owners for chunk in kv_layout.owned_by(rank)]
+    return sum(patch.pairs() for q in queries for kv in keys for patch in _patches(mask, q_layout, q, kv))
 
 
 def _patches(mask: Mask, q_layout: Layout, chunk: int, kv: Positions) -> Iterable[Patch]:
