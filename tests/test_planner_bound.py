@@ -12,13 +12,14 @@ from functools import partial
 import pytest
 import torch
 from families import members
-from nets import BOTH, SHAPES, clusters, named, setting, workload
+from nets import BOTH, SHAPES, call, clusters, named, setting, workload
 
 import tokenring as tr
 from tokenring.layout import Layout, Positions, make_layout
 from tokenring.mask import Mask, parse_mask
+from tokenring.planner.auto import call_bound
 from tokenring.planner.bound import lower_bound
-from tokenring.planner.incoming import _head_group_cost, _spread, _spread_evenly, foreign_bytes, hull_at, work_bytes
+from tokenring.planner.incoming import _head_group_cost, _spread, _spread_evenly, foreign_bytes, work_bytes
 from tokenring.planner.interconnect import (
     Fabric,
     Interconnect,
@@ -145,6 +146,19 @@ def test_a_causal_mask_needs_less() -> None:
     size = workload(8, (8, 8))
     full, causal = (bound_of(setting(full_mesh(8, 1.0), size), mask) for mask in (tr.Full(), tr.Causal()))
     assert 0.5 * full < causal < 0.7 * full
+
+
+@pytest.mark.parametrize("shape", ["two nodes", "a NIC each", "ring"])
+def test_a_causal_mask_needs_half_across(shape: str) -> None:
+    """Half of each two groups' pairs are seen in a layout that balances them; in others more may be a group's own."""
+    asked = setting(SHAPES[shape](8), workload(8, (8, 8)))
+    full, causal, of_any = (
+        bound_of(asked, mask, layout)
+        for mask, layout in ((tr.Full(), "zigzag"), (tr.Causal(), "zigzag"), (tr.Causal(), None))
+    )
+    assert causal == pytest.approx(full / 2, rel=0.01)
+    assert of_any < 0.9 * causal
+    assert call_bound(call(asked, tr.Causal(), "zigzag")).seconds == causal
 
 
 def test_both_passes() -> None:
@@ -316,44 +330,55 @@ def test_more_work_never_costs_less() -> None:
 # ---------- pairs of which no group has both
 
 
-def least_by_force(groups: int, per_group: int, kv_heads: int, seen: Sequence[tuple[int, int]]) -> float:
+def least_by_force(groups: Sequence[Sequence[int]], per_group: int, seen: Sequence[tuple[int, int]]) -> float:
     """Bytes into all groups: the cheapest way to give each visible part of a KV head's query heads to some group.
 
-    A part: the rows of one group with the columns of another, in units of what one tensor's part of a group takes.
+    A part: the rows of one rank with the columns of another, in units of what one tensor's part of a rank takes.
     """
-    best = math.inf
+    group_of = {rank: number for number, group in enumerate(groups) for rank in group}
     parts = [(head, row, column) for head in range(per_group) for row, column in seen]
-    for places in itertools.product(range(groups), repeat=len(parts)):
-        rows = {(head, row, at) for (head, row, _), at in zip(parts, places, strict=True) if row != at}
-        columns = {(column, at) for (_, _, column), at in zip(parts, places, strict=True) if column != at}
+    best = math.inf
+    for places in itertools.product(range(len(groups)), repeat=len(parts)):
+        rows = {(head, row, at) for (head, row, _), at in zip(parts, places, strict=True) if group_of[row] != at}
+        columns = {(column, at) for (_, _, column), at in zip(parts, places, strict=True) if group_of[column] != at}
         best = min(best, 2 * len(rows) + 2 * len(columns))
-    return kv_heads * best
+    return best
 
 
-SEEN: Sequence[tuple[int, int, Sequence[tuple[int, int]]]] = [
-    (groups, per_group, some)
-    for groups, per_group in ((2, 1), (2, 2), (2, 3), (3, 1))
-    for some in (
-        list(itertools.permutations(range(groups), 2)),
-        list(itertools.combinations(range(groups), 2)),
-        [(0, 1)],
-    )
+def crossing(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """All parts of which no group has both."""
+    ranks = sorted(rank for group in groups for rank in group)
+    return [
+        (row, column)
+        for row, column in itertools.permutations(ranks, 2)
+        if not any(row in group and column in group for group in groups)
+    ]
+
+
+EQUAL: Sequence[tuple[Sequence[Sequence[int]], int]] = [
+    ([(0,), (1,)], 1), ([(0,), (1,)], 3), ([(0,), (1,), (2,)], 1), ([(0, 1), (2, 3)], 1),
+]  # fmt: skip
+UNEQUAL: Sequence[tuple[Sequence[Sequence[int]], int]] = [
+    ([(0,), (1, 2)], 1),
+    ([(0,), (1, 2)], 2),
+    ([(0, 1), (2,), (3,)], 1),
 ]
 
 
-@pytest.mark.parametrize(("groups", "per_group", "seen"), SEEN)
-def test_pairs_of_which_no_group_has_both_by_force(
-    groups: int, per_group: int, seen: Sequence[tuple[int, int]]
-) -> None:
-    """No division is cheaper; where all is visible, one of those that were tried costs as much."""
-    tokens, kv_heads = 4, 3
-    size = Workload(1, groups * tokens, groups * tokens, per_group * kv_heads, kv_heads, 8, torch.float32)
-    unit = tokens * 8 * 4
-    found = foreign_bytes(size, len(seen) / groups**2, groups) / unit
-    forced = least_by_force(groups, per_group, kv_heads, seen)
-    assert found <= forced + 1e-9
-    if len(seen) == groups * (groups - 1):
-        assert found == pytest.approx(forced)
+@pytest.mark.parametrize(("groups", "per_group"), [*EQUAL, *UNEQUAL], ids=str)
+def test_pairs_of_which_no_group_has_both_by_force(groups: Sequence[Sequence[int]], per_group: int) -> None:
+    """No division is cheaper, whatever is seen; where all is and groups are equal, one of those costs as much."""
+    ranks, tokens, kv_heads = sum(map(len, groups)), 4, 3
+    size = Workload(1, ranks * tokens, ranks * tokens, per_group * kv_heads, kv_heads, 8, torch.float32)
+    unit = tokens * 8 * 4 * kv_heads
+    parts = [len(group) / ranks for group in groups]
+    whole = crossing(groups)
+    for seen in (whole, [(row, column) for row, column in whole if row > column], whole[:1]):
+        found = foreign_bytes(size, len(seen) / ranks**2, parts) / unit
+        forced = least_by_force(groups, per_group, seen)
+        assert 0 < found <= forced + 1e-9
+        if (groups, per_group) in EQUAL and seen == whole:
+            assert found == pytest.approx(forced)
 
 
 @pytest.mark.parametrize("name", ["uneven/6", "packed/6", "sub-sharded/2x2x2", "direct-q", "ring"])
@@ -366,7 +391,7 @@ def test_pairs_of_which_no_group_has_both_need_no_equal_work(name: str, mask: Ma
     own = own_pairs(mask, schedule.q_layout, schedule.kv_layout, [(rank,) for rank in range(8)])
     net = setting(full_mesh(8, 1.0), size)
     sent = sum(wire_bytes(schedule, net, "forward").values())
-    least = foreign_bytes(size, (pairs - own) / everything, 8)
+    least = foreign_bytes(size, (pairs - own) / everything, [1 / 8] * 8)
     assert least <= sent
     if name == "uneven/6" and mask == tr.Full():
         assert sent == pytest.approx(least, rel=0.02)
@@ -393,9 +418,11 @@ def positions_of(layout: Layout, rank: int) -> list[int]:
     return [at for chunk in layout.owned_by(rank) for at in range(*layout.chunks[chunk])]
 
 
-def test_hull() -> None:
-    points = [(0.0, 0.0), (1.0, 3.0), (2.0, 2.0), (2.0, 5.0), (4.0, 8.0), (3.0, 7.0)]
-    assert [hull_at(points, work) for work in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 5.0, 8.0]
+def test_of_many_chunks_all_pairs_count() -> None:
+    """Each pair of chunks would take its time; more is on the safe side."""
+    layouts = [make_layout("zigzag", ranks, 4 * ranks) for ranks in (64, 128)]
+    few, many = (own_pairs(tr.Causal(), each, each, [(0,)]) for each in layouts)
+    assert few < 16 == many
 
 
 # ---------- cuts

@@ -11,7 +11,7 @@ from tokenring.collection import no_collection
 from tokenring.errors import ConfigurationError
 from tokenring.layout import Layout
 from tokenring.mask import Mask
-from tokenring.planner.bound import MOST_RANKS, Bound, lower_bound
+from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.large import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
@@ -30,7 +30,7 @@ EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
 IN_THE_COMMAND = f"ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
 IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenring plan` says which is fastest)"
-REFINED = 4  # schedules of the first round that are tried in finer pieces: the fastest, and as many with most to gain
+REFINED = 4  # schedules of the first round to try in pieces: the fastest, and as many that need least if all hid
 MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks the fastest alone, and fewer: each takes seconds
 PIECES = (2, 4)
 
@@ -170,7 +170,7 @@ def call_bound(call: Call) -> Bound:
     setting = call.setting
     pairs = visible_pairs(call.mask, setting.workload.q_length, setting.workload.kv_length)
     net, machine = setting.interconnect, setting.machine
-    own = None if net.world_size > MOST_RANKS else partial(own_pairs, call.mask, call.q_layout, call.kv_layout)
+    own = partial(own_pairs, call.mask, call.q_layout, call.kv_layout)
     found = lower_bound(setting.workload, pairs, net, machine.rates, setting.passes, own)
     return replace(found, compute_seconds=machine.kernel_seconds([found.compute_seconds] * net.world_size))
 

@@ -1,8 +1,9 @@
 """How fast any schedule could be: a lower bound on computing and on what wires into groups of ranks must carry.
 
 The derivation is in docs/bounds.md. It holds for every schedule that starts from a balanced sequence-sharded
-layout, leaves its results there and computes equally much on every rank, whatever it keeps, prunes or overlaps, and
-whether or not it splits the batch. `uneven/G` does not, and may go below where all ranks share one wire.
+layout, leaves its results there, computes equally much on every rank and each pair of a pass in one place, whatever it
+keeps, prunes or overlaps, and whether or not it splits the batch. `uneven/G` does not compute equally much, and may go
+below where all ranks share one wire.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ def lower_bound(
     passes: Sequence[Pass],
     own_pairs: OwnPairs | None = None,
 ) -> Bound:
-    """visible_pairs: (query, key) pairs that the mask leaves, of one head and one batch entry. own_pairs: of them those
-    whose query and key the same group has, given groups that are all ranks together; None: of whatever layout."""
+    """visible_pairs: (query, key) pairs that the mask leaves, of one head and one batch entry. own_pairs: how many of
+    them have their query and key in one group, at most, given groups that are all ranks together; None: in no layout
+    more than all that a group has."""
     compute = sum(_compute_seconds(workload, visible_pairs, interconnect.world_size, rates, each) for each in passes)
-    share = visible_pairs / (workload.q_length * workload.kv_length)
     best, name = 0.0, "none"
     for label, groups in _partitions(interconnect):
-        nbytes = _bytes_into(workload, share, groups, interconnect.world_size, own_pairs)
+        nbytes = _bytes_into(workload, visible_pairs, groups, interconnect.world_size, own_pairs)
         for wires in _cuts(interconnect, groups):
             passing = nbytes - sum(map(interconnect.burst_bytes, wires))  # when a pass begins wires have been idle
             seconds = len(passes) * passing / (sum(map(interconnect.gbs, wires)) * 1e9)
@@ -69,17 +70,15 @@ def lower_bound(
 
 
 def _bytes_into(
-    workload: Workload, share: float, groups: Groups, ranks: int, own_pairs: OwnPairs | None = None
+    workload: Workload, visible_pairs: int, groups: Groups, ranks: int, own_pairs: OwnPairs | None
 ) -> float:
     """Bytes of one pass that must come into these groups together, which may stand for others like them."""
-    by_work = sum(work_bytes(workload, share, len(group), ranks) for group in groups)
-    count, rest = divmod(ranks, len(groups[0]))
-    if rest or len({len(group) for group in groups}) > 1:
-        return by_work
-    own = 1 / count
-    if own_pairs is not None:
-        own = own_pairs(_all_groups(groups, ranks)) / (workload.q_length * workload.kv_length)
-    return max(by_work, len(groups) / count * foreign_bytes(workload, share - own, count))
+    pairs, every = workload.q_length * workload.kv_length, _all_groups(groups, ranks)
+    parts = [len(group) / ranks for group in every]
+    own = sum(part**2 for part in parts) * pairs if own_pairs is None else own_pairs(every)
+    foreign = foreign_bytes(workload, max(0.0, visible_pairs - own) / pairs, parts)
+    by_work = sum(work_bytes(workload, visible_pairs / pairs, len(group), ranks) for group in groups)
+    return max(by_work, foreign * len(groups) / len(every))
 
 
 def _compute_seconds(workload: Workload, pairs: int, ranks: int, rates: Rates, direction: Pass) -> float:
@@ -131,12 +130,12 @@ def _all_groups(groups: Groups, ranks: int) -> Groups:
 def _cuts(net: Interconnect, groups: Groups) -> Iterator[set[str]]:
     """A few sets of wires of which every way into one of the groups passes one.
 
-    None where a way passes no wire, as between ranks that share a device: what comes by it takes no time.
+    Nothing where a way passes no wire, as between ranks that share a device: what comes by it takes no time.
     """
-    picks: dict[str, set[str]] = {"last": set(), "first": set(), "narrowest": set(), "busiest": set()}
+    complete = net.world_size - len(groups[0]) <= MOST_OUTSIDE
+    picks: dict[str, set[str]] = {"last": set(), "first": set(), "narrowest": set(), "commonest": set()}
     for group in groups:
-        inside = set(group)
-        ways = [net.way(src, dst) for src in _outside(net, inside) for dst in group]
+        ways = [net.way(src, dst) for src in _outside(net, set(group)) for dst in group]
         if not all(ways):
             return
         times = Counter(wire for way in ways for wire in way)
@@ -144,8 +143,7 @@ def _cuts(net: Interconnect, groups: Groups) -> Iterator[set[str]]:
             picks["last"].add(way[-1])
             picks["first"].add(way[0])
             picks["narrowest"].add(min(way, key=net.gbs))
-            picks["busiest"].add(max(way, key=times.__getitem__))
-    complete = net.world_size - len(groups[0]) <= MOST_OUTSIDE
+            picks["commonest"].add(max(way, key=times.__getitem__))
     yield from picks.values() if complete else [picks["last"]]
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 
 from tokenring.workload import Workload
 
@@ -18,7 +17,6 @@ MOST_WHOLE_HEADS = 128  # query heads of all batch entries, up to which every di
 ROUNDING = 1e-9
 
 Cost = Callable[[float], float]
-Point = tuple[float, float]  # work, in heads, and its cost in bytes
 
 
 def row_bytes(workload: Workload) -> tuple[float, float]:
@@ -30,52 +28,17 @@ def row_bytes(workload: Workload) -> tuple[float, float]:
     return 2 * row * workload.q_length, 2 * row * workload.kv_length
 
 
-# ---------- pairs of which no group has both
+def foreign_bytes(workload: Workload, share: float, parts: Sequence[float]) -> float:
+    """Into all groups of ranks together, for the pairs whose row one of them has and whose column another.
 
-
-def foreign_bytes(workload: Workload, share: float, groups: int) -> float:
-    """Into all of so many equal groups of ranks, for the pairs whose row one of them has and whose column another.
-
-    share: of all pairs, how many these are. Ranks may compute unequally much. A group that gets the rows of k others
-    and the columns of l others sees k · l + k + l parts of the pairs that are nobody's own, less those in which both
-    are one other group's: at least k + l - (groups - 1). In between it sees no more (the cost is linear in each of
-    them), and of groups that do unequally much the average costs no more (the hull is convex).
+    share: of all pairs of a head, how many these are. parts: of the ranks, that each group has. Ranks may compute
+    unequally much. What a group pays for a pair is least with all rows, with all columns, or with whole heads.
     """
-    others = groups - 1
     q_bytes, kv_bytes = row_bytes(workload)
-    per_group = workload.q_heads // workload.kv_heads
-
-    def point(rows: int, columns: int) -> Point:
-        parts = rows * columns + min(rows + columns, others)
-        return per_group * parts / groups**2, (per_group * q_bytes * rows + kv_bytes * columns) / groups
-
-    corners = [(0.0, 0.0), *(point(rows, others - rows) for rows in range(groups)), point(others, others)]
-    each = hull_at(corners, per_group * max(0.0, share) / groups)
-    return groups * workload.batch * workload.kv_heads * each
-
-
-def hull_at(points: Sequence[Point], work: float) -> float:
-    """The lower convex hull of some points; work: between the least and the most of them, but for rounding."""
-    hull: list[Point] = []
-    for each in sorted(points):
-        while len(hull) > 1 and _turns_down(hull[-2], hull[-1], each):
-            hull.pop()
-        if not hull or each[0] > hull[-1][0]:
-            hull.append(each)
-    if work <= hull[0][0]:
-        return hull[0][1]
-    for (a, a_cost), (b, b_cost) in pairwise(hull):
-        if work <= b:
-            return a_cost + (b_cost - a_cost) * (work - a) / (b - a)
-    return hull[-1][1]
-
-
-def _turns_down(a: Point, b: Point, c: Point) -> bool:
-    """Whether b lies on or above the line from a to c."""
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
-
-
-# ---------- equal work
+    columns = kv_bytes * workload.kv_heads / workload.q_heads  # for each of the query heads that share them
+    least = min(parts)
+    price = min(min(q_bytes / part, columns / part, (q_bytes + columns) / (1 + part - least)) for part in parts)
+    return workload.batch * workload.q_heads * share * price
 
 
 @lru_cache(maxsize=64)
@@ -122,7 +85,15 @@ def _spread_evenly(work: float, groups: int, per_group: int, part: Fraction, cos
     as the whole of it can. What each of them costs is then the convex hull of its corners."""
     corners = [(_free(per_group, part), 0.0)]
     corners += [(point / part.denominator, cost(point / part.denominator)) for point in _corners(per_group, part)]
-    return groups * hull_at(corners, work / groups)
+    each = work / groups
+    if each <= corners[0][0]:
+        return 0.0
+    return groups * min(
+        (a_cost + (b_cost - a_cost) * (each - a) / (b - a) if b > a else min(a_cost, b_cost))
+        for a, a_cost in corners
+        for b, b_cost in corners
+        if a <= each <= b
+    )
 
 
 def _free(per_group: int, part: Fraction) -> float:

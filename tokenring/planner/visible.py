@@ -9,6 +9,7 @@ from tokenring.mask import Mask
 from tokenring.region import Patch
 
 UNEVEN = 0.1  # a share that differs by more from that of the whole is another one
+MOST_CHUNK_PAIRS = 1 << 14  # that are looked at one by one: 64 ranks of two chunks
 SOME = 3  # owners of queries that are looked at, and one more of keys
 
 
@@ -24,8 +25,11 @@ def visible_share(mask: Mask, q_length: int, kv_length: int) -> float:
 
 
 def own_pairs(mask: Mask, q_layout: Layout, kv_layout: Layout, groups: Sequence[Sequence[int]]) -> int:
-    """(query, key) pairs that a mask leaves, of one head, whose query and key one of some groups of ranks has both."""
-    if not mask.needs_equal_lengths:
+    """How many (query, key) pairs that a mask leaves, of one head, have both in the same group of ranks; at most.
+
+    Where there are many chunks, or all is visible: all pairs that the groups have.
+    """
+    if not mask.needs_equal_lengths or len(q_layout.chunks) * len(kv_layout.chunks) > MOST_CHUNK_PAIRS:
         return sum(len(group) ** 2 for group in groups) * q_layout.local_length * kv_layout.local_length
     return sum(_seen(mask, q_layout, kv_layout, group, group) for group in groups)
 
