@@ -190,15 +190,11 @@ def test_files_from_before_cells_were_marked(tmp_path: Path, monkeypatch: pytest
 
 
 def test_every_cell_was_raced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/measurements.md says: the cells of today's grid, all but five with every schedule, over its links."""
+    """As docs/measurements.md says: the cells of today's grid, each with every schedule that fits, over its links."""
     made, grid = script("cells/report.py", monkeypatch), script("cells/grid.py", monkeypatch)
     rows = made.read(CI.parent / "docs" / "cells.csv")
     assert {(row.cell, row.link_gbit) for row in rows} == {(each.name, each.shape.link_gbit) for each in grid.cells()}
-    marked = [group for group in made.by_cell(rows).values() if group[0].within is not None]
-    assert [group[0].within for group in marked] == [3.0] * 5
-    for group in marked:
-        assert {row.within for row in group} == {3.0}
-        assert max(row.predicted for row in group) <= 3.0 * min(row.predicted for row in group)
+    assert {row.within for row in rows} == {None}
 
 
 def test_rows_over_other_links_are_not_predicted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
