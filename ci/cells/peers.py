@@ -1,4 +1,4 @@
-"""Auto against other people's code on the same emulated links, for every communication-bound cell of the campaign.
+"""Auto against other people's code on the same emulated links, in cells of the campaign.
 
     sudo python ci/cells/peers.py [--out FILE] [--rounds 9] [--only SUBSTRING] [--regime communication]
         [--real]
@@ -134,9 +134,8 @@ def fits(name: str, cell: Cell) -> bool:
 
 
 def report(rows: list[dict[str, str]]) -> None:
-    """Auto's time over that of the best of the others, cell by cell; below 1 auto is faster."""
-    ratios: dict[str, float] = {}
-    of_six: list[float] = []
+    """Auto's time over that of the best of the others, cell by cell, and for each regime; below 1 auto is faster."""
+    ratios: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["cell"] for row in rows):
         mine = [row for row in rows if row["cell"] == name and row["status"] == "measured"]
         some = {row["schedule"]: float(row["median_ms"]) for row in mine}
@@ -147,16 +146,16 @@ def report(rows: list[dict[str, str]]) -> None:
         best = min(some, key=lambda each: some[each])
         peers = [row["schedule"] for row in mine if row["kind"] == "peer"]
         theirs = min(peers, key=lambda each: some[each], default=None)
-        ratios[name] = auto / some[best]
-        if " 6:6 " in name:
-            of_six.append(some[best] / auto)
-        text = "" if theirs is None else f"; of peers' own code {theirs} {some[theirs]:.1f} ms"
-        print(f"{name}: auto {auto:.1f} ms, best shipped {best} {some[best]:.1f} ms ({ratios[name]:.3f}){text}")
-    if ratios:
-        print(f"\nauto over the best of the others: largest {max(ratios.values()):.3f} in {len(ratios)} cells, "
-              f"geometric mean {statistics.geometric_mean(ratios.values()):.3f}")  # fmt: skip
-    if of_six:
-        print(f"with 6 heads auto is {statistics.geometric_mean(of_six):.2f} × faster (geometric mean)")
+        ratios.setdefault(name.split()[-1], {})[name] = auto / some[best]
+        text = f"{name}: auto {auto:.1f} ms, best shipped {best} {some[best]:.1f} ms ({auto / some[best]:.3f})"
+        if theirs is not None:
+            text += f"; of peers' own code {theirs} {some[theirs]:.1f} ms ({auto / some[theirs]:.3f})"
+        print(text)
+    for regime, found in ratios.items():
+        print(f"\n{regime}: auto over the best of the others: largest {max(found.values()):.3f} in {len(found)} cells, "
+              f"geometric mean {statistics.geometric_mean(found.values()):.3f}")  # fmt: skip
+        if of_six := [1 / ratio for name, ratio in found.items() if " 6:6 " in name]:
+            print(f"with 6 heads auto is {statistics.geometric_mean(of_six):.2f} × faster (geometric mean)")
 
 
 if __name__ == "__main__":
