@@ -13,9 +13,8 @@ from tokenring.backends.registry import transport_capabilities
 from tokenring.emulate.shapes import Shape
 from tokenring.layout import Layout, make_layout
 from tokenring.mask import Mask, parse_mask
-from tokenring.planner.auto import Call, plan_call
+from tokenring.planner.auto import Call, make, plan_call
 from tokenring.planner.emulated import interconnect_of_shape, sleeping_machine
-from tokenring.planner.pieces import named_schedule
 from tokenring.planner.plan import Plan
 from tokenring.planner.predict import Setting, busiest, predict
 from tokenring.planner.visible import visible_pairs
@@ -147,8 +146,7 @@ class Cell:
     def seconds(self, schedule: str, tflops: float, bundle_bytes: int) -> float:
         """What one schedule is predicted to take."""
         call = self.call(tflops, bundle_bytes=bundle_bytes)
-        made = named_schedule(schedule, self.workload, self.layout, self.layout, self.the_mask)
-        return predict(made, call.setting).seconds
+        return predict(make(call, schedule), call.setting).seconds
 
 
 def cells() -> list[Cell]:

@@ -146,8 +146,8 @@ def report(rows: list[dict[str, str]]) -> None:
         best = min(some, key=lambda each: some[each])
         peers = [row["schedule"] for row in mine if row["kind"] == "peer"]
         theirs = min(peers, key=lambda each: some[each], default=None)
-        ratios.setdefault(name.split()[-1], {})[name] = auto / some[best]
-        text = f"{name}: auto {auto:.1f} ms, best shipped {best} {some[best]:.1f} ms ({auto / some[best]:.3f})"
+        ratio = ratios.setdefault(name.split()[-1], {})[name] = auto / some[best]
+        text = f"{name}: auto {auto:.1f} ms, best shipped {best} {some[best]:.1f} ms ({ratio:.3f})"
         if theirs is not None:
             text += f"; of peers' own code {theirs} {some[theirs]:.1f} ms ({auto / some[theirs]:.3f})"
         print(text)

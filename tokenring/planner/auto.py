@@ -16,15 +16,13 @@ from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.large import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
 from tokenring.planner.modes import over, within_limit
-from tokenring.planner.pieces import CUT_BY_DEFAULT, default_pieces
+from tokenring.planner.pieces import CUT_BY_DEFAULT, named_schedule
 from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import Choice, Judged, Judgement, decide, judge
 from tokenring.planner.visible import UNEVEN, is_even, most_of_own_rows, own_pairs, visible_pairs, visible_share
-from tokenring.schedule.families.registry import FAMILIES, check_heads, expand, is_known, parse
+from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
-from tokenring.schedule.schemes import make_schedule
-from tokenring.workload import Workload
 
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
@@ -220,17 +218,7 @@ def make(call: Call, name: str) -> Schedule:
 
 def make_in_order(call: Call, name: str, order: Sequence[int] | None) -> Schedule:
     """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
-    return make_for(call.setting.workload, (call.q_layout, call.kv_layout), call.mask, name, order)
-
-
-def make_for(
-    workload: Workload, layouts: tuple[Layout, Layout], mask: Mask, name: str, order: Sequence[int] | None
-) -> Schedule:
-    """The same where only the call is known, and nothing of what joins the ranks."""
-    pieces = default_pieces(name, workload, *layouts)
-    made = make_schedule(name, *layouts, mask, pieces=pieces, order=order)
-    check_heads(name, made.head_groups, workload)
-    return made
+    return named_schedule(name, call.setting.workload, call.q_layout, call.kv_layout, call.mask, order=order)
 
 
 def order_of(net: Interconnect) -> tuple[int, ...] | None:

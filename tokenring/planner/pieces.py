@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.schedule.families.registry import check_heads
@@ -28,11 +30,12 @@ def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: L
 
 
 def named_schedule(
-    name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None = None
-) -> Schedule:
-    """A named schedule for a workload, in its default pieces unless told otherwise."""
+    name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None = None,
+    order: Sequence[int] | None = None,
+) -> Schedule:  # fmt: skip
+    """A named schedule for a workload, in its default pieces unless told otherwise; order: as of `make_schedule`."""
     if pieces is None:
         pieces = default_pieces(name, workload, q_layout, kv_layout)
-    made = make_schedule(name, q_layout, kv_layout, mask, pieces=pieces)
+    made = make_schedule(name, q_layout, kv_layout, mask, pieces=pieces, order=order)
     check_heads(name, made.head_groups, workload)
     return made

@@ -17,7 +17,7 @@ from tokenring.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
 from tokenring.planner.aside import Aside
-from tokenring.planner.auto import Call, make_for, order_of, plan_call
+from tokenring.planner.auto import Call, order_of, plan_call
 from tokenring.planner.concurrent import group_net
 from tokenring.planner.devices import device_figures
 from tokenring.planner.interconnect import Interconnect
@@ -30,6 +30,7 @@ from tokenring.planner.machine import (
     models_of,
 )  # fmt: skip
 from tokenring.planner.measured import Key, kept, key_of
+from tokenring.planner.pieces import named_schedule
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Machine, Rates
@@ -198,7 +199,7 @@ class Planner:
             raise ConfigurationError(found[REFUSAL])
         candidates = tuple(Candidate(**each) for each in found["candidates"])
         # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
-        made = make_for(request.workload, layouts, request.mask, found["name"], found["order"])
+        made = named_schedule(found["name"], request.workload, *layouts, request.mask, order=found["order"])
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 

@@ -39,8 +39,7 @@ HCCS_910A = Figure(
 HCCS_910B = Figure(28, "source of Ascend's npu-smi: 4 lanes of 56 Gbit/s a link", "vendor")
 HCCS_A3 = Figure(28, "Ascend's msmodeling: 196 a die; npu-smi prints seven links of 224 Gbit/s", "vendor")
 UB_950 = Figure(
-    50,
-    "topology file of the Atlas 850 in the driver's source: one port a pair; hccn_tool's page: 400 Gbit/s a port",
+    50, "topology file of the Atlas 850 in the driver's source: one port a pair; hccn_tool's page: 400 Gbit/s a port",
     "vendor",
 )
 SIO_A3 = Figure(224, "Ascend's msmodeling, between the dies of a package", "vendor")
