@@ -16,7 +16,10 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends import semaphores
 from tokenring.backends.boards import CELL_BYTES, SLICE_SECONDS, Board, ShmBoard, StoreBoard, Verdict
@@ -308,6 +311,12 @@ class Controlled:
 
     def fail(self, error: BaseException) -> None:
         self.control.fail(error)
+
+
+def own_store(control: Control, group: ProcessGroup, channel: str) -> Any:
+    """The part of the group's store that no other group and no other transport uses."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return PrefixStore(f"tokenring/{control.name}/{channel}", store)
 
 
 Agree = Callable[[str, str], list[str]]  # what it is about, this rank's trouble → the trouble of each rank

@@ -10,16 +10,23 @@ that differ do not meet, so between machines they are on their way while the ran
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
-from tokenring.backends.apart import Apart, GlooHandle, check_gloo, connect, release
+from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle
-from tokenring.backends.control import Control, Controlled
-from tokenring.errors import MOST_SAID, ConfigurationError, one_line
+from tokenring.backends.control import Control, Controlled, own_store
+from tokenring.backends.lines import INTERFACES
+from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
+from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
@@ -27,6 +34,70 @@ if TYPE_CHECKING:
 
 NO_CALL = 0  # the key before the first call, and after one on which the ranks did not agree
 BUNDLE_BYTES = 512 << 10  # whose copies, at both ends, take a core no longer than the message that they save
+DEVICES: WeakKeyDictionary[Control, list[Any]] = WeakKeyDictionary()
+
+
+def check_gloo() -> None:
+    """Raises BackendUnavailable where torch has no Gloo."""
+    if not dist.is_gloo_available():
+        raise BackendUnavailable("transport 'gloo' was asked for, but this torch was built without Gloo")
+
+
+def connect(control: Control, group: ProcessGroup, channel: str) -> Any:
+    """A Gloo group of the members of `group` alone. Raises PeerLost.
+
+    Not by dist.new_group: it wants every rank of the world, or else names groups by how many a rank
+    has made before, on which members of overlapping groups disagree, and then wait for each other.
+    """
+    apart = own_store(control, group, channel)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=control.timeout_seconds)
+    options._threads = 1  # for collectives, of which there are none
+    try:
+        options._devices = _devices(control)
+        made = dist.ProcessGroupGloo(apart, control.rank, control.world_size, options)
+    except RuntimeError as error:
+        peer = (control.rank + 1) % control.world_size
+        raise control.lost(peer, "connected to all ranks", one_line(error, MOST_SAID)) from None
+    addresses = [f"0/{rank}" for rank in range(control.world_size)]  # as Gloo calls them
+    with suppress(StoreSilent):
+        bounded(lambda: forget(apart, "connected", addresses, control.world_size), STORE_SECONDS)
+    return made
+
+
+def _devices(control: Control) -> list[Any]:
+    """What all Gloo groups of a control go over, by the interfaces that torch would take, with one thread for all.
+
+    A thread for each group takes more processor time: it wakes up for itself, a hundred times a second in any case.
+    """
+    if control not in DEVICES:
+        named = [name for name in os.environ.get(INTERFACES, "").split(",") if name]
+        gloo = dist.ProcessGroupGloo
+        DEVICES[control] = [gloo.create_device(interface=name) for name in named] or [gloo.create_default_device()]
+    return DEVICES[control]
+
+
+def release(control: Control) -> None:
+    """What `connect` made for all groups of a control, and they hold: its thread ends with the last of them."""
+    DEVICES.pop(control, None)
+
+
+class GlooHandle:
+    """One Gloo message on its way."""
+
+    def __init__(self, work: Any, control: Control, peer: int, what: str) -> None:
+        self._work, self._control, self._peer, self._what = work, control, peer, what
+
+    def wait(self) -> None:
+        control = self._control
+        control.board.note_waiting(self._peer)
+        try:
+            done = self._work.wait(timedelta(seconds=control.timeout_seconds))
+        except RuntimeError as error:
+            raise control.lost(self._peer, self._what, one_line(error, MOST_SAID)) from None
+        if done is False:
+            raise control.lost(self._peer, self._what, "no answer")
+        control.board.note_waiting(None)
 
 
 class GlooTransport(Controlled):
@@ -35,7 +106,7 @@ class GlooTransport(Controlled):
     capabilities = Capabilities(early_receives=True, channels=2, bundle_bytes=BUNDLE_BYTES)
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
-        check_gloo("gloo")
+        check_gloo()
         self.control = Control("gloo", group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)

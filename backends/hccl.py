@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.accelerated import Accelerated, from_the_post
-from tokenring.backends.apart import TAG, Apart, check_gloo, own_store
+from tokenring.backends.accelerated import TAG, Accelerated, from_the_post
+from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle, Link
-from tokenring.backends.control import Control
+from tokenring.backends.control import Control, own_store
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
@@ -62,7 +62,6 @@ class HcclTransport(Accelerated):
         """beside: the transport of which this is another mode; they share one control, and what is counted."""
         self._create, self._of = _creator(self.name), group
         _check_environment(self.name, os.environ)
-        check_gloo(self.name)
         self.control = Control(self.name, group, timeout_seconds) if beside is None else beside.control
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int) if beside is None else beside.sent_bytes
@@ -95,7 +94,7 @@ class HcclTransport(Accelerated):
     def _make(self, lane: str, ranks: tuple[int, ...]) -> Any:
         """A group of these ranks of the transport's group alone, by torch_npu's own constructor.
 
-        Not by dist.new_group: as `apart.connect` says; and it gives a group that is made again the name, and so
+        Not by dist.new_group: as `gloo.connect` says; and it gives a group that is made again the name, and so
         the keys in the store, of the one before.
         """
         options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]

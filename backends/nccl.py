@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from tokenring.backends import driver
-from tokenring.backends.accelerated import Accelerated, from_the_post
-from tokenring.backends.apart import TAG, Apart, check_gloo, own_store
+from tokenring.backends.accelerated import TAG, Accelerated, from_the_post
+from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle, Link
-from tokenring.backends.control import Control
+from tokenring.backends.control import Control, own_store
 from tokenring.backends.devices import device_of
 from tokenring.backends.meeting import Aside
 from tokenring.backends.watch import Watch, Watched
@@ -74,7 +74,6 @@ class NcclTransport(Watched, Accelerated):
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         self._check_available()
-        check_gloo(self.name)
         self.control = Control(self.name, group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
@@ -95,7 +94,7 @@ class NcclTransport(Watched, Accelerated):
             raise BackendUnavailable(f"transport {self.name!r} was asked for, but {reason}")
 
     def _make(self, group: ProcessGroup, channel: str) -> Any:
-        """An NCCL group of the members of `group` alone; not by dist.new_group, as `apart.connect` says."""
+        """An NCCL group of the members of `group` alone; not by dist.new_group, as `gloo.connect` says."""
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=limit_seconds(os.environ, self.control.timeout_seconds))
         options.global_ranks_in_group = dist.get_process_group_ranks(group)

@@ -21,9 +21,9 @@ import torch
 
 from tokenring.backends import driver
 from tokenring.backends.accelerated import check_movable, elsewhere
-from tokenring.backends.apart import Apart, check_gloo, own_store
+from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle, Landing, Link
-from tokenring.backends.control import Control
+from tokenring.backends.control import Control, own_store
 from tokenring.backends.devices import Device, device_of
 from tokenring.backends.mailbox import Mailboxes, lay
 from tokenring.backends.meeting import StoreSilent, bounded
@@ -89,7 +89,6 @@ class SymmTransport(Watched):
     capabilities = Capabilities(early_receives=False, channels=2, one_sided=True, zero_sm=True, capturable=True)
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
-        check_gloo(self.name)
         self.control = Control(self.name, group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)

@@ -17,7 +17,7 @@ from ascend.hccl_streams import Batch, Entry, GroupStream
 from ranks import Here
 
 from tokenring.backends import registry
-from tokenring.backends.apart import own_store
+from tokenring.backends.control import own_store
 from tokenring.backends.hccl import HcclTransport
 from tokenring.backends.nccl import NcclTransport
 

@@ -1,5 +1,5 @@
-"""Exchanges between ranks that share no memory, on threads and queues in place of Gloo: who hears what, in how many
-messages, whoever says something else."""
+"""Exchanges between ranks that share no memory, on threads and queues in place of connections: who hears what, in how
+many messages, whoever says something else."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tokenring.backends import apart
 from tokenring.backends.apart import Apart
@@ -24,39 +21,33 @@ class Wire:
     """Messages between the ranks, in order from each to each."""
 
     def __init__(self, ranks: int) -> None:
-        self.ways: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+        self.ways: dict[tuple[int, int], queue.Queue[bytes]] = {
             (a, b): queue.Queue() for a in range(ranks) for b in range(ranks)
         }
         self.sent: Counter[int] = Counter()
 
 
-class Group:
-    """What one rank sees of it, with the calls of a process group."""
+class Ends:
+    """What one rank has of it, with the calls of `Lines`."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire, self.rank = wire, rank
 
-    def send(self, data: list[torch.Tensor], peer: int, tag: int) -> Any:
+    def say(self, rank: int, data: bytes) -> None:
         self.wire.sent[self.rank] += 1
-        self.wire.ways[self.rank, peer].put(data[0].clone())
-        return SimpleNamespace(wait=lambda limit: True)
+        self.wire.ways[self.rank, rank].put(data)
 
-    def recv(self, data: list[torch.Tensor], peer: int, tag: int) -> Any:
-        def wait(limit: timedelta) -> bool:
-            came = self.wire.ways[peer, self.rank].get(timeout=limit.total_seconds())
-            assert came.shape == data[0].shape, "Gloo ends a process that gets another size than it receives"
-            data[0].copy_(came)
-            return True
-
-        return SimpleNamespace(wait=wait)
+    def hear(self, rank: int, size_bytes: int) -> bytes:
+        came = self.wire.ways[rank, self.rank].get(timeout=SECONDS)
+        assert len(came) == size_bytes, "a connection would give parts of messages"
+        return came
 
 
 class Alone:
     """A control that is asked for nothing but who its rank is."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.world_size, self.timeout_seconds = rank, ranks, SECONDS
-        self.board = SimpleNamespace(note_waiting=lambda peer: None)
+        self.rank, self.world_size = rank, ranks
         self.gather_apart: Callable[[bytes], Callable[[], list[bytes]]] | None = None
 
 
@@ -67,7 +58,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[list[
     def run(said: list[bytes], times: int = 1) -> tuple[list[list[bytes]], Counter[int]]:
         wire, heard = Wire(len(said)), [[b""]] * len(said)
         failed: list[Exception] = []
-        monkeypatch.setattr(apart, "connect", lambda control, group, channel: Group(wire, control.rank))
+        monkeypatch.setattr(apart, "Lines", lambda control, group: Ends(wire, control.rank))
 
         def one(rank: int) -> None:
             control = Alone(rank, len(said))
@@ -128,13 +119,13 @@ def test_all_say_something_else(exchanged: Any) -> None:
 
 def test_a_difference_that_is_not_passed_on_is_noticed(exchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: who hears of a difference passes on that all is well, so that ranks far from it believe so."""
-    said, swap = [b"this", *[b"that"] * 7], Apart._swap
+    said, say = [b"this", *[b"that"] * 7], Apart._say
 
     def all_is_well(self: Apart, steps: range, told: bytes) -> Any:
-        return swap(self, steps, told[:4] + b"\1" * len(told[4:]))
+        return say(self, steps, told[:4] + b"\1" * len(told[4:]))
 
     monkeypatch.setattr(apart, "WAYS", 2)
-    monkeypatch.setattr(Apart, "_swap", all_is_well)
+    monkeypatch.setattr(Apart, "_say", all_is_well)
     monkeypatch.setattr(f"{__name__}.SECONDS", 0.2)
     with pytest.raises((AssertionError, queue.Empty)):
         assert exchanged(said)[0] == [said] * 8
