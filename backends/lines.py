@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 INTERFACES = "GLOO_SOCKET_IFNAME"  # a user who has told Gloo need not tell us
 ANSWER_SECONDS = 2.0  # for who has connected to say which rank it is: strangers must not keep the others waiting
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-LINK_LOCAL = "20"  # a scope in /proc/net/if_inet6: such addresses mean nothing to others
+STRANGERS = 128  # for whom there is room at the door while none is let in
+IF_INET6 = Path("/proc/net/if_inet6")
+LINK_LOCAL = "20"  # a scope there: such addresses mean nothing to others
 CONNECTS, HEARS = "connected to all ranks", "exchanged with all ranks"
 
 
@@ -43,15 +45,17 @@ class Lines:
         weakref.finalize(self, _close, self._lines)
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=control.world_size) as door:
+        with socket.create_server((host, 0), family=family, backlog=control.world_size + STRANGERS) as door:
             mine = json.dumps([host, door.getsockname()[1]])
             places = Meeting(group, control.timeout_seconds).gather("where they listen", mine)
             deadline = time.monotonic() + control.timeout_seconds
             for rank in range(control.rank):
                 host, port = json.loads(places[rank])
                 self._keep(rank, self._call(rank, host, port, deadline))
-            while missing := set(range(control.rank + 1, control.world_size)) - self._lines.keys():
-                self._keep(*self._answer(door, missing, deadline))
+                self.say(rank, self._card(control.rank))
+            cards = {self._card(rank): rank for rank in range(control.rank + 1, control.world_size)}
+            while cards:
+                self._answer(door, cards, deadline)
 
     def _keep(self, rank: int, line: socket.socket) -> None:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -59,29 +63,24 @@ class Lines:
         self._lines[rank] = line
 
     def _call(self, rank: int, host: str, port: int, deadline: float) -> socket.socket:
-        """Connect to a rank, and say who calls."""
         try:
-            line = socket.create_connection((host, port), max(0.1, deadline - time.monotonic()))
-            line.sendall(self._card(self._control.rank))
+            return socket.create_connection((host, port), max(0.1, deadline - time.monotonic()))
         except OSError as error:
-            hint = f"it listens at {host}; if that cannot be reached from here, set {INTERFACES} to the interface"
+            hint = f"it listens at {host}: if that is not where it can be reached, set {INTERFACES} there"
             raise self._control.lost(rank, CONNECTS, f"{error} ({hint})") from None
-        return line
 
-    def _answer(self, door: socket.socket, missing: set[int], deadline: float) -> tuple[int, socket.socket]:
-        """The next rank that connects. Whoever else does is sent away."""
-        cards = {self._card(rank): rank for rank in missing}
-        while True:
-            door.settimeout(max(0.1, deadline - time.monotonic()))
-            try:
-                line, _ = door.accept()
-            except OSError as error:
-                raise self._control.lost(min(missing), CONNECTS, f"it has not connected: {error}") from None
-            line.settimeout(ANSWER_SECONDS)
-            try:
-                return cards[_receive(line, len(next(iter(cards))))], line
-            except (OSError, KeyError):
-                line.close()
+    def _answer(self, door: socket.socket, cards: dict[bytes, int], deadline: float) -> None:
+        """Let in the next that connects if it brings one of the cards, which then is gone. Send away whoever else."""
+        door.settimeout(max(0.1, deadline - time.monotonic()))
+        try:
+            line, _ = door.accept()
+        except OSError as error:
+            raise self._control.lost(min(cards.values()), CONNECTS, f"it has not connected: {error}") from None
+        line.settimeout(ANSWER_SECONDS)
+        try:
+            self._keep(cards.pop(_receive(line, len(self._card(0)))), line)
+        except (OSError, KeyError):
+            line.close()
 
     def _card(self, rank: int) -> bytes:
         """By which a rank is known. The control's name is new, and only its ranks know it."""
@@ -158,7 +157,7 @@ def interface_address(name: str) -> str:
 
 def _ipv6_addresses(name: str) -> Iterable[str]:
     try:
-        rows = Path("/proc/net/if_inet6").read_text().splitlines()
+        rows = IF_INET6.read_text().splitlines()
     except OSError:
         return
     for address, _, _, scope, _, interface in map(str.split, rows):
