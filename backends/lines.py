@@ -1,10 +1,11 @@
 """Lines: a TCP connection between each two ranks of a control, for messages of a few bytes.
 
-They cost a third of what Gloo's messages do: no thread of its own must wake up at either end before one has come.
+They cost less than Gloo's messages, each of which wakes a thread of its own at both ends.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,78 +14,131 @@ import struct
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenring.backends.control import Control
 from tokenring.backends.meeting import Meeting
-from tokenring.errors import BackendUnavailable, PeerLost
+from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost, TokenRingError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 INTERFACES = "GLOO_SOCKET_IFNAME"  # a user who has told Gloo need not tell us
 ANSWER_SECONDS = 2.0  # for who has connected to say which rank it is: strangers must not keep the others waiting
-SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+PAUSE_SECONDS = 0.05  # before a rank is called again
 STRANGERS = 128  # for whom there is room at the door while none is let in
+MOST_SECONDS = 1e6  # that a socket waits: the milliseconds of more overflow
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+CONNECTS, HEARS = "connected to all ranks", "exchanged with all ranks"
+SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 IF_INET6 = Path("/proc/net/if_inet6")
 LINK_LOCAL = "20"  # a scope there: such addresses mean nothing to others
-CONNECTS, HEARS = "connected to all ranks", "exchanged with all ranks"
 
 
 class Lines:
     """What one rank says to others and hears from them, in order from each to each. Made by all ranks together.
 
-    Raises PeerLost, which names who cannot be reached; BackendUnavailable if this rank has no address.
+    Raises PeerLost, which names who cannot be reached; BackendUnavailable, on all ranks alike, if one has no address;
+    ConfigurationError if this process may not open as many files.
     """
 
     def __init__(self, control: Control, group: ProcessGroup) -> None:
         self._control = control
         self._lines: dict[int, socket.socket] = {}
         weakref.finalize(self, _close, self._lines)
-        host = own_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=control.world_size + STRANGERS) as door:
-            mine = json.dumps([host, door.getsockname()[1]])
-            places = Meeting(group, control.timeout_seconds).gather("where they listen", mine)
-            deadline = time.monotonic() + control.timeout_seconds
-            for rank in range(control.rank):
-                host, port = json.loads(places[rank])
-                self._keep(rank, self._call(rank, host, port, deadline))
-                self.say(rank, self._card(control.rank))
-            cards = {self._card(rank): rank for rank in range(control.rank + 1, control.world_size)}
-            while cards:
-                self._answer(door, cards, deadline)
+        meeting = Meeting(group, control.timeout_seconds)
+        with ExitStack() as until_met:
+            door, trouble = None, ""
+            try:
+                door = until_met.enter_context(_door(control.world_size))
+            except (BackendUnavailable, OSError) as error:
+                trouble = f"rank {control.rank} cannot listen for the others: {error}"
+            where = door.getsockname()[:2] if door else ()
+            said = [json.loads(each) for each in meeting.gather("where they listen", json.dumps([trouble, where]))]
+            if trouble := "; ".join(filter(None, (each for each, _ in said))):
+                raise BackendUnavailable(trouble)
+            assert door is not None
+            self._connect(door, [place for _, place in said])
 
-    def _keep(self, rank: int, line: socket.socket) -> None:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.settimeout(self._control.timeout_seconds)
-        self._lines[rank] = line
+    # ---------- connecting
 
-    def _call(self, rank: int, host: str, port: int, deadline: float) -> socket.socket:
-        try:
-            return socket.create_connection((host, port), max(0.1, deadline - time.monotonic()))
-        except OSError as error:
-            hint = f"it listens at {host}: if that is not where it can be reached, set {INTERFACES} there"
-            raise self._control.lost(rank, CONNECTS, f"{error} ({hint})") from None
+    def _connect(self, door: socket.socket, places: list[list[Any]]) -> None:
+        """Call the ranks before this one, let in those after it."""
+        deadline = time.monotonic() + self._control.timeout_seconds
+        for rank in range(self._control.rank):
+            host, port = places[rank]
+            self._call(rank, host, port, deadline)
+        cards = {self._card(rank): rank for rank in range(self._control.rank + 1, self._control.world_size)}
+        while cards:
+            self._answer(door, cards, deadline)
+
+    def _call(self, rank: int, host: str, port: int, deadline: float) -> None:
+        """Each says who it is. If that came too late, as when a rank has many callers, it is called again."""
+        hint = f"it listens at {host}: if that is not where it can be reached, set {INTERFACES} there"
+        while rank not in self._lines:
+            try:
+                line = socket.create_connection((host, port), _left(deadline))
+            except OSError as error:
+                raise self._cannot(rank, error, hint) from None
+            with ExitStack() as unless_kept:
+                unless_kept.enter_context(line)
+                try:
+                    line.sendall(self._card(self._control.rank))
+                    answer = _receive(line, len(self._card(rank)), deadline)
+                except OSError as error:
+                    if time.monotonic() >= deadline or not isinstance(error, ConnectionError):
+                        raise self._cannot(rank, error, hint) from None
+                    time.sleep(PAUSE_SECONDS)
+                    continue
+                if answer != self._card(rank):
+                    raise self._control.lost(rank, CONNECTS, f"somebody else answers ({hint})")
+                self._keep(rank, line)
+                unless_kept.pop_all()
 
     def _answer(self, door: socket.socket, cards: dict[bytes, int], deadline: float) -> None:
         """Let in the next that connects if it brings one of the cards, which then is gone. Send away whoever else."""
-        door.settimeout(max(0.1, deadline - time.monotonic()))
+        door.settimeout(_left(deadline))
         try:
             line, _ = door.accept()
+        except ConnectionError:  # it has left already
+            return
         except OSError as error:
-            raise self._control.lost(min(cards.values()), CONNECTS, f"it has not connected: {error}") from None
-        line.settimeout(ANSWER_SECONDS)
-        try:
-            self._keep(cards.pop(_receive(line, len(self._card(0)))), line)
-        except (OSError, KeyError):
-            line.close()
+            raise self._cannot(min(cards.values()), error, "it has not connected") from None
+        with ExitStack() as unless_kept, suppress(OSError):
+            unless_kept.enter_context(line)
+            card = _receive(line, len(self._card(0)), min(deadline, time.monotonic() + ANSWER_SECONDS))
+            if card in cards:
+                line.sendall(self._card(self._control.rank))
+                self._keep(cards.pop(card), line)
+                unless_kept.pop_all()
+        if time.monotonic() >= deadline and cards:
+            raise self._control.lost(min(cards.values()), CONNECTS, "it has not connected")
 
     def _card(self, rank: int) -> bytes:
         """By which a rank is known. The control's name is new, and only its ranks know it."""
         return f"tokenring {self._control.name} {rank:8}".encode()
+
+    def _keep(self, rank: int, line: socket.socket) -> None:
+        self._lines[rank] = line
+        line.settimeout(min(self._control.timeout_seconds, MOST_SECONDS))
+        with suppress(OSError):  # it has gone already, which shows when it is asked for something
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # firewalls forget connections that are idle
+
+    def _cannot(self, rank: int, error: OSError, hint: str) -> TokenRingError:
+        """The error for a connection that failed. If this process may open no more files, no peer is to blame."""
+        if error.errno not in TOO_MANY_FILES:
+            return self._control.lost(rank, CONNECTS, f"{error} ({hint})")
+        self._control.fail(error)
+        return ConfigurationError(
+            f"rank {self._control.rank} needs a connection to each of {self._control.world_size - 1} others, and may "
+            f"open no more files ({error}): allow more, as by ulimit -n {4 * self._control.world_size + 1024}"
+        )
+
+    # ---------- saying and hearing
 
     def say(self, rank: int, data: bytes) -> None:
         """It leaves at once: so little fits any connection's buffer."""
@@ -105,14 +159,29 @@ class Lines:
         return self._control.lost(rank, HEARS, "no answer" if late else str(error))
 
 
-def _receive(line: socket.socket, size_bytes: int) -> bytes:
-    """So many bytes, each of whose parts must come within the line's time limit. Raises OSError."""
+def _door(callers: int) -> socket.socket:
+    host = own_address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=callers + STRANGERS)
+
+
+def _left(deadline: float) -> float:
+    """Seconds for a socket to wait."""
+    return min(max(0.01, deadline - time.monotonic()), MOST_SECONDS)
+
+
+def _receive(line: socket.socket, size_bytes: int, deadline: float | None = None) -> bytes:
+    """So many bytes; all by the deadline, or each part within the line's own limit. Raises OSError."""
     data = b""
     while len(data) < size_bytes:
+        if deadline is not None:
+            line.settimeout(_left(deadline))
         part = line.recv(size_bytes - len(data))
         if not part:
             raise ConnectionResetError("connection closed by peer")
         data += part
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError("timed out")
     return data
 
 
@@ -127,7 +196,7 @@ def _close(lines: dict[int, socket.socket]) -> None:
 def own_address() -> str:
     """Of the interface that GLOO_SOCKET_IFNAME names first; else what the host's name means; else the loopback.
 
-    The same that Gloo takes. Raises BackendUnavailable if that interface has none.
+    As Gloo does. Raises BackendUnavailable if that interface has none.
     """
     named = next(filter(None, os.environ.get(INTERFACES, "").split(",")), None)
     if named is not None:
@@ -167,9 +236,9 @@ def _ipv6_addresses(name: str) -> Iterable[str]:
 
 def _is_ours(address: str) -> bool:
     """Whether one can listen at it: a host's name may mean some other host."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as tried:
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as tried:
             tried.bind((address, 0))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True

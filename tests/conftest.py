@@ -22,9 +22,9 @@ torch.set_num_threads(1)  # on a busy machine, threads that wait for each other 
 # alone, one after another; all others go to the second, which has less right to the processor.
 ALONE = frozenset({
     "ascend_device", "ascend_traps", "bench", "demo", "devices", "emulate", "errors", "faults", "groups", "hccl",
-    "hccl_emulation", "hccl_life", "hccl_mutants", "leaks", "nccl", "packaging", "planner_job", "planner_rates",
-    "ranks", "shared_memory", "soak", "symm", "topology_job", "topology_measure", "topology_testbed", "trace",
-    "transports", "watch",
+    "hccl_emulation", "hccl_life", "hccl_mutants", "leaks", "lines", "nccl", "packaging", "planner_job",
+    "planner_rates", "ranks", "shared_memory", "soak", "symm", "topology_job", "topology_measure", "topology_testbed",
+    "trace", "transports", "watch",
 })  # fmt: skip
 NICENESS = 5  # about a quarter of the processor beside a worker that wants all of it
 

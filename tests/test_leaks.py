@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from faults import lasting_names
 from held import Held, held
+from machines import APART, transport_name
 from ranks import PEER_SECONDS, Here, RankPools
 
 from tokenring import ContextParallel, attention
@@ -18,9 +19,10 @@ SPARE_MAPS = 40  # malloc has up to eight arenas for each core, of two mappings;
 
 def live(name: str, group: dist.ProcessGroup | None, close: bool) -> None:
     """A context from its birth to its end, with a call in between."""
-    cp = ContextParallel(group, schedule="ring", transport=name, timeout_seconds=PEER_SECONDS)
-    x = torch.ones(1, 8, 2, 16, requires_grad=True)
-    out = attention(x, x, x, cp)
+    with transport_name(name) as known:
+        cp = ContextParallel(group, schedule="ring", transport=known, timeout_seconds=PEER_SECONDS)
+        x = torch.ones(1, 8, 2, 16, requires_grad=True)
+        out = attention(x, x, x, cp)
     torch.autograd.backward(out.sum())
     if close:
         cp.close()
@@ -62,6 +64,8 @@ def _keys() -> int:
         pytest.param("gloo", 200, True, False, id="gloo, closed"),
         pytest.param("gloo", 60, False, False, id="gloo, dropped"),
         pytest.param("gloo", 60, True, True, id="gloo, new groups"),
+        pytest.param(APART, 60, True, False, id=f"{APART}, closed"),
+        pytest.param(APART, 60, False, False, id=f"{APART}, dropped"),
     ],
 )
 def test_nothing_grows(name: str, count: int, close: bool, new_groups: bool, ranks: RankPools) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tokenring import BackendUnavailable, PeerLost
+from tokenring import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.backends import lines
 from tokenring.backends.lines import Lines, own_address
 
@@ -29,6 +31,11 @@ class Alone:
 
     def __init__(self, rank: int, ranks: int, timeout_seconds: float = SECONDS) -> None:
         self.rank, self.world_size, self.timeout_seconds = rank, ranks, timeout_seconds
+
+        self.failed: list[BaseException] = []
+
+    def fail(self, error: BaseException) -> None:
+        self.failed.append(error)
 
     def lost(self, peer: int, what: str, found: str) -> PeerLost:
         return PeerLost(f"rank {self.rank} {what} from rank {peer}: {found}", peer)
@@ -73,7 +80,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[An
                 return meet(self.rank, text)
 
         monkeypatch.setattr(lines, "Meeting", Meeting)
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(ranks)]
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True, name=str(rank)) for rank in range(ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -87,6 +94,14 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[An
         found.clear()
 
 
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def host(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not lines._is_ours(request.param):
+        pytest.skip(f"no {request.param} here")
+    monkeypatch.setattr(lines, "own_address", lambda: request.param)
+
+
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_each_hears_each_in_order(connected: Any, ranks: int) -> None:
     """Whatever the parts: a connection keeps no bounds of messages."""
@@ -98,6 +113,30 @@ def test_each_hears_each_in_order(connected: Any, ranks: int) -> None:
     for a, b in pairs:
         assert found[b].hear(a, 5) == bytes([a, b, 1, a, b])
         assert found[b].hear(a, 2) == bytes([2, 3])
+
+
+def test_a_message_may_come_in_parts(connected: Any) -> None:
+    found = connected(2)
+    later = threading.Timer(0.1, found[0].say, (1, b"ll"))
+    found[0].say(1, b"we")
+    later.start()
+    assert found[1].hear(0, 4) == b"well"
+    later.join()
+
+
+def test_waits_can_be_interrupted(connected: Any) -> None:
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    found, before = connected(2), signal.signal(signal.SIGALRM, interrupt)
+    began = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            found[0].hear(1, 1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < SECONDS / 2
 
 
 def descriptors() -> int:
@@ -118,7 +157,7 @@ def test_they_end_with_what_holds_them(connected: Any) -> None:
 
 
 class TestStrangers:
-    """Who comes to a rank's door and is none of its group."""
+    """Who comes to a rank's door and is none of its group; and one of it who is late."""
 
     @pytest.mark.parametrize("says", [
         b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 500,
@@ -131,7 +170,7 @@ class TestStrangers:
         came: list[socket.socket] = []
 
         def come(brought: list[str]) -> None:
-            host, port = json.loads(brought[0])
+            _, (host, port) = json.loads(brought[0])
             came.append(socket.create_connection((host, port), SECONDS))
             came[-1].sendall(says)
 
@@ -149,17 +188,72 @@ class TestStrangers:
 
         def come(brought: list[str]) -> None:
             if not came:
-                came.append(socket.create_connection(tuple(json.loads(brought[0])), SECONDS))
+                came.append(socket.create_connection(tuple(json.loads(brought[0])[1]), SECONDS))
                 came[-1].sendall(b"tokenring 0123456789abcdef        2")
 
         found = connected(2, place=Place(2, come))  # of two ranks: the third is none
         found[0].say(1, b"well")
         assert found[1].hear(0, 4) == b"well"
         came.pop().close()
-        found = connected(3, place=Place(3, come))
+        found = connected(3, timeout_seconds=0.5, place=Place(3, come))
         found[0].say(2, b"well")
-        assert came[0].recv(4) == b"well"
+        heard = came[0].makefile("rb").read(39)
+        assert heard == b"tokenring 0123456789abcdef        0well", heard
+        assert isinstance(found[2], PeerLost) and found[2].rank == 0
         came[0].close()
+
+    def test_who_is_late_is_called_again(self, connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A rank may have so many callers, or be so slow, that it is sent away like a stranger."""
+        card = Lines._card
+        late: list[int] = []
+
+        def slow(self: Lines, rank: int) -> bytes:
+            if self._control.rank == rank == 1 and not late:
+                late.append(rank)
+                time.sleep(0.5)
+            return card(self, rank)
+
+        monkeypatch.setattr(lines, "ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr(Lines, "_card", slow)
+        found = connected(3)
+        assert late == [1]
+        found[0].say(1, b"well")
+        assert found[1].hear(0, 4) == b"well"
+
+    def test_who_sends_byte_after_byte_is_not_waited_for(self) -> None:
+        mine, its = socket.socketpair()
+        with mine, its:
+            its.sendall(b"x")
+            more = [threading.Timer(0.1 * at, its.send, (b"x",)) for at in range(1, 5)]
+            for each in more:
+                each.start()
+            with pytest.raises(TimeoutError):
+                lines._receive(mine, 5, time.monotonic() + 0.25)
+            for each in more:
+                each.join()
+
+    def test_visitors_do_not_keep_a_rank_beyond_its_limit(self, connected: Any) -> None:
+        """As a health check does, that connects and leaves again and again."""
+        over = threading.Event()
+
+        def visit(host: str, port: int) -> None:
+            with contextlib.suppress(OSError):  # the door closes
+                while not over.wait(0.01):
+                    socket.create_connection((host, port), SECONDS).close()
+
+        class Visited(Place):
+            def gather(self, rank: int, text: str) -> list[str]:
+                super().gather(rank, text)
+                if rank == 1:
+                    raise RuntimeError("it ends here")
+                threading.Thread(target=visit, args=json.loads(text)[1], daemon=True).start()
+                return self.brought
+
+        began = time.monotonic()
+        found = connected(2, timeout_seconds=0.3, place=Visited(2))
+        over.set()
+        assert isinstance(found[0], PeerLost) and found[0].rank == 1
+        assert time.monotonic() - began < 2
 
 
 class TestLost:
@@ -200,9 +294,52 @@ class TestLost:
 
         found = connected(3, timeout_seconds=0.3, place=Partly(3))
         assert isinstance(found[0], PeerLost) and found[0].rank == 1
-        assert "connected to all ranks from rank 1: it has not connected: timed out" in str(found[0])
+        assert "connected to all ranks from rank 1: timed out (it has not connected)" in str(found[0])
         assert isinstance(found[2], PeerLost) and found[2].rank == 1
         assert "it listens at 127.0.0.1" in str(found[2]) and "GLOO_SOCKET_IFNAME" in str(found[2])
+
+    def test_who_answers_in_its_place_is_not_taken_for_it(self, connected: Any) -> None:
+        """As where two hosts both take their own name for a loopback address."""
+        with socket.create_server(("127.0.0.1", 0)) as door:
+
+            def answer() -> None:
+                line, _ = door.accept()
+                with line:
+                    line.recv(35)
+                    line.sendall(b"tokenring 0123456789abcdee        0")
+
+            threading.Thread(target=answer, daemon=True).start()
+
+            class Misled(Place):
+                def gather(self, rank: int, text: str) -> list[str]:
+                    said = super().gather(rank, text)
+                    return [json.dumps(["", door.getsockname()]), *said[1:]] if rank else said
+
+            found = connected(2, timeout_seconds=0.5, place=Misled(2))
+        assert isinstance(found[1], PeerLost) and found[1].rank == 0
+        assert "somebody else answers" in str(found[1]) and "GLOO_SOCKET_IFNAME" in str(found[1])
+
+    def test_who_has_no_address_is_named_on_all_ranks_alike(self, connected: Any, monkeypatch: Any) -> None:
+        door = lines._door
+
+        def some(callers: int) -> socket.socket:
+            if threading.current_thread().name == "1":
+                raise BackendUnavailable("no such interface")
+            return door(callers)
+
+        monkeypatch.setattr(lines, "_door", some)
+        found = connected(3)
+        assert {type(each) for each in found} == {BackendUnavailable}
+        assert {str(each) for each in found} == {"rank 1 cannot listen for the others: no such interface"}
+
+    def test_no_peer_is_to_blame_for_too_few_files(self, connected: Any, monkeypatch: Any) -> None:
+        def none_left(*args: Any) -> socket.socket:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(socket, "create_connection", none_left)
+        found = connected(2, timeout_seconds=0.3)
+        assert isinstance(found[0], PeerLost) and isinstance(found[1], ConfigurationError)
+        assert "rank 1 needs a connection to each of 1 others" in str(found[1]) and "ulimit -n" in str(found[1])
 
 
 class TestOwnAddress:
@@ -235,6 +372,7 @@ class TestOwnAddress:
         (["127.0.0.1"], "127.0.0.1"),
         (["192.0.2.1", "127.0.0.1"], "127.0.0.1"),  # the first is for documentation: no host has it
         (["192.0.2.1"], "127.0.0.1"),
+        (["2001:db8::7", "127.0.0.1"], "127.0.0.1"),
         ([], "127.0.0.1"),
     ])  # fmt: skip
     def test_of_the_hosts_name(self, monkeypatch: pytest.MonkeyPatch, means: list[str], address: str) -> None:
@@ -242,7 +380,7 @@ class TestOwnAddress:
             assert name == socket.gethostname()
             if not means:
                 raise socket.gaierror(-2, "Name or service not known")
-            return [(socket.AF_INET, type, 6, "", (each, 0)) for each in means]
+            return [(socket.AF_UNSPEC, type, 6, "", (each, 0)) for each in means]
 
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
