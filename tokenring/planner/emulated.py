@@ -24,16 +24,16 @@ class Overheads:
     ten segments and what the emulation's sockets take.
     """
 
-    latency: float = 0.496e-3
-    post: float = 0.025e-3
+    latency: float = 1e-6
+    post: float = 0.022e-3
     handling: float = 0.06e-3
-    handling_gbs: float = 1.78
-    operation: float = 0.0466e-3
-    copy_gbs: float = 97.0
-    merge: float = 0.119e-3
-    call: float = 0.189e-3
+    handling_gbs: float = 1.24
+    operation: float = 0.0405e-3
+    copy_gbs: float = 19.9
+    merge: float = 0.0855e-3
+    call: float = 0.0982e-3
     start: float = 1.1e-3
-    window_bytes: float = 31300.0
+    window_bytes: float = 36000.0
 
     @property
     def messages(self) -> Messages:
