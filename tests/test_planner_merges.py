@@ -8,6 +8,7 @@ import pytest
 from families import make
 
 from tokenring import Full
+from tokenring.emulate.shapes import Shape
 from tokenring.errors import ConfigurationError
 from tokenring.planner.emulated import OVERHEADS, computing_machine, sleeping_machine
 from tokenring.planner.operations import Compute, operations
@@ -17,6 +18,7 @@ from tokenring.schedule.lower import lower
 from tokenring.workload import Workload
 
 RANKS = 4
+SHAPE = Shape("switch", RANKS, 1.0)
 SIZE = Workload(1, 64, 64, 4, 4, 8)
 
 
@@ -53,10 +55,10 @@ def test_gradients_are_added() -> None:
 
 def test_on_emulated_links() -> None:
     """Kernels that sleep or compute: merges are real in both, and never cheaper than they were measured."""
-    for machine in (sleeping_machine(1.0, RANKS), computing_machine(RATES, RANKS)):
+    for machine in (sleeping_machine(1.0, SHAPE), computing_machine(RATES, SHAPE)):
         assert machine.rates.merge_seconds == OVERHEADS.merge > 0
     slow = replace(RATES, merge_seconds=1.0)
-    assert computing_machine(slow, RANKS).rates.merge_seconds == 1.0
+    assert computing_machine(slow, SHAPE).rates.merge_seconds == 1.0
 
 
 def test_not_below_nothing() -> None:

@@ -138,11 +138,12 @@ def _counted(schedule: Any, size: Workload, program: Any) -> list[Any]:
 
 
 def predicted(case: Case, overheads: Overheads) -> float:
-    net = interconnect_of_shape(case.shape or Shape("full-mesh", case.ranks, MOST_GBIT))
+    shape = case.shape or Shape("full-mesh", case.ranks, MOST_GBIT)
+    net, messages = interconnect_of_shape(shape), overheads.messages(shape)
     total = 0.0
     for programs in case.passes:
         timed = [[_timed(each, overheads) for each in program] for program in programs]
-        total += simulate(net, timed, overheads.messages, cores=CORES, start_seconds=overheads.start).seconds
+        total += simulate(net, timed, messages, cores=CORES, start_seconds=overheads.start).seconds
     return total
 
 

@@ -134,7 +134,7 @@ class Cell:
     def call(self, tflops: float | None = None, everything: bool = False, bundle_bytes: int | None = None) -> Call:
         """What is planned for, with the figures of the emulation; bundle_bytes: up to which messages go together."""
         rate = self.tflops if tflops is None else tflops
-        machine = sleeping_machine(rate, self.ranks, cores=CORES)
+        machine = sleeping_machine(rate, self.shape, cores=CORES)
         able = self.able if bundle_bytes is None else replace(self.able, bundle_bytes=bundle_bytes)
         setting = Setting(self.workload, interconnect_of_shape(self.shape), machine, self.directions, able=able)
         return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)

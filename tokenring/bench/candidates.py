@@ -133,7 +133,7 @@ def our_candidates(case: Case) -> list[Candidate]:
 
 def emulated(shape: Shape, tflops: float | None) -> Interconnect:
     """The links, and what ranks on one machine do with them: kernels that sleep, or compute on its cores."""
-    machine = computing_machine(CPU, shape.ranks) if tflops is None else sleeping_machine(tflops, shape.ranks)
+    machine = computing_machine(CPU, shape) if tflops is None else sleeping_machine(tflops, shape)
     return interconnect_of_shape(shape, machine)
 
 

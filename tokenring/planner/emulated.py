@@ -18,27 +18,29 @@ BITS_OF_A_BYTE = 8
 class Overheads:
     """What processes that share a machine's cores add to the time of links and kernels; seconds on a core, if not said.
 
-    latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, and its
-    handling_gbs; operation: of a copy or merge, and its copy_gbs; merge: what merging results takes more; call: of a
-    kernel; start: of a pass, for each rank. window_bytes: of a connection, on their way at once: between TCP's first
-    ten segments and what the emulation's sockets take.
+    latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, its
+    handling_gbs, and packet: of each of its packets; operation: of a copy or merge, and its copy_gbs; merge: what
+    merging results takes more; call: of a kernel; start: of a pass, for each rank. window_bytes: of a connection, on
+    their way at once: between TCP's first ten segments and what the emulation's sockets take.
     """
 
-    latency: float = 1e-6
-    post: float = 0.022e-3
+    latency: float = 0.496e-3
+    post: float = 0.025e-3
     handling: float = 0.06e-3
-    handling_gbs: float = 1.24
-    operation: float = 0.0405e-3
-    copy_gbs: float = 19.9
-    merge: float = 0.0855e-3
-    call: float = 0.0982e-3
-    start: float = 1.1e-3
-    window_bytes: float = 36000.0
+    handling_gbs: float = 1.78
+    packet: float = 3.13e-6
+    operation: float = 0.0466e-3
+    copy_gbs: float = 10.8
+    merge: float = 0.0635e-3
+    call: float = 0.189e-3
+    start: float = 0.8e-3
+    window_bytes: float = 35100.0
 
-    @property
-    def messages(self) -> Messages:
+    def messages(self, shape: Shape) -> Messages:
+        """On the emulated links of this shape, whose packets are the smaller the slower its links are."""
+        byte_seconds = 1e-9 / self.handling_gbs + self.packet / packet_bytes(shape.fabric)
         return Messages(
-            self.latency, self.post, pipelined=True, handling_seconds=self.handling, handling_gbs=self.handling_gbs,
+            self.latency, self.post, pipelined=True, handling_seconds=self.handling, handling_gbs=1e-9 / byte_seconds,
             window_bytes=self.window_bytes, source="Gloo between namespaces",
         )  # fmt: skip
 
@@ -58,14 +60,14 @@ def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Inter
     return net if machine is None else replace(net, machine=machine)
 
 
-def sleeping_machine(tflops: float, ranks: int, cores: float | None = None) -> Machine:
+def sleeping_machine(tflops: float, shape: Shape, cores: float | None = None) -> Machine:
     """Kernels that sleep (`tokenring bench --compute`), whose own time is part of the sleep: they need no core."""
     rates = constant(tflops, "sleeping kernels", OVERHEADS.copy_gbs)
-    machine = computing_machine(rates, ranks, cores)
+    machine = computing_machine(rates, shape, cores)
     return replace(machine, rates=replace(machine.rates, call_seconds=0.0), kernels_share=False)
 
 
-def computing_machine(rates: Rates, ranks: int, cores: float | None = None) -> Machine:
+def computing_machine(rates: Rates, shape: Shape, cores: float | None = None) -> Machine:
     """Kernels that compute, on the cores that all ranks share: so many, or all of this machine.
 
     Rates: of one core that has nothing else to do; what is done around a kernel takes as long as around a copy.
@@ -74,4 +76,4 @@ def computing_machine(rates: Rates, ranks: int, cores: float | None = None) -> M
     call = rates.call_seconds + OVERHEADS.operation
     operation, merge = max(rates.op_seconds, OVERHEADS.operation), max(rates.merge_seconds, OVERHEADS.merge)
     rates = replace(rates, call_seconds=call, op_seconds=operation, merge_seconds=merge)
-    return Machine(rates, OVERHEADS.messages, shared, kernels_share=True, start_seconds=OVERHEADS.start)
+    return Machine(rates, OVERHEADS.messages(shape), shared, kernels_share=True, start_seconds=OVERHEADS.start)
