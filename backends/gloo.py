@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 NO_CALL = 0  # the key before the first call, and after one on which the ranks did not agree
 BUNDLE_BYTES = 512 << 10  # whose copies, at both ends, take a core no longer than the message that they save
+AHEAD_BYTES = 512 << 10  # memory that is worth as many announcements that need not wait behind what a rank sends
 DEVICES: WeakKeyDictionary[Control, list[Any]] = WeakKeyDictionary()
 
 
@@ -103,7 +104,7 @@ class GlooHandle:
 class GlooTransport(Controlled):
     """Payload between the ranks of one group, on two Gloo groups of its own."""
 
-    capabilities = Capabilities(early_receives=True, channels=2, bundle_bytes=BUNDLE_BYTES)
+    capabilities = Capabilities(early_receives=True, channels=2, bundle_bytes=BUNDLE_BYTES, ahead_bytes=AHEAD_BYTES)
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
         check_gloo()

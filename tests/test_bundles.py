@@ -17,12 +17,13 @@ from tokenring.errors import ScheduleError
 from tokenring.planner.operations import Await, Compute, Post, operations
 from tokenring.planner.rates import constant
 from tokenring.schedule.bundles import bundles
+from tokenring.schedule.calls import anything
 from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Pass, Schedule
 from tokenring.schedule.lower import lower
 from tokenring.schedule.measure import program_bytes
 from tokenring.schedule.payload import Records
-from tokenring.schedule.program import Program, Recv, Send, Wait
-from tokenring.schedule.replay import WITH_BUNDLES, replay, replay_schedule
+from tokenring.schedule.program import Program, Recv, Send, Wait, Way
+from tokenring.schedule.replay import AHEAD, WITH_BUNDLES, replay, replay_schedule
 from tokenring.schedule.storage import storage_of
 from tokenring.schedule.verify import verify_bundles
 
@@ -33,9 +34,11 @@ def whole(name: str, ranks: int, layout: str = "zigzag", mask: Mask | None = Non
     return make(name, ranks, layout, mask or Causal(), 16 * ranks)
 
 
-def lowered(schedule: Schedule, direction: Pass = "forward", most_bytes: int = ALL) -> list[Program]:
-    ranks = range(schedule.world_size)
-    return [lower(schedule, rank, direction, size_of(schedule), bundle_bytes=most_bytes) for rank in ranks]
+def lowered(
+    schedule: Schedule, direction: Pass = "forward", most_bytes: int = ALL, ahead_bytes: int = 0
+) -> list[Program]:
+    way = Way(True, bundle_bytes=most_bytes, ahead_bytes=ahead_bytes)
+    return [lower(schedule, rank, direction, size_of(schedule), anything, *way) for rank in range(schedule.world_size)]
 
 
 def found(schedule: Schedule, rank: int, direction: Pass = "forward", most_bytes: int = ALL) -> list[list[str]]:
@@ -45,6 +48,38 @@ def found(schedule: Schedule, rank: int, direction: Pass = "forward", most_bytes
         [f"{each.ranks[0]}>{each.ranks[1]} {each.messages[0].channel}", *(message.label for message in each.messages)]
         for each in bundles(storage_of(schedule), rank, direction, records, most_bytes)
     ]
+
+
+# ---------- small requests are received from the start
+
+
+def receives_late(program: Program) -> int:
+    """How many requests are received only after the first send."""
+    posts = [each for each in program.instructions if isinstance(each, Send | Recv)]
+    first = next((number for number, each in enumerate(posts) if isinstance(each, Send)), len(posts))
+    return sum(isinstance(each, Recv) and each.channel == REQUESTS for each in posts[first:])
+
+
+@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_small_requests_are_received_from_the_start(ranks: int, direction: Pass) -> None:
+    for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
+        schedule = make(point.name, ranks, "zigzag", Causal(), length_of(point, 2, None))
+        assert not any(map(receives_late, lowered(schedule, direction, ahead_bytes=ALL))), point.name
+
+
+def test_larger_ones_when_their_slot_is_free() -> None:
+    """What a rank holds at once is what rings are for."""
+    schedule = whole("ring", 8)
+    come = sum(
+        Records(schedule, size_of(schedule), "forward")(each.kind, False).nbytes * each.rows
+        for each in storage_of(schedule).messages(0, "forward")
+        if each.dst == 0
+    )
+    at_once, in_turns = (lowered(schedule, ahead_bytes=limit)[0] for limit in (come, come - 1))
+    assert not receives_late(at_once)
+    assert receives_late(in_turns)
+    assert program_bytes(schedule, size_of(schedule), at_once) > program_bytes(schedule, size_of(schedule), in_turns)
 
 
 # ---------- which there are
@@ -106,7 +141,7 @@ def test_programs_of_all_families_are_proved(ranks: int) -> None:
     for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
         for layout, chunks in (("contiguous", 1), ("zigzag", 2)):
             schedule = make(point.name, ranks, layout, Causal(), length_of(point, chunks, None))
-            replay_schedule(schedule, [WITH_BUNDLES])
+            replay_schedule(schedule, [WITH_BUNDLES, AHEAD])
             if any(each.collectives for each in lowered(schedule)):
                 met.add(point.family)
     assert {"ulysses", "sub-sharded"} <= met or ranks == 5
@@ -179,7 +214,7 @@ def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> Non
     schedule = whole("ulysses", 3)
     for _ in range(2):  # proved once
         collective.connect(Noting(), schedule, "forward", torch.device("cpu"))  # type: ignore[arg-type]
-    assert seen == [True] * 2  # both passes
+    assert seen == [True] * 4  # both passes, received in turns and from the start
 
 
 # ---------- what they cost

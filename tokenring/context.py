@@ -336,16 +336,17 @@ class ContextParallel:
         from tokenring.runtime.collective import connect
         from tokenring.runtime.executor import Executor
         from tokenring.schedule.lower import lower
+        from tokenring.schedule.program import Way
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
         if reason := self._refusal(request):
             raise UnsupportedError(reason)
         transport = self._carrier(request)
         able = None if transport is None else transport.capabilities
-        ways = (True,) if able is None else (able.early_receives, able.collectives, able.bundle_bytes)
+        way = Way() if able is None else able.way
         if transport is not None:
             connect(transport, schedule, direction, request.device)
-        program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, *ways)
+        program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, *way)
         pool = self.pool(request.device)
         with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
             return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)

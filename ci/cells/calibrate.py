@@ -120,8 +120,8 @@ def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
             passes = []
             for direction in PASSES[: 2 if "+" in cell["passes"] else 1]:
                 agendas = [agenda_of(storage, rank, direction, size, anything) for rank in range(ranks)]
-                able = transport_capabilities("gloo")
-                programs = [lower_agenda(agenda, size, True, bundle_bytes=able.bundle_bytes) for agenda in agendas]
+                way = transport_capabilities("gloo").way
+                programs = [lower_agenda(agenda, size, *way) for agenda in agendas]
                 passes.append([_counted(schedule, size, program) for program in programs])
             yield Case(name, ranks, shape, passes, statistics.median(seconds))
 

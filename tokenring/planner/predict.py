@@ -190,7 +190,7 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     pools = Pools(schedule, workload, able)
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        program = lower_agenda(agenda, workload, setting.early_receives, able.collectives, able.bundle_bytes)
+        program = lower_agenda(agenda, workload, *able.way._replace(early_receives=setting.early_receives))
         programs.append(costs.operations(program))
         pools.add(program, kept_bytes(schedule, workload, program))
     machine = setting.machine

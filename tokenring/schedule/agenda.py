@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 from tokenring.schedule.calls import Call, Supports, calls
 from tokenring.schedule.coverage import Coverage
-from tokenring.schedule.ir import PARTIALS, Pass, Tile
+from tokenring.schedule.ir import PARTIALS, REQUESTS, Pass, Tile
 from tokenring.schedule.storage import Group, Message, Slab, Storage
 
 
@@ -28,21 +28,25 @@ class Agenda:
             self.tiles[tile.step].append((tile, calls(storage, tile, supports)))
         self.messages = storage.messages(rank, direction)
         self.uses = self._count_uses()
-        received = [m for m in self.messages if m.dst == rank and m.channel == PARTIALS]
+        received = self.incoming(PARTIALS)
         self.homecoming = [m for m in received if m.owner == rank]
         self.adds = [m for m in received if m.add and m.owner != rank]
         self.direct_partials = self._written_once() if half else set()
 
-    def by_step(self, early: bool) -> dict[int, list[Message]]:
-        """When messages are posted. Without slack, incoming partials have slots of their own all along: their
-        receives are posted at once, so that no announcement stands behind a send to the same peer.
+    def by_step(self, early: bool, small: bool) -> dict[int, list[Message]]:
+        """When messages are posted: some receives at once, so that no announcement stands behind what this rank sends.
+
+        Without slack these are incoming partials, which have slots of their own all along; where requests are small,
+        these too, which then have (nothing is received twice).
         """
-        at_once = early and self.schedule.slack is None
+        at_once = {PARTIALS: early and self.schedule.slack is None, REQUESTS: early and small}
         posted: dict[int, list[Message]] = defaultdict(list)
         for message in self.messages:
-            incoming = message.channel == PARTIALS and message.dst == self.rank
-            posted[0 if incoming and at_once else message.step].append(message)
+            posted[0 if message.dst == self.rank and at_once[message.channel] else message.step].append(message)
         return posted
+
+    def incoming(self, channel: str) -> list[Message]:
+        return [message for message in self.messages if message.dst == self.rank and message.channel == channel]
 
     def slabs(self, tile: Tile) -> tuple[Slab, Slab]:
         """Where the tile's q and kv blocks lie."""

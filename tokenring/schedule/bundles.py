@@ -7,6 +7,7 @@ Both ends find the same from the schedule alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tokenring.schedule.ir import Pass
@@ -40,7 +41,7 @@ def bundles(
     runs: dict[Queue, list[list[Message]]] = {}
     for message in storage.messages(rank, direction):
         some = runs.setdefault((message.src, message.dst, message.channel), [])
-        if some and _together(some[-1][-1], message, uses) and _nbytes([*some[-1], message], records) <= most_bytes:
+        if some and _together(some[-1][-1], message, uses) and nbytes([*some[-1], message], records) <= most_bytes:
             some[-1].append(message)
         else:
             some.append([message])
@@ -48,7 +49,7 @@ def bundles(
     return tuple(Bundle((run[0].src, run[0].dst), tuple(run)) for run in found)
 
 
-def _nbytes(messages: list[Message], records: Records) -> int:
+def nbytes(messages: Iterable[Message], records: Records) -> int:
     return sum(records(each.kind, each.full_precision).nbytes * each.rows for each in messages)
 
 

@@ -17,7 +17,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.layout import as_integer
 from tokenring.schedule.accumulators import Accumulators
 from tokenring.schedule.agenda import Agenda, incoming_key
-from tokenring.schedule.bundles import Bundle, bundles
+from tokenring.schedule.bundles import Bundle, bundles, nbytes
 from tokenring.schedule.calls import Call, Supports, anything
 from tokenring.schedule.exchange import Exchange, exchanges
 from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Pass, Schedule, Tile
@@ -46,6 +46,7 @@ def lower(
     early_receives: bool = True,
     collectives: bool = False,
     bundle_bytes: int = 0,
+    ahead_bytes: int = 0,
 ) -> Program:
     """The program of one rank in one pass.
 
@@ -53,14 +54,15 @@ def lower(
     early_receives: whether the transport matches the two directions of a pair apart, so that
     receives may be posted before sends; else posts follow the total order of `passes.order`.
     collectives: whether exchanges go as collectives; not with early receives. bundle_bytes: up to how many bytes what
-    one rank gives another at once goes as one message (`bundles`); with early receives only.
+    one rank gives another at once goes as one message (`bundles`); ahead_bytes: up to how many bytes of requests, in
+    all, are received from the start; both with early receives only.
     Raises ConfigurationError for a rank, a pass or a workload that the schedule does not have.
     """
     check_workload(schedule, workload, direction)
     if as_integer(rank) not in range(schedule.world_size):
         raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
     agenda = agenda_of(storage_of(schedule), rank, direction, workload, supports)
-    return lower_agenda(agenda, workload, early_receives, collectives, bundle_bytes)
+    return lower_agenda(agenda, workload, early_receives, collectives, bundle_bytes, ahead_bytes)
 
 
 def agenda_of(
@@ -71,7 +73,12 @@ def agenda_of(
 
 
 def lower_agenda(
-    agenda: Agenda, workload: Workload, early_receives: bool, collectives: bool = False, bundle_bytes: int = 0
+    agenda: Agenda,
+    workload: Workload,
+    early_receives: bool,
+    collectives: bool = False,
+    bundle_bytes: int = 0,
+    ahead_bytes: int = 0,
 ) -> Program:
     """The program that does it."""
     storage, direction = agenda.storage, agenda.direction
@@ -81,15 +88,16 @@ def lower_agenda(
         together = bundles(storage, agenda.rank, direction, records, bundle_bytes)
     elif collectives and not early_receives:
         together = exchanges(storage, direction)
-    return _Lowering(agenda, workload, early_receives, together).run()
+    return _Lowering(agenda, workload, early_receives, together).run(ahead_bytes)
 
 
 class _Lowering(Accumulators):
     """Steps, messages, requests and tiles."""
 
-    def run(self) -> Program:
+    def run(self, ahead_bytes: int) -> Program:
         self._keep_slots()
-        messages = self.agenda.by_step(self.early)
+        small = nbytes(self.agenda.incoming(REQUESTS), self.records) <= ahead_bytes
+        messages = self.agenda.by_step(self.early, small)
         for step in sorted({*self.agenda.tiles, *messages}):
             self.listing.step = step
             self._one_step(messages.get(step, []), self.agenda.tiles.get(step, []))

@@ -194,10 +194,9 @@ def peak_bytes(
     check_workload(schedule, workload, direction)
     able = IDEAL if transport is None else transport_capabilities(transport)
     supports = kernel_for_planning().supports_patch
-    ways = able.early_receives, able.collectives, able.bundle_bytes
     pools = Pools(schedule, workload, able)
     for rank in range(schedule.world_size):
-        pools.add(lower(schedule, rank, direction, workload, supports, *ways))
+        pools.add(lower(schedule, rank, direction, workload, supports, *able.way))
     return held(contacts(schedule, able, (direction,)), able, pools.nbytes()).peak_bytes
 
 

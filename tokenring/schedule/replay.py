@@ -49,6 +49,7 @@ from tokenring.schedule.program import (
     Send,
     Span,
     Wait,
+    Way,
 )  # fmt: skip
 from tokenring.schedule.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.schedule.storage import Storage
@@ -57,10 +58,10 @@ from tokenring.workload import Workload
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
 
 
-Way = tuple[bool, bool, int]  # early receives, collectives, bundle_bytes: as `lower` takes them
-APART: tuple[Way, ...] = ((True, False, 0), (False, False, 0))
-WITH_COLLECTIVES: Way = (False, True, 0)
-WITH_BUNDLES: Way = (True, False, sys.maxsize)  # as many as there can be
+APART = (Way(True), Way(False))
+WITH_COLLECTIVES = Way(False, collectives=True)
+WITH_BUNDLES = Way(True, bundle_bytes=sys.maxsize)  # as many as there can be
+AHEAD = WITH_BUNDLES._replace(ahead_bytes=sys.maxsize)
 
 
 def replay_schedule(schedule: Schedule, ways: Sequence[Way] = APART) -> None:
@@ -76,7 +77,7 @@ def replay_schedule(schedule: Schedule, ways: Sequence[Way] = APART) -> None:
     for direction in PASSES:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
         for way in ways:
-            early = way[0]
+            early = way.early_receives
             programs = [lower_agenda(agenda, workload, *way) for agenda in agendas]
             kept[way] = replay(schedule, programs, not early, kept.get(way), pairs, one_queue_a_rank=not early)
 

@@ -48,12 +48,12 @@ def verify_collectives(schedule: Schedule) -> None:
 
 @lru_cache(maxsize=64)
 def verify_bundles(schedule: Schedule) -> None:
-    """The same, once, for transports on which small messages go together."""
-    from tokenring.schedule.replay import WITH_BUNDLES, replay_schedule
+    """The same, once, for transports on which small messages go together, and are received from the start."""
+    from tokenring.schedule.replay import AHEAD, WITH_BUNDLES, replay_schedule
 
     if schedule.world_size <= REPLAY_LIMIT:
         with no_collection():
-            replay_schedule(schedule, [WITH_BUNDLES])
+            replay_schedule(schedule, [WITH_BUNDLES, AHEAD])
 
 
 class Facts:
