@@ -158,7 +158,8 @@ def test_cells_that_lack_schedules_are_marked(
     cell = SimpleNamespace(
         name="switch 4 4:4 full forward long", topology="switch", ranks=4, heads="4:4", mask="full", passes="forward",
         regime="long", workload=SimpleNamespace(q_length=64), tflops=1.0, shape=SimpleNamespace(link_gbit=0.05),
-        plan=lambda: SimpleNamespace(name="a", candidates=candidates), able=SimpleNamespace(bundle_bytes=4096),
+        plan=lambda: SimpleNamespace(name="a", candidates=candidates),
+        able=SimpleNamespace(bundle_bytes=4096, ahead_bytes=8192),
     )  # fmt: skip
     monkeypatch.setattr(run, "description", lambda cell, names, options: names)
     found = {"seconds": {name: [1.0] for name in raced}, "failed": {}}
@@ -174,7 +175,8 @@ def test_cells_that_lack_schedules_are_marked(
     assert asked == [raced]
     with out.open(newline="") as lines:
         assert [(row["schedule"], row["within"]) for row in csv.DictReader(lines)] == [(name, marked) for name in raced]
-    assert {(row.within, row.bundle_bytes) for row in report.read(out)} == {(float(marked) if marked else None, 4096)}
+    found_rows = {(row.within, row.bundle_bytes, row.ahead_bytes) for row in report.read(out)}
+    assert found_rows == {(float(marked) if marked else None, 4096, 8192)}
     assert run.read_done(out) == {cell.name}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import torch
@@ -131,21 +131,21 @@ class Cell:
         """Of what moves its messages."""
         return transport_capabilities("gloo")
 
-    def call(self, tflops: float | None = None, everything: bool = False, bundle_bytes: int | None = None) -> Call:
-        """What is planned for, with the figures of the emulation; bundle_bytes: up to which messages go together."""
+    def call(self, tflops: float | None = None, everything: bool = False, able: Capabilities | None = None) -> Call:
+        """What is planned for, with the figures of the emulation; able: of what moves messages, if not as it is now."""
         rate = self.tflops if tflops is None else tflops
         machine = sleeping_machine(rate, self.shape, cores=CORES)
-        able = self.able if bundle_bytes is None else replace(self.able, bundle_bytes=bundle_bytes)
-        setting = Setting(self.workload, interconnect_of_shape(self.shape), machine, self.directions, able=able)
+        net = interconnect_of_shape(self.shape)
+        setting = Setting(self.workload, net, machine, self.directions, able=able or self.able)
         return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)
 
-    def plan(self, tflops: float | None = None, bundle_bytes: int | None = None) -> Plan:
+    def plan(self, tflops: float | None = None, able: Capabilities | None = None) -> Plan:
         """Every schedule that fits, simulated; tflops: of the kernels, if not those that the cell asks for."""
-        return plan_call(self.call(tflops, everything=True, bundle_bytes=bundle_bytes))
+        return plan_call(self.call(tflops, everything=True, able=able))
 
-    def seconds(self, schedule: str, tflops: float, bundle_bytes: int) -> float:
+    def seconds(self, schedule: str, tflops: float, able: Capabilities) -> float:
         """What one schedule is predicted to take."""
-        call = self.call(tflops, bundle_bytes=bundle_bytes)
+        call = self.call(tflops, able=able)
         return predict(make(call, schedule), call.setting).seconds
 
 

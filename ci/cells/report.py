@@ -49,6 +49,7 @@ class Row:
     within: float | None = None  # raced were schedules predicted to take so many times the best at most; None: all
     bundle_bytes: int = 0  # up to which messages went together
     link_gbit: float | None = None  # None: not written down
+    ahead_bytes: int = 0  # up to which requests were received from the start
 
 
 def read(path: Path) -> list[Row]:
@@ -63,6 +64,7 @@ def read(path: Path) -> list[Row]:
                 float(row["within"]) if row.get("within") else None,
                 int(row.get("bundle_bytes") or 0),
                 float(row["link_gbit"]) if row.get("link_gbit") else None,
+                int(row.get("ahead_bytes") or 0),
             )
             for row in csv.DictReader(lines)
         ]  # fmt: skip
@@ -80,8 +82,9 @@ def again(rows: Sequence[Row]) -> list[Row]:
     for name, group in by_cell(rows).items():
         if name not in known or group[0].link_gbit not in (None, known[name].shape.link_gbit):
             sys.exit(f"{name}, links of {group[0].link_gbit} Gbit/s: grid.py has it no more; leave --again out")
-        tflops, bundle_bytes = group[0].tflops, group[0].bundle_bytes
-        plan = known[name].plan(tflops, bundle_bytes)
+        first, tflops = group[0], group[0].tflops
+        able = replace(known[name].able, bundle_bytes=first.bundle_bytes, ahead_bytes=first.ahead_bytes)
+        plan = known[name].plan(tflops, able)
         new = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
         bound = 1e3 * (plan.candidates[0].bound_seconds or 0.0)
         measured = {row.schedule for row in group}
@@ -89,7 +92,7 @@ def again(rows: Sequence[Row]) -> list[Row]:
         if chosen != plan.name:
             print(f"{name}: {plan.name} would be chosen now, but was not raced; {chosen} counts")
         for row in group:
-            seconds = new.get(row.schedule) or known[name].seconds(row.schedule, tflops, bundle_bytes)
+            seconds = new.get(row.schedule) or known[name].seconds(row.schedule, tflops, able)
             made.append(replace(row, auto=row.schedule == chosen, predicted=1e3 * seconds, bound=bound))
     return made
 

@@ -33,6 +33,7 @@ COLUMNS = (
     "within",  # --within, where it left schedules out; else empty
     "bundle_bytes",  # up to which messages went together; empty: each by itself
     "link_gbit",
+    "ahead_bytes",  # up to which requests were received from the start
 )  # fmt: skip
 CELL_SECONDS = 900.0
 
@@ -132,7 +133,7 @@ def write(path: Path, cell: Cell, plan: Plan, seconds: dict[str, list[float]], w
                 cell.workload.q_length, cell.tflops, each.name, int(each.name == plan.name),
                 *(f"{1e3 * (value or 0.0):.3f}" for value in figures), len(times),
                 "" if within is None else f"{within:g}", cell.able.bundle_bytes or "",
-                f"{cell.shape.link_gbit:g}",
+                f"{cell.shape.link_gbit:g}", cell.able.ahead_bytes or "",
             ])  # fmt: skip
 
 
