@@ -187,7 +187,7 @@ def test_files_from_before_cells_were_marked(tmp_path: Path, monkeypatch: pytest
         old = [row[: run.COLUMNS.index("within")] for row in csv.reader(lines)]
     (tmp_path / "old.csv").write_text("".join(",".join(row) + "\n" for row in old))
     assert [row.within for row in report.read(tmp_path / "old.csv")] == [None] * (len(old) - 1)
-    with pytest.raises(SystemExit, match=r"old\.csv has other columns than cell, .*, link_gbit: give another --out"):
+    with pytest.raises(SystemExit, match=r"old\.csv has other columns than cell, .*, ahead_bytes: give another --out"):
         run.read_done(tmp_path / "old.csv")
 
 
