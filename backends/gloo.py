@@ -10,7 +10,6 @@ that differ do not meet, so between machines they are on their way while the ran
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle
 from tokenring.backends.control import Control, Controlled, own_store
-from tokenring.backends.lines import INTERFACES
+from tokenring.backends.lines import CONNECTS, interfaces
 from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
@@ -59,7 +58,7 @@ def connect(control: Control, group: ProcessGroup, channel: str) -> Any:
         made = dist.ProcessGroupGloo(apart, control.rank, control.world_size, options)
     except RuntimeError as error:
         peer = (control.rank + 1) % control.world_size
-        raise control.lost(peer, "connected to all ranks", one_line(error, MOST_SAID)) from None
+        raise control.lost(peer, CONNECTS, one_line(error, MOST_SAID)) from None
     addresses = [f"0/{rank}" for rank in range(control.world_size)]  # as Gloo calls them
     with suppress(StoreSilent):
         bounded(lambda: forget(apart, "connected", addresses, control.world_size), STORE_SECONDS)
@@ -72,9 +71,9 @@ def _devices(control: Control) -> list[Any]:
     A thread for each group takes more processor time: it wakes up for itself, a hundred times a second in any case.
     """
     if control not in DEVICES:
-        named = [name for name in os.environ.get(INTERFACES, "").split(",") if name]
         gloo = dist.ProcessGroupGloo
-        DEVICES[control] = [gloo.create_device(interface=name) for name in named] or [gloo.create_default_device()]
+        named = [gloo.create_device(interface=name) for name in interfaces()]
+        DEVICES[control] = named or [gloo.create_default_device()]
     return DEVICES[control]
 
 

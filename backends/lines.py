@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -193,14 +193,18 @@ def _close(lines: dict[int, socket.socket]) -> None:
 # ---------- where this rank is reached
 
 
+def interfaces() -> list[str]:
+    """Those that the user has told Gloo to go over; empty: whatever there is."""
+    return [name for name in os.environ.get(INTERFACES, "").split(",") if name]
+
+
 def own_address() -> str:
     """Of the interface that GLOO_SOCKET_IFNAME names first; else what the host's name means; else the loopback.
 
     As Gloo does. Raises BackendUnavailable if that interface has none.
     """
-    named = next(filter(None, os.environ.get(INTERFACES, "").split(",")), None)
-    if named is not None:
-        return interface_address(named)
+    if named := interfaces():
+        return interface_address(named[0])
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -216,7 +220,7 @@ def interface_address(name: str) -> str:
             return socket.inet_ntoa(found[20:24])
         except OSError:
             pass
-    if (address := next(iter(_ipv6_addresses(name)), None)) is not None:
+    if (address := next(_ipv6_addresses(name), None)) is not None:
         return address
     there = ", ".join(each for _, each in socket.if_nameindex())
     raise BackendUnavailable(
@@ -224,7 +228,7 @@ def interface_address(name: str) -> str:
     )
 
 
-def _ipv6_addresses(name: str) -> Iterable[str]:
+def _ipv6_addresses(name: str) -> Iterator[str]:
     try:
         rows = IF_INET6.read_text().splitlines()
     except OSError:

@@ -342,8 +342,7 @@ class ContextParallel:
         if reason := self._refusal(request):
             raise UnsupportedError(reason)
         transport = self._carrier(request)
-        able = None if transport is None else transport.capabilities
-        way = Way() if able is None else able.way
+        way = Way() if transport is None else transport.capabilities.way
         if transport is not None:
             connect(transport, schedule, direction, request.device)
         program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, *way)

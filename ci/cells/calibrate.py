@@ -121,7 +121,7 @@ def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
             for direction in PASSES[: 2 if "+" in cell["passes"] else 1]:
                 agendas = [agenda_of(storage, rank, direction, size, anything) for rank in range(ranks)]
                 way = transport_capabilities("gloo").way
-                programs = [lower_agenda(agenda, size, *way) for agenda in agendas]
+                programs = [lower_agenda(agenda, size, way) for agenda in agendas]
                 passes.append([_counted(schedule, size, program) for program in programs])
             yield Case(name, ranks, shape, passes, statistics.median(seconds))
 

@@ -187,10 +187,11 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
     able = setting.able
+    way = able.way._replace(early_receives=setting.early_receives)
     pools = Pools(schedule, workload, able)
     for rank in _ranks(schedule):
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        program = lower_agenda(agenda, workload, *able.way._replace(early_receives=setting.early_receives))
+        program = lower_agenda(agenda, workload, way)
         programs.append(costs.operations(program))
         pools.add(program, kept_bytes(schedule, workload, program))
     machine = setting.machine

@@ -32,6 +32,7 @@ from tokenring.schedule.program import (
     Send,
     Slot,
     Span,
+    Way,
 )  # fmt: skip
 from tokenring.schedule.storage import Group, Message, Slab, Storage, storage_of
 from tokenring.workload import Workload
@@ -62,7 +63,7 @@ def lower(
     if as_integer(rank) not in range(schedule.world_size):
         raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
     agenda = agenda_of(storage_of(schedule), rank, direction, workload, supports)
-    return lower_agenda(agenda, workload, early_receives, collectives, bundle_bytes, ahead_bytes)
+    return lower_agenda(agenda, workload, Way(early_receives, collectives, bundle_bytes, ahead_bytes))
 
 
 def agenda_of(
@@ -72,23 +73,16 @@ def agenda_of(
     return Agenda(storage, rank, direction, supports, half=workload.dtype != torch.float32)
 
 
-def lower_agenda(
-    agenda: Agenda,
-    workload: Workload,
-    early_receives: bool,
-    collectives: bool = False,
-    bundle_bytes: int = 0,
-    ahead_bytes: int = 0,
-) -> Program:
+def lower_agenda(agenda: Agenda, workload: Workload, way: Way) -> Program:
     """The program that does it."""
     storage, direction = agenda.storage, agenda.direction
     together: Sequence[Exchange | Bundle] = ()
-    if early_receives and bundle_bytes:
+    if way.early_receives and way.bundle_bytes:
         records = Records(agenda.schedule, workload, direction)
-        together = bundles(storage, agenda.rank, direction, records, bundle_bytes)
-    elif collectives and not early_receives:
+        together = bundles(storage, agenda.rank, direction, records, way.bundle_bytes)
+    elif way.collectives and not way.early_receives:
         together = exchanges(storage, direction)
-    return _Lowering(agenda, workload, early_receives, together).run(ahead_bytes)
+    return _Lowering(agenda, workload, way.early_receives, together).run(way.ahead_bytes)
 
 
 class _Lowering(Accumulators):
@@ -96,7 +90,7 @@ class _Lowering(Accumulators):
 
     def run(self, ahead_bytes: int) -> Program:
         self._keep_slots()
-        small = nbytes(self.agenda.incoming(REQUESTS), self.records) <= ahead_bytes
+        small = ahead_bytes > 0 and nbytes(self.agenda.incoming(REQUESTS), self.records) <= ahead_bytes
         messages = self.agenda.by_step(self.early, small)
         for step in sorted({*self.agenda.tiles, *messages}):
             self.listing.step = step

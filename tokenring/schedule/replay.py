@@ -78,7 +78,7 @@ def replay_schedule(schedule: Schedule, ways: Sequence[Way] = APART) -> None:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
         for way in ways:
             early = way.early_receives
-            programs = [lower_agenda(agenda, workload, *way) for agenda in agendas]
+            programs = [lower_agenda(agenda, workload, way) for agenda in agendas]
             kept[way] = replay(schedule, programs, not early, kept.get(way), pairs, one_queue_a_rank=not early)
 
 
