@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from tokenring.backends.base import AttentionKernel, Capabilities, HeadLimited, Transport
-from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from tokenring.schedule.ir import Pass
     from tokenring.workload import Workload
 
 LOG = logging.getLogger("tokenring")
@@ -113,15 +114,33 @@ def make_transport(
     return cast(Transport, made(group, timeout_seconds, **expected))
 
 
-def kernel_refusal(kernel: AttentionKernel, workload: Workload) -> str | None:
-    """Why a kernel cannot compute calls of this size at all; None: it can."""
+def kernel_refusal(
+    kernel: AttentionKernel, workload: Workload, device: torch.device, direction: Pass
+) -> str | None:  # fmt: skip
+    """Why a kernel cannot compute calls of this size at all; None: it can. Tries it where it was never tried."""
     reason = kernel.supports(workload.head_dim, workload.dtype)
     if reason is None and isinstance(kernel, HeadLimited):
         reason = kernel.supports_heads(workload.q_heads)
+    reason = reason or _fault(kernel, workload, device, direction)
     return reason and (
         f"kernel {kernel.name!r} cannot compute this call: {reason}; "
         f"choose another, as in ContextParallel(kernel='reference')"
     )
+
+
+def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, direction: Pass) -> str | None:
+    """What is wrong with what a kernel computes on this device, where kernels are tried.
+
+    Whatever goes wrong is a refusal, which the ranks tell each other: an error here would leave the others waiting.
+    """
+    from tokenring.backends.kernels.trial import Kind, fault, tries
+
+    if not tries(device):
+        return None
+    try:
+        return fault(kernel, Kind(direction, workload.head_dim, workload.dtype, device)) or None
+    except Exception as error:
+        return f"it could not be tried: {one_line(error, MOST_SAID)}"
 
 
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:

@@ -339,7 +339,7 @@ class ContextParallel:
         from tokenring.schedule.program import Way
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
-        if reason := self._refusal(request):
+        if reason := self._refusal(request, direction):
             raise UnsupportedError(reason)
         transport = self._carrier(request)
         way = Way() if transport is None else transport.capabilities.way
@@ -363,12 +363,12 @@ class ContextParallel:
                 "layout": self.layout if isinstance(self.layout, str) else named_digest(self.layout),
                 "schedule": self._schedule_text(request),
                 "pieces": self.pieces,
-                "kernel": self._refusal(request) or "computes it",
+                "kernel": self._refusal(request, direction) or "computes it",
                 **({"planned for": "both passes" if request.backward else "forward"} if self._plans else {}),
             }
         )
 
-    def _refusal(self, request: Request) -> str | None:
+    def _refusal(self, request: Request, direction: Pass) -> str | None:
         """Why no kernel computes the call here, which ranks may differ in by what is installed; None: one does."""
         from tokenring.backends.registry import kernel_refusal
 
@@ -376,7 +376,7 @@ class ContextParallel:
             kernel = self.kernel(request.device)
         except TokenRingError as error:
             return str(error)
-        return kernel_refusal(kernel, request.workload)
+        return kernel_refusal(kernel, request.workload, request.device, direction)
 
     def _schedule_text(self, request: Request) -> str:
         from tokenring.planner.plan import Plan

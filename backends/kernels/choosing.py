@@ -5,6 +5,10 @@ device knows (no cuDNN, a chip that it was not built for) gives way to the next 
 reason. What refused one kind of call is asked again for other kinds, until it has refused several. Errors that are no
 refusals, such as memory that ran out or a device that failed, are raised as they are.
 
+On a device a kernel is tried before a program is bound to it first (`trial.py`): one that raises or computes something
+else gives way as well, for all calls of that pass, head dim and dtype. Each rank chooses for itself; what they send
+each other does not depend on it.
+
 A tile that the first one has to cut into more calls than another, such as a window for cuDNN, goes to that other one.
 """
 
@@ -24,6 +28,7 @@ from tokenring.backends.base import AttentionKernel, MaskingKernel, Tiles
 from tokenring.backends.devices import has_device
 from tokenring.backends.kernels.choice import LAST, Pick, Table, default_order, ranked
 from tokenring.backends.kernels.tiles import named
+from tokenring.backends.kernels.trial import TILES, Kind, fault, tries
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.region import Patch
 from tokenring.schedule.ir import PASSES, Pass
@@ -31,6 +36,8 @@ from tokenring.schedule.ir import PASSES, Pass
 LOG = logging.getLogger("tokenring")
 Made = TypeVar("Made")
 Tables = Callable[[str, int, torch.dtype], "Table | None"]  # kernel, head dim, dtype
+Trial = Callable[[AttentionKernel, Pass, int, torch.dtype], "str | None"]  # what is wrong; None: it cannot be told now
+Tried = tuple[str, Pass, int, torch.dtype]  # of a kernel by name
 REFUSALS = (
     "not support", "unsupported", "only support", "no execution plan", "no viable", "no available kernel",
     "no kernel found", "not enabled", "not compiled", "was not built", "not implemented", "could not run",
@@ -56,7 +63,11 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
             return None
         return kept(key_of(kernel, device, dtype, head_dim))
 
-    chosen = Choosing(default_order(capability), make, table, where)
+    def trial(kernel: AttentionKernel, direction: Pass, head_dim: int, dtype: torch.dtype) -> str | None:
+        tiles = tuple(tile for tile in TILES if _avoids(kernel, tile.patch) is None)  # others it is not given
+        return fault(kernel, Kind(direction, head_dim, dtype, device), tiles)
+
+    chosen = Choosing(default_order(capability), make, table, where, trial if tries(device) else None)
     return chosen
 
 
@@ -78,22 +89,32 @@ class Call(NamedTuple):
         deterministic = torch.are_deterministic_algorithms_enabled()
         return Call(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic)
 
+    @staticmethod
+    def of_tile(direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype) -> Call:
+        """That of a tile, as torch is set now."""
+        return Call.of(direction, min(patch.rows, patch.cols), head_dim, dtype)
+
     def __str__(self) -> str:
         return f"{named((self.dtype,))}, head dim {self.head_dim}"
 
 
 class Choosing:
-    """One of several kernels for each tile. make: a kernel by name, raising BackendUnavailable; where: for the log."""
+    """One of several kernels for each tile.
+
+    make: a kernel by name, raising BackendUnavailable; where: for the log; trial: what each passes before it is taken.
+    """
 
     name = "auto"
 
     def __init__(
-        self, order: Sequence[str], make: Callable[[str], AttentionKernel], tables: Tables, where: str = "here"
-    ) -> None:
-        self.order, self._make, self._tables, self._where = tuple(order), make, tables, where
+        self, order: Sequence[str], make: Callable[[str], AttentionKernel], tables: Tables, where: str = "here",
+        trial: Trial | None = None,
+    ) -> None:  # fmt: skip
+        self.order, self._make, self._tables, self._where, self._trial = tuple(order), make, tables, where, trial
         self._made: dict[str, AttentionKernel] = {}
         self._missing: dict[str, str] = {}
         self._refused: dict[str, dict[Call, str]] = defaultdict(dict)
+        self._found: dict[Tried, str] = {}  # by the trial
         self._picks: dict[Call, list[Pick]] = {}
         self._said: set[tuple[str, str]] = set()
         self._holding: dict[str, AttentionKernel] = {}  # those of one program; all else its copies share
@@ -114,7 +135,8 @@ class Choosing:
         made = self.kernel(name)
         if made is None:
             return self._missing[name]
-        return self._gave_up(name, head_dim, dtype, PASSES) or made.supports(head_dim, dtype)
+        failed = next((why for each in PASSES if (why := self._found.get((name, each, head_dim, dtype)))), None)
+        return failed or self._gave_up(name, head_dim, dtype, PASSES) or made.supports(head_dim, dtype)
 
     def why_not_call(self, name: str, call: Call) -> str | None:
         """Why a kernel is not taken for one kind of call; None: it may be."""
@@ -124,8 +146,10 @@ class Choosing:
         return self._refusal(name, call) or made.supports(call.head_dim, call.dtype)
 
     def _refusal(self, name: str, call: Call) -> str | None:
-        """What it said to such a call, or to several of its pass."""
-        return self._refused[name].get(call) or self._gave_up(name, call.head_dim, call.dtype, (call.direction,))
+        """What is wrong with it, or what it said to such a call, or to several of its pass."""
+        failed = self._found.get((name, call.direction, call.head_dim, call.dtype))
+        said = self._refused[name].get(call)
+        return failed or said or self._gave_up(name, call.head_dim, call.dtype, (call.direction,))
 
     def _gave_up(self, name: str, head_dim: int, dtype: torch.dtype, passes: Sequence[Pass]) -> str | None:
         """What it said the last time, where it refused so many kinds of calls that it will refuse all."""
@@ -147,6 +171,17 @@ class Choosing:
             self._tell(call)
         return self._picks[call]
 
+    def tried_picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
+        """Try the first of them until one passes, and give those that are left."""
+        call = Call.of(direction, side, head_dim, dtype)
+        while (picks := self.picks(*call[:4])) and not self._passes(picks[0].name, call):
+            pass
+        return picks
+
+    def faults(self) -> dict[str, str]:
+        """Give what the trials found to be wrong, by kernel."""
+        return {tried[0]: why for tried, why in self._found.items() if why}
+
     def kernels(self, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
         """All that compute such calls and can be measured in a minute."""
         able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
@@ -156,9 +191,9 @@ class Choosing:
         """These kernels, those that are going to be taken with the masks of the tiles that they are taken for."""
         by_name: dict[str, list[Patch]] = {}
         for patch in tiles.patches:
-            picks = self.picks(tiles.direction, min(patch.rows, patch.cols), tiles.head_dim, tiles.dtype)
-            if picks:
-                by_name.setdefault(_willing(picks, patch, self._made), []).append(patch)
+            name = self._taken(Call.of_tile(tiles.direction, patch, tiles.head_dim, tiles.dtype), patch)
+            if name is not None:
+                by_name.setdefault(name, []).append(patch)
         held = copy.copy(self)
         held._holding = {}
         for name, patches in by_name.items():
@@ -207,9 +242,8 @@ class Choosing:
         self, direction: Pass, q: torch.Tensor, patch: Patch, compute: Callable[[AttentionKernel], Made]
     ) -> Made:
         """What the first kernel gives that does not refuse."""
-        call = Call.of(direction, min(patch.rows, patch.cols), q.shape[-1], q.dtype)
-        while picks := self.picks(*call[:4]):
-            name = _willing(picks, patch, self._made)
+        call = Call.of_tile(direction, patch, q.shape[-1], q.dtype)
+        while (name := self._taken(call, patch)) is not None:
             try:
                 return compute(self._holding.get(name, self._made[name]))
             except Exception as error:
@@ -222,6 +256,27 @@ class Choosing:
             f"{named((call.dtype,))}, {direction} ({reasons}): see `tokenring doctor`, or use "
             f"ContextParallel(kernel='reference')"
         )
+
+    def _taken(self, call: Call, patch: Patch) -> str | None:
+        """The first kernel for a tile that passes its trial; None: there is none."""
+        while picks := self.picks(*call[:4]):
+            name = _willing(picks, patch, self._made)
+            if self._passes(name, call):
+                return name
+        return None
+
+    def _passes(self, name: str, call: Call) -> bool:
+        """Whether it may be taken for such calls; tried when it is asked for first."""
+        tried: Tried = (name, call.direction, call.head_dim, call.dtype)
+        if self._trial is None or self._found.get(tried) == "":
+            return True
+        why = self._trial(self._made[name], *tried[1:])
+        if why is not None:
+            self._found[tried] = why
+        if why:
+            self._picks.clear()
+            self._log(logging.WARNING, name, f"leaves out {name} for all tiles {call.direction}, {call}: {why}")
+        return not why
 
     def _drop(self, name: str, call: Call, error: Exception) -> None:
         why = f"it refused a call {call.direction}: {one_line(error, MOST_SAID)}"

@@ -30,6 +30,10 @@ LSE_MULTIPLE = 32  # rows in the lse of the memory-efficient operator (kAlignLSE
 BIAS_BYTES = 16 << 20  # of one patch's: larger ones are cut
 HELD_BYTES = 256 << 20  # of all that a program holds: others are made for each call
 BIAS_MULTIPLE = 16  # columns that a row of a bias has in memory
+REGULAR = 128  # rows and columns of a regular tile for cuDNN are multiples of it
+MOST_SHAPES, MOST_IRREGULAR = 64, 8  # tiles of how many sizes cuDNN is given by choice, in all and of irregular ones
+REGULAR_ONLY = 91500  # up to this version of cuDNN: it reads beyond irregular tiles (pytorch #169849, #167101)
+Shape = tuple[int, int, bool]  # of a call: rows, columns, whether it is causal
 
 
 def operator(kernel: str, name: str) -> Any:
@@ -41,6 +45,14 @@ def operator(kernel: str, name: str) -> Any:
             f"use ContextParallel(kernel='auto'), or another torch"
         )
     return packet.default
+
+
+def cudnn_version() -> int | None:
+    """Ask torch for cuDNN's version, as 91501; None: there is none that it can use."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError:  # another one than torch was built with
+        return None
 
 
 class TorchFlash(TileKernel):
@@ -81,6 +93,10 @@ class TorchCudnn(TileKernel):
     """aten::_scaled_dot_product_cudnn_attention and its gradient.
 
     Head dims above 128 depend on cuDNN and on the chip: they are left to others. Not deterministic.
+
+    torch builds a graph for every size of tile that it meets (and pass, strides and heads) and keeps it for ever
+    (MHACacheKeyWrapper in MHA.cpp; some 400 ms each, sglang #4650). Packed documents bring new sizes in each step. So
+    beyond some sizes, of irregular tiles beyond a few, it leaves tiles of new ones to kernels that build nothing.
     """
 
     name = "torch-cudnn"
@@ -91,6 +107,7 @@ class TorchCudnn(TileKernel):
         self._forward = operator(self.name, "_scaled_dot_product_cudnn_attention")
         self._gradient = operator(self.name, "_scaled_dot_product_cudnn_attention_backward")
         self._lse_dims: int | None = None  # as the last forward gave it: 4, or 3 in older torch
+        self._built: set[Shape] = set()  # of what it has computed
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         return self._undetermined() or super().supports(head_dim, dtype)
@@ -103,6 +120,14 @@ class TorchCudnn(TileKernel):
     def avoids(self, patch: Patch) -> str | None:
         if min(patch.rows, patch.cols) < 2:
             return f"{self.name} takes no tiles of one row or one column"
+        shapes = {_shape(part.patch) for part in self._parts(patch)}
+        if _irregular(shapes) and (cudnn_version() or REGULAR_ONLY + 1) <= REGULAR_ONLY:
+            return f"cuDNN up to {REGULAR_ONLY} reads beyond tiles whose sides are no multiples of {REGULAR}"
+        if shapes <= self._built:
+            return None
+        shapes |= self._built
+        if len(shapes) > MOST_SHAPES or _irregular(shapes) > MOST_IRREGULAR:
+            return f"{self.name} would build a graph for a tile of yet another size"
         return None
 
     def says(self, patch: Patch) -> bool:
@@ -111,6 +136,7 @@ class TorchCudnn(TileKernel):
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._built.add(_shape(patch))
         out, lse = self._forward(q, k, v, None, True, 0.0, patch.is_causal, False, scale=scale)[:2]
         self._lse_dims = lse.dim()
         return out, lse.reshape(q.shape[:3])
@@ -124,6 +150,7 @@ class TorchCudnn(TileKernel):
         if self._lse_dims is None:  # another kernel computed forward: ask with a tile of 2 × 2
             self.call_forward(q[:, :, :2], k[:, :, :2], v[:, :, :2], Patch(0, 2, 0, 2), scale)
         lse = lse[..., None] if self._lse_dims == 4 else lse
+        self._built.add(_shape(patch))
         dq, dk, dv = self._gradient(
             _token_major(dout), q, k, v, _token_major(out), lse, *_seeds(q, torch.int64), None, None, None,
             q.shape[2], k.shape[2], 0.0, patch.is_causal, scale=scale,
@@ -220,11 +247,25 @@ def _seeds(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return torch.empty(2, dtype=dtype, device=like.device), torch.empty((), dtype=dtype, device=like.device)
 
 
+def _shape(patch: Patch) -> Shape:
+    return patch.rows, patch.cols, patch.is_causal
+
+
+def _irregular(shapes: set[Shape]) -> int:
+    """How many of them are."""
+    return sum(1 for rows, cols, _ in shapes if rows % REGULAR or cols % REGULAR)
+
+
 def _token_major(x: torch.Tensor) -> torch.Tensor:
-    """In memory as [B, S, H, D]: cuDNN wants the same strides of out and dout, those of axes of length 1 included."""
+    """In memory as [B, S, H, D].
+
+    The strides of out and dout are built into a graph that is found by those of q, k and v alone, so there is one way
+    for them to lie, for axes of length 1 too (MHA.cpp: same_strides, check_tensor_matches_graph).
+    """
     b, h, s, d = x.shape
-    if x.stride() == (s * h * d, d, h * d, 1):
-        return x
+    strides = (s * h * d, d, h * d, 1)
+    if all(count == 1 or found == wanted for count, found, wanted in zip(x.shape, x.stride(), strides, strict=True)):
+        return x.as_strided(x.shape, strides)  # along axes of length 1 nothing is read, so any stride is right there
     return torch.empty(b, s, h, d, dtype=x.dtype, device=x.device).transpose(1, 2).copy_(x)
 
 

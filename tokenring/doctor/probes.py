@@ -147,9 +147,10 @@ def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
     """The kernel that "auto" takes, and what is to be said of each other one."""
     from tokenring.backends import registry
 
-    others, places = [], dict[str, str]()
+    others, places, faults = [], dict[str, str](), dict[str, str]()
     try:
-        places = _places(registry.make_kernel("auto", device), device.type)
+        auto = registry.make_kernel("auto", device)
+        places, faults = _places(auto, device.type), getattr(auto, "faults", dict)()
     except Exception as error:
         others.append({"name": "auto", "why": one_line(error)})
     taken = next(iter(places), None)
@@ -159,20 +160,25 @@ def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
         try:
             registry.make_kernel(each, device)
             place = f"{places[each]}; " if each in places else ""
-            others.append({"name": each, "why": f"{place}can be asked for: ContextParallel(kernel={each!r})"})
+            why = faults.get(each) or f"{place}can be asked for: ContextParallel(kernel={each!r})"
+            others.append({"name": each, "why": why})
         except Exception as error:
             others.append({"name": each, "why": one_line(error)})
-    return (None if taken is None else {"name": taken, "why": places[taken]}), others
+    if taken is None:
+        return None, others
+    why = "; ".join(each for each in (places[taken], faults.get(taken)) if each)  # it may be right in one pass only
+    return {"name": taken, "why": why}, others
 
 
 def _places(made: Any, kind: str) -> dict[str, str]:
     """Kernels in the order in which a bf16 tile goes to them, each with the reason for its place."""
     import torch
 
-    picks = getattr(made, "picks", None)
+    picks = getattr(made, "tried_picks", None)
     if picks is None:
         reason = made.supports(HEAD_DIM, torch.bfloat16)
         return {made.name: reason or f"the fastest here for {kind} tensors"}
+    picks("backward", SIDE, HEAD_DIM, torch.bfloat16)  # what it finds out is told of others
     found = picks("forward", SIDE, HEAD_DIM, torch.bfloat16)
     tile = f"for a bf16 tile of {SIDE} × {SIDE}, head dim {HEAD_DIM}"
     return {pick.name: f"{pick.why}, {tile}" if at == 0 else pick.why for at, pick in enumerate(found)}
