@@ -88,13 +88,16 @@ def _given(scale: float | None) -> float:
 
 # ---------- cuDNN: [B, H, S, D]
 
+Graph = tuple[object, ...]  # what torch finds a graph by: MHAParams in ATen/native/cudnn/MHA.cpp
+graphs: dict[Graph, object] = {}  # of each gradient's: how out and dout lay when it was built
+
 
 def cudnn_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None,
     compute_log_sumexp: bool, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    note("cudnn", causal=is_causal, rows=query.shape[2], cols=key.shape[2])
+    note("cudnn", causal=is_causal, rows=query.shape[2], cols=key.shape[2], graph=_graph(query, key, value, is_causal))
     _check_cudnn(query, key, attn_bias)
     check(compute_log_sumexp, "no lse was asked for")
     visible = _top_left(query, key, is_causal)
@@ -109,15 +112,23 @@ def cudnn_backward(
     cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    note("cudnn backward", causal=is_causal)
+    graph = _graph(query, key, value, is_causal)
+    note("cudnn backward", causal=is_causal, graph=graph)
     _check_cudnn(query, key, attn_bias)
     check(tuple(logsumexp.shape) == (*query.shape[:3], 1), f"cuDNN Frontend error: Stats of {tuple(logsumexp.shape)}")
     check(out.stride() == grad_out.stride(), "cuDNN Frontend error: O and dO lie differently")
+    # check_tensor_matches_graph in MHA.cpp: strides of all axes, while the graph is found by those of q, k and v alone.
+    built = graphs.setdefault(graph, out.stride())
+    check(built == out.stride(), f"t.strides() == IntArrayRef(attrs.get_stride()): {built}, {out.stride()}")
     check((max_q, max_k) == (query.shape[2], key.shape[2]), "lengths that are not those of the operands")
     visible = _top_left(query, key, is_causal)
     return golden.backward(
         grad_out, query, key, value, out, logsumexp[..., 0], visible, _given(scale), rounds_heads=False
     )
+
+
+def _graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Graph:
+    return (q.dtype, causal, *((x.shape, x.stride()) for x in (q, k, v)))
 
 
 def _check_cudnn(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -200,6 +211,7 @@ IMPLEMENTED: dict[str, Callable[..., Any]] = {
 def operators(**others: Callable[..., Any]) -> Iterator[None]:
     """torch.ops.aten computes these for CPU tensors inside; others: by name, in place of those above."""
     calls.clear()
+    graphs.clear()
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name, function in (IMPLEMENTED | others).items():
