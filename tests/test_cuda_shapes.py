@@ -87,7 +87,8 @@ def test_regular_documents_are_bounded_too(chosen: Choosing) -> None:
 def test_a_process_builds_so_many(chosen: Choosing) -> None:
     kernel = TorchCudnn()
     for at in range(MOST_SHAPES):
-        assert kernel.avoids(regular := Patch(0, 128, 0, 128 * (1 + at))) is None
+        regular = Patch(0, 128, 0, 128 * (1 + at))
+        assert kernel.avoids(regular) is None
         kernel._built.add(torch_cuda._shape(regular))
     assert "yet another size" in str(kernel.avoids(Patch(0, 256, 0, 128)))
     assert kernel.avoids(Patch(5, 133, 3, 131)) is None, "it has that one"
@@ -141,7 +142,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ("batch", "heads", "copies"), [(1, 4, 0), (1, 1, 0), (2, 4, 2)], ids=["batch 1", "one head", "batch 2"]
 )
 def test_rows_of_one_batch_entry_are_not_copied(chosen: Choosing, batch: int, heads: int, copies: int) -> None:
-    """dout and out are rows of a call's tensors: for batch 1 they lie as cuDNN wants them, whatever their strides say."""
+    """dout and out are rows of a call's tensors: for batch 1 they lie as cuDNN wants them."""
     kernel = TorchCudnn()
     whole = [torch.randn(batch, 512, heads, 8).to(HALF) for _ in range(4)]
     q, k, dout, out = (x[:, 128:256].transpose(1, 2) for x in whole)
