@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 import torch
 from cuda_ops import aten
 from cuda_ops.aten import calls, operators
+from cuda_ops.broken import BREAKS, FORWARD, WRONG, raising, top_left
 from cuda_ops.packages import RELEASES, installed
-from oracle import allowed, attention64, relative_error
-from ranks import Here, RankPools
 from test_cuda_kernels import PACKAGES
 
-from tokenring import Causal, attention
 from tokenring.backends import registry
 from tokenring.backends.base import AttentionKernel, Tiles
 from tokenring.backends.kernels import choosing, trial
@@ -28,75 +25,11 @@ from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, To
 from tokenring.backends.kernels.trial import TILES, Kind, fault
 from tokenring.backends.verdicts import Verdicts
 from tokenring.doctor.probes import _kernels
-from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.region import Patch
 from tokenring.schedule.ir import PASSES, Pass
 
-LENGTH, CPU, HALF = 256, torch.device("cpu"), torch.bfloat16
+CPU, HALF = torch.device("cpu"), torch.bfloat16
 SQUARE = Patch(0, 128, 0, 128, None, 0)
-Broken = dict[str, Callable[..., Any]]
-
-
-# ---------- operators that are broken
-
-
-def base_2(*given: Any, **named: Any) -> Any:
-    out, lse, *rest = aten.cudnn_forward(*given, **named)
-    return out, lse / math.log(2), *rest
-
-
-def top_left(*given: Any, **named: Any) -> Any:
-    """Causal at the other corner, where that makes a difference; windows as they are."""
-    q, k, v, *rest = given
-    if named.get("window_size_left", -1) == -1 and rest[5] and q.shape[1] < k.shape[1]:
-        k, v = k[:, : q.shape[1]].clone(), v[:, : q.shape[1]].clone()
-    return aten.flash_forward(q, k, v, *rest, **named)
-
-
-def spoiled(function: Callable[..., Any], at: int, value: float) -> Callable[..., Any]:
-    """One number of one result."""
-
-    def changed(*given: Any, **named: Any) -> Any:
-        made = list(function(*given, **named))
-        made[at][..., -1, 0] = value
-        return tuple(made)
-
-    return changed
-
-
-def without_delta(grad_out: Any, q: Any, k: Any, v: Any, out: Any, *given: Any, **named: Any) -> Any:
-    return aten.cudnn_backward(grad_out, q, k, v, torch.zeros_like(out), *given, **named)
-
-
-def own_lse(grad_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any, **named: Any) -> Any:
-    """Normalises by its tile alone."""
-    _, own, *_ = aten.cudnn_forward(q, k, v, None, True, 0.0, given[-1], False, scale=named["scale"])
-    return aten.cudnn_backward(grad_out, q, k, v, out, own, *given, **named)
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def fails(*given: Any, **named: Any) -> Any:
-        raise error
-
-    return fails
-
-
-FORWARD, BACKWARD = (f"_scaled_dot_product_cudnn_attention{end}" for end in ("", "_backward"))
-BREAKS: dict[str, tuple[Broken, Pass, str]] = {  # of cuDNN: the operator, the pass that is wrong, what is said
-    "base 2": ({FORWARD: base_2}, "forward", "its lse is off by"),
-    "not a number": ({FORWARD: spoiled(aten.cudnn_forward, 0, math.nan)}, "forward", "its out has numbers that"),
-    "one number": ({FORWARD: spoiled(aten.cudnn_forward, 0, 3.0)}, "forward", "its out is off by"),
-    "infinite": ({BACKWARD: spoiled(aten.cudnn_backward, 1, math.inf)}, "backward", "its dk has numbers that"),
-    "no delta": ({BACKWARD: without_delta}, "backward", "its dq is off by"),
-    "own lse": ({BACKWARD: own_lse}, "backward", "its dq is off by"),
-    "other type": ({FORWARD: raising(TypeError("takes 8 arguments"))}, "forward", "it raised TypeError: takes 8"),
-    "no plan": (
-        {BACKWARD: raising(RuntimeError("cuDNN Frontend error: No execution plans support the graph."))},
-        "backward", "it raised RuntimeError: cuDNN Frontend error: No execution plans",
-    ),
-    "no memory": ({FORWARD: raising(torch.OutOfMemoryError("CUDA out of memory"))}, "forward", "out of memory"),
-}  # fmt: skip
-WRONG = [name for name in BREAKS if name != "no memory"]
 
 
 def kind(direction: Pass, dtype: torch.dtype = HALF, head_dim: int = 40) -> Kind:
@@ -333,73 +266,3 @@ def test_the_doctor_tells_it(hopper: None, name: str, taken: str) -> None:
     assert says in whole["torch-cudnn"] and f"{direction}, its" in whole["torch-cudnn"]
     other = {"torch-flash", "torch-cudnn"} - {"torch-cudnn"}
     assert all(says not in whole[each] for each in other)
-
-
-# ---------- whole calls
-
-
-def attends(here: Here, kernel: str, broken_ranks: tuple[int, ...], name: str, folder: str) -> tuple[str, float]:
-    """What attention raises, by its type, or its error beside float64 with the operators that were used."""
-    with pytest.MonkeyPatch.context() as patched, operators(**BREAKS[name][0] if here.rank in broken_ranks else {}):
-        for_tests(patched, Path(folder) / str(here.rank))
-        whole = [torch.randn(1, LENGTH, heads, 40, generator=torch.Generator().manual_seed(heads)).to(HALF)
-                 for heads in (4, 2, 2)]  # fmt: skip
-        with here.cp(kernel=kernel, schedule="ring", layout="contiguous") as cp:
-            rows = torch.tensor(cp.layout_for(LENGTH).positions(here.rank))
-            q, k, v = (x[:, rows].requires_grad_() for x in whole)
-            calls.clear()
-            try:
-                out = attention(q, k, v, cp=cp, mask=Causal())
-                out.sum().backward()
-            except (UnsupportedError, ConfigurationError) as error:
-                return f"{type(error).__name__}: {error}", 0.0
-            finally:
-                registry._choosing.cache_clear()
-        visible = allowed(Causal(), LENGTH, LENGTH)
-        right = attention64(*(x.detach() for x in whole), torch.ones_like(whole[0]), visible, 40**-0.5)
-        worst = max(relative_error(q.grad, right.dq[:, rows]), relative_error(out.detach(), right.out[:, rows]))
-        passed = [each for each, how in calls if how.get("rows") not in (70, 35)]  # of the irregular trial
-        return passed[-1], worst
-
-
-@pytest.mark.parametrize("broken_ranks", [(), (0, 1), (1,)], ids=["none", "all", "one"])
-@pytest.mark.parametrize("name", ["base 2", "own lse"])
-def test_auto_over_ranks(ranks: RankPools, tmp_path: Path, name: str, broken_ranks: tuple[int, ...]) -> None:
-    """Each rank takes what is right on its device: nobody waits, and the result is exact."""
-    found = ranks(2)(attends, "auto", broken_ranks, name, str(tmp_path))
-    for rank, (last, worst) in enumerate(found):
-        assert worst < 8e-3, (rank, last)
-        if name == "own lse":
-            assert last == ("flash backward" if rank in broken_ranks else "cudnn backward")
-
-
-@pytest.mark.parametrize("name", ["base 2", "own lse"])
-def test_a_kernel_by_name_that_is_wrong_everywhere(ranks: RankPools, tmp_path: Path, name: str) -> None:
-    _, direction, says = BREAKS[name]
-    for said, _ in ranks(2)(attends, "torch-cudnn", (0, 1), name, str(tmp_path)):
-        assert said.startswith(
-            "UnsupportedError: kernel 'torch-cudnn' cannot compute this call: tried on a causal tile"
-        )
-        assert says in said and direction in said and "choose another, as in ContextParallel(kernel=" in said
-
-
-@pytest.mark.parametrize("name", ["base 2", "own lse"])
-def test_a_kernel_by_name_that_is_wrong_on_one_rank(ranks: RankPools, tmp_path: Path, name: str) -> None:
-    """All ranks hear of it before any waits for another."""
-    found = [said for said, _ in ranks(2)(attends, "torch-cudnn", (1,), name, str(tmp_path))]
-    assert found[0] == found[1]
-    assert "Disagreement: the ranks disagree" in found[0] and BREAKS[name][2] in found[0]
-    assert "rank 0: computes it" in found[0] and "rank 1: kernel 'torch-cudnn' cannot compute this" in found[0]
-
-
-def test_a_kernel_by_name_that_is_right(ranks: RankPools, tmp_path: Path) -> None:
-    for last, worst in ranks(2)(attends, "torch-cudnn", (), "own lse", str(tmp_path)):
-        assert last == "cudnn backward" and worst < 8e-3
-
-
-@pytest.mark.parametrize("broken_ranks", [(0, 1), (1,)], ids=["all", "one"])
-def test_a_device_without_memory_is_a_refusal_that_all_hear(
-    ranks: RankPools, tmp_path: Path, broken_ranks: tuple[int, ...]
-) -> None:
-    found = [said for said, _ in ranks(2)(attends, "torch-cudnn", broken_ranks, "no memory", str(tmp_path))]
-    assert all("it could not be tried: CUDA out of memory" in said for said in found)

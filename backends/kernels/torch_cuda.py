@@ -50,7 +50,8 @@ def operator(kernel: str, name: str) -> Any:
 def cudnn_version() -> int | None:
     """Ask torch for cuDNN's version, as 91501; None: there is none that it can use."""
     try:
-        return torch.backends.cudnn.version()
+        found: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        return found
     except RuntimeError:  # another one than torch was built with
         return None
 

@@ -192,10 +192,11 @@ def _backward(kernel: AttentionKernel, given: _Given, kind: Kind, patch: Patch, 
     operands = given.dout, given.q, given.k, given.v
     lse, delta = given.whole_lse, row_dot(given.dout, given.whole_out)
     right = Reference().backward(*operands, lse, delta, patch=patch, scale=scale)
-    moved, names = [_moved(x, kind) for x in operands], ("dq", "dk", "dv")
-    statistics, out = [x.to(kind.device, torch.float32) for x in (lse, delta)], _moved(given.whole_out, kind)
-    by_out = kernel.backward(*moved, statistics[0], None, out=out, patch=patch, scale=scale)
-    by_delta = kernel.backward(*moved, *statistics, patch=patch, scale=scale)
+    dout, q, k, v, out = (_moved(x, kind) for x in (*operands, given.whole_out))
+    lse, delta = (x.to(kind.device, torch.float32) for x in (lse, delta))
+    by_out = kernel.backward(dout, q, k, v, lse, None, out=out, patch=patch, scale=scale)
+    by_delta = kernel.backward(dout, q, k, v, lse, delta, patch=patch, scale=scale)
+    names = ("dq", "dk", "dv")
     return _compared(names, by_out, right) + _compared(names, by_delta, right)
 
 
