@@ -17,7 +17,7 @@ import torch
 
 from tokenring.backends.kernels.parts import Part, parts
 from tokenring.backends.kernels.reference import Reference
-from tokenring.backends.kernels.whole_out import whole_out
+from tokenring.backends.kernels.whole_out import lean_out
 from tokenring.region import Patch
 
 HALF = (torch.float16, torch.bfloat16)
@@ -105,7 +105,7 @@ class TileKernel(ABC):
         scale: float,
     ) -> Gradients:
         head_dim, cuts = q.shape[-1], self._parts(patch)
-        rows = [self._filled(x) for x in (dout.to(q.dtype), q, whole_out(dout, delta, out, q.dtype))]
+        rows = [self._filled(x) for x in (dout.to(q.dtype), q, lean_out(dout, delta, out, q.dtype))]
         cols = [self._filled(k), self._filled(v)]
         if (only := _only(cuts, patch)) is not None:
             dq, dk, dv = self._part_backward(only, rows, cols, lse, scale)

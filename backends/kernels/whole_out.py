@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tokenring.backends.kernels.reference import given
+
+EXPONENT, UNIT = 0xFF << 23, 1 << 23  # of a number in fp32: its exponent's bits, and the least of them
+LEAST_SQUARE = 2.0**-20  # what the squares of a row come to, at least, once it is scaled: 2⁻¹⁴
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -28,3 +33,29 @@ def whole_out(
     merged output carries it to 2⁻⁸ of the sum of |dout · out|, which is larger.
     """
     return (given(out) if delta is None else stand_in(dout.float(), delta)).to(dtype)
+
+
+def lean_out(
+    dout: torch.Tensor, delta: torch.Tensor | None, out: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The same in fewer passes over memory, for devices on which each of torch's operators is one pass.
+
+    Between tensors of half precision 12 bytes an element are read and written, and 52 by `whole_out`.
+    """
+    if delta is None or dtype not in (torch.float16, torch.bfloat16) or dout.dtype != dtype:
+        return whole_out(dout, delta, out, dtype)
+    return lean_stand_in(dout, delta)
+
+
+def lean_stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """What `stand_in` makes, of and in half precision, without a tensor of that size in fp32.
+
+    Rows are scaled by a power of two, which rounds nothing; what is reckoned for a row is reckoned in fp32, and an
+    element is rounded once.
+    """
+    largest = torch.linalg.vector_norm(dout, math.inf, dim=-1)
+    power = largest.float().view(torch.int32).bitwise_and_(EXPONENT).clamp_(UNIT, 253 * UNIT)  # up to `largest`
+    scale = (254 * UNIT - power).view(torch.float32).masked_fill_(largest == 0, 0.0)  # 1 / power
+    made = torch.mul(dout, scale[..., None], out=torch.empty_like(dout))
+    square = torch.linalg.vector_norm(made, dim=-1, dtype=torch.float32).square_().clamp_min_(LEAST_SQUARE)
+    return made.mul_((delta * scale / square)[..., None])
