@@ -47,7 +47,7 @@ def rows(dtype: torch.dtype, size: float, head_dim: int) -> tuple[torch.Tensor, 
 def kernel_bytes(dtype: torch.dtype) -> Traffic:
     """Of a gradient by delta, beside one by the output."""
     x, statistic = torch.randn(1, 4, 128, 64).to(dtype), torch.zeros(1, 4, 128)
-    counted = []
+    counted: list[Traffic] = []
     with operators():
         kernel, how = TorchFlash(), {"patch": Patch(0, 128, 0, 128), "scale": 0.1}
         for delta, out in ((statistic, None), (None, x)):

@@ -15,7 +15,7 @@ from cuda_ops.broken import BREAKS, FORWARD, WRONG, raising, top_left
 from cuda_ops.packages import RELEASES, installed
 from test_cuda_kernels import PACKAGES
 
-from tokenring.backends import registry
+from tokenring.backends import registry, verdicts
 from tokenring.backends.base import AttentionKernel, Tiles
 from tokenring.backends.kernels import choosing, trial
 from tokenring.backends.kernels.choosing import Choosing
@@ -30,6 +30,12 @@ from tokenring.schedule.ir import PASSES, Pass
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
 SQUARE = Patch(0, 128, 0, 128, None, 0)
+
+
+@pytest.fixture(autouse=True)
+def _forgets() -> None:
+    """As a new process: what no file has is not known."""
+    verdicts._in.cache_clear()
 
 
 def kind(direction: Pass, dtype: torch.dtype = HALF, head_dim: int = 40) -> Kind:
@@ -127,6 +133,29 @@ def test_memory_that_ran_out_is_no_verdict(tmp_path: Path) -> None:
         with operators(**{FORWARD: raising(error)}), pytest.raises(type(error), match="out of memory"):
             fault(TorchCudnn(), kind("forward"), TILES, Verdicts(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_raised_is_tried_again_by_the_next_process(tmp_path: Path) -> None:
+    """Not by this one. The reason may be gone by then: a compiler that was not found, a library that was not loaded."""
+    with operators(**BREAKS["other type"][0]):
+        said = [fault(TorchCudnn(), kind("forward"), TILES, Verdicts(tmp_path)) for _ in range(2)]
+        assert said[0] == said[1] and "it raised TypeError" in str(said[0])
+    assert list(tmp_path.iterdir()) == []
+    with operators():
+        assert fault(TorchCudnn(), kind("forward"), TILES, Verdicts(tmp_path)) == said[0] and not calls
+        verdicts._in.cache_clear()
+        assert fault(TorchCudnn(), kind("forward"), TILES, Verdicts(tmp_path)) == ""
+
+
+def test_a_mistake_of_ours_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And looks like no kernel that is left out."""
+
+    def fails(*given: Any) -> Any:
+        exec("assert False, 'a mistake'", {"__name__": "tokenring.backends.kernels.torch_cuda"})
+
+    monkeypatch.setattr(TorchFlash, "call_forward", fails)
+    with operators(), pytest.raises(AssertionError, match="a mistake"):
+        fault(TorchFlash(), kind("forward"), TILES, Verdicts(tmp_path))
 
 
 def test_what_breaks_the_device_is_left_out_by_the_next_process(tmp_path: Path) -> None:
@@ -254,6 +283,7 @@ def for_tests(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     for name in ("torch-cudnn", "torch-flash"):
         monkeypatch.setitem(registry.HOMES, name, "cpu")
     registry._choosing.cache_clear()
+    verdicts._in.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "taken"), [("base 2", "torch-flash"), ("own lse", "torch-cudnn")])

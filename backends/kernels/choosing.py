@@ -19,7 +19,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from traceback import walk_tb
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from tokenring.backends.base import AttentionKernel, MaskingKernel, Tiles
 from tokenring.backends.devices import has_device
 from tokenring.backends.kernels.choice import LAST, Pick, Table, default_order, ranked
 from tokenring.backends.kernels.tiles import named
-from tokenring.backends.kernels.trial import TILES, Kind, fault, tries
+from tokenring.backends.kernels.trial import TILES, Kind, asserted_here, fault, tries
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.region import Patch
 from tokenring.schedule.ir import PASSES, Pass
@@ -329,8 +328,8 @@ def _calls_for(kernel: AttentionKernel, patch: Patch) -> int:
 
 def refuses(error: Exception) -> bool:
     """Whether an error means that a kernel does not do such calls, and not that something went wrong in one."""
-    if isinstance(error, AssertionError):  # packages check their arguments so; one of ours is a mistake of ours
-        return not _ours(error)
+    if isinstance(error, AssertionError):
+        return not asserted_here(error)
     if isinstance(error, (BackendUnavailable, UnsupportedError, NotImplementedError, ImportError)):
         return True
     if isinstance(error, torch.OutOfMemoryError):
@@ -341,10 +340,3 @@ def refuses(error: Exception) -> bool:
     if "no kernel image" not in text and any(each in text for each in BROKEN):
         return False
     return isinstance(error, (RuntimeError, ValueError)) and any(each in text for each in REFUSALS)
-
-
-def _ours(error: Exception) -> bool:
-    """Whether it was raised in a module of this package, or nobody can say where."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
-    return module.partition(".")[0] in ("", "tokenring")

@@ -4,16 +4,19 @@ Kernels call vendors' operators, which may be broken for a chip, a driver or a r
 (torch keeps a list of such cases for its own choice, sdp_utils.cpp, and whoever calls an operator by its name is not
 asked). So each pass of a kernel is tried before it is taken first: on a causal square and on a tile that is no
 multiple of anything, with grouped heads, as a part of longer rows. What was found is kept (`backends.verdicts`) for
-this model, driver and these versions, so that a later process does not try again.
+this model, driver and these versions, so that a later process does not try again. What raised is tried again by the
+next process: it may have had a reason that is none of these, such as a compiler that was not found.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from traceback import walk_tb
 from typing import NamedTuple
 
 import torch
@@ -37,6 +40,7 @@ EXEMPT = ("reference", "auto")  # what others are compared with; and who tries t
 DEVICE_FAILED = ("cuda error", "illegal memory access", "device-side assert", "unspecified launch failure")
 NO_MEMORY = "out of memory"
 DEVICES = ("cuda",)  # types of devices whose kernels are tried
+NOWHERE: Mapping[str, str] = {}  # an environment without a cache: what is recorded there this process alone knows
 DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "triton", "nvidia-cutlass-dsl")
 
@@ -80,6 +84,7 @@ def fault(
     for tile in tiles if kernel.name not in EXEMPT else ():
         key = _key(kernel, kind, tile)
         reason = kept.known(key)
+        reason = verdicts(NOWHERE).known(key) if reason is None else reason
         if reason is None:
             if _capturing(kind.device):
                 return None
@@ -96,15 +101,28 @@ def _recorded(kernel: AttentionKernel, kind: Kind, tile: Tile, key: str, kept: V
         reason = _tried(kernel, kind, tile)
     except Exception as error:
         text = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in text:
+        if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in text or asserted_here(error):
             raise
         reason = f"tried on {tile} {kind.direction}, it raised {type(error).__name__}: {one_line(error, MOST_SAID)}"
-        kept.record(key, reason)
         if "no kernel image" not in text and any(each in text for each in DEVICE_FAILED):
+            kept.record(key, reason)
             raise  # nothing else runs on this device in this process; the next one knows
+        verdicts(NOWHERE).record(key, reason)
         return reason
     kept.record(key, reason)
     return reason
+
+
+def asserted_here(error: Exception) -> bool:
+    """Tell a mistake of ours, an assertion raised in a module of this package or nobody can say where, from others.
+
+    Packages check their arguments so: theirs mean that they do not take them.
+    """
+    if not isinstance(error, AssertionError):
+        return False
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    return module.partition(".")[0] in ("", "tokenring")
 
 
 def _key(kernel: AttentionKernel, kind: Kind, tile: Tile) -> str:
