@@ -133,6 +133,8 @@ def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, di
 
     Whatever goes wrong is a refusal, which the ranks tell each other: an error here would leave the others waiting.
     """
+    if device.type not in SEVERAL:
+        return None
     from tokenring.backends.kernels.trial import Kind, fault, tries
 
     if not tries(device):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import vendor
 from cuda_ops import aten
 from cuda_ops.aten import calls, operators
 from cuda_ops.broken import BREAKS, FORWARD, WRONG, raising, top_left
@@ -262,6 +263,16 @@ def test_on_a_cpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     made_here = registry.make_kernel("auto", CPU)
     compute(made_here)
     compute(choosing.for_device(CPU, lambda name: CpuFlash()))
+
+
+def test_on_a_cpu_nothing_is_imported_for_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, tokenring\n"
+        "x = torch.zeros(1, 8, 2, 8)\n"
+        "tokenring.attention(x, x, x, cp=tokenring.ContextParallel('self'))\n"
+        "print([n for n in ('trial', 'torch_cuda') if f'tokenring.backends.kernels.{n}' in sys.modules])"
+    )
+    assert vendor.run(tmp_path, "-c", code).out == "[]\n"
 
 
 # ---------- the doctor
