@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from patience import patient
+
 REPO = Path(__file__).resolve().parent.parent
 METADATA = "Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\nRequires-Dist: torch{wants}\n"
 ENTRY = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
@@ -24,6 +26,7 @@ HANG = "import time\ntime.sleep(600)"
 EXIT = "raise SystemExit(7)"
 UNLIKE = 'raise ImportError("libtorch_npu.so: undefined symbol: _ZN3c105ErrorC2E")'
 WORKS = """
+from patience import patient
 import torch
 __version__ = "2.13.0"
 LIBRARY = torch.library.Library("npu", "DEF")
@@ -85,7 +88,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> Ran:
         env=clean | paths | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patient(100),
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 
