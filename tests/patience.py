@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 LOADAVG = Path("/proc/loadavg")
-PER_CORE = 2  # so many processes that want to run leave a test its usual pace, or nearly
+PER_CORE = 3  # so many processes that want to run leave a test its usual pace, or nearly
 
 _stretch = 1.0
 

@@ -279,7 +279,7 @@ def test_a_set_up_that_fails_somewhere(name: str, what: str, ranks: RankPools) -
         texts = some(broken, name, what, 1)
     assert len(set(texts)) == 1, texts
     assert "rank 1: " in texts[0] and "use transport='nccl' or 'auto'" in texts[0]
-    assert ("no answer within 1 s" if what == "hangs" else "peer access is not supported") in texts[0]
+    assert ("no answer within " if what == "hangs" else "peer access is not supported") in texts[0]
 
 
 def goes_on(here: Here, case: Case, what: str, at: int) -> tuple[list[Local], list[str], str, list[str]]:

@@ -26,7 +26,6 @@ HANG = "import time\ntime.sleep(600)"
 EXIT = "raise SystemExit(7)"
 UNLIKE = 'raise ImportError("libtorch_npu.so: undefined symbol: _ZN3c105ErrorC2E")'
 WORKS = """
-from patience import patient
 import torch
 __version__ = "2.13.0"
 LIBRARY = torch.library.Library("npu", "DEF")
