@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ascend.ranks import NpuPools
+from patience import measured_stretch, patient, set_stretch
 from ranks import RankPools
 
 from tokenring.launch import ENDING_SIGNALS
@@ -26,6 +27,14 @@ ALONE = frozenset({
     "planner_rates", "ranks", "shared_memory", "soak", "symm", "topology_job", "topology_measure", "topology_testbed",
     "trace", "transports", "watch",
 })  # fmt: skip
+# Tests of these modules, of ALONE, and those that take a fixture of POOLS start processes or wait: marked `waits`.
+STARTING = frozenset({
+    "ascend_real", "capture", "cann_stubs", "cli", "cluster", "compile", "doctor", "docs", "examples", "gpu_nccl",
+    "gpu_script", "megatron", "megatron_contexts", "megatron_install", "megatron_packed", "megatron_parts", "merge",
+    "merge_warps", "mindspeed", "mindspeed_real", "npu_smoke", "npu_smoke_kernel", "topology_probe",
+    "topology_report", "transfers", "transfers_taken",
+})  # fmt: skip
+POOLS = frozenset({"ranks", "npus"})
 NICENESS = 5  # about a quarter of the processor beside a worker that wants all of it
 
 
@@ -39,8 +48,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before what is deselected by markers is
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker has alone comes first."""
+    for item in items:
+        if module_of(item.path) in ALONE | STARTING or not POOLS.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("waits")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: module_of(item.path) not in ALONE)  # stable
 
@@ -65,6 +78,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "alone" if module in ALONE else module
 
     return ByModule(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around that of pytest-timeout, which reads the limit
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Limits of this test, pytest's own among them, are stretched by how busy the machine is now."""
+    set_stretch(measured_stretch())
+    given = item.get_closest_marker("timeout")
+    seconds = given.args[0] if given else item.config.getini("timeout")
+    if seconds:
+        item.add_marker(pytest.mark.timeout(patient(float(seconds))), append=False)
+    return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from machines import APART, transport_name
 from oracle import allowed, attention64, relative_error
+from patience import patient, set_stretch, stretch
 from ranks import PRELOADED
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, shard
@@ -95,7 +96,7 @@ class Found:
         for each in self.outcomes:
             if each.error != "PeerLost":
                 found.append(f"rank {each.rank} raised {each.error}: {each.text}")
-            elif each.seconds > WITHIN_SECONDS:
+            elif each.seconds > patient(WITHIN_SECONDS):
                 found.append(f"rank {each.rank} knew after {each.seconds:.1f} s: {each.text}")
             elif each.named not in (None, self.case.victim) and MAY_WAIT not in each.text:
                 found.append(f"rank {each.rank} named the living rank {each.named}: {each.text}")
@@ -126,7 +127,7 @@ def run_case(case: Case) -> Found:
     try:
         for rank in range(WORLD_SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, case, rank, port), daemon=True)
+            process = context.Process(target=_work, args=(theirs, case, rank, port, stretch()), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -150,7 +151,7 @@ def run_case(case: Case) -> Found:
     finally:
         for process in processes:
             process.kill()
-            process.join(PATIENCE_SECONDS)
+            process.join(patient(PATIENCE_SECONDS))
         for pipe in pipes:
             pipe.close()
     return Found(case, outcomes, left)
@@ -181,7 +182,7 @@ def _end(case: Case, survivors: list[int], pipes: list[Connection], processes: S
         pipes[rank].send("end")
     left = []
     for rank in survivors:
-        processes[rank].join(10.0)
+        processes[rank].join(patient(10.0))
         if processes[rank].exitcode != 0:
             left.append(f"rank {rank} ended with exit code {processes[rank].exitcode}")
     return left
@@ -190,7 +191,7 @@ def _end(case: Case, survivors: list[int], pipes: list[Connection], processes: S
 def _next(pipe: Connection) -> Any:
     """What the rank says next; text if it says nothing or is dead."""
     try:
-        return pipe.recv() if pipe.poll(PATIENCE_SECONDS) else f"silent for {PATIENCE_SECONDS:g} s"
+        return pipe.recv() if pipe.poll(patient(PATIENCE_SECONDS)) else f"silent for {patient(PATIENCE_SECONDS):g} s"
     except (EOFError, ConnectionError):
         return "died"
 
@@ -222,13 +223,14 @@ class Harm(Exception):
     """What a victim raises."""
 
 
-def _work(pipe: Connection, case: Case, rank: int, port: int) -> None:
+def _work(pipe: Connection, case: Case, rank: int, port: int, factor: float) -> None:
+    set_stretch(factor)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _join(rank, WORLD_SIZE, port)
     with transport_name(case.transport) as name:
-        cp = ContextParallel(schedule=case.schedule, transport=name, timeout_seconds=LIMIT_SECONDS)
+        cp = ContextParallel(schedule=case.schedule, transport=name, timeout_seconds=patient(LIMIT_SECONDS))
         assert cp.transport is not None
     draw = random.Random(case.seed)
     x = torch.randn(1, draw.choice((32, 128, 512)), 4, 16, requires_grad=case.passes == "backward")
@@ -293,7 +295,7 @@ def _break_kernel(pipe: Connection, tiles: int, name: str) -> None:
 def _attempt(rank: int, world_size: int, port: int) -> str:
     """A new group of those who are left computes what one process does."""
     _join(rank, world_size, port)
-    cp = ContextParallel(schedule="tokenring", timeout_seconds=20.0)
+    cp = ContextParallel(schedule="tokenring", timeout_seconds=patient(20.0))
     random_ = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 24 * world_size, 4, 16, generator=random_) for _ in range(3))
     wanted = attention64(q, k, v, torch.zeros_like(q), allowed(Causal(), q.shape[1], q.shape[1])).out

@@ -36,6 +36,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from patience import patient, set_stretch, stretch
 
 from tokenring import ContextParallel
 from tokenring.backends.base import Transport
@@ -54,6 +55,7 @@ PRELOADED = [
     "tokenring.schedule.lower",
     "tokenring.schedule.verify",
 ]
+# Limits of a quiet machine; see `patience`.
 CALL_SECONDS = 60.0  # a call on ranks; below pytest's limit for a test
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
 PAUSES = sys.platform == "linux"
@@ -83,7 +85,7 @@ class Here:
         if self.world_size == 1:
             return None
         if name not in self.transports:
-            cp = ContextParallel(transport=name, timeout_seconds=PEER_SECONDS)
+            cp = ContextParallel(transport=name, timeout_seconds=patient(PEER_SECONDS))
             assert cp.transport is not None
             self.transports[name] = cp.transport
         return self.transports[name]
@@ -107,7 +109,7 @@ class Ranks:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, rank, world_size, port, prefix), daemon=True,
+                    target=_serve, args=(theirs, rank, world_size, port, prefix, stretch()), daemon=True,
                     name=f"rank {rank} of {world_size}",
                 )  # fmt: skip
                 process.start()
@@ -131,7 +133,7 @@ class Ranks:
         if not self.usable:
             raise RankError(f"these {self.world_size} ranks were killed; ask the fixture for new ones")
         # Plain pickle: the pickler of multiprocessing would put tensors into shared memory.
-        request = pickle.dumps((function, args, kwargs))
+        request = pickle.dumps((function, args, kwargs, stretch()))
         try:
             self._signal(signal.SIGCONT)
             for pipe in self._pipes:
@@ -151,7 +153,8 @@ class Ranks:
                     os.kill(process.pid, number)
 
     def _collect(self, seconds: float) -> list[Any]:
-        """One answer from each rank, waiting for no longer than `seconds`."""
+        """One answer from each rank, waiting for no longer than `seconds` of a quiet machine."""
+        seconds, grace = patient(seconds), patient(GRACE_SECONDS)
         results: dict[int, Any] = {}
         failed: dict[int, str] = {}
         deadline = time.monotonic() + seconds
@@ -159,7 +162,7 @@ class Ranks:
             ready = wait([self._pipes[rank] for rank in silent], max(0.0, deadline - time.monotonic()))
             if not ready:
                 names = ", ".join(map(str, silent))
-                limit = f"{seconds:g} s" if not failed else f"{GRACE_SECONDS:g} s after that"
+                limit = f"{seconds:g} s" if not failed else f"{grace:g} s after that"
                 raise RankError(f"{_texts(failed)}rank {names} of {self.world_size} gave no answer within {limit}")
             for rank in silent:
                 if self._pipes[rank] not in ready:
@@ -167,13 +170,13 @@ class Ranks:
                 try:
                     done, value = pickle.loads(self._pipes[rank].recv_bytes())
                 except (EOFError, ConnectionError):
-                    self._processes[rank].join(GRACE_SECONDS)
+                    self._processes[rank].join(grace)
                     done, value = False, f"died with exit code {self._processes[rank].exitcode}"
                 if done:
                     results[rank] = value
                 else:
                     failed[rank] = value
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + grace)
         if failed:
             raise RankError(_texts(failed))
         return [results[rank] for rank in range(self.world_size)]
@@ -184,7 +187,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join(GRACE_SECONDS)
+            process.join(patient(GRACE_SECONDS))
         for pipe in self._pipes:
             pipe.close()
 
@@ -235,7 +238,8 @@ def _texts(failed: dict[int, str]) -> str:
 # ---------- in the ranks' processes
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str, factor: float) -> None:
+    set_stretch(factor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the one that made us decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if PAUSES:
@@ -249,12 +253,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str)
     pipe.send_bytes(pickle.dumps((joined, None if joined else here)))
     while joined:
         try:
-            function, args, kwargs = pickle.loads(pipe.recv_bytes())
+            function, args, kwargs, factor = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
         except Exception:  # a function whose module does not import here
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
             continue
+        set_stretch(factor)
         pipe.send_bytes(_pickled(_attempt(function, here, *args, **kwargs)))
     os._exit(0)
 
@@ -262,7 +267,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str)
 def _join(rank: int, world_size: int, port: int, prefix: str) -> Here:
     store = dist.PrefixStore(prefix, _tcp_store(port, is_master=False))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    base = ContextParallel(timeout_seconds=PEER_SECONDS)
+    base = ContextParallel(timeout_seconds=patient(PEER_SECONDS))
     _ = base.transport  # all ranks connect here, together
     return Here(rank, world_size, base)
 

@@ -20,6 +20,7 @@ from cases import LIMITS, NAMES, Case
 from draws import BY_NAME, Context, Draw, Drawn
 from held import Held, held
 from oracle import Attention, allowed, relative_error
+from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools
 
 from tokenring import ContextParallel, attention, shard
@@ -103,7 +104,7 @@ class Round:
         transport: Any = context.transport
         if context.shared:
             if key not in self.shared:
-                self.shared[key] = ContextParallel(group, transport=transport, timeout_seconds=PEER_SECONDS)
+                self.shared[key] = ContextParallel(group, transport=transport, timeout_seconds=patient(PEER_SECONDS))
             transport = self.shared[key].transport
         if context.schedule in BY_NAME:
             options["pieces"] = context.pieces

@@ -15,6 +15,7 @@ from ascend.hccl_ledger import HcclError, labelled, ledger, limits
 from ascend.hccl_ranks import fresh, run_case, small_case
 from ascend.ranks import NpuPools
 from cases import Case, Local, check_exact
+from patience import patient
 from ranks import Here
 
 import tokenring as tr
@@ -82,7 +83,7 @@ class _Batched:
 def computed(here: Here, case: Case, paired: bool) -> tuple[Local | str, Any]:
     """A whole call, or what is found; then the batches and the communicators."""
     fresh(20.0 if not paired else 2.0)
-    here.memory[KEPT] = made = InBatches(dist.group.WORLD, 20.0)
+    here.memory[KEPT] = made = InBatches(dist.group.WORLD, patient(20.0))
     made.paired = paired
     limits.execute = 20.0 if not paired else 2.0
     try:

@@ -19,6 +19,7 @@ from ascend import real
 from ascend.real import Made, RealPools, Seen, kernel_of, on_meta, operator, seen
 from ascend.schemas import CURRENT, WHEELS
 from conformance import TILES, check, operands
+from patience import patient
 from ranks import Here
 from test_ascend_kernel import BY_NAME
 from test_ascend_packed import CASES, Checked, tile_of
@@ -210,7 +211,7 @@ def process(code: str, *arguments: str, **variables: str) -> subprocess.Complete
     paths = [*sys.path, str(FOLDER)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
     return subprocess.run(
-        [sys.executable, *arguments, code], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *arguments, code], env=environment, capture_output=True, text=True, timeout=patient(100)
     )
 
 

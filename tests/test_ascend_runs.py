@@ -16,6 +16,7 @@ from ascend.gloo import OverGloo
 from ascend.operators import calls, register
 from ascend.ranks import NpuPools
 from oracle import allowed, attention64, relative_error
+from patience import patient
 from ranks import PEER_SECONDS, Here
 
 from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, UnsupportedError, attention
@@ -41,7 +42,7 @@ def context(here: Here, **options: Any) -> ContextParallel:
     if here.world_size > 1:
         if "npu" not in here.transports:
             assert dist.group.WORLD is not None
-            here.transports["npu"] = OverGloo(dist.group.WORLD, PEER_SECONDS)
+            here.transports["npu"] = OverGloo(dist.group.WORLD, patient(PEER_SECONDS))
         options["transport"] = here.transports["npu"]
     return ContextParallel(**options)
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import allowed, attention64
+from patience import patient
 from ranks import Here, RankPools
 
 import tokenring as tr
@@ -105,7 +106,7 @@ def fake(kind: str, setting: Setting, group: Any) -> Runner:
         raise ImportError("no such module")
     if kind == "warns":
         warnings.warn("made from an old name", FutureWarning, stacklevel=2)
-    cp = tr.ContextParallel(group, schedule="ring", timeout_seconds=3.0)
+    cp = tr.ContextParallel(group, schedule="ring", timeout_seconds=patient(3.0))
     calls: list[int] = []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -228,7 +229,7 @@ def test_peers_that_are_installed_are_right(ranks: RankPools, name: str, mask: s
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tokenring", "bench", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(100))
 
 
 SMALL = ["--ranks", "2", "--seq-len", "128", "--heads", "2", "--head-dim", "16", "--rounds", "2"]
@@ -253,7 +254,7 @@ def test_on_the_processes_of_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command = [*torchrun, "--nproc-per-node", "2", "-m", "tokenring", "bench", *SMALL[2:], "--json", "b.json"]
     options = ["--schedules", "ring", "--peers", "none"]
-    result = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    result = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("tokenring bench: ") == 1, "rank 0 speaks for all"
     report = Report.from_json((tmp_path / "b.json").read_text())
@@ -281,7 +282,7 @@ def test_interrupt_leaves_nothing(tmp_path: Path, seconds: float) -> None:
         wait_for_ranks(process.pid)
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=END_SECONDS)
+        _, err = process.communicate(timeout=patient(END_SECONDS))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -354,4 +355,4 @@ def test_ranks_under_torchrun_are_refused() -> None:
 
 def test_importing_tokenring_leaves_the_benchmark_alone() -> None:
     code = "import sys, tokenring.cli; sys.exit(any(name.startswith('tokenring.bench') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=patient(60)).returncode == 0

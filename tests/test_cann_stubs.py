@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 SCRIPT = Path(__file__).resolve().parent.parent / "ci" / "cann_stubs.py"
 TOOLS = ("gcc", "nm", "readelf")
@@ -30,7 +31,9 @@ void *list(void) { return PyList_New(torch_c10_is_not_asked != 0); }
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    done = subprocess.run(
+        command, check=True, text=True, timeout=patient(60), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     return done.stdout
 
 

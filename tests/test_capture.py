@@ -13,6 +13,7 @@ import pytest
 import torch
 from captured_world import act_again, several
 from cases import Case
+from patience import patient
 from ranks import Here, RankPools
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -254,7 +255,7 @@ def test_devices_without_graphs_are_refused() -> None:
 
 def captured_with_messages(here: Here, case: Case, capturable: bool) -> Any:
     """What is said of a transport; or what it is asked while a graph is captured, and in all."""
-    cp = ContextParallel(layout=case.layout, schedule=case.schedule, transport="gloo", timeout_seconds=20.0)
+    cp = ContextParallel(layout=case.layout, schedule=case.schedule, transport="gloo", timeout_seconds=patient(20.0))
     moved: Any = cp.transport
     if not capturable:
         try:
@@ -297,7 +298,7 @@ class FailingDevice(GraphDevice):
 
 def captured_on_some(here: Here, case: Case) -> tuple[str, str]:
     """What a rank says where the last one fails to capture, and of the call after that."""
-    cp = ContextParallel(layout=case.layout, schedule=case.schedule, transport="gloo", timeout_seconds=20.0)
+    cp = ContextParallel(layout=case.layout, schedule=case.schedule, transport="gloo", timeout_seconds=patient(20.0))
     moved: Any = cp.transport
     moved.capabilities = replace(moved.capabilities, capturable=True)
     device, said = FailingDevice(here.rank == here.world_size - 1), []

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 import pytest
+from patience import patient
 
 from tokenring import cli
 from tokenring._version import __version__
@@ -170,7 +171,7 @@ class TestRefusals:
     def test_of_a_screen_without_the_letters(self) -> None:
         command = [sys.executable, "-c", COMMAND, "schedule", "ring", "--ranks", "2"]
         env = os.environ | {"PYTHONIOENCODING": "ascii"}
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patient(60))
         assert result.returncode == 2
         assert result.stderr == "tokenring: ascii has no '\\xd7': use PYTHONIOENCODING=utf-8\n"
 
@@ -226,14 +227,14 @@ def test_reader_that_has_gone(argv: list[str]) -> None:
     # Unbuffered, Python itself drops what a pipe did not take.
     env = os.environ | {"PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-c", COMMAND, *argv]
-    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=env, timeout=60)
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=env, timeout=patient(60))
     os.close(writing)
     assert (result.returncode, result.stderr) == (1, b"")
 
 
 def test_no_standard_output_at_all() -> None:
     closed = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", COMMAND, "schedule", "ring", *GIVEN]
-    done = subprocess.run(closed, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=patient(60))
     assert (done.returncode, done.stderr) == (0, "")
 
 

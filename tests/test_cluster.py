@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from mindspeed_like import OURS, like_mindspeed
+from patience import patient
 
 REPO = Path(__file__).resolve().parent.parent
 CLUSTER = REPO / "examples" / "cluster"
@@ -37,7 +38,7 @@ def run(folder: Path, *command: str, **settings: str) -> subprocess.CompletedPro
     """A launcher with these programs and settings; the Python is ours."""
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
     env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | settings
-    return subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, timeout=patient(100))
 
 
 def free_port(first: int, last: int) -> int:

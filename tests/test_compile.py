@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import Case, Local, check_exact
 from oracle import Attention, relative_error
+from patience import patient
 from ranks import Here, RankPools
 from torch.utils.checkpoint import checkpoint
 
@@ -370,7 +371,7 @@ def trained(here: Here, folder: str, backend: str) -> list[float]:
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{here.rank}"
     # The ranks may be far apart while they compile.
-    cp = ContextParallel(layout="zigzag", schedule=KEEPING, transport="gloo", timeout_seconds=60.0)
+    cp = ContextParallel(layout="zigzag", schedule=KEEPING, transport="gloo", timeout_seconds=patient(60.0))
     torch.manual_seed(0)
     model = torch.nn.Sequential(Block(cp), Block(cp))
     x = shard(torch.randn(2, 64, 64), cp).requires_grad_()

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from patience import patient
 from ranks import Here, RankPools
 
 import tokenring as tr
@@ -59,7 +60,7 @@ class Running:
 
     def wait_for(self, pattern: str, stream: str = "out") -> None:
         """Until a line of the output matches; the streams go to files, so nobody blocks."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + patient(START_SECONDS)
         while not re.search(pattern, self.text(stream)):
             assert self.process.poll() is None, f"ended early: {self.text('out')}{self.text('err')}"
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.text(stream)!r}"
@@ -70,7 +71,7 @@ class Running:
 
     def end(self) -> int:
         """The exit code, once it has ended by itself."""
-        return self.process.wait(END_SECONDS)
+        return self.process.wait(patient(END_SECONDS))
 
     def processes(self) -> dict[int, dict[str, str]]:
         """All processes of this demo, with their environments."""
@@ -119,7 +120,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
         for process in running.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        running.process.wait(END_SECONDS)
+        running.process.wait(patient(END_SECONDS))
 
 
 @pytest.mark.slow
@@ -216,7 +217,7 @@ def test_options_that_do_not_fit(arguments: list[str], says: str) -> None:
 
 def test_importing_tokenring_leaves_the_demo_alone() -> None:
     code = "import sys, tokenring.cli; sys.exit(any(name.startswith('tokenring.demo') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=patient(60)).returncode == 0
 
 
 # ---------- the check

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from machines import APART, transport_name
+from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools
 
 from tokenring import Causal, ConfigurationError, ContextParallel, Documents, Full, Mask, SlidingWindow, attention
@@ -81,7 +82,7 @@ def opened(here: Here, name: str) -> Transport:
     if key not in here.memory:
         assert dist.group.WORLD is not None
         with transport_name(name) as known:
-            here.memory[key] = make_transport(known, dist.group.WORLD, PEER_SECONDS)
+            here.memory[key] = make_transport(known, dist.group.WORLD, patient(PEER_SECONDS))
     transport: Transport = here.memory[key]
     return transport
 

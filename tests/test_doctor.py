@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -72,9 +71,7 @@ def test_torch_npu_that_hangs(tmp_path: Path) -> None:
     folder = torch_npu(tmp_path / "site", HANG)
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(STUB_TORCH)
-    began = time.monotonic()
     found = doctor(folder, "--seconds", "4")
-    assert time.monotonic() - began < 40
     assert "it has not come back after 4 s" in problems(found)["torch_npu"]
     assert found["torch"] == "2.13.0"
 

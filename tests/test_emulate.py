@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 
 from tokenring.bench.results import MEASURED, Report
 from tokenring.bench.sleeping import Sleeping
@@ -58,7 +59,7 @@ def command(process: str) -> str:
 
 
 def eventually(holds: Callable[[], bool], seconds: float = GONE_SECONDS) -> bool:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not holds():
         if time.monotonic() > deadline:
             return False
@@ -76,7 +77,7 @@ class TestRuns:
         with Emulated(kind, 4, 0.25, **options) as net:
             assert net.run("emulation", ["meet"], 60, environment=HERE, show=shown.append) == ["sum 6", "a second line"]
             assert guardian.processes_in(net.namespaces) == []
-            net.run("platform", timeout_seconds=30, show=shown.append)
+            net.run("platform", timeout_seconds=patient(30), show=shown.append)
         assert len(shown) == 3 and net.namespaces == []
 
     @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_bench(tmp_path: Path, compute: list[str]) -> None:
     links = ["--emulate", "two-node", "--link-gbit", "0.25", "--uplink-gbit", "0.05"]
     arguments = [*SMALL, *links, *compute, "--json", "b.json", "--picture", "b.svg", "--schedules", "ring,direct-kv"]
     command = [sys.executable, "-m", "tokenring", "bench", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     text = "emulated links: two-node, full-mesh inside, links of 0.25 Gbit/s, one uplink of 0.05 Gbit/s"
     assert text in done.stdout and ("Results are not checked" in done.stdout) == bool(compute)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mcore.versions import PINNED, folder, need
+from patience import patient
 
 FOLDER = Path(__file__).parent.parent / "examples"
 MEGATRON = FOLDER / "megatron_gpt.py"
@@ -21,7 +22,7 @@ def output_of(example: Path, ranks: int, *arguments: str, **more: str) -> str:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **more}
     command = [*launch, str(example), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100), env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ascend.ranks import NpuPools
+from patience import patient
 from ranks import Here
 
 from tokenring import attention
@@ -37,7 +38,7 @@ def sends_others(self: Any, data: torch.Tensor, *where: Any) -> Any:
 
 def two_ranks(here: Here, spoil: bool) -> str:
     nccl_ranks.register(here)
-    made: Any = nccl_ranks.OnNpu(dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    made: Any = nccl_ranks.OnNpu(dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gpu_programs, "TOKENS", 16)
         patched.setattr(gpu_programs, "DIM", 8)
@@ -102,7 +103,7 @@ class OneRank(nccl_ranks.OnNpu):
 
 
 def one_rank(here: Here, spoil: bool) -> tuple[str, list[list[int]]]:
-    made: Any = OneRank(dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    made: Any = OneRank(dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gpu_nccl, "SIZE", 64)
         patched.setattr(NcclTransport, "send", sends_others if spoil else _send)
@@ -126,7 +127,7 @@ def test_messages_of_a_rank_to_itself(npus: NpuPools) -> None:
 def one_rank_whole(here: Here, spoil: bool) -> str:
     """All that ci/gpu has of one rank."""
     smaller = {"SIZE": 64, "DEVICE": "npu", "_version": lambda: "2.30", "_transport": lambda: made}
-    made: Any = OneRank(dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    made: Any = OneRank(dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         for name, value in smaller.items():
             patched.setattr(gpu_nccl, name, value)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import patient
 from symm_ranks import ThreadDevice
 
 from tokenring import UnsupportedError
@@ -37,7 +38,8 @@ def _its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
 def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([sys.executable, str(REPO / "ci" / "gpu")], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, str(REPO / "ci" / "gpu")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("no CUDA device here: nothing was measured")
 

@@ -16,6 +16,7 @@ from ascend.hccl_ledger import MEGABYTE, Communicator, Noted, NotedCollective, l
 from ascend.hccl_ranks import fresh, kept_transport, run_case, small_case
 from ascend.ranks import NpuPools
 from cases import Case, Local, check_bytes, check_exact
+from patience import patient
 from programs import reads_early
 from ranks import Here
 from test_exchange import alone, crossed, together
@@ -150,7 +151,7 @@ def test_mutants_are_detected(change: Any, at: int, says: str, npus: NpuPools) -
 
 def refusals(here: Here) -> list[str]:
     fresh()
-    transport: CollectiveTransport = make_transport(COLLECTIVES, dist.group.WORLD, 20.0)  # type: ignore[assignment,arg-type]
+    transport: CollectiveTransport = make_transport(COLLECTIVES, dist.group.WORLD, patient(20.0))  # type: ignore[assignment,arg-type]
     everybody, texts = tuple(range(here.world_size)), []
     data = torch.ones(4, dtype=torch.uint8, device=NPU)
     others = {rank: data.clone() for rank in everybody if rank != here.rank}
@@ -165,7 +166,7 @@ def refusals(here: Here) -> list[str]:
         texts.append(str(caught.value))
     os.environ["HCCL_BUFFSIZE"] = "x"
     with pytest.raises(ConfigurationError) as caught:
-        make_transport(COLLECTIVES, dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+        make_transport(COLLECTIVES, dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     del os.environ["HCCL_BUFFSIZE"]
     return [*texts, str(caught.value)]
 
@@ -179,7 +180,7 @@ def test_refusals(npus: NpuPools) -> None:
 def absent(here: Here) -> str:
     """Rank 2 does not come to the first collective."""
     fresh()
-    transport: CollectiveTransport = make_transport(COLLECTIVES, dist.group.WORLD, 5.0)  # type: ignore[assignment,arg-type]
+    transport: CollectiveTransport = make_transport(COLLECTIVES, dist.group.WORLD, patient(5.0))  # type: ignore[assignment,arg-type]
     limits.connect = 0.7
     if here.rank == 2:
         dist.barrier()
@@ -200,7 +201,8 @@ def differs(here: Here) -> str:
     """Whether exchanges are collectives is what the transport is called, on which ranks agree when they make it."""
     fresh()
     with pytest.raises(ConfigurationError) as caught:
-        ContextParallel(transport="hccl" if here.rank else COLLECTIVES, timeout_seconds=10.0).transport_for(None)
+        name = "hccl" if here.rank else COLLECTIVES
+        ContextParallel(transport=name, timeout_seconds=patient(10.0)).transport_for(None)
     return str(caught.value)
 
 

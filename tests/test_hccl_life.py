@@ -18,6 +18,7 @@ from ascend.hccl_ledger import MEGABYTE, HcclError, Noted, ledger
 from ascend.hccl_ranks import fresh
 from ascend.ranks import NpuPools
 from every_link import new
+from patience import patient
 from ranks import Here
 
 from tokenring import PeerLost
@@ -56,7 +57,7 @@ def test_memory_is_planned_by_the_buffers_that_are_asked_for(monkeypatch: pytest
 def own_error(here: Here) -> tuple[int | None, str, str]:
     """An operator of rank 0 fails late: at a send to rank 1, which is well."""
     fresh()
-    transport, memory = new("hccl", 5.0), torch.zeros(8, dtype=torch.uint8, device=NPU)
+    transport, memory = new("hccl", patient(5.0)), torch.zeros(8, dtype=torch.uint8, device=NPU)
     dist.barrier()
     if here.rank == 1:
         with pytest.raises(PeerLost) as caught:
@@ -83,11 +84,11 @@ def test_an_error_of_this_rank_blames_no_peer(npus: NpuPools) -> None:
 def runs_ahead(here: Here) -> list[float]:
     """Messages are posted long before the device comes to them: longer than our own time limit."""
     fresh()
-    transport = new("hccl", 0.5)
+    transport = new("hccl", patient(0.5))
     memory = torch.zeros(8, dtype=torch.uint8, device=NPU)
     if here.rank == 0:
         work = transport.recv(memory, 1, REQUESTS, "step 0, kv1")
-        time.sleep(0.8)
+        time.sleep(patient(0.8))
         dist.barrier()
     else:
         dist.barrier()
@@ -107,7 +108,7 @@ def test_the_watchdog_lets_a_host_run_ahead(npus: NpuPools) -> None:
 def aged(here: Here, how: str) -> str:
     """Rank 0 posts long before rank 1 does, in a group with a short limit."""
     fresh()
-    made: Any = dist.new_group(backend="hccl", timeout=timedelta(seconds=0.5))
+    made: Any = dist.new_group(backend="hccl", timeout=timedelta(seconds=patient(0.5)))
     peer = 1 - here.rank
     memory, act = torch.zeros(8, device=NPU), (dist.isend, dist.irecv)[here.rank]
     acts: dict[str, Callable[[], Any]] = {
@@ -118,7 +119,7 @@ def aged(here: Here, how: str) -> str:
     acts[how]().wait()  # connected beforehand
     dist.barrier()
     if here.rank == 1:
-        time.sleep(1.0)
+        time.sleep(patient(1.0))
     work = acts[how]()
     if here.rank == 1:
         work.wait()
@@ -131,7 +132,7 @@ def aged(here: Here, how: str) -> str:
 @pytest.mark.parametrize("how", ["message", "batch", "collective"])
 def test_the_emulated_watchdog_counts_from_the_post(how: str, npus: NpuPools) -> None:
     text, _ = npus(2)(aged, how)
-    assert re.search(r"the watchdog of group .* ends the process: .* is older than its 0.5 s", text), text
+    assert re.search(r"the watchdog of group .* ends the process: .* is older than its [0-9.]+ s", text), text
 
 
 def dropped(here: Here, name: str, closes: bool) -> list[str]:
@@ -157,7 +158,7 @@ def made(here: Here, name: str) -> Any:
     """A transport with all its connections."""
     if name != COLLECTIVES:
         return new(name)
-    transport: Any = make_transport(name, dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport: Any = make_transport(name, dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     transport.prepare_groups([(0, 1)], torch.device(NPU))
     return transport
 

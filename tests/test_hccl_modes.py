@@ -11,6 +11,7 @@ from ascend.hccl_ranks import fresh, small_case
 from ascend.ranks import NpuPools
 from cases import Case, Local, check_exact
 from oracle import Attention
+from patience import patient
 from ranks import Here
 
 import tokenring as tr
@@ -37,7 +38,7 @@ class Ran(NamedTuple):
 def context(case: Case, limit: int | None, **more: Any) -> ContextParallel:
     net = full_mesh(case.ranks, 1.0)
     given = {"schedule": "auto:ring,direct-q", "topology": net, "memory_limit_bytes": limit, "kernel": "reference"}
-    return ContextParallel(layout=case.layout, timeout_seconds=20.0, **{**given, **more})
+    return ContextParallel(layout=case.layout, timeout_seconds=patient(20.0), **{**given, **more})
 
 
 def call(cp: ContextParallel, case: Case) -> tuple[Local, Plan]:

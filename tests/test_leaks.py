@@ -8,6 +8,7 @@ import torch.distributed as dist
 from faults import lasting_names
 from held import Held, held
 from machines import APART, transport_name
+from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools
 
 from tokenring import ContextParallel, attention
@@ -20,7 +21,7 @@ SPARE_MAPS = 40  # malloc has up to eight arenas for each core, of two mappings;
 def live(name: str, group: dist.ProcessGroup | None, close: bool) -> None:
     """A context from its birth to its end, with a call in between."""
     with transport_name(name) as known:
-        cp = ContextParallel(group, schedule="ring", transport=known, timeout_seconds=PEER_SECONDS)
+        cp = ContextParallel(group, schedule="ring", transport=known, timeout_seconds=patient(PEER_SECONDS))
         x = torch.ones(1, 8, 2, 16, requires_grad=True)
         out = attention(x, x, x, cp)
     torch.autograd.backward(out.sum())

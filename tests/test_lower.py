@@ -13,6 +13,7 @@ import pytest
 import torch
 from bases import CHUNKS_A_RANK, MASKS, NAMED, TOKENS, bases, make, mask_of, ulysses
 from pairwise import sample
+from patience import patient
 from programs import check_both_passes, lower_all
 
 from tokenring.layout import make_layout
@@ -244,4 +245,4 @@ def test_programs_are_deterministic() -> None:
     other = subprocess.Popen([sys.executable, "-c", code], cwd=here, env=environment, stdout=subprocess.PIPE, text=True)
     mine = fingerprint()
     assert mine == fingerprint()
-    assert other.communicate(timeout=100)[0].strip() == mine
+    assert other.communicate(timeout=patient(100))[0].strip() == mine

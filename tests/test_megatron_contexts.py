@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mcore.stand_ins import config, layer, params, refusal
+from patience import patient
 from ranks import Here, RankPools
 
 from tokenring.errors import ConfigurationError
@@ -157,7 +158,7 @@ def test_one_rank_alone_gives_back_its_own(group: Any) -> None:
 
 
 def test_layers_made_before_and_after_share_again() -> None:
-    made, later = layer(timeout_seconds=6), None
+    made, later = layer(timeout_seconds=patient(6)), None
     release_contexts()
-    later = layer(timeout_seconds=6)
+    later = layer(timeout_seconds=patient(6))
     assert contexts(made) is contexts(later)

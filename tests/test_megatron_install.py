@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mcore import versions
 from mcore.versions import PINNED, REPO, has_wheel, need
+from patience import patient
 
 Install = Callable[..., subprocess.CompletedProcess[str]]
 FAKE = """#!/bin/sh
@@ -29,7 +30,7 @@ def install(tmp_path: Path) -> Install:
         python.write_text(FAKE.format(here=here, broken=broken))
         python.chmod(0o755)
         command = [REPO / "ci/megatron", python, tmp_path / "megatron"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return subprocess.run(command, capture_output=True, text=True, timeout=patient(20))
 
     return run
 

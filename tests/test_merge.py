@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from merging import CASES, check, check_softmax, suite
+from patience import patient
 
 from tokenring.backends import mergers
 from tokenring.backends.mergers import LIMIT, choose_merger, merger_for, trial
@@ -57,7 +58,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Found:
     settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "merging"], input=json.dumps(jobs),
-        cwd=TESTS, env=os.environ | settings, capture_output=True, text=True, timeout=110,
+        cwd=TESTS, env=os.environ | settings, capture_output=True, text=True, timeout=patient(110),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: Found = {}
@@ -282,7 +283,7 @@ def test_what_is_replaced_is_the_whole_of_an_output() -> None:
 def test_the_script_runs_dry() -> None:
     """On a CPU it measures torch's merge, and judges nothing by its speed."""
     script = TESTS.parent / "ci" / "gpu_merge.py"
-    arguments = ["--device", "cpu", "--rows", "32", "--heads", "2", "--head-dim", "16"]
-    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, str(script), "--device", "cpu", "--rows", "32", "--heads", "2", "--head-dim", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("merge by torch: outputs: ") and "; records: " in done.stdout

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from merging import CASES, check, check_nan
+from patience import patient
 
 FILE = Path(__file__).parent.parent / "backends" / "kernels" / "merge_triton.py"
 WARPS = 3
@@ -48,7 +49,7 @@ class Turns:
             thread.start()
         self.pass_on(WARPS - 1)
         for thread in threads:
-            thread.join(20)
+            thread.join(patient(20))
         assert not any(thread.is_alive() for thread in threads), "the warps come to different barriers"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from patience import patient
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "ci"))
@@ -310,7 +311,7 @@ def test_ranks_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_no_npu_is_said(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(REPO / "ci" / "npu-smoke"), "-o", str(tmp_path / "a.json")],
-        capture_output=True, text=True, timeout=110, cwd=tmp_path,
+        capture_output=True, text=True, timeout=patient(110), cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1
     assert "no NPU was found here: `tokenring doctor` says why" in done.stderr

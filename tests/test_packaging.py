@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from patience import patient
 
 import tokenring
 
@@ -19,7 +20,7 @@ CODE = ("tokenring", "backends", "topology", "tests", "ci", "examples")
 
 def run_python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=patient(60))
 
 
 def test_package_list_equals_folders() -> None:

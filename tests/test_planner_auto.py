@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from nets import BOTH, call, named, setting, workload
+from patience import patient
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, TokenRingError
@@ -310,7 +311,11 @@ def test_the_same_plan_in_every_process() -> None:
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         texts.add(
             subprocess.run(
-                [sys.executable, "-c", DETERMINISTIC], env=environment, capture_output=True, check=True, timeout=60
+                [sys.executable, "-c", DETERMINISTIC],
+                env=environment,
+                capture_output=True,
+                check=True,
+                timeout=patient(60),
             ).stdout
         )
     assert len(texts) == 1

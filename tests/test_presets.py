@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import time
 from io import StringIO
 from itertools import combinations
 from pathlib import Path
@@ -259,11 +258,9 @@ def test_three_hosts_and_one() -> None:
     assert find("preset:atlas-a3*4") == (PRESETS["atlas-a3"], 4)
 
 
-def test_512_hosts_take_seconds() -> None:
-    start = time.perf_counter()
+def test_512_hosts() -> None:
     topology = preset("hgx-h100*512")
     assert topology.world_size == 4096 and len(topology.bandwidth_gbs) == 4096 * 7
-    assert time.perf_counter() - start < 10
 
 
 @pytest.mark.parametrize("name", ["", "hgx", "hgx-h100*", "hgx-h100*x", "hgx-h100**2", "*2", "hgx-h100*-1", "a" * 999])

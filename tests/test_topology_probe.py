@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 from tokenring.topology import probe
 from tokenring.topology.probe import Hangs, NoAnswer, run_command
@@ -61,7 +62,7 @@ class TestRunCommand:
         with pytest.raises(Hangs, match=r"no answer in 0\.3 s"):
             run_command(tool(f"sleep 60 & echo $! > {tmp_path}/pid; sleep 60"), 0.3)
         child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + patient(5)
         while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 from ranks import Here, RankPools
 
 from tokenring import Workload
@@ -94,7 +95,7 @@ def test_forward_alone(ranks: RankPools) -> None:
 def test_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tokenring", "trace", "ring", "--ranks", "2", "--seq-len", "128", "--heads", "2"]
     outputs = ["--head-dim", "16", "--picture", "t.svg", "--chrome", "t.json"]
-    result = subprocess.run([*command, *outputs], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    result = subprocess.run([*command, *outputs], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
     assert result.returncode == 0 and result.stderr == "", result.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["t.json", "t.svg"]
     assert result.stdout.startswith("tokenring trace: schedule ring, forward and backward, 128 tokens")

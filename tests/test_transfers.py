@@ -15,6 +15,7 @@ import pytest
 import symm_ranks
 import torch
 import torch.distributed as dist
+from patience import patient
 from ranks import Here, RankPools
 from said import said
 from test_choice import BOTH, MB, rows
@@ -182,7 +183,7 @@ def test_the_command_on_processes(whose: str, tmp_path: Path) -> None:
     """It keeps a table, which doctor shows and which is right for ranks such as these."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *COMMANDS[whose], "--device", "cpu", "--seconds", "0.0001"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(90))
     assert done.returncode == 0, done.stderr
     key = Key.here("cpu", "reached", 2)
     path = tmp_path / "tokenring" / key.file_name

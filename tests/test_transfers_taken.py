@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import Case as Calls
 from cases import Local, check_exact, compute
+from patience import patient
 from ranks import Here, RankPools
 from said import said
 from test_choice import MB
@@ -54,7 +55,7 @@ def text(transfers: Transfers, ranks: int = 2) -> str:
 def goes_by(here: Here, tables: dict[int, str], home: str, tokens: int) -> tuple[str, str, list[str], Local]:
     """What is taken for a call, its reason, what is logged, and the call's results."""
     keeps(here, tables, home)
-    with said() as heard, ContextParallel(schedule="tokenring", timeout_seconds=10.0) as cp:
+    with said() as heard, ContextParallel(schedule="tokenring", timeout_seconds=patient(10.0)) as cp:
         found = compute(cp, calls(tokens))
         transport: Any = cp.transport
         return type(transport.now).__name__, transport.why, heard, found
@@ -92,7 +93,7 @@ def differ(here: Here, tables: dict[int, str], home: str) -> str:
     keeps(here, tables, home)
     Preferring._chosen = own  # type: ignore[method-assign]
     try:
-        made: Any = make_transport("auto", dist.group.WORLD, 3.0)  # type: ignore[arg-type]
+        made: Any = make_transport("auto", dist.group.WORLD, patient(3.0))  # type: ignore[arg-type]
     except tr.PeerLost as error:
         return str(error)
     return type(made.now).__name__
@@ -117,7 +118,7 @@ def test_the_first_call_decides(ranks: RankPools, tmp_path: Path) -> None:
 
 def early(here: Here, tables: dict[int, str], home: str) -> tuple[str, str]:
     keeps(here, tables, home)
-    with ContextParallel(timeout_seconds=10.0) as cp:
+    with ContextParallel(timeout_seconds=patient(10.0)) as cp:
         transport: Any = cp.transport
         return type(transport.now).__name__, transport.why
 
@@ -150,7 +151,7 @@ def test_what_others_have_is_not_read(ranks: RankPools, tmp_path: Path) -> None:
 def planned(here: Here, tables: dict[int, str], home: str) -> str:
     keeps(here, tables, home)
     x = torch.zeros(1, 32, 2, 32)
-    with ContextParallel(schedule="auto:ring,direct-q", timeout_seconds=20.0) as cp:
+    with ContextParallel(schedule="auto:ring,direct-q", timeout_seconds=patient(20.0)) as cp:
         tr.attention(x, x, x, cp, tr.Causal())
         return tr.plan(x, x, x, cp, tr.Causal()).reason
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from patience import patient
+
 REPO = Path(__file__).resolve().parent.parent
 METADATA = "Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\nRequires-Dist: torch{wants}\n"
 ENTRY = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
@@ -85,7 +87,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> Ran:
         env=clean | paths | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patient(100),
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 

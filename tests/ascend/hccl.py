@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import patient
 from torch._C._distributed_c10d import Work
 
 from ascend.device import NpuTensor, raw
@@ -293,7 +294,7 @@ class HcclGroup(dist.ProcessGroup):
     def gloo(self) -> Any:
         """What carries collectives here. All ranks get to it together."""
         if self._gloo is None:
-            limit = timedelta(seconds=limits.execute)
+            limit = timedelta(seconds=patient(limits.execute))
             store = dist.PrefixStore("gloo", self._store)  # type: ignore[attr-defined]
             self._gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), limit)
         return self._gloo
@@ -314,7 +315,7 @@ class HcclGroup(dist.ProcessGroup):
         keys = [f"all here {rank}" for rank in range(self.size())]
         self._store.set(keys[self.rank()], "1")
         try:
-            self._store.wait(keys, timedelta(seconds=limits.connect))
+            self._store.wait(keys, timedelta(seconds=patient(limits.connect)))
         except dist.DistStoreError:
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise HcclError(

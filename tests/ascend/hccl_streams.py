@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from patience import patient
 
 from ascend.hccl_ledger import Communicator, HcclError, InUse, Noted, extent, label, ledger, limits
 
@@ -172,7 +173,7 @@ class PairStream:
         store = self.mail.store
         store.set(f"here {self.rank}", "1")
         try:
-            store.wait([f"here {self.peer}"], timedelta(seconds=limits.connect))
+            store.wait([f"here {self.peer}"], timedelta(seconds=patient(limits.connect)))
         except dist.DistStoreError:
             raise HcclError(
                 f"HCCL_CONNECT_TIMEOUT: rank {self.rank} made communicator {self.name} of group {self.group} for "
@@ -197,7 +198,7 @@ class PairStream:
         if self.shared is not None:
             self.shared.finish(self.in_shared.pop(transfer))
             return
-        deadline = time.monotonic() + limits.execute
+        deadline = time.monotonic() + patient(limits.execute)
         while transfer.arrived is None:
             first = self.posted[0]
             await_with_others(partial(self.mail.await_peer, first), first.missing, deadline)
@@ -300,7 +301,7 @@ class Stream:
             Stream.busy.remove(self)
 
     def finish(self, entry: Entry) -> None:
-        deadline = time.monotonic() + limits.execute
+        deadline = time.monotonic() + patient(limits.execute)
         while not entry.done:
             head, mail = self.entries[0]
             await_with_others(partial(head.await_any, mail), head.missing, deadline, self)

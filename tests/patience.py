@@ -1,0 +1,41 @@
+"""How long tests wait, on a machine that may be busy with something else.
+
+A limit that only a hang reaches, or one that is meant to expire and must spare whoever is merely slow, is written for
+a quiet machine and stretched by how busy this one is: `patient(1.0)`. It is measured before each test, from how many
+processes want to run, and goes to the ranks with every call, so that all ranks of a test have the same limits. No test
+asserts how long something took.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+LOADAVG = Path("/proc/loadavg")
+PER_CORE = 3  # so many processes that want to run leave a test its usual pace, or nearly
+
+_stretch = 1.0
+
+
+def patient(seconds: float) -> float:
+    """A limit for a quiet machine, as long as it takes on this one."""
+    return seconds * _stretch
+
+
+def stretch() -> float:
+    """What `patient` multiplies with in this process."""
+    return _stretch
+
+
+def set_stretch(factor: float) -> None:
+    global _stretch
+    _stretch = factor
+
+
+def measured_stretch(loadavg: Path = LOADAVG, cores: int | None = None) -> float:
+    """How many times longer things take than on a quiet machine, 1 at the least: as the kernel counts right now."""
+    try:
+        running = int(loadavg.read_text().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        return 1.0
+    return max(1.0, running / (PER_CORE * (cores or os.cpu_count() or 1)))
