@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ascend.ranks import NpuPools
-from patience import measured_stretch, patient, set_stretch
+from patience import measured_stretch, patient, ran_and_waited, set_stretch
 from ranks import RankPools
 
 from tokenring.launch import ENDING_SIGNALS
@@ -35,6 +35,7 @@ STARTING = frozenset({
     "topology_report", "transfers", "transfers_taken",
 })  # fmt: skip
 POOLS = frozenset({"ranks", "npus"})
+_before = ran_and_waited()  # at the last test
 NICENESS = 5  # about a quarter of the processor beside a worker that wants all of it
 
 
@@ -83,7 +84,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around that of pytest-timeout, which reads the limit
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Limits of this test, pytest's own among them, are stretched by how busy the machine is now."""
-    set_stretch(measured_stretch())
+    global _before
+    set_stretch(measured_stretch(since=_before))
+    _before = ran_and_waited()
     given = item.get_closest_marker("timeout")
     seconds = given.args[0] if given else item.config.getini("timeout")
     if seconds:

@@ -2,7 +2,7 @@
 
 A limit that only a hang reaches, or one that is meant to expire and must spare whoever is merely slow, is written for
 a quiet machine and stretched by how busy this one is: `patient(1.0)`. It is measured before each test, from how many
-processes want to run, and goes to the ranks with every call, so that all ranks of a test have the same limits. No test
+processes want to run and how long this one waited to run, and goes to the ranks with every call, so that all ranks of a test have the same limits. No test
 asserts how long something took.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-LOADAVG = Path("/proc/loadavg")
+LOADAVG, SCHEDSTAT = Path("/proc/loadavg"), Path("/proc/self/schedstat")
+LEAST_NS = 2_000_000  # of processor time: less says nothing
 PER_CORE = 3  # so many processes that want to run leave a test its usual pace, or nearly
 
 _stretch = 1.0
@@ -32,10 +33,26 @@ def set_stretch(factor: float) -> None:
     _stretch = factor
 
 
-def measured_stretch(loadavg: Path = LOADAVG, cores: int | None = None) -> float:
-    """How many times longer things take than on a quiet machine, 1 at the least: as the kernel counts right now."""
+def measured_stretch(
+    loadavg: Path = LOADAVG, schedstat: Path = SCHEDSTAT, cores: int | None = None, since: tuple[int, int] = (0, 0)
+) -> float:
+    """How many times longer things take than on a quiet machine, 1 at the least; 1 where nobody counts.
+
+    By how many processes want to run right now, and by how long this one waited for a processor beside what it ran:
+    the larger counts. since: what `ran_and_waited` gave before.
+    """
     try:
         running = int(loadavg.read_text().split()[3].partition("/")[0])
     except (OSError, ValueError, IndexError):  # not Linux
-        return 1.0
-    return max(1.0, running / (PER_CORE * (cores or os.cpu_count() or 1)))
+        running = 0
+    ran, waited = (now - before for now, before in zip(ran_and_waited(schedstat), since, strict=True))
+    return max(1.0, running / (PER_CORE * (cores or os.cpu_count() or 1)), 1 + waited / ran if ran > LEAST_NS else 1.0)
+
+
+def ran_and_waited(schedstat: Path = SCHEDSTAT) -> tuple[int, int]:
+    """Nanoseconds that this process had a processor, and those that it waited for one; 0 where nobody counts."""
+    try:
+        ran, waited, _ = schedstat.read_text().split()
+        return int(ran), int(waited)
+    except (OSError, ValueError):
+        return 0, 0
