@@ -2,8 +2,8 @@
 
 A limit that only a hang reaches, or one that is meant to expire and must spare whoever is merely slow, is written for
 a quiet machine and stretched by how busy this one is: `patient(1.0)`. It is measured before each test, from how many
-processes want to run and how long this one waited to run, and goes to the ranks with every call, so that all ranks of a test have the same limits. No test
-asserts how long something took.
+processes want to run and how long this one waited to run, and goes to the ranks with every call, so that all ranks of
+a test have the same limits. No test asserts how long something took.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ def test_it_is_what_the_kernel_counts(text: str, cores: int, wanted: float, tmp_
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("30000000 60000000 17", 4.0), ("30000000 10000000 17", 1.0), ("11000000 60000000 17", 1.0), ("x", 1.0)],
+    [("30000000 60000000 17", 4.0), ("30000000 10000000 17", 1.5), ("11000000 60000000 17", 1.0), ("x", 1.0)],
 )
 def test_or_how_long_this_process_waited(text: str, wanted: float, tmp_path: Path) -> None:
     """Since it was asked before; after less than two milliseconds nothing is known."""
     (tmp_path / "schedstat").write_text(text)
     found = measured_stretch(tmp_path / "none", tmp_path / "schedstat", since=(10_000_000, 0))
-    assert found == pytest.approx(wanted, abs=0.51 if wanted == 1.0 else 1e-9)
+    assert found == wanted
 
 
 def test_it_is_1_where_nobody_counts(tmp_path: Path) -> None:
