@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from tokenring.backends import driver
+from tokenring.backends import driver, trial
 from tokenring.backends.accelerated import check_movable, elsewhere
 from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle, Landing, Link
@@ -45,11 +45,17 @@ Places = dict[Line, list[tuple[int, int]]]  # offset and size in bytes of each m
 class OwnMemory(Memory, Protocol):
     """One rank's part of a memory that all ranks can put into."""
 
-    def meet(self, words: int) -> None:
-        """Set up so many words, all clear. All ranks call it together."""
+    def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
+        """Set up so many words, all clear, and room for puts, uint8 and zero. All ranks call it together.
+
+        Puts go there until the memory grows (or has boxes laid).
+        """
 
     def grow(self, nbytes: int) -> torch.Tensor:
         """A new heap, uint8, instead of the one before; of the same size on all ranks, which call it together."""
+
+    def are_set(self, words: Sequence[int]) -> list[bool]:
+        """Which of one's own words are set, as the host sees them now; no stream that waits holds it up."""
 
 
 @runtime_checkable
@@ -105,7 +111,9 @@ class SymmTransport(Watched):
             self.device: Device = self._together("its device", self._find_device, here=True)
             store = self._meeting_place(group)
             self._memory = self._together("symmetric memory", lambda: self._make_memory(store))
-            self._together("the rendezvous", lambda: self._memory.meet(self._words.count))
+            size = trial.room_bytes(self.world_size)
+            room = self._together("the rendezvous", lambda: self._memory.meet(self._words.count, size))
+            self._try_verbs(room)
         except BaseException:
             self.close()
             raise
@@ -140,8 +148,23 @@ class SymmTransport(Watched):
         assert self._where is not None
         return SymmetricMemory(f"tokenring {self.control.name}", self.rank, self.world_size, store, self._where)
 
-    def _together(self, what: str, act: Callable[[], T], here: bool = False) -> T:
-        """What all ranks do at once. Where it fails on any, all raise BackendUnavailable.
+    def _try_verbs(self, room: torch.Tensor) -> None:
+        """Each verb between every two ranks, before anything relies on them. Raises trial.Broken, on all ranks."""
+        memory, seconds = self._memory, min(trial.SECONDS, self.control.timeout_seconds / 3)
+
+        def copy_out(data: torch.Tensor, place: int) -> None:
+            data.copy_(room[place : place + data.numel()])
+
+        take = memory.take if isinstance(memory, Mailing) else copy_out
+        own = trial.Trial(
+            memory, self.device, self._words, self.rank, self.world_size, take, room.device, seconds
+        )  # fmt: skip
+        self._together("a trial of puts, signals and waits", own.run, raises=trial.Broken)
+
+    def _together(
+        self, what: str, act: Callable[[], T], here: bool = False, raises: type[BackendUnavailable] = BackendUnavailable
+    ) -> T:
+        """What all ranks do at once. Where it fails on any, all raise BackendUnavailable, of the kind that `raises` is.
 
         With a time limit, in a thread, which has a current device of its own; unless `here`, where it cannot hang.
         """
@@ -154,7 +177,7 @@ class SymmTransport(Watched):
         said = [each.decode() for each in self.control.exchange_text(trouble.encode(), what)]
         # Who only waited in vain does not know why.
         if first := min(filter(None, said), key=lambda each: bool(WAITED.search(each)), default=""):
-            raise BackendUnavailable(
+            raise raises(
                 f"transport {self.name!r} needs memory that peers reach, and {what} fails on {first}; "
                 f"use transport='nccl' or 'auto'"
             )

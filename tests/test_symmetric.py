@@ -1,9 +1,16 @@
-"""What torch's symmetric memory and the driver are called with, on stand-ins; ci/gpu_transports without a GPU."""
+"""What torch's symmetric memory and the driver are called with, on stand-ins; ci/gpu_transports without a GPU.
+
+The stand-ins refuse what the real ones do: a rendezvous finds its group in torch's own registry, which is in every
+build, and streams write and wait for words of their own device alone.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +19,15 @@ import pytest
 import torch
 from torch._C import _distributed_c10d
 
-from tokenring.backends import driver
-from tokenring.backends.symmetric import SymmetricMemory
+from tokenring.backends import driver, symmetric
+from tokenring.backends.symmetric import SymmetricMemory, release_of
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "ci"))
 
 import gpu_transports  # noqa: E402
 
-WORDS, STREAM, DEVICE = 16, 77, 3
+WORDS, STREAM, ASIDE, DEVICE = 16, 77, 88, 3
 Calls = list[tuple[Any, ...]]
 
 
@@ -36,7 +43,11 @@ class Handle:
 
 
 class Symmetric:
-    """As torch._C._distributed_c10d._SymmetricMemory, of what is used."""
+    """As torch._C._distributed_c10d._SymmetricMemory, of what is used.
+
+    `rendezvous` is as that of torch 2.11 and newer (make_peer_alloc_info in CUDASymmetricMemory.cu, pytorch PR 172163):
+    rank, size and store come from the group that is registered under the name. Group info is stored, and read by none.
+    """
 
     backend: str | None = "CUDA"
 
@@ -47,28 +58,62 @@ class Symmetric:
         return self.backend
 
     def set_group_info(self, name: str, rank: int, world_size: int, store: Any) -> None:
-        self.calls.append(("group", name, rank, world_size, store))
+        self.calls.append(("group info", name, rank, world_size, store))
 
     def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any, group: str) -> torch.Tensor:
         assert stride == (1,) and dtype == torch.uint8
         return torch.full(size, 9, dtype=torch.uint8)
 
     def rendezvous(self, tensor: torch.Tensor, group: str) -> Handle:
+        found = _distributed_c10d._resolve_process_group(group)
+        self.calls.append(("group", found.rank(), found.size()))
+        self.handles.append(Handle(tensor))
+        return self.handles[-1]
+
+
+class WithInfo(Symmetric):
+    """As before torch 2.11: the group info of that name (get_group_info in SymmetricMemory.cpp)."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__(calls)
+        self.infos: dict[str, tuple[int, int]] = {}
+
+    def set_group_info(self, name: str, rank: int, world_size: int, store: Any) -> None:
+        self.infos[name] = rank, world_size
+
+    def rendezvous(self, tensor: torch.Tensor, group: str) -> Handle:
+        if group not in self.infos:
+            raise RuntimeError(f"get_group_info: no group info associated with the group name {group}")
+        self.calls.append(("group", *self.infos[group]))
         self.handles.append(Handle(tensor))
         return self.handles[-1]
 
 
 class Driver:
-    """As libcuda.so.1, of what is called. can_flush: what the device says of itself."""
+    """As libcuda.so.1, of what is called. can_flush: what the device says of itself; own: addresses of its memory.
+
+    Stream memory operations on other addresses are refused: NVIDIA/nccl issue 2052 has it that since CUDA 13.1 these
+    do not write a peer's memory. With which code the driver says so is not known; 801 is CUDA_ERROR_NOT_SUPPORTED.
+    """
 
     can_flush, code = 0, 0
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(self, calls: Calls, fake: Symmetric) -> None:
+        self.calls, self.fake = calls, fake
 
-    def cuStreamWaitValue32_v2(self, *arguments: int) -> int:
-        self.calls.append(("wait", *arguments))
+    def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: Any, flags: int) -> int:
+        assert flags == 0
+        for each in operations[:count]:
+            if not self.is_own(each.address):
+                return 801
+            self.calls.append(({1: "wait", 2: "write"}[each.operation], stream, each.address, each.value, each.flags))
+            if each.operation == 2:
+                ctypes.c_uint32.from_address(each.address).value = each.value
         return self.code
+
+    def is_own(self, address: int) -> bool:
+        own = [each.buffers[0] for each in self.fake.handles]
+        return any(0 <= address - each.data_ptr() <= each.nbytes - 4 for each in own)
 
     def cuDeviceGet(self, into: Any, ordinal: int) -> int:
         into._obj.value = 100 + ordinal
@@ -83,51 +128,85 @@ class Driver:
         self.calls.append(("mode", mode._obj.value))
         return self.code
 
+    def cuCtxGetStreamPriorityRange(self, lowest: Any, highest: Any) -> int:
+        lowest._obj.value, highest._obj.value = 0, -5
+        return 0
+
+    def cuStreamCreateWithPriority(self, into: Any, flags: int, priority: int) -> int:
+        assert (flags, priority) == (1, -5)  # CU_STREAM_NON_BLOCKING
+        into._obj.value = ASIDE
+        self.calls.append(("new stream",))
+        return self.code
+
+    def cuStreamDestroy_v2(self, stream: Any) -> int:
+        self.calls.append(("end stream", stream.value))
+        return 0
+
+
+def install(patched: pytest.MonkeyPatch, calls: Calls, fake: Symmetric) -> Driver:
+    """What a process with CUDA has of what is called."""
+    made = Driver(calls, fake)
+
+    def write(tensor: torch.Tensor, offset: int, value: int) -> None:
+        if not made.is_own(tensor.data_ptr() + 4 * offset):  # torch calls the driver (DriverAPI) and raises its text
+            raise RuntimeError("CUDA driver error: operation not supported")
+        calls.append(("write", STREAM, tensor.data_ptr() + 4 * offset, value, 0))
+
+    @contextmanager
+    def stream(given: Any) -> Iterator[None]:
+        calls.append(("on", given.cuda_stream))
+        yield
+
+    patched.setattr(_distributed_c10d, "_SymmetricMemory", fake)
+    patched.setattr(driver, "library", lambda: made)
+    patched.setattr(driver, "_batch", lambda: made.cuStreamBatchMemOp_v2)
+    patched.setattr(torch.ops.symm_mem, "stream_write_value32_", write, raising=False)
+    patched.setattr(torch.cuda, "device", lambda device: nullcontext())
+    patched.setattr(torch.cuda, "synchronize", lambda device: calls.append(("synchronize",)))
+    patched.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    patched.setattr(torch.cuda, "stream", stream)
+    patched.setattr(torch.cuda, "ExternalStream", lambda made, device: SimpleNamespace(cuda_stream=made))
+    return made
+
+
+def new_memory(name: str = "ours") -> SymmetricMemory:
+    return SymmetricMemory(name, 0, 2, _distributed_c10d.HashStore(), torch.device("cuda", DEVICE))
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[SymmetricMemory, Symmetric, Calls]:
     """The memory of rank 0 of two, and what was called."""
     calls: Calls = []
     fake = Symmetric(calls)
-
-    def write(tensor: torch.Tensor, offset: int, value: int) -> None:
-        assert tensor.dtype == torch.uint32 and tensor.dim() == 1  # as torch's own check has it
-        calls.append(("write", tensor.data_ptr() + 4 * offset, value))
-
-    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", fake)
-    install(monkeypatch, Driver(calls))
-    monkeypatch.setattr(torch.ops.symm_mem, "stream_write_value32_", write, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("synchronize",)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
-    memory = SymmetricMemory("ours", 0, 2, "a store", torch.device("cuda", DEVICE))
+    install(monkeypatch, calls, fake)
+    memory = new_memory()
     memory.meet(WORDS)
     return memory, fake, calls
-
-
-def install(monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
-    monkeypatch.setattr(driver, "library", lambda: made)
-    monkeypatch.setattr(driver, "_wait_value", lambda: made.cuStreamWaitValue32_v2)
 
 
 def word(fake: Symmetric, rank: int, number: int) -> int:
     return fake.handles[0].buffers[rank].data_ptr() + 4 * number
 
 
+def words(fake: Symmetric, rank: int) -> list[int]:
+    return fake.handles[0].buffers[rank][: 4 * WORDS].view(torch.int32).tolist()
+
+
 def test_words_are_clear_before_anyone_signals(made: tuple[SymmetricMemory, Symmetric, Calls]) -> None:
     """The device is waited for before `meet` returns, and only then do the ranks agree that all are there."""
     _, fake, calls = made
-    assert calls == [("group", "ours", 0, 2, "a store"), ("synchronize",)]
-    assert int(fake.handles[0].buffers[0].sum()) == 0 and fake.handles[0].buffers[0].numel() == 4 * WORDS
+    assert calls == [("group", 0, 2), ("new stream",), ("synchronize",)]
+    assert not any(words(fake, 0)) and fake.handles[0].buffers[0].numel() == 4 * WORDS
 
 
 def test_put_copies_and_then_signals(made: tuple[SymmetricMemory, Symmetric, Calls]) -> None:
+    """By copies alone: streams write to no peer."""
     memory, fake, calls = made
     heap = memory.grow(64)
     calls.clear()
     data = torch.arange(4, dtype=torch.float32)
     memory.put(data, 1, 32, 5)
-    assert calls == [("write", word(fake, 1, 5), 1)]
+    assert calls == [] and words(fake, 1) == [int(number == 5) for number in range(WORDS)]
     there = fake.handles[1].buffers[1]
     assert torch.equal(there[32:48].view(torch.float32), data) and int((heap != 9).sum()) == 0
     memory.put(data + 1, 1, 32, 5)  # the view is kept; after a growth it is another one
@@ -136,13 +215,121 @@ def test_put_copies_and_then_signals(made: tuple[SymmetricMemory, Symmetric, Cal
     memory.put(data, 1, 32, 5)
     assert torch.equal(there[32:48].view(torch.float32), data + 1)
     assert torch.equal(fake.handles[2].buffers[1][32:48].view(torch.float32), data)
+    assert not any(words(fake, 0)), "a peer's words, not one's own"
+
+
+def test_room_for_puts_before_the_memory_grows(made: tuple[SymmetricMemory, Symmetric, Calls]) -> None:
+    """Behind the words, zero at first; later it is the heap that puts reach."""
+    memory, fake, _ = made
+    room = memory.meet(WORDS, 64)
+    there = fake.handles[-1].buffers[1]
+    assert room.numel() == 64 and not bool(room.any())
+    memory.put(torch.full((8,), 7, dtype=torch.uint8), 1, 16, 2)
+    assert torch.equal(there[4 * WORDS :].nonzero().view(-1), torch.arange(16, 24))
+    memory.grow(64)
+    memory.put(torch.full((8,), 7, dtype=torch.uint8), 1, 16, 2)
+    assert torch.equal(fake.handles[-1].buffers[1].nonzero().view(-1), torch.arange(16, 24))
 
 
 def test_wait_waits_and_then_clears(made: tuple[SymmetricMemory, Symmetric, Calls]) -> None:
+    """In one call, of own words."""
     memory, fake, calls = made
     calls.clear()
     memory.wait(3)
-    assert calls == [("wait", STREAM, word(fake, 0, 3), 1, 1), ("write", word(fake, 0, 3), 0)]
+    assert calls == [("wait", STREAM, word(fake, 0, 3), 1, 1), ("write", STREAM, word(fake, 0, 3), 0, 0)]
+
+
+def test_looking_and_releasing_stand_on_a_stream_of_their_own(made: Any) -> None:
+    """One for the whole life of the memory, that no pool gives to anyone else; it ends with it."""
+    memory, fake, calls = made
+    heap = memory.grow(64)
+    fake.handles[0].buffers[0].view(torch.int32)[[2, 5]] = 1
+    calls.clear()
+    assert memory.are_set([2, 3, 5]) == [True, False, True]
+    for _ in range(40):
+        memory.release()
+    assert calls == [("on", ASIDE)] * 41
+    assert bool(heap.view(torch.float32).isnan().all()) and words(fake, 0) == [1] * WORDS
+
+
+def test_what_a_memory_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream, and the name in torch's registry."""
+    calls: Calls = []
+    install(monkeypatch, calls, Symmetric(calls))
+    memory = new_memory("for a while")
+    memory.meet(WORDS)
+    assert _distributed_c10d._resolve_process_group("for a while").size() == 2  # held: torch's registry does not
+    calls.clear()
+    del memory
+    gc.collect()
+    assert calls == [("end stream", ASIDE)]
+    with pytest.raises(RuntimeError, match="Could not resolve the process group registered under the name for a while"):
+        _distributed_c10d._resolve_process_group("for a while")
+    new_memory("for a while").meet(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("version", "info"), [("2.6.0+cu124", True), ("2.10.1", True), ("2.11.0a0+git1", False), ("2.13.0", False)]
+)
+def test_how_ranks_are_made_known(version: str, info: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process group to torch 2.11 and newer, by group info to what is older; never by both."""
+    calls: Calls = []
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(symmetric.torch, "__version__", version)
+    older, newer = WithInfo(calls), Symmetric(calls)
+    install(monkeypatch, calls, older if info else newer)
+    new_memory(version).meet(WORDS)
+    assert ("group", 0, 2) in calls and not any(name == "group info" for name, *_ in calls)
+    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", newer if info else older)
+    with pytest.raises(RuntimeError, match=r"no group info associated|Could not resolve the process group"):
+        new_memory(f"{version}, elsewhere").meet(WORDS)
+
+
+def test_releases_of_torch() -> None:
+    assert [release_of(each) for each in ("2.6.0", "2.11.0a0+abc.nv26", "2.13.0+cpu")] == [(2, 6), (2, 11), (2, 13)]
+
+
+def info_alone(owner: object, name: str, rank: int, world_size: int, store: Any) -> None:
+    """Mutant: as it was before."""
+    _distributed_c10d._SymmetricMemory.set_group_info(name, rank, world_size, store)
+
+
+def held_by_nobody(owner: object, name: str, rank: int, world_size: int, store: Any) -> None:
+    """Mutant: torch's registry alone has the group."""
+    _distributed_c10d._register_process_group(name, _distributed_c10d.ProcessGroup(store, rank, world_size))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "says"),
+    [
+        (info_alone, "Could not resolve the process group registered under the name"),
+        (held_by_nobody, "has already been destroyed"),
+    ],
+)
+def test_mutants_of_the_name(mutant: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Calls = []
+    install(monkeypatch, calls, Symmetric(calls))
+    monkeypatch.setattr(symmetric, "register", mutant)
+    with pytest.raises(RuntimeError, match=says):
+        new_memory("a mutant's").meet(WORDS)
+
+
+class WritesToPeers(SymmetricMemory):
+    """Mutant: signals as they were before."""
+
+    def signal(self, peer: int, word: int) -> None:
+        torch.ops.symm_mem.stream_write_value32_(self._at[peer].view(torch.uint32), word, 1)
+
+
+def test_streams_write_own_memory_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in refuses other addresses, by torch's operator and by the driver's own call."""
+    memory, fake, _ = made
+    memory.__class__ = WritesToPeers
+    with pytest.raises(RuntimeError, match="operation not supported"):
+        memory.signal(1, 5)
+    memory.signal(0, 5)
+    with pytest.raises(RuntimeError, match="CUresult 801"):
+        driver.wait_and_clear(STREAM, word(fake, 1, 3), 1, 1, 0)
 
 
 @pytest.mark.parametrize(("can_flush", "flags"), [(0, 1), (1, 1 | 1 << 30)])
@@ -153,14 +340,14 @@ def test_waits_flush_where_they_can(can_flush: int, flags: int, made: Any, monke
     memory.meet(WORDS)
     calls.clear()
     memory.wait(3)
-    assert calls[0][0] == "wait" and calls[0][-1] == flags
+    assert calls[0][0] == "wait" and calls[0][-1] == flags and calls[1][0] == "write"
 
 
 def test_what_the_driver_refuses(
     made: tuple[SymmetricMemory, Symmetric, Calls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Driver, "code", 801)
-    with pytest.raises(RuntimeError, match="cuStreamWaitValue32 failed with CUresult 801"):
+    with pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed with CUresult 801"):
         made[0].wait(3)
     with pytest.raises(RuntimeError, match="cuThreadExchangeStreamCaptureMode failed with CUresult 801"):
         driver.stay_out_of_captures()
@@ -188,6 +375,13 @@ def test_torchs_own_operators_take_these_arguments() -> None:
     ]  # fmt: skip
     for name in ("set_group_info", "empty_strided_p2p", "rendezvous", "get_backend", "get_buffer"):
         assert hasattr(_distributed_c10d._SymmetricMemory, name)
+
+
+def test_a_batch_as_the_driver_reads_it() -> None:
+    """CUstreamBatchMemOpParams of cuda.h: a union padded to six words of 64 bits."""
+    at = {name: getattr(driver.Operation, name).offset for name, _ in driver.Operation._fields_}
+    assert at == {"operation": 0, "address": 8, "value": 16, "flags": 24, "alias": 32, "padding": 40}
+    assert ctypes.sizeof(driver.Operation) == 48
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
