@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from tokenring.backends import driver
 
 SET, CLEAR = 1, 0
+OVERLAPS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # as torch's allow_overlapping_devices reads it
 GROUPS = (2, 11)  # from this torch on a rendezvous looks up a process group by its name, and no group info
 
 
@@ -36,6 +37,11 @@ def unavailable() -> str | None:
     except (OSError, AttributeError) as error:
         return f"the driver's library has no cuStreamBatchMemOp: {error}"
     return None
+
+
+def may_overlap(environment: Mapping[str, str]) -> bool:
+    """Whether torch's rendezvous takes ranks of one host whose devices have the same number in their processes."""
+    return environment.get(OVERLAPS, "0") == "1"
 
 
 class SymmetricMemory:

@@ -185,10 +185,13 @@ class SegmentMemory:
         return self._heap.part(self._control.rank * nbytes, nbytes)
 
     def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
-        start = peer * self._part + place
+        start = self._heap_at(peer) + place
         source = data.view(-1).view(torch.uint8)
         self._device.current_stream().add(lambda: self._heap.bytes[start : start + source.numel()].copy_(source))
         self.signal(peer, word)
+
+    def _heap_at(self, peer: int) -> int:
+        return peer * self._part
 
     def signal(self, peer: int, word: int) -> None:
         self._device.current_stream().add(lambda: self._words.write(peer * self._count + word, b"\1"))
