@@ -41,15 +41,20 @@ def grouped(
 
 
 def last_posts(instructions: Sequence[Instruction]) -> list[int]:
-    """Where rows of posts end that have nothing but copies into what is sent between them."""
+    """Where rows of posts on one channel end that have nothing but copies into what is sent between them.
+
+    Of one channel, so that rows follow each other in the order of posts that all ranks share: groups of both channels
+    at once would begin in an order that depends on how each rank's rows happen to be cut.
+    """
     found: list[int] = []
-    last = None
+    last = channel = None
     for at, instruction in enumerate([*instructions, None]):
-        if isinstance(instruction, Recv | Send):
-            last = at
-        elif last is not None and not isinstance(instruction, Pack):
+        posts = isinstance(instruction, Recv | Send)
+        if last is not None and not isinstance(instruction, Pack) and (not posts or instruction.channel != channel):
             found.append(last)
             last = None
+        if posts:
+            last, channel = at, instruction.channel
     return found
 
 
