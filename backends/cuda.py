@@ -99,6 +99,10 @@ class CudaTransport(Preferring):
         if isinstance(self.now, NcclTransport):
             self.now.go()
 
+    def try_capture(self) -> None:
+        if isinstance(self.now, SymmTransport):
+            self.now.try_capture()
+
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         return self.now.exchange(payload, what)
 

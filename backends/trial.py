@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SECONDS = 5.0  # at most, for a rank's trial: what works takes milliseconds
 PUT_BYTES = 4096
 LOOK_SECONDS = 0.0005
+STILL_SET = "words that a stream has waited for and cleared are still set"
 
 
 class Broken(BackendUnavailable):
@@ -77,8 +78,34 @@ class Trial:
         for peer, data in found.items():
             if wrong := int((data.cpu() != pattern(peer, self.rank)).sum()):
                 raise RuntimeError(f"{wrong} of {PUT_BYTES} bytes that rank {peer} put are wrong behind its signal")
-        if any(self.memory.are_set([word for pair in own.values() for word in pair])):
-            raise RuntimeError("words that a stream has waited for and cleared are still set")
+        if self._any_set():
+            raise RuntimeError(STILL_SET)
+
+    def captured(self) -> Any:
+        """A graph that signals every peer and waits for all of theirs, not launched. Raises what the device raises."""
+        with self.device.capture() as graph:
+            for peer in self._peers():
+                for word in self._words_of(self.rank, peer):
+                    self.memory.signal(peer, word)
+            for peer in self._peers():
+                for word in self._words_of(peer, self.rank):
+                    self.memory.wait(word)
+        return graph
+
+    def launch(self, graph: Any) -> None:
+        """All ranks launch theirs together. Raises RuntimeError, within the limit."""
+        deadline, stream = time.monotonic() + self.limit_seconds, self.device.new_stream()
+        with self.device.on(stream):
+            graph.replay()
+            done = stream.record_event()
+        if not _within(deadline, done.query):
+            self.memory.release()
+            raise self._late("the graph does not end")
+        if self._any_set():
+            raise RuntimeError(STILL_SET)
+
+    def _any_set(self) -> bool:
+        return any(self.memory.are_set([word for peer in self._peers() for word in self._words_of(peer, self.rank)]))
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]

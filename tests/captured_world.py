@@ -293,5 +293,8 @@ class InWorld(SymmTransport):
     def _try_verbs(self, room: torch.Tensor) -> None:
         """Nothing: hosts look on at a trial, and here nothing runs while they do (test_trial has it)."""
 
+    def try_capture(self) -> None:
+        """Nothing, for the same reason."""
+
     def _is_captured(self) -> bool:
         return self._given.capturing
