@@ -155,6 +155,8 @@ def _same_number(said: Sequence[dict[str, Any]]) -> str | None:
     """Why not, where torch's rendezvous takes two devices for one: it tells those of a host apart by their numbers."""
     owners: dict[tuple[Any, Any], tuple[int, Any]] = {}
     for rank, each in enumerate(said):
+        if each["device"] is None:
+            return None
         other, device = owners.setdefault((each["boot_id"], each["number"]), (rank, each["device"]))
         if device != each["device"] and not each["overlaps"]:
             return (

@@ -112,7 +112,8 @@ class NvshmemMemory:
         self._aside = device_of(self._device).new_stream(high_priority=True)
         self._words = made[: WORD_BYTES * words].view(torch.int64)
         self._halves = self._words.view(torch.uint32)
-        self._blank, self._boxes = made[WORD_BYTES * words :].split([BLANK_BYTES, room_bytes])
+        blank = made[WORD_BYTES * words :]
+        self._blank, self._boxes = blank[:BLANK_BYTES], blank[BLANK_BYTES:]
         device_of(self._device).synchronize()  # before anyone is told that all are there, and signals
         return self._boxes
 

@@ -126,8 +126,7 @@ def register(owner: object, name: str, rank: int, world_size: int, store: Any) -
     no communicator. There nothing else is said under that name: torch 2.14 compares what ranks have allocated where
     group info is registered, and the ranks of ours may have allocated differently before.
     """
-    from torch._C import _distributed_c10d as c10d
-
+    c10d = _c10d()
     if release_of(torch.__version__) < GROUPS:
         c10d._SymmetricMemory.set_group_info(name, rank, world_size, store)
         return
@@ -138,15 +137,20 @@ def register(owner: object, name: str, rank: int, world_size: int, store: Any) -
 
 def _unregister(name: str, group: Any) -> None:
     """The group is held until here: torch's registry does not hold it."""
-    from torch._C._distributed_c10d import _unregister_process_group
+    _c10d()._unregister_process_group(name)
 
-    _unregister_process_group(name)
+
+def _c10d() -> Any:
+    """Whose names of groups are texts, and a type of their own in the stubs of newer torch."""
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
 
 
 def own_stream(owner: object, device: torch.device) -> Any:
     """A stream for as long as the owner lives; torch's pool gives each of its streams to many."""
     with torch.cuda.device(device):
-        return torch.cuda.ExternalStream(driver.new_stream(owner), device)
+        return torch.cuda.ExternalStream(driver.new_stream(owner), device)  # type: ignore[no-untyped-call]
 
 
 def release_of(version: str) -> tuple[int, int]:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(REPO / "ci"))
 
 import gpu_transports  # noqa: E402
 
+c10d: Any = _distributed_c10d  # whose names of groups are a type of their own in the stubs
 WORDS, STREAM, ASIDE, DEVICE = 16, 77, 88, 3
 Calls = list[tuple[Any, ...]]
 
@@ -65,7 +66,7 @@ class Symmetric:
         return torch.full(size, 9, dtype=torch.uint8)
 
     def rendezvous(self, tensor: torch.Tensor, group: str) -> Handle:
-        found = _distributed_c10d._resolve_process_group(group)
+        found = c10d._resolve_process_group(group)
         self.calls.append(("group", found.rank(), found.size()))
         self.handles.append(Handle(tensor))
         return self.handles[-1]
@@ -258,13 +259,13 @@ def test_what_a_memory_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, calls, Symmetric(calls))
     memory = new_memory("for a while")
     memory.meet(WORDS)
-    assert _distributed_c10d._resolve_process_group("for a while").size() == 2  # held: torch's registry does not
+    assert c10d._resolve_process_group("for a while").size() == 2  # held: torch's registry does not
     calls.clear()
     del memory
     gc.collect()
     assert calls == [("end stream", ASIDE)]
     with pytest.raises(RuntimeError, match="Could not resolve the process group registered under the name for a while"):
-        _distributed_c10d._resolve_process_group("for a while")
+        c10d._resolve_process_group("for a while")
     new_memory("for a while").meet(WORDS)
 
 
@@ -275,7 +276,6 @@ def test_how_ranks_are_made_known(version: str, info: bool, monkeypatch: pytest.
     """By a process group to torch 2.11 and newer, by group info to what is older; never by both."""
     calls: Calls = []
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(symmetric.torch, "__version__", version)
     older, newer = WithInfo(calls), Symmetric(calls)
     install(monkeypatch, calls, older if info else newer)
     new_memory(version).meet(WORDS)
@@ -296,7 +296,7 @@ def info_alone(owner: object, name: str, rank: int, world_size: int, store: Any)
 
 def held_by_nobody(owner: object, name: str, rank: int, world_size: int, store: Any) -> None:
     """Mutant: torch's registry alone has the group."""
-    _distributed_c10d._register_process_group(name, _distributed_c10d.ProcessGroup(store, rank, world_size))
+    c10d._register_process_group(name, _distributed_c10d.ProcessGroup(store, rank, world_size))
 
 
 @pytest.mark.parametrize(
@@ -375,6 +375,18 @@ def test_torchs_own_operators_take_these_arguments() -> None:
     ]  # fmt: skip
     for name in ("set_group_info", "empty_strided_p2p", "rendezvous", "get_backend", "get_buffer"):
         assert hasattr(_distributed_c10d._SymmetricMemory, name)
+
+
+def test_a_driver_without_batches_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older than CUDA 11.7: said before anything is set up."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace())
+    driver._batch.cache_clear()
+    assert str(symmetric.unavailable()).startswith("the driver's library has no cuStreamBatchMemOp: ")
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuStreamBatchMemOp_v2=SimpleNamespace()))
+    assert symmetric.unavailable() is None
+    driver._batch.cache_clear()
 
 
 def test_a_batch_as_the_driver_reads_it() -> None:

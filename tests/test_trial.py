@@ -8,21 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import symm_ranks
+import test_capture
 import torch.distributed as dist
 from boxed_ranks import Boxed
 from ranks import Here, RankPools
 from symm_ranks import AutoOnCpu, OnCpu, ThreadDevice
 from test_symm import Hears
 
-from tokenring import BackendUnavailable, PeerLost, UnsupportedError
+from tokenring import BackendUnavailable, ContextParallel, PeerLost, UnsupportedError
 from tokenring.backends import cuda
 from tokenring.backends.choice import Choice
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.registry import make_transport
+from tokenring.doctor.variables import variables
 
 TIMEOUT_SECONDS = 12.0
 TRIED = "a trial of puts, signals and waits fails on rank"
@@ -50,7 +53,10 @@ def drops_puts(memory: Any, patched: pytest.MonkeyPatch) -> None:
     put = memory.put
 
     def nothing(data: Any, peer: int, place: int, word: int) -> None:
-        return memory.signal(peer, word) if peer == 2 else put(data, peer, place, word)
+        if peer == 2:
+            memory.signal(peer, word)
+        else:
+            put(data, peer, place, word)
 
     patched.setattr(memory, "put", nothing)
 
@@ -306,6 +312,28 @@ def test_what_does_not_go_into_graphs(spoiled: str, ranks: RankPools) -> None:
             assert usable == goes_on
 
 
+def refused_capture(here: Here) -> tuple[str, int]:
+    """What tokenring.capture says over a transport whose trial fails, and how many graphs it had begun by then."""
+    tried: list[int] = []
+
+    def refuse() -> None:
+        tried.append(len(device.graphs))
+        raise UnsupportedError("no nodes for stream memory operations")
+
+    device = test_capture.GraphDevice()
+    with ContextParallel(schedule="ring", transport="gloo", timeout_seconds=20.0) as cp:
+        moved: Any = cp.transport
+        moved.capabilities, moved.try_capture = replace(moved.capabilities, capturable=True), refuse
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(UnsupportedError) as caught:
+            patched.setattr(test_capture.module, "device_of", lambda where: device)
+            test_capture.captured(test_capture.inputs(0), cp)
+    return str(caught.value), tried[0]
+
+
+def test_nothing_is_captured_before_the_trial(ranks: RankPools) -> None:
+    assert ranks(2)(refused_capture) == [("no nodes for stream memory operations", 0)] * 2
+
+
 # ---------- what ranks tell each other before
 
 
@@ -370,6 +398,15 @@ def test_devices_that_have_one_number(surveyed: Callable[..., cuda.Found]) -> No
         surveyed(("A", 0), ("B", 0), host="apart"),
     ):  # fmt: skip
         assert other.unavailable == {"symm": None, "nccl": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "warned"),
+    [("0", True), ("3", True), ("GPU-8f6e", True), ("0,1", False), ("MIG-a,MIG-b", False), ("", False), ("-1", False)],
+)
+def test_doctor_warns_of_one_visible_gpu(value: str, warned: bool) -> None:
+    (found,) = variables({"CUDA_VISIBLE_DEVICES": value})
+    assert ("let every rank see all" in str(found.warning)) == warned
 
 
 def test_what_was_tried_before_in_any_process(surveyed: Callable[..., cuda.Found]) -> None:

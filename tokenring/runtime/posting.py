@@ -47,14 +47,15 @@ def last_posts(instructions: Sequence[Instruction]) -> list[int]:
     at once would begin in an order that depends on how each rank's rows happen to be cut.
     """
     found: list[int] = []
-    last = channel = None
+    last: int | None = None
+    row = ""  # its channel
     for at, instruction in enumerate([*instructions, None]):
-        posts = isinstance(instruction, Recv | Send)
-        if last is not None and not isinstance(instruction, Pack) and (not posts or instruction.channel != channel):
+        if isinstance(instruction, Pack):
+            continue
+        channel = instruction.channel if isinstance(instruction, Recv | Send) else ""
+        if last is not None and channel != row:
             found.append(last)
-            last = None
-        if posts:
-            last, channel = at, instruction.channel
+        last, row = at if channel else None, channel
     return found
 
 
