@@ -177,6 +177,7 @@ class SymmTransport(Watched, Acting):
             raise UnsupportedError(NOT_CAPTURED.format(self.name, error)) from None
         try:
             self._together(f"the launch of {what}", lambda: own.launch(graph), raises=trial.Broken)
+            self._together(f"the end of {what}", own.check_clear, raises=trial.Broken)
         except trial.Broken as error:
             self.fail(error)
             raise UnsupportedError(NOT_CAPTURED.format(self.name, error)) from None

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 SECONDS = 5.0  # at most, for a rank's trial: what works takes milliseconds
 PUT_BYTES = 4096
 LOOK_SECONDS = 0.0005
-STILL_SET = "words that a stream has waited for and cleared are still set"
 
 
 class Broken(BackendUnavailable):
@@ -78,8 +77,7 @@ class Trial:
         for peer, data in found.items():
             if wrong := int((data.cpu() != pattern(peer, self.rank)).sum()):
                 raise RuntimeError(f"{wrong} of {PUT_BYTES} bytes that rank {peer} put are wrong behind its signal")
-        if self._any_set():
-            raise RuntimeError(STILL_SET)
+        self.check_clear()
 
     def captured(self) -> Any:
         """A graph that signals every peer and waits for all of theirs, not launched. Raises what the device raises."""
@@ -101,11 +99,11 @@ class Trial:
         if not _within(deadline, done.query):
             self.memory.release()
             raise self._late("the graph does not end")
-        if self._any_set():
-            raise RuntimeError(STILL_SET)
 
-    def _any_set(self) -> bool:
-        return any(self.memory.are_set([word for peer in self._peers() for word in self._words_of(peer, self.rank)]))
+    def check_clear(self) -> None:
+        """When all ranks have come to an end: a wait that did not wait has left words behind. Raises RuntimeError."""
+        if any(self.memory.are_set([word for peer in self._peers() for word in self._words_of(peer, self.rank)])):
+            raise RuntimeError("words that a stream has waited for and cleared are still set")
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import symm_ranks
-import test_capture
 import torch.distributed as dist
 from boxed_ranks import Boxed
 from ranks import Here, RankPools
-from symm_ranks import AutoOnCpu, OnCpu, ThreadDevice
+from symm_ranks import AutoOnCpu, OnCpu
 from test_symm import Hears
 
-from tokenring import BackendUnavailable, ContextParallel, PeerLost, UnsupportedError
+from tokenring import BackendUnavailable
 from tokenring.backends import cuda
 from tokenring.backends.choice import Choice
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.registry import make_transport
-from tokenring.doctor.variables import variables
 
 TIMEOUT_SECONDS = 12.0
 TRIED = "a trial of puts, signals and waits fails on rank"
@@ -202,217 +197,3 @@ def test_auto_takes_the_other_transport(spoiled: str, ranks: RankPools) -> None:
             assert first == second == GlooTransport.__name__
             assert re.search(f"symm cannot be used: .*{TRIED} {BROKEN[spoiled][1]}", why), why
             assert logged == f"transport 'auto' takes nccl: {why}" and again.startswith("tried before: ")
-
-
-# ---------- graphs
-
-
-class Graph:
-    """What was queued while it was captured."""
-
-    idle = staticmethod(lambda: None)
-
-    def __init__(self, device: ThreadDevice) -> None:
-        self.device, self.acts = device, list[Callable[[], object]]()
-
-    def add(self, act: Callable[[], object]) -> None:
-        self.acts.append(act)
-
-    def replay(self) -> None:
-        for act in self.acts:
-            self.device.current_stream().add(act)
-
-
-class WithGraphs(OnCpu):
-    """On a device that has them."""
-
-    def _find_device(self) -> Any:
-        made = super()._find_device()
-
-        @contextmanager
-        def capture() -> Iterator[Graph]:
-            graph = Graph(made)
-            with made.on(graph):
-                yield graph
-
-        made.capture = capture
-        return made
-
-
-def refuses_in_graphs(what: str) -> Spoil:
-    """As a driver may that has no nodes for stream memory operations; torch's own text is made after CUDA's."""
-
-    def spoil(memory: Any, patched: pytest.MonkeyPatch) -> None:
-        real = getattr(memory, what)
-
-        def refuse(*given: Any) -> None:
-            if isinstance(memory._device.current_stream(), Graph):
-                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-            real(*given)
-
-        patched.setattr(memory, what, refuse)
-
-    return spoil
-
-
-def leaves_out_in_graphs(what: str) -> Spoil:
-    def spoil(memory: Any, patched: pytest.MonkeyPatch) -> None:
-        real = getattr(memory, what)
-
-        def drop(*given: Any) -> None:
-            if not isinstance(memory._device.current_stream(), Graph):
-                real(*given)
-
-        patched.setattr(memory, what, drop)
-
-    return spoil
-
-
-IN_GRAPHS: dict[str, tuple[Spoil, str, bool]] = {  # and whether the group can still be used
-    "waits are refused": (refuses_in_graphs("wait"), "a captured signal and wait fails on rank 1: CUDA error", True),
-    "signals are refused": (refuses_in_graphs("signal"), "a captured signal and wait fails on rank 1: CUDA err", True),
-    "waits are left out": (leaves_out_in_graphs("wait"), "the launch of .* fails on rank 1: words that a str", False),
-    "signals are left out": (leaves_out_in_graphs("signal"), "the launch of .* no answer within 4 s: the graph", False),
-}
-
-
-def captured(here: Here, spoiled: str) -> tuple[str, bool]:
-    """What it says, twice; and whether the group goes on."""
-    texts = []
-    with pytest.MonkeyPatch.context() as patched:
-        if here.rank == 1 and spoiled:
-            spoil_all(patched, IN_GRAPHS[spoiled][0])
-        transport = WithGraphs(dist.group.WORLD, TIMEOUT_SECONDS)  # type: ignore[arg-type]
-        for _ in range(2):
-            try:
-                transport.try_capture()
-            except UnsupportedError as error:
-                texts.append(str(error))
-            except PeerLost:
-                break
-        try:
-            transport.exchange(b"", "the next call")
-        except PeerLost:
-            return texts[0], False
-    return texts[0] if texts else "", True
-
-
-def test_graphs_are_tried_before_the_first_capture(ranks: RankPools) -> None:
-    for world_size in (1, 3):
-        assert ranks(world_size)(captured, "") == [("", True)] * world_size
-
-
-@pytest.mark.parametrize("spoiled", IN_GRAPHS)
-def test_what_does_not_go_into_graphs(spoiled: str, ranks: RankPools) -> None:
-    """All ranks refuse alike, and calls go on where no graph was launched."""
-    _, says, goes_on = IN_GRAPHS[spoiled]
-    with ranks.expendable(3) as some:
-        for text, usable in some(captured, spoiled):
-            assert re.search(f"messages of .* cannot be captured in a graph here: .*{says}", text), text
-            assert usable == goes_on
-
-
-def refused_capture(here: Here) -> tuple[str, int]:
-    """What tokenring.capture says over a transport whose trial fails, and how many graphs it had begun by then."""
-    tried: list[int] = []
-
-    def refuse() -> None:
-        tried.append(len(device.graphs))
-        raise UnsupportedError("no nodes for stream memory operations")
-
-    device = test_capture.GraphDevice()
-    with ContextParallel(schedule="ring", transport="gloo", timeout_seconds=20.0) as cp:
-        moved: Any = cp.transport
-        moved.capabilities, moved.try_capture = replace(moved.capabilities, capturable=True), refuse
-        with pytest.MonkeyPatch.context() as patched, pytest.raises(UnsupportedError) as caught:
-            patched.setattr(test_capture.module, "device_of", lambda where: device)
-            test_capture.captured(test_capture.inputs(0), cp)
-    return str(caught.value), tried[0]
-
-
-def test_nothing_is_captured_before_the_trial(ranks: RankPools) -> None:
-    assert ranks(2)(refused_capture) == [("no nodes for stream memory operations", 0)] * 2
-
-
-# ---------- what ranks tell each other before
-
-
-class Ranks:
-    """Several in one process: as backends.meeting.Meeting, of what is asked of it."""
-
-    def __init__(self, facts: list[dict[str, Any]]) -> None:
-        self.facts, self.said = facts, [""] * len(facts)
-        self.met, self.own = threading.Barrier(len(facts)), threading.local()
-
-    def gather(self, what: str, text: str) -> list[str]:
-        self.said[self.own.rank] = text
-        self.met.wait(60.0)
-        heard = list(self.said)
-        self.met.wait(60.0)
-        return heard
-
-    def survey(self) -> list[cuda.Found]:
-        found: dict[int, cuda.Found] = {}
-
-        def act(rank: int) -> None:
-            self.own.rank = rank
-            found[rank] = cuda.survey(self)  # type: ignore[arg-type]
-
-        threads = [threading.Thread(target=act, args=(rank,)) for rank in range(len(self.facts))]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        return [found[rank] for rank in range(len(self.facts))]
-
-
-@pytest.fixture
-def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., cuda.Found]:
-    """What all of the ranks with such devices find, which is the same."""
-
-    def survey(*numbers: tuple[str, int], overlaps: bool = False, host: str = "") -> cuda.Found:
-        facts = [
-            {"boot_id": f"{host and rank}", "device": device, "number": number, "overlaps": overlaps,
-             "symm": None, "nccl": None}
-            for rank, (device, number) in enumerate(numbers)
-        ]  # fmt: skip
-        ranks = Ranks(facts)
-        monkeypatch.setattr(cuda, "_facts", lambda: ranks.facts[ranks.own.rank])
-        monkeypatch.setattr(cuda, "_unreached", lambda said: [])
-        found = ranks.survey()
-        assert all(each == found[0] for each in found)
-        return found[0]
-
-    cuda._broken.cache_clear()
-    return survey
-
-
-def test_devices_that_have_one_number(surveyed: Callable[..., cuda.Found]) -> None:
-    """Each process sees one GPU, its number 0: torch's rendezvous takes them for one and refuses (overlapping)."""
-    found = surveyed(("A", 0), ("B", 0))
-    assert found.domain == "reached" and found.unavailable["nccl"] is None
-    assert str(found.unavailable["symm"]).startswith("ranks 0 and 1 have different GPUs, each number 0 in its process")
-    assert "let every process see all GPUs (CUDA_VISIBLE_DEVICES)" in str(found.unavailable["symm"])
-    for other in (
-        surveyed(("A", 0), ("B", 1)), surveyed(("A", 0), ("A", 0)), surveyed(("A", 0), ("B", 0), overlaps=True),
-        surveyed(("A", 0), ("B", 0), host="apart"),
-    ):  # fmt: skip
-        assert other.unavailable == {"symm": None, "nccl": None}
-
-
-@pytest.mark.parametrize(
-    ("value", "warned"),
-    [("0", True), ("3", True), ("GPU-8f6e", True), ("0,1", False), ("MIG-a,MIG-b", False), ("", False), ("-1", False)],
-)
-def test_doctor_warns_of_one_visible_gpu(value: str, warned: bool) -> None:
-    (found,) = variables({"CUDA_VISIBLE_DEVICES": value})
-    assert ("let every rank see all" in str(found.warning)) == warned
-
-
-def test_what_was_tried_before_in_any_process(surveyed: Callable[..., cuda.Found]) -> None:
-    """By the same devices in the same places, and no others."""
-    devices = ("A", 0), ("B", 1)
-    cuda._broken()[surveyed(*devices).devices] = "rank 1: a word too few"
-    assert surveyed(*devices).unavailable["symm"] == "found when it was tried before: rank 1: a word too few"
-    assert surveyed(("A", 0), ("C", 1)).unavailable["symm"] is None
-    assert surveyed(("A", 0), ("B", 1), ("C", 2)).unavailable["symm"] is None
