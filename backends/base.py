@@ -170,6 +170,14 @@ class Grouping(Protocol):
 
 
 @runtime_checkable
+class Capturable(Protocol):
+    """A transport whose messages go into graphs where the device and its driver take them."""
+
+    def try_capture(self) -> None:
+        """See that they do, the first time that it is called. A collective call. Raises UnsupportedError, PeerLost."""
+
+
+@runtime_checkable
 class Deferring(Protocol):
     """A transport whose messages carry the key of their call: those of calls that differ do not meet.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +19,7 @@ from tokenring.backends.meeting import Meeting
 from tokenring.backends.members import this_member
 from tokenring.backends.nccl import NcclTransport
 from tokenring.backends.symm import SymmTransport
+from tokenring.backends.trial import Broken
 from tokenring.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ class CudaTransport(Preferring):
     def __init__(self, group: ProcessGroup, timeout_seconds: float, message_bytes: int | None = None) -> None:
         self._links: dict[Link, None] = {}
         self._device: torch.device | None = None
+        self._devices: tuple[str, ...] = ()  # of all ranks, where they have told each other
         super().__init__(group, timeout_seconds, message_bytes)
 
     def _first(self) -> Transport:
@@ -53,6 +57,8 @@ class CudaTransport(Preferring):
                 return made
             except BackendUnavailable as error:  # on all ranks alike
                 self.why = f"{ONE_SIDED} cannot be used: {error}"
+                if isinstance(error, Broken):
+                    _broken()[self._devices] = str(error)
         LOG.warning("transport 'auto' takes %s: %s", TWO_SIDED, self.why)
         return self._second()
 
@@ -62,7 +68,9 @@ class CudaTransport(Preferring):
     def _choose(self) -> Choice:
         """By what all ranks tell each other, so that their answers are the same."""
         meeting = Meeting(self._group, self._timeout_seconds)
-        return self._chosen(*survey(meeting), meeting.rank, meeting.world_size, meeting.gather)
+        found = survey(meeting)
+        self._devices = found.devices
+        return self._chosen(found.domain, found.unavailable, meeting.rank, meeting.world_size, meeting.gather)
 
     # ---------- as a transport
 
@@ -91,6 +99,10 @@ class CudaTransport(Preferring):
         if isinstance(self.now, NcclTransport):
             self.now.go()
 
+    def try_capture(self) -> None:
+        if isinstance(self.now, SymmTransport):
+            self.now.try_capture()
+
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         return self.now.exchange(payload, what)
 
@@ -98,20 +110,61 @@ class CudaTransport(Preferring):
         return self.now.exchange_text(text, what)
 
 
-def survey(meeting: Meeting) -> tuple[Domain, dict[str, str | None]]:
-    """How the ranks reach each other's memory, and of each transport None or why a rank cannot use it."""
+class Found(NamedTuple):
+    """How the ranks reach each other's memory; of each transport None, or why a rank cannot use it; their devices."""
+
+    domain: Domain
+    unavailable: dict[str, str | None]
+    devices: tuple[str, ...]
+
+
+def survey(meeting: Meeting) -> Found:
+    """What all ranks find out together, and alike."""
     said = [json.loads(each) for each in meeting.gather("their devices", json.dumps(_facts()))]
-    unreached = meeting.gather("whom they reach", json.dumps(_unreached(said)))
+    devices = tuple(f"{each['boot_id']} {each['device']}" for each in said)
+    mine = {"unreached": _unreached(said), "broken": _broken().get(devices)}
+    seen = [json.loads(each) for each in meeting.gather("whom they reach", json.dumps(mine))]
     hosts = {each["boot_id"] for each in said}
-    domain: Domain = "across" if len(hosts) > 1 else "apart" if any(map(json.loads, unreached)) else "reached"
-    return domain, {name: _first_reason(said, name) for name in (ONE_SIDED, TWO_SIDED)}
+    domain: Domain = "across" if len(hosts) > 1 else "apart" if any(each["unreached"] for each in seen) else "reached"
+    found = {name: _first_reason(said, name) for name in (ONE_SIDED, TWO_SIDED)}
+    if found[ONE_SIDED] is None:
+        tried = next((each["broken"] for each in seen if each["broken"]), None)
+        found[ONE_SIDED] = _same_number(said) or (f"found when it was tried before: {tried}" if tried else None)
+    return Found(domain, found, devices)
+
+
+@cache
+def _broken() -> dict[tuple[str, ...], str]:
+    """By the devices of all ranks, what a trial of their memory has found in this process.
+
+    It is kept no longer: what works is tried in milliseconds, and what does not may be mended before the next process.
+    """
+    return {}
 
 
 def _facts() -> dict[str, Any]:
     """What this rank has."""
     reasons = _automatic()
-    device = None if reasons[ONE_SIDED] else _uuid(torch.cuda.current_device())
-    return {"boot_id": this_member().boot_id, "device": device, **reasons}
+    found: dict[str, Any] = {"boot_id": this_member().boot_id, "device": None, "number": None}
+    if not reasons[ONE_SIDED]:
+        found |= {"device": _uuid(torch.cuda.current_device()), "number": torch.cuda.current_device()}
+    return {**found, "overlaps": symmetric.may_overlap(os.environ), **reasons}
+
+
+def _same_number(said: Sequence[dict[str, Any]]) -> str | None:
+    """Why not, where torch's rendezvous takes two devices for one: it tells those of a host apart by their numbers."""
+    owners: dict[tuple[Any, Any], tuple[int, Any]] = {}
+    for rank, each in enumerate(said):
+        if each["device"] is None:
+            return None
+        other, device = owners.setdefault((each["boot_id"], each["number"]), (rank, each["device"]))
+        if device != each["device"] and not each["overlaps"]:
+            return (
+                f"ranks {other} and {rank} have different GPUs, each number {each['number']} in its process, and "
+                f"torch's rendezvous takes them for one: let every process see all GPUs (CUDA_VISIBLE_DEVICES) and "
+                f"choose its own by torch.cuda.set_device"
+            )
+    return None
 
 
 def _unreached(said: Sequence[dict[str, Any]]) -> list[int]:

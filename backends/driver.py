@@ -7,14 +7,30 @@ Not yet run on a GPU.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from functools import cache
 from typing import Any
 
 DRIVER = "libcuda.so.1"
+WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 WAIT_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
 CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+
+class Operation(ctypes.Structure):
+    """One of a batch: CUstreamBatchMemOpParams, a union of 48 bytes whose parts for waits and writes lie alike."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),  # of 32 bits it is the first half, on hosts that put the lowest byte first
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
 
 
 @cache
@@ -25,12 +41,18 @@ def library() -> Any:
 
 def check_waits() -> None:
     """Raises OSError without the library, AttributeError if it cannot let streams wait."""
-    _wait_value()
+    _batch()
 
 
-def wait_value(stream: int, address: int, value: int, flags: int) -> None:
-    """The stream goes on once the 32-bit word is this value. Raises RuntimeError."""
-    _check("cuStreamWaitValue32", _wait_value()(stream, address, value, flags))
+def wait_and_clear(stream: int, address: int, value: int, flags: int, cleared: int) -> None:
+    """The stream goes on once the 32-bit word of this device has the value; then it writes another one there.
+
+    Both in one call, which is what NCCL captures into graphs, too. Raises RuntimeError.
+    """
+    operations = (Operation * 2)(
+        Operation(WAIT_VALUE_32, address, value, flags), Operation(WRITE_VALUE_32, address, cleared, 0)
+    )
+    _check("cuStreamBatchMemOp", _batch()(stream, len(operations), operations, 0))
 
 
 def wait_flags(device: int) -> int:
@@ -58,10 +80,24 @@ def stay_out_of_captures() -> None:
     _check(name, getattr(library(), name)(ctypes.byref(mode)))
 
 
+def new_stream(owner: object) -> int:
+    """A stream of the current context, of the highest priority, that no pool gives to anybody else.
+
+    It is given back when the owner goes. Raises RuntimeError, OSError, AttributeError.
+    """
+    lowest, highest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    _check("cuCtxGetStreamPriorityRange", library().cuCtxGetStreamPriorityRange(*map(ctypes.byref, (lowest, highest))))
+    create, end = library().cuStreamCreateWithPriority, library().cuStreamDestroy_v2
+    _check("cuStreamCreateWithPriority", create(ctypes.byref(made), NON_BLOCKING, highest.value))
+    weakref.finalize(owner, end, made).atexit = False  # at the end of the process the driver goes, too
+    return made.value or 0
+
+
 @cache
-def _wait_value() -> Any:
-    function = getattr(library(), "cuStreamWaitValue32_v2", None) or library().cuStreamWaitValue32
-    function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+def _batch() -> Any:
+    """Of CUDA 11.7 or newer: the one before it serves only where the kernel module was told to allow it."""
+    function = library().cuStreamBatchMemOp_v2
+    function.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(Operation), ctypes.c_uint)
     function.restype = ctypes.c_int
     return function
 

@@ -6,7 +6,8 @@ group of sends and receives (`go` begins it): they move together, in any order, 
 
 A group begins when those before it on its stream have ended. All ranks post in the one total order of
 `passes.order`; cut into groups anyhow, that cannot hang: the first message that has not moved stands in the group
-that is at work at both its ends, since what either end posted before it comes before it in the order.
+that is at work at both its ends, since what either end posted before it comes before it in the order. A program's row
+ends where the channel changes, so that this holds where a device does one group of both channels at a time, too.
 
 A wait orders streams and does not block the host, unless TORCH_NCCL_BLOCKING_WAIT is set. What torch's watchdog or
 our own finds wrong is raised at the next call, as PeerLost. docs/cuda-transports.md has the settings. Not yet run on
@@ -192,11 +193,10 @@ class NcclTransport(Watched, Accelerated):
         return _Handle(self, batch, post.peer, what)
 
     def go(self) -> None:
-        """What was posted begins to move: requests first, on all ranks."""
-        for channel in self._groups:
-            batch = self._open.pop(channel, None)
-            if batch is not None:
-                self._start(batch, channel)
+        """What was posted begins to move; the channel first that was posted on first."""
+        begun, self._open = self._open, {}
+        for channel, batch in begun.items():
+            self._start(batch, channel)
 
     def _start(self, batch: Together, channel: str) -> None:
         group, first = self._groups[channel], batch.posts[0]

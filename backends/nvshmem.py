@@ -7,6 +7,7 @@ manual. Not yet run on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -105,13 +106,21 @@ class NvshmemMemory:
         self._pool: torch.Tensor | None = None
         self._boxes: torch.Tensor | None = None
 
-    def meet(self, words: int) -> None:
-        made = self._symmetric(WORD_BYTES * words + BLANK_BYTES)
+    def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
+        made = self._symmetric(WORD_BYTES * words + BLANK_BYTES + room_bytes)
         made.zero_()
+        self._aside = device_of(self._device).new_stream(high_priority=True)
         self._words = made[: WORD_BYTES * words].view(torch.int64)
         self._halves = self._words.view(torch.uint32)
-        self._blank = made[WORD_BYTES * words :]
+        blank = made[WORD_BYTES * words :]
+        self._blank, self._boxes = blank[:BLANK_BYTES], blank[BLANK_BYTES:]
         device_of(self._device).synchronize()  # before anyone is told that all are there, and signals
+        return self._boxes
+
+    def are_set(self, words: Sequence[int]) -> list[bool]:
+        with device_of(self._device).on(self._aside):
+            found = self._words.cpu()
+        return [int(found[word]) == SET for word in words]
 
     def grow(self, nbytes: int) -> torch.Tensor:
         """No peer reaches it: it may be of another size on each rank."""
@@ -158,8 +167,7 @@ class NvshmemMemory:
 
     def release(self) -> None:
         """What messages would have brought becomes NaN, in boxes too, so that nobody takes it for a result."""
-        device = device_of(self._device)
-        with device.on(device.new_stream(high_priority=True)):
+        with device_of(self._device).on(self._aside):
             for each in (self._boxes, self._pool):
                 if each is not None:
                     each.fill_(255)

@@ -8,48 +8,52 @@ the receiver's host again: the receiver's credit comes over the device. docs/cud
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from tokenring.backends import driver
+from tokenring.backends import driver, trial
 from tokenring.backends.accelerated import check_movable, elsewhere
+from tokenring.backends.acting import Acting
 from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle, Landing, Link
 from tokenring.backends.control import Control, own_store
 from tokenring.backends.devices import Device, device_of
 from tokenring.backends.mailbox import Mailboxes, lay
-from tokenring.backends.meeting import StoreSilent, bounded
 from tokenring.backends.onesided import Line, Memory, Receiving, Sending, Words
 from tokenring.backends.watch import Watch, Watched
-from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
+from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 CHANNELS = (REQUESTS, PARTIALS)
-WAITED = re.compile(r"no answer within|time[d-]? ?out", re.IGNORECASE)
+NOT_CAPTURED = "messages of transport {!r} cannot be captured in a graph here: {}; call attention without a capture"
 LEAST_HEAP_BYTES = 2 << 20  # what the driver maps at a time
-T = TypeVar("T")
 Places = dict[Line, list[tuple[int, int]]]  # offset and size in bytes of each message, in order
 
 
 class OwnMemory(Memory, Protocol):
     """One rank's part of a memory that all ranks can put into."""
 
-    def meet(self, words: int) -> None:
-        """Set up so many words, all clear. All ranks call it together."""
+    def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
+        """Set up so many words, all clear, and room for puts, uint8 and zero. All ranks call it together.
+
+        Puts go there until the memory grows (or has boxes laid).
+        """
 
     def grow(self, nbytes: int) -> torch.Tensor:
         """A new heap, uint8, instead of the one before; of the same size on all ranks, which call it together."""
+
+    def are_set(self, words: Sequence[int]) -> list[bool]:
+        """Which of one's own words are set, as the host sees them now; no stream that waits holds it up."""
 
 
 @runtime_checkable
@@ -81,7 +85,7 @@ class Placement:
         return None if boxes is None else boxes[number % len(boxes)]
 
 
-class SymmTransport(Watched):
+class SymmTransport(Watched, Acting):
     """Payload between the ranks of one group in symmetric memory, which `allocate` gives. Programs are `placed`."""
 
     name = "symm"
@@ -99,13 +103,16 @@ class SymmTransport(Watched):
         self._heaps = 0  # how many there were
         self._box_bytes = 0
         self._placement: Placement | None = None
+        self._captured = False  # whether signals and waits were seen to work in a graph
         self._counts: dict[tuple[bool, Line], int] = defaultdict(int)  # messages of this pass, sent or received
         self._where: torch.device | None = None  # the device, where it has a number
         try:
             self.device: Device = self._together("its device", self._find_device, here=True)
             store = self._meeting_place(group)
             self._memory = self._together("symmetric memory", lambda: self._make_memory(store))
-            self._together("the rendezvous", lambda: self._memory.meet(self._words.count))
+            size = trial.room_bytes(self.world_size)
+            room = self._together("the rendezvous", lambda: self._memory.meet(self._words.count, size))
+            self._try_verbs(room)
         except BaseException:
             self.close()
             raise
@@ -140,25 +147,41 @@ class SymmTransport(Watched):
         assert self._where is not None
         return SymmetricMemory(f"tokenring {self.control.name}", self.rank, self.world_size, store, self._where)
 
-    def _together(self, what: str, act: Callable[[], T], here: bool = False) -> T:
-        """What all ranks do at once. Where it fails on any, all raise BackendUnavailable.
+    def _try_verbs(self, room: torch.Tensor) -> None:
+        """Each verb between every two ranks, before anything relies on them. Raises trial.Broken, on all ranks."""
+        self._together("a trial of puts, signals and waits", self._trial(room).run, raises=trial.Broken)
 
-        With a time limit, in a thread, which has a current device of its own; unless `here`, where it cannot hang.
+    def _trial(self, room: torch.Tensor) -> trial.Trial:
+        """This rank's part; room: where its peers put."""
+        memory, seconds = self._memory, min(trial.SECONDS, self.control.timeout_seconds / 3)
+
+        def copy_out(data: torch.Tensor, place: int) -> None:
+            data.copy_(room[place : place + data.numel()])
+
+        take = memory.take if isinstance(memory, Mailing) else copy_out
+        return trial.Trial(memory, self.device, self._words, self.rank, self.world_size, take, room.device, seconds)
+
+    def try_capture(self) -> None:
+        """See that a graph of the device signals and waits; once, and on all ranks together, before the first capture.
+
+        Raises UnsupportedError, on all ranks, where it does not; where it was launched already, the group is broken.
         """
-        made: list[T] = []
-        trouble = ""
+        self.check()
+        if self._captured or self.world_size == 1:
+            return
+        own, what = self._trial(torch.empty(0)), "a captured signal and wait"
+        self._together("the end of what is under way", self.device.synchronize)  # words are clear
         try:
-            made.append(act() if here else bounded(act, self.control.timeout_seconds / 2))
-        except (StoreSilent, RuntimeError, OSError) as error:
-            trouble = f"rank {self.rank}: {one_line(error, MOST_SAID)}"
-        said = [each.decode() for each in self.control.exchange_text(trouble.encode(), what)]
-        # Who only waited in vain does not know why.
-        if first := min(filter(None, said), key=lambda each: bool(WAITED.search(each)), default=""):
-            raise BackendUnavailable(
-                f"transport {self.name!r} needs memory that peers reach, and {what} fails on {first}; "
-                f"use transport='nccl' or 'auto'"
-            )
-        return made[0]
+            graph = self._together(what, own.captured, raises=trial.Broken)
+        except trial.Broken as error:
+            raise UnsupportedError(NOT_CAPTURED.format(self.name, error)) from None
+        try:
+            self._together(f"the launch of {what}", lambda: own.launch(graph), raises=trial.Broken)
+            self._together(f"the end of {what}", own.check_clear, raises=trial.Broken)
+        except trial.Broken as error:
+            self.fail(error)
+            raise UnsupportedError(NOT_CAPTURED.format(self.name, error)) from None
+        self._captured = True
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
         """All ranks are connected from the start. Raises ConfigurationError for tensors elsewhere."""

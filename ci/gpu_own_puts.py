@@ -28,7 +28,8 @@ class OwnMemory:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = device
         self._heap = torch.empty(HEAP_BYTES, dtype=torch.uint8, device=device)
-        self._words = torch.zeros(words, dtype=torch.int32, device=device).view(torch.uint32)
+        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        self._clear = torch.full((1,), CLEAR, dtype=torch.int32, device=device)
         self._flags = driver.wait_flags(index)
 
     def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
@@ -37,12 +38,11 @@ class OwnMemory:
         self.signal(peer, word)
 
     def signal(self, peer: int, word: int) -> None:
-        torch.ops.symm_mem.stream_write_value32_(self._words, word, CLEAR)
+        self._words[word : word + 1].copy_(self._clear)
 
     def wait(self, word: int) -> None:
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        driver.wait_value(stream, self._words.data_ptr() + 4 * word, CLEAR, self._flags)
-        torch.ops.symm_mem.stream_write_value32_(self._words, word, CLEAR)
+        driver.wait_and_clear(stream, self._words.data_ptr() + 4 * word, CLEAR, self._flags, CLEAR)
 
     def release(self) -> None:
         """Nothing waits."""

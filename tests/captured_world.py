@@ -9,7 +9,7 @@ it was captured, checked as CUDA checks it: it begins and ends in one stream, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -221,8 +221,12 @@ class Memory(FakeMemory):
     def __init__(self, device: Device) -> None:
         super().__init__(device, device.party.heaps, device.party.words)
 
-    def meet(self, words: int) -> None:
+    def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
         assert words == len(self.words[self.device.rank])
+        return torch.zeros(room_bytes, dtype=torch.uint8)
+
+    def are_set(self, words: Sequence[int]) -> list[bool]:
+        return [self.words[self.device.rank][word] == 1 for word in words]
 
     def grow(self, nbytes: int) -> torch.Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8)
@@ -285,6 +289,12 @@ class InWorld(SymmTransport):
     def _make_memory(self, store: Any) -> Any:
         party = self._given.party
         return Emulated(party.ranks, Streams(self._given, party.symmetric)) if party.boxed else Memory(self._given)
+
+    def _try_verbs(self, room: torch.Tensor) -> None:
+        """Nothing: hosts look on at a trial, and here nothing runs while they do (test_trial has it)."""
+
+    def try_capture(self) -> None:
+        """Nothing, for the same reason."""
 
     def _is_captured(self) -> bool:
         return self._given.capturing

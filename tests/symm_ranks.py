@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -169,18 +169,29 @@ class SegmentMemory:
         self._store.wait(keys)
         return [self._store.get(key).decode() for key in keys]
 
-    def meet(self, words: int) -> None:
+    def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
         self._count, self._words = words, self._segment(words * self._control.world_size)
+        return self._parts(room_bytes)
+
+    def are_set(self, words: Sequence[int]) -> list[bool]:
+        start = self._control.rank * self._count
+        return [self._words.read(start + word, 1) == b"\1" for word in words]
 
     def grow(self, nbytes: int) -> torch.Tensor:
+        return self._parts(nbytes)
+
+    def _parts(self, nbytes: int) -> torch.Tensor:
         self._heap, self._part = self._segment(nbytes * self._control.world_size), nbytes
         return self._heap.part(self._control.rank * nbytes, nbytes)
 
     def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
-        start = peer * self._part + place
+        start = self._heap_at(peer) + place
         source = data.view(-1).view(torch.uint8)
         self._device.current_stream().add(lambda: self._heap.bytes[start : start + source.numel()].copy_(source))
         self.signal(peer, word)
+
+    def _heap_at(self, peer: int) -> int:
+        return peer * self._part
 
     def signal(self, peer: int, word: int) -> None:
         self._device.current_stream().add(lambda: self._words.write(peer * self._count + word, b"\1"))

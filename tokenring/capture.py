@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tokenring.attention import call_inputs, make_request
+from tokenring.backends.base import Capturable
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -66,6 +67,8 @@ class CapturedAttention:
             )
         if device.new_stream() is None:  # on all ranks alike, and before any of them moves data
             raise UnsupportedError(NO_GRAPHS.format(device.type))
+        if isinstance(transport, Capturable):
+            transport.try_capture()
         passes: tuple[Pass, ...] = PASSES if request.training and request.differentiable else PASSES[:1]
         for _ in range(2):  # bound again on the memory that the pool has grown to for the other pass
             executors = {direction: cp.executor(request, direction) for direction in passes}

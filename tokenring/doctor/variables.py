@@ -55,6 +55,15 @@ def _visible(value: str, environment: Mapping[str, str]) -> str | None:
     return None
 
 
+def _one_gpu(value: str, environment: Mapping[str, str]) -> str | None:
+    if "," in value or value in ("", "-1"):
+        return None
+    return (
+        "one GPU: if each rank sees only its own, all are number 0 in their processes, which torch's symmetric memory "
+        "takes for one device, and transport symm cannot be used; let every rank see all and call torch.cuda.set_device"
+    )
+
+
 def _connect(value: str, environment: Mapping[str, str]) -> str | None:
     least, most = CONNECT_SECONDS
     seconds = _number(value)
@@ -153,6 +162,7 @@ CHECKS: Mapping[str, Check] = {
     "ASCEND_LAUNCH_BLOCKING": _is("1", EVERY_CALL),
     "TASK_QUEUE_ENABLE": _is("0", "the host launches every operator itself, one after another: slow"),
     "INF_NAN_MODE_ENABLE": _is("0", "saturation: infinities become large numbers and NaN becomes 0, unnoticed"),
+    "CUDA_VISIBLE_DEVICES": _one_gpu,
     "CUDA_LAUNCH_BLOCKING": _is("1", EVERY_CALL),
     "TORCH_NCCL_BLOCKING_WAIT": _is("1", BLOCKING),
     "NCCL_BLOCKING_WAIT": _is("1", BLOCKING),

@@ -108,7 +108,7 @@ def _domain(kind: str, group: ProcessGroup, left_out: Mapping[str, str]) -> Doma
         return "across" if PAIRS[kind][0] in left_out else "reached"
     from tokenring.backends.cuda import survey
 
-    return survey(Meeting(group, WAIT_SECONDS))[0]
+    return survey(Meeting(group, WAIT_SECONDS)).domain
 
 
 def samples_of(

@@ -41,15 +41,21 @@ def grouped(
 
 
 def last_posts(instructions: Sequence[Instruction]) -> list[int]:
-    """Where rows of posts end that have nothing but copies into what is sent between them."""
+    """Where rows of posts on one channel end that have nothing but copies into what is sent between them.
+
+    Of one channel, so that rows follow each other in the order of posts that all ranks share: groups of both channels
+    at once would begin in an order that depends on how each rank's rows happen to be cut.
+    """
     found: list[int] = []
-    last = None
+    last: int | None = None
+    row = ""  # its channel
     for at, instruction in enumerate([*instructions, None]):
-        if isinstance(instruction, Recv | Send):
-            last = at
-        elif last is not None and not isinstance(instruction, Pack):
+        if isinstance(instruction, Pack):
+            continue
+        channel = instruction.channel if isinstance(instruction, Recv | Send) else ""
+        if last is not None and channel != row:
             found.append(last)
-            last = None
+        last, row = at if channel else None, channel
     return found
 
 
