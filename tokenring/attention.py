@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Literal, overload
 
 import torch
@@ -15,6 +13,7 @@ from tokenring.planner.plan import Plan
 from tokenring.request import Request
 from tokenring.runtime.autograd import AttentionFunction
 from tokenring.runtime.compiled import traced_attention
+from tokenring.runtime.scaling import checked_scale
 from tokenring.workload import Workload
 
 
@@ -128,8 +127,7 @@ def request_of(
     """The same, where autograd's mode was another one when the call was made, as in a compiled graph."""
     mask = Full() if mask is None else mask
     workload = _workload(q, k, v, cp, mask)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _scale(scale)
-    return Request(workload, mask, scale, training, q.device, differentiable)
+    return Request(workload, mask, checked_scale(scale, q.shape[-1]), training, q.device, differentiable)
 
 
 def _refuse(features: dict[str, object]) -> None:
@@ -158,13 +156,6 @@ def call_inputs(
     if sparse := [x.layout for x in (q, k, v) if x.layout != torch.strided]:
         raise UnsupportedError(f"attention of {sparse[0]} tensors is not supported; make q, k and v dense and padded")
     return _autocast(q), _autocast(k), _autocast(v)
-
-
-def _scale(given: object) -> float:
-    if not isinstance(given, Real) or isinstance(given, bool) or not math.isfinite(given):
-        shown = "a Tensor, which would get no gradient" if isinstance(given, torch.Tensor) else repr(given)
-        raise ConfigurationError(f"scale is {shown}; give a finite number, or None for 1/√D")
-    return float(given)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
