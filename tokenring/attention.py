@@ -13,6 +13,7 @@ from tokenring.planner.plan import Plan
 from tokenring.request import Request
 from tokenring.runtime.autograd import AttentionFunction
 from tokenring.runtime.compiled import traced_attention
+from tokenring.runtime.derivatives import refuse_transforms
 from tokenring.runtime.scaling import checked_scale
 from tokenring.workload import Workload
 
@@ -89,6 +90,7 @@ def attend_as(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a request that `make_request` made, of these `call_inputs`."""
+    refuse_transforms()
     out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tokenring.attention import call_inputs, make_request
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
@@ -13,6 +12,7 @@ from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.runtime.derivatives import FORWARD_MODE, refuse_recorded, refuse_transforms
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.streams import Streams
 from tokenring.schedule.ir import PASSES, Pass
@@ -93,6 +93,7 @@ class CapturedAttention:
         or when the context was closed; in backward, where the capture was called again since.
         """
         self._cp.check_open()
+        refuse_transforms()
         q, k, v = call_inputs(q, k, v, self._cp)
         for name, given, held in zip("qkv", (q, k, v), self._forward.inputs, strict=True):
             if (given.shape, given.dtype, given.device) != (held.shape, held.dtype, held.device):
@@ -150,14 +151,18 @@ class _Launched(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
+        refuse_recorded()
         if dlse is not None:
             raise UnsupportedError(GRADIENT_OF_LSE)
         if dout is None:
             return None, None, None, None
         return *ctx.captured.launch_backward(ctx.launch, dout), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
+        raise UnsupportedError(FORWARD_MODE)
 
 
 def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,7 +21,9 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
 from tokenring.request import Request
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.runtime.derivatives import SECOND, refuse_tangents, refuse_transforms
 from tokenring.runtime.handles import context_of
+from tokenring.runtime.results import Changes
 
 CALL = (
     "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable"
@@ -49,6 +51,7 @@ def traced_attention(
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break."""
+    refuse_transforms()
     low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
@@ -62,6 +65,7 @@ def traced_attention(
 
 @torch.library.custom_op("tokenring::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
+    refuse_tangents(q, k, v)
     cp = context_of(context)
     executor = cp.executor(_request(q, k, v, cp, *call), "forward")
     out, lse, kept = run_forward(executor, cp.active_trace, q, k, v)
@@ -116,7 +120,9 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     q, k, v, *ctx.call = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    traced = any(type(x) is not torch.Tensor for x in output)  # then nothing is changed in place
+    ctx.changes = None if traced else Changes(*output[:2])
+    ctx.save_for_backward(q, k, v, *(output if traced else (x.data for x in output)))
     ctx.set_materialize_grads(False)
 
 
@@ -126,12 +132,20 @@ def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | No
     if dout is None and dlse is None:
         return None, None, None, *nothing
     q, k, v, out, lse, ticket = ctx.saved_tensors
+    if ctx.changes is not None and ctx.changes.found():
+        with torch.no_grad():
+            out, lse, _ = torch.ops.tokenring.attention(q, k, v, *ctx.call)
     dout = torch.zeros_like(out) if dout is None else dout
     made = torch.ops.tokenring.attention_backward(dout, dlse, q, k, v, out, lse, ticket, *ctx.call)
     return *made, *nothing
 
 
+def _no_second(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+    raise UnsupportedError(SECOND)
+
+
 _attention.register_autograd(_gradients, setup_context=_setup)
+_attention_backward.register_autograd(_no_second)
 
 
 # ---------- what is behind their arguments
