@@ -31,7 +31,7 @@ class AttentionFunction(torch.autograd.Function):
         """out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32."""
         q, k, v = (_rows_packed(x) for x in (q, k, v))
         out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
-        given = out.data, lse.data  # apart for autograd: what the caller changes in place is no change of what is saved
+        given = out.data, lse.data  # of which autograd counts changes in place apart from those of what is saved
         ctx.save_for_backward(q, k, v, out, lse, kept)
         ctx.cp, ctx.request = cp, request
         ctx.changes = Changes(*given) if any(ctx.needs_input_grad) else None
@@ -117,7 +117,7 @@ def _rows_packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, T, H, D] in the caller's dtype, contiguous, in memory of its own; no view, which nobody could change in place."""
+    """[B, T, H, D] in the caller's dtype, contiguous, in memory of its own; a view could not be changed in place."""
     if result.dtype == dtype:
         return result.contiguous().data
     return torch.empty_like(result, dtype=dtype, memory_format=torch.contiguous_format).copy_(result)

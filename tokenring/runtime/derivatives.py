@@ -1,7 +1,7 @@
-"""Which derivatives of attention there are: the first, backward. Others are refused wherever torch lets us hear of them.
+"""Which derivatives of attention there are: the first, backward. Others are refused where torch lets us hear of them.
 
-A backward pass records itself when `create_graph=True`. It may do so, for derivatives of what else is in the model; only
-going through attention a second time is refused, by the node that it leaves on its results.
+With `create_graph=True` a backward pass is recorded. It may be, for second derivatives of what else is in the model:
+only going through attention again is refused, by a node that the pass leaves on its results.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RECORDED = (
 )
 FORWARD_MODE = f"a forward-mode derivative of tokenring.attention was asked for: {INSTEAD}"
 TRANSFORM = (
-    "tokenring.attention was called inside a transform of torch.func or a vmap (jvp, jacfwd, hessian, grad, vmap), which "
-    f"cannot see into an exchange between ranks: {INSTEAD}"
+    "tokenring.attention was called inside a transform of torch.func (jvp, jacfwd, hessian, grad, vmap), which cannot "
+    f"look into an exchange between ranks: {INSTEAD}"
 )
 BATCHED = (
     "gradients of tokenring.attention were asked for in a batch, as is_grads_batched and vectorize=True do, and the "
@@ -74,7 +74,7 @@ def refuse_recorded() -> None:
 
 
 def refuse_transforms() -> None:
-    """Raises UnsupportedError inside torch.func's transforms and vmap, before ranks talk: their tensors are wrappers."""
+    """Raises UnsupportedError inside torch.func's transforms, whose tensors are wrappers, and before ranks talk."""
     if torch._C._are_functorch_transforms_active():  # what autograd.Function.apply asks
         raise UnsupportedError(TRANSFORM)
 

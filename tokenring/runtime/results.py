@@ -22,5 +22,6 @@ class Changes:
 def _alike(x: torch.Tensor) -> torch.Tensor:
     """A tensor that counts the changes of x, its views included, with no memory behind it."""
     other = x.detach()  # shares the count
-    other.data = x.new_empty(0)  # and keeps it
+    if type(x) is torch.Tensor:  # else it stands for one while a graph is traced, and holds no memory
+        other.data = x.new_empty(0)  # the count stays
     return other
