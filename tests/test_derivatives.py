@@ -12,12 +12,13 @@ from ranks import Here, RankPools
 from test_attention import small
 from test_capture import GraphDevice, captured, inputs
 from test_capture import device as device  # a fixture
-from torch.autograd import forward_ad, functional
+from torch.autograd import forward_ad
 
 import tokenring as tr
 from tokenring import ContextParallel, UnsupportedError, attention, shard, unshard
 from tokenring.runtime.derivatives import BATCHED, FORWARD_MODE, RECORDED, SECOND, TRANSFORM
 
+functional: Any = torch.autograd.functional  # untyped
 CALL_SECONDS = 110.0  # with the import of the compiler
 Attend = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,7 +36,8 @@ def penalty(attend: Attend, x: torch.Tensor, there: Callable[[torch.Tensor], tor
 
 def dual(attend: Attend, x: torch.Tensor) -> None:
     with forward_ad.dual_level():
-        assert forward_ad.unpack_dual(attend(forward_ad.make_dual(x, torch.ones_like(x)))).tangent is not None
+        forward: Any = forward_ad  # untyped
+        assert forward.unpack_dual(attend(forward.make_dual(x, torch.ones_like(x)))).tangent is not None
 
 
 ASKED: dict[str, tuple[Callable[[Attend, torch.Tensor], Any], str]] = {

@@ -50,16 +50,17 @@ CHANGES: dict[str, Change] = {
     each.__name__: each for each in (added, multiplied, by_itself, a_part, through_a_view)
 }
 
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-def inputs(
-    here: Here, cp: tr.ContextParallel, dtype: torch.dtype
-) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
-    """q, k, v, dout of the whole sequence; the rows of this rank; its parts."""
+
+def inputs(here: Here, cp: tr.ContextParallel, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, Three]:
+    """q, k, v, dout of the whole sequence; the rows of this rank; its q, k and v."""
     random = torch.Generator().manual_seed(1)
     counts = HEADS[0], HEADS[1], HEADS[1], HEADS[0]
     whole = [torch.randn(1, LENGTH, count, DIM, generator=random).to(dtype) for count in counts]
     rows = torch.tensor(cp.layout_for(LENGTH).positions(here.rank))
-    return whole, rows, [x[:, rows].requires_grad_() for x in whole[:3]]
+    q, k, v = (x[:, rows].requires_grad_() for x in whole[:3])
+    return whole, rows, (q, k, v)
 
 
 def errors(here: Here, change: str, dtype: torch.dtype, with_lse: bool, backend: str | None) -> list[float]:
@@ -89,13 +90,14 @@ def changed64(whole: list[torch.Tensor], how: Change, rows: torch.Tensor) -> lis
     """This rank's rows of the changed out and of the gradients, where every rank's part is changed alike."""
     world_size = LENGTH // len(rows)
     visible = allowed(tr.Causal(), LENGTH, LENGTH)
-    plain = attention64(*whole, visible).out.requires_grad_()
+    q, k, v, weight = whole
+    plain = attention64(q, k, v, weight, visible).out.requires_grad_()
     layout = zigzag(world_size, LENGTH)
     changed = torch.empty_like(plain)
     for each in (torch.tensor(layout.positions(rank)) for rank in range(world_size)):
         changed = changed.index_copy(1, each, how(plain[:, each]))
-    (dout,) = torch.autograd.grad((changed.square() * whole[3].double()).sum(), plain)
-    right = attention64(*whole[:3], dout, visible)
+    (dout,) = torch.autograd.grad((changed.square() * weight.double()).sum(), plain)
+    right = attention64(q, k, v, dout, visible)
     return [x.detach()[:, rows] for x in (changed, right.dq, right.dk, right.dv)]
 
 
@@ -121,15 +123,15 @@ def test_compiled(world_size: int, backend: str, ranks: RankPools) -> None:
 
 def on_one_rank(here: Here) -> tuple[str, bool]:
     cp = here.cp(layout="zigzag", schedule="ring")
-    _, _, leaves = inputs(here, cp, torch.float32)
-    out = attention(*leaves, cp)
+    q, k, v = leaves = inputs(here, cp, torch.float32)[2]
+    out = attention(q, k, v, cp)
     if here.rank == 0:
         out += 1
     try:
         said = str(torch.autograd.grad(out.sum(), leaves))
     except ConfigurationError as error:
         said = str(error)
-    return said, bool(attention(*leaves, cp).isfinite().all())
+    return said, bool(attention(q, k, v, cp).isfinite().all())
 
 
 def test_a_change_on_one_rank_is_heard_by_all(ranks: RankPools) -> None:
@@ -146,9 +148,9 @@ def test_a_change_on_one_rank_is_heard_by_all(ranks: RankPools) -> None:
 def passes(here: Here, change: str | None) -> list[str]:
     """The passes that the ranks agree on for a call and its backward."""
     cp = here.cp(layout="zigzag", schedule="ring")
-    _, _, leaves = inputs(here, cp, torch.float32)
+    q, k, v = leaves = inputs(here, cp, torch.float32)[2]
     with cp.trace() as trace:
-        out = attention(*leaves, cp)
+        out = attention(q, k, v, cp)
         out = CHANGES[change](out) if change else out * 2
         torch.autograd.grad(out.sum(), leaves)
     return [event.direction for event in trace.events if isinstance(event.instruction, Agree)]
@@ -191,9 +193,9 @@ def test_shard_and_unshard(world_size: int, ranks: RankPools) -> None:
 
 def under_inference(here: Here) -> bool:
     cp = here.cp(layout="zigzag", schedule="ring")
-    _, _, leaves = inputs(here, cp, torch.float32)
+    q, k, v = inputs(here, cp, torch.float32)[2]
     with torch.inference_mode():
-        out = attention(*leaves, cp)
+        out = attention(q, k, v, cp)
         out += 1
     return bool(out.isfinite().all())
 

@@ -33,11 +33,11 @@ Tensors = list[torch.Tensor]
 
 
 def results(cp: ContextParallel, mask: Mask, whole: Tensors, device: str) -> Tensors:
-    """out, lse, dq, dk, dv of this rank, the rows first; on NPUs the first two: their stand-in refuses a maximum of NaN."""
+    """out, lse, dq, dk, dv of this rank, rows first; on NPUs two: their stand-in refuses statistics of NaN."""
     rows = torch.tensor(cp.layout_for(LENGTH).positions(cp.rank))
-    *leaves, dout = (x[:, rows].to(device) for x in whole)
-    leaves = [x.requires_grad_() for x in leaves]
-    out, lse = attention(*leaves, cp, mask, return_lse=True)
+    q, k, v, dout = (x[:, rows].to(device) for x in whole)
+    leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    out, lse = attention(q, k, v, cp, mask, return_lse=True)
     gradients = torch.autograd.grad(out, leaves, dout) if device == "cpu" else ()
     made = out.detach(), lse.transpose(1, 2), *gradients
     return [x.cpu().transpose(0, 1) for x in made]

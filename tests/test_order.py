@@ -34,8 +34,8 @@ def swapped(here: Here, backend: str | None) -> tuple[list[float], bool]:
     generator = torch.Generator().manual_seed(1)
     counts = HEADS[0], HEADS[1], HEADS[1], HEADS[0]
     whole = [torch.randn(2, LENGTH, count, DIM, generator=generator) for count in counts]
-    *leaves, dout = (shard(x.transpose(1, 2).contiguous(), cp, dim=2) for x in whole)
-    leaves = [x.requires_grad_() for x in leaves]
+    q, k, v, dout = (shard(x.transpose(1, 2).contiguous(), cp, dim=2) for x in whole)
+    leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return attention(q, k, v, cp, tr.Causal(), return_lse=True, order="bhtd")
@@ -45,11 +45,11 @@ def swapped(here: Here, backend: str | None) -> tuple[list[float], bool]:
         call = torch.compile(attend, backend=backend, fullgraph=True) if backend else attend
         out, lse = call(*leaves)
         made = out, *torch.autograd.grad(out, leaves, dout)
-    right = attention64(*whole, allowed(tr.Causal(), LENGTH, LENGTH))
+    all_q, all_k, all_v, all_dout = whole
+    right = attention64(all_q, all_k, all_v, all_dout, allowed(tr.Causal(), LENGTH, LENGTH))
     wanted = [shard(x, cp).transpose(1, 2) for x in (right.out, right.dq, right.dk, right.dv)]
-    plain, plain_lse = attention(
-        *(x.detach().transpose(1, 2).contiguous() for x in leaves), cp, tr.Causal(), return_lse=True
-    )
+    q, k, v = (x.detach().transpose(1, 2).contiguous() for x in leaves)
+    plain, plain_lse = attention(q, k, v, cp, tr.Causal(), return_lse=True)
     same = torch.equal(out, plain.transpose(1, 2)) and torch.equal(lse, plain_lse)
     return [relative_error(x.detach(), y) for x, y in zip(made, wanted, strict=True)], same
 
@@ -102,10 +102,9 @@ def test_plan() -> None:
 
 
 def test_captured_calls(device: GraphDevice) -> None:
-    given = [x.transpose(1, 2).contiguous() for x in inputs(1)]
-    call = tr.capture(*given[:3], ALONE, order="bhtd")
-    out, lse = call(*given[:3])
-    right, right_lse = attention(*given[:3], ALONE, order="bhtd", return_lse=True)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in inputs(1)[:3])
+    out, lse = tr.capture(q, k, v, ALONE, order="bhtd")(q, k, v)
+    right, right_lse = attention(q, k, v, ALONE, order="bhtd", return_lse=True)
     assert torch.equal(out, right) and torch.equal(lse, right_lse)
 
 
@@ -114,7 +113,7 @@ def test_others_are_refused(said: Any) -> None:
     x = torch.zeros(1, 2, 16, 8)
     for call in (attention, plan):
         with pytest.raises(ConfigurationError) as caught:
-            call(x, x, x, ALONE, order=said)  # type: ignore[operator]
+            call(x, x, x, ALONE, order=said)
         assert str(caught.value) == (
             f"order={said!r}: write 'bthd' for q, k and v as [B, T, H, D], or 'bhtd' for [B, H, T, D]"
         )

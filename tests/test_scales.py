@@ -23,6 +23,7 @@ import tokenring as tr
 from tokenring import Causal, ConfigurationError, Documents, Full, Mask, SlidingWindow, attention
 from tokenring.backends import registry
 from tokenring.runtime.scaling import LEAST, WHOLE, folded
+from tokenring.schedule.ir import PASSES
 
 LENGTH, HEADS, DIM = 48, (4, 2), 16
 MASKS = {"full": Full(), "causal": Causal(), "documents": Documents([0, 11, 30, 44]) & SlidingWindow(7, 2)}
@@ -50,11 +51,12 @@ def errors(
     shapes = {"q": HEADS[0], "k": HEADS[1], "v": HEADS[1], "dout": HEADS[0]}
     whole = [torch.randn(1, LENGTH, count, DIM, generator=random).to(dtype) for count in shapes.values()]
     rows = torch.tensor(cp.layout_for(LENGTH).positions(cp.rank))
+    all_q, all_k, all_v, all_dout = whole
     q, k, v, dout = (x[:, rows].to(device) for x in whole)
     leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     out, lse = call(q, k, v, cp, mask, scale, return_lse=True)
     made = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
-    right = attention64(*whole, allowed(mask, LENGTH, LENGTH), float(scale))
+    right = attention64(all_q, all_k, all_v, all_dout, allowed(mask, LENGTH, LENGTH), float(scale))
     assert torch.equal(lse.cpu() == -math.inf, right.lse[:, :, rows] == -math.inf)
     found = {}
     for name, x in {"out": out.detach(), **made}.items():
@@ -121,9 +123,9 @@ def test_a_positive_scale_costs_nothing() -> None:
     def compute() -> None:
         raise AssertionError("only looked at")
 
-    for direction in ("forward", "backward"):
+    for direction in PASSES:
         for scale in (LEAST, 0.25, 1e5):
-            assert folded(compute, direction, scale) == (compute, scale)  # type: ignore[arg-type]
+            assert folded(compute, direction, scale) == (compute, scale)
 
 
 # ---------- those that are refused

@@ -85,7 +85,8 @@ def refuse_tangents(*operands: torch.Tensor) -> None:
     Below autograd, where graphs that need no gradients are run, nobody can see; then any call inside a `dual_level`.
     """
     try:
-        found = any(forward_ad.unpack_dual(x).tangent is not None for x in operands)
+        duals = [forward_ad.unpack_dual(x) for x in operands]  # type: ignore[no-untyped-call]
+        found = any(each.tangent is not None for each in duals)
     except RuntimeError:
         found = True
     if found:
