@@ -179,6 +179,12 @@ def test_an_error_where_warnings_are() -> None:
             attention(x, x, x, ALONE)
 
 
+def test_what_is_refused_says_only_that() -> None:
+    q, k = torch.zeros(1, 8, 256, 8), torch.zeros(1, 2, 256, 8)
+    with pytest.raises(tr.UnsupportedError, match="only Full takes both"):
+        attention(q, k, k, ALONE, tr.Causal())
+
+
 def in_graphs(here: Here, backend: str) -> list[str]:
     heard: list[str] = []
     for said in (None, "bthd", "bhtd"):

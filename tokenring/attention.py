@@ -9,7 +9,7 @@ import torch
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Full, Mask
-from tokenring.order import Order, in_order, out_in_order
+from tokenring.order import Order, in_order, out_in_order, warn_if_swapped
 from tokenring.planner.plan import Plan
 from tokenring.request import Request
 from tokenring.runtime.autograd import AttentionFunction
@@ -69,6 +69,7 @@ def attention(
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
     out = out_in_order(out, order)
+    warn_if_swapped(q, k, order)
     return (out, lse) if return_lse else out
 
 
@@ -108,7 +109,9 @@ def plan(
     """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
     q, k, v = in_order(q, k, v, order)
     q, k, v = call_inputs(q, k, v, cp)
-    return cp.plan(make_request(q, k, v, cp, mask, None))
+    found = cp.plan(make_request(q, k, v, cp, mask, None))
+    warn_if_swapped(q, k, order)
+    return found
 
 
 def make_request(

@@ -11,7 +11,7 @@ from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
-from tokenring.order import Order, in_order, out_in_order
+from tokenring.order import Order, in_order, out_in_order, warn_if_swapped
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.runtime.derivatives import FORWARD_MODE, refuse_recorded, refuse_transforms
 from tokenring.runtime.executor import Executor
@@ -47,7 +47,9 @@ def capture(
     Raises UnsupportedError where the device has no graphs or the transport cannot be captured; PeerLost where another
     rank fails to capture; what attention raises.
     """
-    return CapturedAttention(*in_order(q, k, v, order), cp, mask, scale, order)
+    made = CapturedAttention(*in_order(q, k, v, order), cp, mask, scale, order)
+    warn_if_swapped(q, k, order)
+    return made
 
 
 class CapturedAttention:

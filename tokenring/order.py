@@ -34,17 +34,10 @@ SWAPPED = Once()
 
 
 def in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: Order | None) -> Inputs:
-    """q, k and v as [B, T, H, D]: views, where they have another order. Called by what users call.
-
-    Warns, once in a process, where no order was said and the shapes look like another. Raises ConfigurationError.
-    """
-    if order is None:
-        if _looks_swapped(q, k):
-            _tell("" if torch.compiler.is_compiling() else f" {list(q.shape)}")  # sizes of a graph may be variables
-        return q, k, v
+    """q, k and v as [B, T, H, D]: views, where they have another order. Raises ConfigurationError."""
     if order == "bhtd":
         return _swapped(q), _swapped(k), _swapped(v)
-    if order != "bthd":
+    if order is not None and order != "bthd":
         raise ConfigurationError(
             f"order={order!r}: write 'bthd' for q, k and v as [B, T, H, D], or 'bhtd' for [B, H, T, D]"
         )
@@ -56,15 +49,19 @@ def out_in_order(out: torch.Tensor, order: Order | None) -> torch.Tensor:
     return out.transpose(1, 2) if order == "bhtd" else out
 
 
+def warn_if_swapped(q: torch.Tensor, k: torch.Tensor, order: Order | None) -> None:
+    """Warn, once in a process, where no order was said and the shapes look like another.
+
+    Called by what users call, at its end: where warnings are errors, the ranks are in step, and calls that were refused
+    have said so.
+    """
+    if order is None and q.shape[2] >= MANY and k.shape[2] >= MANY and q.shape[1] < q.shape[2]:
+        _tell("" if torch.compiler.is_compiling() else f" {list(q.shape)}")  # sizes of a graph may be variables
+
+
 def _swapped(x: torch.Tensor) -> torch.Tensor:
     """What is no such tensor is left as it is, for the checks of the call to say."""
     return x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
-
-
-def _looks_swapped(q: torch.Tensor, k: torch.Tensor) -> bool:
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4):
-        return False
-    return q.shape[2] >= MANY and k.shape[2] >= MANY and q.shape[1] < q.shape[2]
 
 
 def _tell(shape: str) -> None:
