@@ -203,7 +203,8 @@ class AttentionKernel(Protocol):
     q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D] with any strides whose last is 1; Hq is a multiple of
     Hkv. `patch` says what is visible, from its own corner (row0 = col0 = 0). lse is fp32, natural
     log, [B, Hq, Sq]; a row that sees nothing has out 0, lse -inf and no gradient. Results come in
-    fp32 or the input's dtype.
+    fp32 or the input's dtype. scale is positive, and not too small for fp32: others are folded into q
+    (`runtime.scaling`).
     """
 
     name: str

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PeerLost,
         ScheduleError,
         TokenRingError,
+        TokenRingWarning,
         TopologyError,
         UnsupportedError,
     )
@@ -56,6 +57,7 @@ __all__ = [
     "SlidingWindow",
     "Tile",
     "TokenRingError",
+    "TokenRingWarning",
     "Topology",
     "TopologyError",
     "UnsupportedError",
@@ -76,8 +78,8 @@ _MODULES = {
     "attention": "attention plan",
     "capture": "CapturedAttention capture",
     "context": "ContextParallel",
-    "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError TopologyError "
-    "UnsupportedError",
+    "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError "
+    "TokenRingWarning TopologyError UnsupportedError",
     "layout": "Layout Positions",
     "mask": "Causal Documents Full Mask SlidingWindow",
     "named": "schedule",

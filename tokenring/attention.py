@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Literal, overload
 
 import torch
@@ -11,10 +9,13 @@ import torch
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Full, Mask
+from tokenring.order import Order, in_order, out_in_order, warn_if_swapped
 from tokenring.planner.plan import Plan
 from tokenring.request import Request
 from tokenring.runtime.autograd import AttentionFunction
 from tokenring.runtime.compiled import traced_attention
+from tokenring.runtime.derivatives import refuse_transforms
+from tokenring.runtime.scaling import checked_scale
 from tokenring.workload import Workload
 
 
@@ -22,7 +23,7 @@ from tokenring.workload import Workload
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
     scale: float | None = None, return_lse: Literal[False] = False, *, dropout_p: float = 0.0, softcap: float = 0.0,
-    sinks: object = None, bias: object = None,
+    sinks: object = None, bias: object = None, order: Order | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
     scale: float | None = None, *, return_lse: Literal[True], dropout_p: float = 0.0, softcap: float = 0.0,
-    sinks: object = None, bias: object = None,
+    sinks: object = None, bias: object = None, order: Order | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -47,22 +48,28 @@ def attention(
     softcap: float = 0.0,
     sinks: object = None,
     bias: object = None,
+    order: Order | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over the sequence that the ranks of `cp` hold together; differentiable.
 
     q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv.
     mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &.
-    scale: of q·k; default 1/√D. Every rank must call with the same sizes, mask and scale.
+    scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
+    order: "bthd" (the default), or "bhtd" for q, k, v and out as [B, H, T, D], as in scaled_dot_product_attention.
 
     Returns out [B, T, Hq, D] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural
     log; -inf and out 0 where a row sees nothing). No gradient flows through lse.
 
     Raises ConfigurationError (sizes that do not fit), UnsupportedError (dropout, softcap, sinks,
-    bias, dtypes) and PeerLost (a rank that does not answer within cp.timeout_seconds).
+    bias, dtypes, derivatives but the first) and PeerLost (a rank that does not answer within
+    cp.timeout_seconds). Warns once (TokenRingWarning) where no order is said and q looks like [B, H, T, D].
     """
     _refuse({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
+    q, k, v = in_order(q, k, v, order)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
+    out = out_in_order(out, order)
+    warn_if_swapped(q, k, order)
     return (out, lse) if return_lse else out
 
 
@@ -90,14 +97,21 @@ def attend_as(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a request that `make_request` made, of these `call_inputs`."""
+    refuse_transforms()
     out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None) -> Plan:
+def plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None, *,
+    order: Order | None = None,
+) -> Plan:  # fmt: skip
     """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
+    q, k, v = in_order(q, k, v, order)
     q, k, v = call_inputs(q, k, v, cp)
-    return cp.plan(make_request(q, k, v, cp, mask, None))
+    found = cp.plan(make_request(q, k, v, cp, mask, None))
+    warn_if_swapped(q, k, order)
+    return found
 
 
 def make_request(
@@ -128,8 +142,7 @@ def request_of(
     """The same, where autograd's mode was another one when the call was made, as in a compiled graph."""
     mask = Full() if mask is None else mask
     workload = _workload(q, k, v, cp, mask)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _scale(scale)
-    return Request(workload, mask, scale, training, q.device, differentiable)
+    return Request(workload, mask, checked_scale(scale, q.shape[-1]), training, q.device, differentiable)
 
 
 def _refuse(features: dict[str, object]) -> None:
@@ -158,13 +171,6 @@ def call_inputs(
     if sparse := [x.layout for x in (q, k, v) if x.layout != torch.strided]:
         raise UnsupportedError(f"attention of {sparse[0]} tensors is not supported; make q, k and v dense and padded")
     return _autocast(q), _autocast(k), _autocast(v)
-
-
-def _scale(given: object) -> float:
-    if not isinstance(given, Real) or isinstance(given, bool) or not math.isfinite(given):
-        shown = "a Tensor, which would get no gradient" if isinstance(given, torch.Tensor) else repr(given)
-        raise ConfigurationError(f"scale is {shown}; give a finite number, or None for 1/√D")
-    return float(given)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:

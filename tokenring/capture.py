@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tokenring.attention import call_inputs, make_request
 from tokenring.backends.base import Capturable
@@ -13,7 +12,9 @@ from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
+from tokenring.order import Order, in_order, out_in_order, warn_if_swapped
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.runtime.derivatives import FORWARD_MODE, refuse_recorded, refuse_transforms
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.streams import Streams
 from tokenring.schedule.ir import PASSES, Pass
@@ -34,7 +35,7 @@ class _Graph(NamedTuple):
 
 def capture(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
-    scale: float | None = None,
+    scale: float | None = None, *, order: Order | None = None,
 ) -> CapturedAttention:  # fmt: skip
     """tokenring.attention for inputs like these, captured: a call then costs the launch of a graph.
 
@@ -47,7 +48,9 @@ def capture(
     Raises UnsupportedError where the device has no graphs or the transport cannot be captured; PeerLost where another
     rank fails to capture; what attention raises.
     """
-    return CapturedAttention(q, k, v, cp, mask, scale)
+    made = CapturedAttention(*in_order(q, k, v, order), cp, mask, scale, order)
+    warn_if_swapped(q, k, order)
+    return made
 
 
 class CapturedAttention:
@@ -55,7 +58,7 @@ class CapturedAttention:
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None,
-        scale: float | None,
+        scale: float | None, order: Order | None = None,
     ) -> None:  # fmt: skip
         q, k, v = call_inputs(q, k, v, cp)
         request = make_request(q, k, v, cp, mask, scale)
@@ -74,7 +77,7 @@ class CapturedAttention:
             executors = {direction: cp.executor(request, direction) for direction in passes}
         inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in (q, k, v))
         self._cp, self._executors = cp, executors  # with the memory that the graphs use
-        self._launches, self._backward = 0, None
+        self._launches, self._backward, self._order = 0, None, order
         try:
             with torch.no_grad():
                 self._forward, kept = _forward(device, executors["forward"], inputs)
@@ -96,7 +99,8 @@ class CapturedAttention:
         or when the context was closed; in backward, where the capture was called again since.
         """
         self._cp.check_open()
-        q, k, v = call_inputs(q, k, v, self._cp)
+        refuse_transforms()
+        q, k, v = call_inputs(*in_order(q, k, v, self._order or "bthd"), self._cp)
         for name, given, held in zip("qkv", (q, k, v), self._forward.inputs, strict=True):
             if (given.shape, given.dtype, given.device) != (held.shape, held.dtype, held.device):
                 raise ConfigurationError(
@@ -110,9 +114,10 @@ class CapturedAttention:
                     f"gradients of {', '.join(wanting)} are wanted, and this capture has no backward: capture with "
                     f"inputs that require gradients while these are enabled, or call it under torch.no_grad()"
                 )
-            return self._launch(self._forward, (q, k, v))  # type: ignore[return-value]
-        out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
-        return out, lse
+            out, lse = self._launch(self._forward, (q, k, v))
+        else:
+            out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out_in_order(out, self._order), lse
 
     @staticmethod
     def _launch(which: _Graph, given: Tensors) -> Tensors:
@@ -153,14 +158,18 @@ class _Launched(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
+        refuse_recorded()
         if dlse is not None:
             raise UnsupportedError(GRADIENT_OF_LSE)
         if dout is None:
             return None, None, None, None
         return *ctx.captured.launch_backward(ctx.launch, dout), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
+        raise UnsupportedError(FORWARD_MODE)
 
 
 def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:

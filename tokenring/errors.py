@@ -9,6 +9,8 @@ TokenRingError
 ├── PeerLost (RuntimeError)           a peer did not answer in time
 └── BackendUnavailable (RuntimeError) a transport or kernel that this machine lacks
 
+TokenRingWarning (UserWarning)       a call that looks like a mistake, and is made as it was asked for
+
 Each message says what was asked, what was found and what to do.
 """
 
@@ -60,6 +62,10 @@ class TopologyError(TokenRingError, ValueError):
         self.message, self.line, self.column, self.file = message, line, column, file
         place = [str(part) for part in (file, line, column if line is not None else None) if part is not None]
         super().__init__(f"{':'.join(place)}: {message}" if place else message)
+
+
+class TokenRingWarning(UserWarning):
+    """A call that looks like a mistake, and is made as it was asked for."""
 
 
 MOST_SAID = 300  # characters of an error that another's message holds

@@ -116,11 +116,24 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad = grads[0].contiguous().clone()
-        if ctx.cp.world_size > 1:
-            work = dist.all_reduce(grad, group=ctx.cp.group, async_op=True)
-            _finish(work, ctx.cp, "the gradient of unshard", grad.device)
-        return grad.chunk(ctx.cp.world_size, ctx.dim)[ctx.cp.rank], None, None
+        return _Sum.apply(grads[0], ctx.cp, ctx.dim), None, None  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """The gradient of _Gather, which is that of this: so derivatives of any order are right."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, cp: ContextParallel, dim: int) -> torch.Tensor:
+        ctx.cp, ctx.dim = cp, dim
+        whole = whole.contiguous().clone()
+        if cp.world_size > 1:
+            work = dist.all_reduce(whole, group=cp.group, async_op=True)
+            _finish(work, cp, "the gradient of unshard", whole.device)
+        return whole.chunk(cp.world_size, dim)[cp.rank]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Gather.apply(grads[0], ctx.cp, ctx.dim), None, None  # type: ignore[no-untyped-call]
 
 
 def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> None:

@@ -53,7 +53,9 @@ def backward(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
-    return (q.double() @ _repeated(k, q).double().mT * scale).masked_fill(~visible, -math.inf)
+    # Hidden before they are scaled, as in flash attention (softmax.h, scale_apply_exp2: the maximum is that of scores
+    # not scaled yet): a negative scale makes -inf to +inf, one of zero to NaN.
+    return (q.double() @ _repeated(k, q).double().mT).masked_fill(~visible, -math.inf) * scale
 
 
 def _repeated(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tokenring.backends.kernels.reference import row_dot
 from tokenring.context import ContextParallel
 from tokenring.errors import UnsupportedError
 from tokenring.request import Request
 from tokenring.runtime.agreement import beginning
+from tokenring.runtime.derivatives import FORWARD_MODE, first
 from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.results import Changes
 from tokenring.runtime.trace import Trace
 
 GRADIENT_OF_LSE = (
@@ -30,22 +31,33 @@ class AttentionFunction(torch.autograd.Function):
         """out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32."""
         q, k, v = (_rows_packed(x) for x in (q, k, v))
         out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
+        given = out.data, lse.data  # of which autograd counts changes in place apart from those of what is saved
         ctx.save_for_backward(q, k, v, out, lse, kept)
         ctx.cp, ctx.request = cp, request
+        ctx.changes = Changes(*given) if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
-        return out, lse
+        return given
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
         if dlse is not None:
             raise UnsupportedError(GRADIENT_OF_LSE)
         if dout is None:
             return None, None, None, None, None
-        cp = ctx.cp
-        executor = cp.executor(ctx.request, "backward")
-        return *run_backward(executor, cp.active_trace, dout, *ctx.saved_tensors), None, None
+        q, k, v, *made = ctx.saved_tensors
+
+        def compute() -> tuple[torch.Tensor, ...]:
+            cp, request = ctx.cp, ctx.request
+            if ctx.changes.found():  # out and lse are computed again, by all ranks: they make one call
+                made[:2] = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)[:2]
+            return run_backward(cp.executor(request, "backward"), cp.active_trace, dout, q, k, v, *made)
+
+        return *first(compute, dout, q, k, v), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
+        raise UnsupportedError(FORWARD_MODE)
 
 
 def run_forward(
@@ -105,7 +117,7 @@ def _rows_packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, T, H, D] in the caller's dtype, contiguous, in memory of its own."""
+    """[B, T, H, D] in the caller's dtype, contiguous, in memory of its own; a view could not be changed in place."""
     if result.dtype == dtype:
-        return result.contiguous()
+        return result.contiguous().data
     return torch.empty_like(result, dtype=dtype, memory_format=torch.contiguous_format).copy_(result)

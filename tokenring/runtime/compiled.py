@@ -10,9 +10,10 @@ Autograd and activation checkpoints treat it like any other saved tensor, and wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,7 +22,9 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
 from tokenring.request import Request
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.runtime.derivatives import SECOND, refuse_tangents, refuse_transforms
 from tokenring.runtime.handles import context_of
+from tokenring.runtime.results import Changes
 
 CALL = (
     "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable"
@@ -34,6 +37,7 @@ BACKWARD = (
 # Ranks agree on each call over the host: no CUDA graph that inductor records by itself may hold one.
 TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 MOST_MASKS = 1024
+MOST_INTEGER = 2**63 - 1  # an operator takes no larger ones
 
 Bounds = tuple[int, ...] | None
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -49,7 +53,10 @@ def traced_attention(
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break."""
+    refuse_transforms()
     low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
+    if isinstance(scale, int) and not -MOST_INTEGER <= scale <= MOST_INTEGER:
+        scale = math.inf  # which is refused as well
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
         q, k, v, cp.handle, low, high, cu_seqlens, scale, training, differentiable
@@ -62,6 +69,7 @@ def traced_attention(
 
 @torch.library.custom_op("tokenring::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
+    refuse_tangents(q, k, v)
     cp = context_of(context)
     executor = cp.executor(_request(q, k, v, cp, *call), "forward")
     out, lse, kept = run_forward(executor, cp.active_trace, q, k, v)
@@ -116,6 +124,11 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     q, k, v, *ctx.call = inputs
+    ctx.changes, ctx.traced = Changes(*output[:2]), None
+    if all(type(x) is torch.Tensor for x in output):
+        output = output[0].data, output[1].data, output[2]  # whose changes in place are not those of what is saved
+    else:  # the compiler's, which saves memory of its own choice: to be told what autograd saves, and no copy
+        ctx.traced = (q, k, v), Changes(q, k, v)
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -125,13 +138,29 @@ def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | No
     nothing = (None,) * len(ctx.call)
     if dout is None and dlse is None:
         return None, None, None, *nothing
-    q, k, v, out, lse, ticket = ctx.saved_tensors
+    q, k, v, out, lse, ticket = _whole(ctx)
     dout = torch.zeros_like(out) if dout is None else dout
     made = torch.ops.tokenring.attention_backward(dout, dlse, q, k, v, out, lse, ticket, *ctx.call)
     return *made, *nothing
 
 
+def _whole(ctx: Any) -> Sequence[torch.Tensor]:
+    """What backward wants; out and lse are computed again where the caller has changed them in place."""
+    if not ctx.changes.found() or (ctx.traced is not None and ctx.traced[1].found()):
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        return saved
+    q, k, v, *made = ctx.saved_tensors if ctx.traced is None else ctx.traced[0]
+    with torch.no_grad():
+        out, lse, ticket = torch.ops.tokenring.attention(q, k, v, *ctx.call)
+    return q, k, v, out, lse, made[2] if made else ticket
+
+
+def _no_second(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+    raise UnsupportedError(SECOND)
+
+
 _attention.register_autograd(_gradients, setup_context=_setup)
+_attention_backward.register_autograd(_no_second)
 
 
 # ---------- what is behind their arguments

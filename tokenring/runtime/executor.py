@@ -25,6 +25,7 @@ from tokenring.runtime.packing import patches, spanned, together
 from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
 from tokenring.runtime.posting import grouped, placed, settled
 from tokenring.runtime.ranges import ranged, run_steps
+from tokenring.runtime.scaling import folded
 from tokenring.runtime.streams import on_streams
 from tokenring.runtime.trace import Trace
 from tokenring.schedule.ir import Kind, Schedule
@@ -258,14 +259,14 @@ class _Binder:
         return lambda call: call.own[name][:, rows, low:high].transpose(1, 2)
 
     def _attend(self, attend: Attend) -> Step:
-        kernel, patch, scale = self.kernel, attend.patch, self.scale
+        patch, direction = attend.patch, self.program.direction
+        compute, scale = folded(getattr(self.kernel, direction), direction, self.scale)
         operands = self._operands(attend, attend)
         sinks = [self._sink(attend, result) for result in attend.results]
-        direction = "forward" if self.forward else "backward"
 
         def attend_tile(call: Call) -> None:
             given, out = operands(call)
-            made = getattr(kernel, direction)(*given, **out, patch=patch, scale=scale)
+            made = compute(*given, **out, patch=patch, scale=scale)
             for sink in sinks:
                 sink(call, made)
 
@@ -274,10 +275,11 @@ class _Binder:
     def _attend_packed(self, attends: tuple[Attend, ...]) -> Step:
         """Several patches of a tile, in one kernel call."""
         assert isinstance(self.kernel, PackingKernel)  # else nothing goes together
-        parts, scale = patches(attends), self.scale
+        parts, direction = patches(attends), self.program.direction
         operands = self._operands(attends[0], attends[-1])
         sinks = [[self._sink(attend, result) for result in attend.results] for attend in attends]
-        compute = self.kernel.forward_packed if self.forward else self.kernel.backward_packed
+        packed = self.kernel.forward_packed if self.forward else self.kernel.backward_packed
+        compute, scale = folded(packed, direction, self.scale)
 
         def attend_patches(call: Call) -> None:
             given, out = operands(call)
