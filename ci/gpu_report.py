@@ -147,7 +147,8 @@ def _run(name: str, limit_seconds: float) -> Iterator[Line]:
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     yield from lines
     if wrong := trouble_of(ended, len(lines), counts, broken):
-        print("\n".join(ended.words), file=sys.stderr)
+        for text in ended.words:
+            print(text, file=sys.stderr)
         yield Line(name, wrong, "", False)
 
 

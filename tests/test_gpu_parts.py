@@ -19,6 +19,7 @@ import gpu_child  # noqa: E402
 import gpu_report  # noqa: E402
 from gpu_child import Line  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)
 ORDER = ["gpu_transports", "gpu_exact", "gpu_kernels", "gpu_merge", "gpu_times"]
 TAIL = "    import time\n    time.sleep(600)\n"
 

@@ -29,6 +29,7 @@ import gpu_transports  # noqa: E402
 from gpu_team import Kind, Leaves, NotHere, Teams  # noqa: E402
 from gpu_transports import Asked  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)  # processes that import torch, on a machine that is busy
 Lines = list[tuple[str, str, bool | None]]
 LONG = 300.0  # for a check that is to end: a busy machine takes its time
 
@@ -102,6 +103,7 @@ def lines_of(teams: Teams, *asked: tuple[Any, Kind], seconds: float = 100 * LONG
 # ---------- one set of processes a world size
 
 
+@pytest.mark.slow
 def test_one_set_of_processes_for_each_number_of_ranks(teams: Teams) -> None:
     """All checks of so many ranks in the same ones, with their settings; the part leaves none behind."""
     said = lines_of(teams, *[(meets, TWO), (meets, THREE), (prints, TWO)] * 2, (is_not_here, TWO), (meets, TWO))
@@ -114,6 +116,7 @@ def test_one_set_of_processes_for_each_number_of_ranks(teams: Teams) -> None:
     assert not Path(f"/proc/{process}").exists()
 
 
+@pytest.mark.slow
 def test_its_own_checks_need_seven_processes(monkeypatch: pytest.MonkeyPatch, teams: Teams) -> None:
     """All that ci/gpu asks of one GPU: two sets of ranks, and one of a rank alone."""
     everything = [*gpu_transports.asked((gpu_transports.SMOKE, *gpu_transports.NCCL_PARTS, *gpu_transports.PARTS))]

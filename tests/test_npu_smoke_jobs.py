@@ -31,7 +31,7 @@ from npu_smoke import here as smoke
 from npu_smoke.links import in_one_order
 from npu_smoke.unknowns import AS_ASSUMED, MEASURED, OPEN, OTHERWISE, UNKNOWNS, verdict
 
-BY_KEY = {each.key: each for each in UNKNOWNS}
+pytestmark = pytest.mark.timeout(600)  # ranks of their own, on a machine that is busy
 Spoil = Callable[[pytest.MonkeyPatch], None]
 MODULES = (operators, kernel, shapes, traffic, costs, training)
 
@@ -124,7 +124,7 @@ def test_lanes_that_are_stuck_behind_others(npus: NpuPools) -> None:
     assert found["lanes-beside-others"] == OTHERWISE and result["ends"]
 
 
-def test_others_that_get_something_else(npus: NpuPools, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_that_get_something_else(npus: NpuPools) -> None:
     result, found = run(npus, 2, "lanes", others_are_wrong)
     assert found["lanes-beside-others"] == OTHERWISE and result["wrong"] == 2
 
@@ -301,7 +301,6 @@ def refuses_many_heads(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(NpuFusion, "backward", backward)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("spoil", [None, wide_heads, refuses_many_heads])
 def test_shapes(npus: NpuPools, spoil: Spoil | None) -> None:
     """One that raises is named, and all others have their errors."""
@@ -487,7 +486,6 @@ rank.main(sys.argv[1])
 """
 
 
-@pytest.mark.timeout(600)
 def test_stuck_messages_end_their_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What was found is kept, and the other tasks get ranks of their own, with the settings of each."""
     script, shell = tmp_path / "rank.py", tmp_path / "python"
