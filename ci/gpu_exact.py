@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from gpu_clock import Tensors, one_call
-from gpu_report import Report, guarded
+from gpu_report import Report, Shares, guarded
 from virtual_ranks import Workers, both_passes
 
 from tokenring.backends.base import AttentionKernel
@@ -24,21 +24,22 @@ from tokenring.workload import Workload
 LIMIT = 1.5  # × the error of one call
 RANKS = (8, 4, 2)
 DTYPES = (torch.bfloat16, torch.float16)
-SECONDS = 130.0  # for all lines: what one leaves over goes to those after it
+SECONDS = 130.0  # for all lines
 
 
-def run(report: Report) -> None:
+def run(report: Report, seconds: float = SECONDS) -> None:
+    began = time.monotonic()
     device = torch.device("cuda")
     kernel = make_kernel("auto", device)
     report("kernel of the schedules", kernel.name, "", None)
     workers = Workers(max(RANKS), device)
     cases = {dtype: Inputs(2048, 8, 4, 128, dtype, device, kernel, workers) for dtype in DTYPES}
     lines = [(ranks, dtype) for ranks in RANKS for dtype in DTYPES]
-    deadline = time.monotonic() + SECONDS
-    for number, (ranks, dtype) in enumerate(lines):
+    shares = Shares(seconds - (time.monotonic() - began), len(lines))
+    for ranks, dtype in lines:
+        share = shares.next()
         name = f"exactness, all schedules, {str(dtype).removeprefix('torch.')}, {ranks} virtual ranks"
-        left = (deadline - time.monotonic()) / (len(lines) - number)
-        guarded(report, name, f"{LIMIT} × one call", partial(line, cases[dtype], ranks, left))
+        guarded(report, name, f"{LIMIT} × one call", partial(line, cases[dtype], ranks, share), share)
     workers.close()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_programs import worst_error
+from gpu_team import NotHere as NotHere
 
 from tokenring.backends.nccl import NcclTransport
 from tokenring.errors import TokenRingError
@@ -23,11 +24,9 @@ SCHEDULES = ("ring", "tokenring", "direct-kv")
 CHANNELS = (REQUESTS, PARTIALS)
 SIZE, COUNT = 1 << 20, 50
 PEER_SECONDS = 10.0
-REFUSED = re.compile(r"duplicate gpu", re.IGNORECASE)
-
-
-class NotHere(Exception):
-    """What a check needs is not to be had on this machine; the text says why."""
+# NCCL's src/init.cc: up to 2.29 "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", and from 2.30 on
+# "Multiple Ranks are using the same GPU/Partition".
+REFUSED = re.compile(r"duplicate gpu|multiple ranks are using the same gpu", re.IGNORECASE)
 
 
 def nccl_messages(rank: int) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from gpu_messages import whole_messages
-from gpu_nccl import NotHere
 from gpu_programs import worst_error
+from gpu_team import NotHere
 
 from tokenring.backends import nvshmem
 from tokenring.backends.nvshmem import NvshmemTransport

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import inf
 from typing import Any
 
 import torch
@@ -36,19 +37,23 @@ FORWARD_LIMIT, BOTH_LIMIT = 1.05, 1.08
 STEP_LIMIT_US, GRAPH_LIMIT_US = 40.0, 5.0
 STEP_RANKS, STEP_TOKENS, STEP_DIM = 4, 256, 64
 ROUNDS = 5
+SECONDS = 120.0  # for all lines
 
 
-def run(report: Report) -> None:
-    device = torch.device("cuda")
-    host_times(report, steps(device), device)
-    sum_of_ranks(report, device, LENGTH)  # takes longest, with every kernel that is installed
+def run(report: Report, seconds: float = SECONDS) -> None:
+    device, deadline = torch.device("cuda"), time.monotonic() + seconds
+    host_times(report, steps(device), device, deadline)
+    sum_of_ranks(report, device, LENGTH, deadline)  # takes longest, with every kernel that is installed
 
 
 # ---------- tiles and merges of all ranks, and one call
 
 
-def sum_of_ranks(report: Report, device: torch.device, length: int) -> None:
-    """Each rank's programs one after another, with messages that take no time, beside one call over the sequence."""
+def sum_of_ranks(report: Report, device: torch.device, length: int, deadline: float = inf) -> None:
+    """Each rank's programs one after another, with messages that take no time, beside one call over the sequence.
+
+    deadline: by the monotonic clock; what would begin later says so.
+    """
     workload = Workload(1, length, length, HEADS, HEADS, DIM, torch.bfloat16)
     kernel = make_kernel("auto", device)
     q, k, v, dout = (torch.randn(1, length, HEADS, DIM, device=device, dtype=torch.bfloat16) for _ in range(4))
@@ -61,6 +66,9 @@ def sum_of_ranks(report: Report, device: torch.device, length: int) -> None:
         kernels = candidates(kernel, DIM, torch.bfloat16) or [kernel]
         times, failed = dict[str, tuple[float, float]](), list[str]()
         for each in kernels:
+            if times and time.monotonic() > deadline:
+                failed.append(f"no time for {each.name}")
+                continue
             try:
                 times[each.name] = one_call_seconds(each, (q, k, v, dout), patch, DIM**-0.5, ROUNDS)
             except Exception as error:
@@ -71,7 +79,7 @@ def sum_of_ranks(report: Report, device: torch.device, length: int) -> None:
         return "; ".join([f"{forward} forward, {both} both; of {', '.join(times)}", *failed]), None
 
     size = f"{length >> 10}k, {HEADS} heads of {DIM}, bf16, causal"
-    guarded(report, f"one call of the fastest kernel here, {size}", "", one_of_each)
+    guarded(report, f"one call of the fastest kernel here, {size}", "", one_of_each, deadline - time.monotonic())
     layout = make_layout("zigzag", RANKS, length)
     given: Tensors = tuple(x[:, : length // RANKS].contiguous() for x in (q, k, v, dout))
     for name in SCHEDULES:
@@ -82,7 +90,8 @@ def sum_of_ranks(report: Report, device: torch.device, length: int) -> None:
             ratios = [sum(of_ranks(schedule, workload, kernel, given, way)) / one[way] for way in (False, True)]
             return f"{ratios[0]:.3f} ×, {ratios[1]:.3f} ×", ratios[0] <= FORWARD_LIMIT and ratios[1] <= BOTH_LIMIT
 
-        guarded(report, what, f"{FORWARD_LIMIT} × forward, {BOTH_LIMIT} × both", line)
+        limit = f"{FORWARD_LIMIT} × forward, {BOTH_LIMIT} × both"
+        guarded(report, what, limit, line, deadline - time.monotonic())
 
 
 def fastest(times: Mapping[str, tuple[float, float]]) -> dict[bool, tuple[str, float]]:
@@ -192,7 +201,7 @@ class IdleOn(Idle):
         return self.made[key,]
 
 
-def host_times(report: Report, made: Sequence[Step], device: torch.device) -> None:
+def host_times(report: Report, made: Sequence[Step], device: torch.device, deadline: float = inf) -> None:
     """Of each, eager and as the launch of a graph, shared out over its steps."""
     for how, limit_us, measure in (
         ("eager", STEP_LIMIT_US, eager_step),
@@ -206,7 +215,8 @@ def host_times(report: Report, made: Sequence[Step], device: torch.device) -> No
                 return text, max(found) <= limit_us if each.limited else None
 
             limit = f"{limit_us:g} µs" if each.limited else ""
-            guarded(report, f"host time of a step ({each.what}), {how}", limit, line)
+            name = f"host time of a step ({each.what}), {how}"
+            guarded(report, name, limit, line, deadline - time.monotonic())
 
 
 def eager_step(step: Passes, device: torch.device, rounds: int = 200) -> list[float]:

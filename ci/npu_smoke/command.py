@@ -12,13 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from npu_smoke.tasks import JOBS as JOBS
+from npu_smoke.tasks import KERNEL as KERNEL
+from npu_smoke.tasks import LINKS as LINKS
+from npu_smoke.tasks import OPERATORS as OPERATORS
+from npu_smoke.tasks import SETTINGS
 from npu_smoke.team import TASK_SECONDS, Asked, run
 from npu_smoke.unknowns import UNKNOWNS, verdict
 
 FORMAT, VERSION = "tokenring.npu-smoke", 1
-LINKS = ["pair", "peers", "ways", "staging", "wait", "memory"]
-OPERATORS = ["rows", "packed", "determinism", "updates"]
-KERNEL = ["tile", "documents", "merges"]
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
 DOCTOR_SECONDS = 60.0
 
@@ -54,7 +56,9 @@ def _everything(options: argparse.Namespace, kind: str, began: float, document: 
     document["ranks"] = ranks
     emulate = str(TESTS) if options.emulate else None
     asked = Asked(kind, ranks, emulate, began + 60 * options.minutes, options.task_seconds)
-    tasks = options.only.split(",") if options.only else LINKS + OPERATORS + KERNEL + _schedules(options, kind, ranks)
+    if kind == "npu" and not emulate:  # nothing else reads them
+        asked.settings = SETTINGS
+    tasks = options.only.split(",") if options.only else _all_tasks(options, kind, ranks)
     document["asked"] = tasks
 
     def tell(task: str, told: dict[str, Any]) -> None:
@@ -96,6 +100,10 @@ def _count(kind: str, options: argparse.Namespace, document: dict[str, Any]) -> 
     if not npus:
         raise RuntimeError("no NPU was found here: `tokenring doctor` says why; --device cpu tries the script itself")
     return len(npus[0]["names"])
+
+
+def _all_tasks(options: argparse.Namespace, kind: str, ranks: int) -> list[str]:
+    return [*LINKS, *OPERATORS, *KERNEL, *_schedules(options, kind, ranks), *JOBS]
 
 
 def _schedules(options: argparse.Namespace, kind: str, ranks: int) -> list[str]:
@@ -147,15 +155,16 @@ def _show(document: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ci/npu-smoke",
-        description="Settle on NPUs what no emulation can: links, waits, memory, operators, then every schedule. "
+        description="Settle on NPUs what no emulation can: links, waits, memory, operators, every schedule, "
+        "a step of MindSpeed. "
         "Starts its own processes; needs tokenring and torch_npu. Writes one file to send back.",
     )
     add = parser.add_argument
     add("--ranks", type=int, metavar="N", help="so many NPUs, from 0 on (all)")
     add("-o", "--output", default="npu-smoke.json", metavar="FILE", help="results (npu-smoke.json)")
-    add("--minutes", type=float, default=5.0, metavar="M", help="what is not begun by then is left out (5)")
+    add("--minutes", type=float, default=10.0, metavar="M", help="what is not begun by then is left out (10)")
     add("--task-seconds", type=float, default=TASK_SECONDS, metavar="S", help=f"limit of each task ({TASK_SECONDS:g})")
-    add("--only", metavar="TASKS", help=f"of {', '.join([*LINKS, *OPERATORS, *KERNEL])}, schedule:NAME")
+    add("--only", metavar="TASKS", help=f"of {', '.join([*LINKS, *OPERATORS, *KERNEL, *JOBS])}, schedule:NAME")
     add("--schedules", default="all", metavar="NAMES", help="schedules or families, separated by commas (all that fit)")
     add("--device", choices=("npu", "cpu"), default="npu", help="cpu: a dry run of the script itself, over Gloo (npu)")
     add("--emulate", action="store_true", help="on the emulated NPUs of tests/ascend: a trial of the script itself")

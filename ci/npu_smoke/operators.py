@@ -5,6 +5,8 @@ T tokens, N heads, D head dim; statistics come eight times a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -115,24 +117,83 @@ def _named(value: float, keys: int) -> str:
 
 
 def packed(here: Here) -> dict[str, Any]:
-    """How the statistics of two packed sequences lie, by default and as asked for."""
+    """How the statistics of two packed sequences lie, by default and as asked for; and which the gradient takes.
+
+    op-plugin asks CANN for a kernel of its own for each direction when softmax_layout is given, and refuses where that
+    is absent (FlashAttentionKernelNpuOpApi.cpp of 517f2e7d: 575-589, 899-914, 1175-1189): each is tried by itself.
+    """
     if (reason := _left_out(here, "npu_fusion_attention")) is not None:
         return reason
-    lengths = (3, 5)
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in _inputs(here, 8, 8))  # [T, N, D]
-    wanted = torch.cat([_scores(a.transpose(0, 1), b.transpose(0, 1)).amax(-1).T
-                        for a, b in zip(_parts(q, lengths), _parts(k, lengths), strict=True)])  # fmt: skip
-    by_sequence = torch.cat([part.T.reshape(-1) for part in _parts(wanted, lengths)])
-    ends = [3, 8]
     order: dict[str, str] = {}
+    gradient: dict[str, str] = {}
+    case = _Packed(here)
     for layout in ("", "TND"):
-        if layout and "softmax_layout" not in arguments("npu_fusion_attention"):
-            continue
-        how = {"softmax_layout": layout} if layout else {}
-        found = _forward(q, k, v, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends, **how)[1][..., 0].reshape(-1)
+        if not layout or "softmax_layout" in arguments("npu_fusion_attention"):
+            order[layout] = _or_refusal(partial(case.order, layout))
+        taken = has("npu_fusion_attention_grad")
+        if taken and (not layout or "softmax_layout" in arguments("npu_fusion_attention_grad")):
+            gradient[layout] = _or_refusal(partial(case.gradient, layout))
+    return {"order": order, "gradient": gradient}
+
+
+def _or_refusal(act: Callable[[], str]) -> str:
+    try:
+        return act()
+    except RuntimeError as error:
+        return f"refused: {' '.join(str(error).split())[:200]}"
+
+
+class _Packed:
+    """Two sequences of 3 and 5 tokens, not masked."""
+
+    lengths, ends = (3, 5), (3, 8)
+
+    def __init__(self, here: Here) -> None:
+        self._place = here.place
+        self._q, self._k, self._v = (x[0].transpose(0, 1).contiguous() for x in _inputs(here, 8, 8))  # [T, N, D]
+        self._dout = torch.randn(8, N, D, generator=torch.Generator().manual_seed(9)).to(here.place)
+
+    def order(self, layout: str) -> str:
+        """In which the statistics of forward lie."""
+        parts = zip(_parts(self._q, self.lengths), _parts(self._k, self.lengths), strict=True)
+        wanted = torch.cat([_scores(a.transpose(0, 1), b.transpose(0, 1)).amax(-1).T for a, b in parts])
+        by_sequence = torch.cat([part.T.reshape(-1) for part in _parts(wanted, self.lengths)])
+        found = _forward(self._q, self._k, self._v, "TND", **self._how(layout))[1][..., 0].reshape(-1)
         known = {"by token": wanted.reshape(-1), "by sequence": by_sequence}
-        order[layout] = next((name for name, each in known.items() if _near(found, each)), "in another order")
-    return {"order": order}
+        return next((name for name, each in known.items() if _near(found, each)), "in another order")
+
+    def gradient(self, layout: str) -> str:
+        """Whether it is right with statistics in that order: by token if asked for, by sequence if not."""
+        wanted, outs, statistics = self._in_float64()
+        packed = [self._as_asked(each, layout) for each in statistics]
+        made = operator("npu_fusion_attention_grad")(
+            self._q, self._k, self._v, self._dout, N, "TND", softmax_max=packed[0], softmax_sum=packed[1],
+            attention_in=outs, scale_value=D**-0.5, **self._how(layout),
+        )  # fmt: skip
+        return "right" if all(_near(x.cpu(), y) for x, y in zip(made[:3], wanted, strict=True)) else "wrong"
+
+    def _how(self, layout: str) -> dict[str, Any]:
+        lengths = {"actual_seq_qlen": list(self.ends), "actual_seq_kvlen": list(self.ends)}
+        return lengths | ({"softmax_layout": layout} if layout else {})
+
+    def _as_asked(self, statistic: torch.Tensor, layout: str) -> torch.Tensor:
+        """[T, N] as [T, N, 8] in memory of that order."""
+        flat = torch.cat([part.T.reshape(-1) for part in _parts(statistic, self.lengths)])
+        lies = statistic.reshape(-1) if layout else flat
+        return lies.reshape(-1, 1).expand(-1, 8).reshape(8, N, 8).contiguous().float().to(self._place)
+
+    def _in_float64(self) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+        """dq, dk, dv; the output on the device; maximum and sum [T, N]."""
+        leaves = [x.cpu().double().requires_grad_() for x in (self._q, self._k, self._v)]
+        outs, largest, total = [], [], []
+        for q, k, v in zip(*(_parts(x, self.lengths) for x in leaves), strict=True):
+            scores = _scores(q.transpose(0, 1), k.transpose(0, 1))
+            outs.append((scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1))
+            largest.append(scores.detach().amax(-1).T)
+            total.append((scores.detach() - scores.detach().amax(-1, keepdim=True)).exp().sum(-1).T)
+        out = torch.cat(outs)
+        wanted = list(torch.autograd.grad(out, leaves, self._dout.cpu().double()))
+        return wanted, out.detach().float().to(self._place), [torch.cat(largest), torch.cat(total)]
 
 
 # ---------- determinism

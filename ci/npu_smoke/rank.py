@@ -34,12 +34,16 @@ def main(argument: str) -> None:
             _say("begun", task, None)
         try:
             found = _do(here, task)
-            here.device.synchronize()
+            ends = bool(found.get("ends"))  # on all ranks or on none: what the device has under way has no end
+            if not ends:
+                here.device.synchronize()
             here.meet()
         except BaseException as error:
             _failed(here.rank, task, error)
         if here.rank == 0:
             _say("done", task, found)
+        if ends:
+            _end(0)
     _end(0)
 
 
@@ -79,7 +83,7 @@ def _join(asked: dict[str, Any]) -> Any:
         import torch_npu  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     import torch.distributed as dist
 
-    from npu_smoke import kernel, links, operators, schedules  # noqa: F401  (not in the time of the first task)
+    from npu_smoke import schedules, shapes, traffic  # noqa: F401  (not in the time of the first task)
     from npu_smoke.here import Here
 
     here = Here(asked["rank"], asked["ranks"], asked["kind"], bool(asked["emulate"]), lambda text: None)
@@ -105,10 +109,10 @@ def _emulate(folder: str, ranks: int) -> None:
 
 
 def _do(here: Any, task: str) -> Any:
-    from npu_smoke import kernel, links, operators, schedules
+    from npu_smoke import costs, kernel, links, operators, schedules, shapes, traffic, training
 
     name, _, argument = task.partition(":")
-    for module in (links, operators, kernel):
+    for module in (links, operators, kernel, shapes, traffic, costs, training):
         if hasattr(module, name):
             return getattr(module, name)(here)
     return schedules.schedule(here, argument)

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from npu_smoke.rank import MARK
+from npu_smoke.tasks import TIMES_AS_LONG
 
 START_SECONDS = 120.0  # until all ranks have joined: a first import of torch_npu takes long
 TASK_SECONDS = 120.0  # pairs of ranks take seconds to meet first
@@ -36,6 +38,15 @@ class Asked:
     until: float  # tasks not begun by then are left out; a monotonic clock is the same for all processes
     task_seconds: float = TASK_SECONDS
     start_seconds: float = START_SECONDS
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # task → of its processes' environment
+
+    def together(self, tasks: Sequence[str]) -> list[str]:
+        """The first of these tasks and those right behind it that run in the same environment."""
+        return list(takewhile(lambda task: self.settings.get(task) == self.settings.get(tasks[0]), tasks))
+
+    def limit_seconds(self, task: str | None) -> float:
+        """Of a task, or of the start."""
+        return self.task_seconds * TIMES_AS_LONG.get(task, 1.0) if task else self.start_seconds
 
 
 @dataclass
@@ -63,7 +74,7 @@ def run(asked: Asked, tasks: list[str], tell: Callable[[str, dict[str, Any]], No
             break
         before = len(left)
         with tempfile.TemporaryDirectory(prefix="npu-smoke-") as folder:
-            start = _Start(asked, Path(folder), left)
+            start = _Start(asked, Path(folder), asked.together(left))
             try:
                 error = _one_start(start, left, tell)
             finally:
@@ -128,6 +139,7 @@ def _process(start: _Start, rank: int, writing: int) -> subprocess.Popen[bytes]:
     paths = [str(Path(__file__).resolve().parent.parent), *(path for path in sys.path if path)]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
+    environment |= asked.settings.get(start.tasks[0], {})
     if asked.kind == "cpu" or asked.emulate:
         environment |= {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with open(start.folder / f"log{rank}", "wb") as log:
@@ -166,7 +178,7 @@ def _verdict(start: _Start) -> tuple[str, str] | None:
         return "failed", start.failed
     if start.failed is None and (dead := _first_dead(start)) is not None:
         start.failed, start.since = dead, now
-    limit = asked.task_seconds if start.task else asked.start_seconds
+    limit = asked.limit_seconds(start.task)
     if now - start.since > limit:
         what = f"no answer in {limit:g} s{start.step}"
         return "late", what if start.task else f"{what}: {start.joined} of {asked.ranks} ranks had joined"
@@ -175,7 +187,7 @@ def _verdict(start: _Start) -> tuple[str, str] | None:
 
 def _ended(start: _Start, left: list[str]) -> tuple[str, str] | None:
     """All ranks have ended."""
-    if not left:
+    if start.task is None and start.failed is None and not set(start.tasks) & set(left):
         return None
     return "failed", start.failed or _first_dead(start) or "all ranks ended before the task did"
 

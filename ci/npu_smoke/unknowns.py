@@ -1,58 +1,19 @@
 """What is unknown of Ascend until it has run there: the question, what tokenring assumes, and a verdict from a task.
 
-docs/ascend.md shows this table; a test compares. `python ci/npu_smoke/unknowns.py` prints it.
+docs/ascend.md shows this table; a test compares. `PYTHONPATH=ci python -m npu_smoke.unknowns` prints it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
-Found = Mapping[str, Any]  # what a task came back with
+from npu_smoke.unknowns_of_jobs import OF_JOBS
+from npu_smoke.verdicts import AS_ASSUMED, CLOSE, MEASURED, OPEN, OTHERWISE, Found, Unknown, Verdict, verdict, yes
 
-AS_ASSUMED, OTHERWISE, MEASURED, OPEN = "as assumed", "otherwise", "measured", "not settled"
+__all__ = ["AS_ASSUMED", "MEASURED", "OPEN", "OTHERWISE", "UNKNOWNS", "page", "verdict"]
+
 SERIAL, AT_ONCE = 1.6, 1.3  # times what one takes: from here on one after another, up to here at once
 ENOUGH = 0.75  # of what all links together would carry
-CLOSE = 0.3  # relative
-
-
-class Verdict(NamedTuple):
-    word: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """A question; `assumed`: what the code builds on until then; `task`: who finds out; judge: of what it
-    found; by_time: by how long things took, or by the device's memory, which only a real one has."""
-
-    key: str
-    question: str
-    assumed: str
-    task: str
-    judge: Callable[[Found], Verdict]
-    by_time: bool = False
-
-
-def verdict(unknown: Unknown, tasks: Mapping[str, Mapping[str, Any]], real: bool = True) -> Verdict:
-    """Never fails: a task that failed, or an answer of another form, settles nothing; nor do times where no NPU is."""
-    told = tasks.get(unknown.task)
-    if told is None or told.get("status") != "done":
-        why = "it did not run" if told is None else f"{told['status']}: {told.get('error', '')}"
-        return Verdict(OPEN, f"task {unknown.task}: {why}")
-    result = told.get("result") or {}
-    if "left out" in result:
-        return Verdict(OPEN, str(result["left out"]))
-    try:
-        judged = unknown.judge(result)
-        return judged if real or not unknown.by_time else Verdict(OPEN, f"no NPU, so no matter that {judged.text}")
-    except Exception as error:
-        return Verdict(OPEN, f"task {unknown.task} came back with something else: {type(error).__name__}: {error}")
-
-
-def _yes(condition: bool, text: str) -> Verdict:
-    return Verdict(AS_ASSUMED if condition else OTHERWISE, text)
 
 
 def _serial(found: Found, both: str, wanted: bool) -> Verdict:
@@ -61,7 +22,7 @@ def _serial(found: Found, both: str, wanted: bool) -> Verdict:
     text = f"both directions take {times:.2f} × what one takes"
     if AT_ONCE < times < SERIAL:
         return Verdict(OPEN, f"{text}: neither one after another nor at once")
-    return _yes((times >= SERIAL) is wanted, text)
+    return yes((times >= SERIAL) is wanted, text)
 
 
 def _width(found: Found) -> Verdict:
@@ -76,7 +37,7 @@ def _dies(found: Found) -> Verdict:
     if not str(found["device"]).startswith("Ascend910_93"):
         return Verdict(OPEN, f"ranks 0 and 1 are no dies of one package on {found['device']}")
     gbs = found["one way"]["gbs"]
-    return _yes(abs(gbs / 224 - 1) <= CLOSE, f"{gbs:.3g} GB/s one way between the dies of a package")
+    return yes(abs(gbs / 224 - 1) <= CLOSE, f"{gbs:.3g} GB/s one way between the dies of a package")
 
 
 def _peers(found: Found) -> Verdict:
@@ -84,7 +45,7 @@ def _peers(found: Found) -> Verdict:
     if peers < 2:
         return Verdict(OPEN, "one peer only")
     share = found["to all"]["gbs"] / alone
-    return _yes(share >= ENOUGH * peers, f"{peers} peers at once get {share:.2f} × what one gets")
+    return yes(share >= ENOUGH * peers, f"{peers} peers at once get {share:.2f} × what one gets")
 
 
 def _works(found: Found) -> Verdict:
@@ -100,17 +61,17 @@ def _ways(found: Found) -> Verdict:
 def _overlap(found: Found) -> Verdict:
     shown = ", ".join(f"{way} {each:.2f}" for way, each in found["stretch"].items())
     text = f"both together over the longer one: {shown} (1: hidden, 2: one after another)"
-    return _yes(max(found["stretch"].values()) <= AT_ONCE, text)
+    return yes(max(found["stretch"].values()) <= AT_ONCE, text)
 
 
 def _staging(found: Found) -> Verdict:
     text = f"{found['wrong']} of {found['rounds']} all-to-alls of lists brought something else"
-    return _yes(not found["wrong"], f"{text}, posted on one stream and waited for on another")
+    return yes(not found["wrong"], f"{text}, posted on one stream and waited for on another")
 
 
 def _blocks(found: Found) -> Verdict:
     waited, delay = found["seconds in wait"], found["delay"]
-    return _yes(waited < delay / 2, f"the host spent {waited:.3g} s in wait for a message that came {delay:g} s late")
+    return yes(waited < delay / 2, f"the host spent {waited:.3g} s in wait for a message that came {delay:g} s late")
 
 
 def _memory(found: Found) -> Verdict:
@@ -118,7 +79,7 @@ def _memory(found: Found) -> Verdict:
         return Verdict(OPEN, "the device does not tell its free memory")
     wanted = found["assumed bytes"]
     text = f"{found['bytes'] / 2**20:.0f} MiB for a pair of ranks, where {wanted / 2**20:.0f} are reckoned"
-    return _yes(abs(found["bytes"] / wanted - 1) <= CLOSE, text)
+    return yes(abs(found["bytes"] / wanted - 1) <= CLOSE, text)
 
 
 def _contact(found: Found) -> Verdict:
@@ -129,13 +90,13 @@ def _rows(which: str, out: str, total: str) -> Callable[[Found], Verdict]:
     def judge(found: Found) -> Verdict:
         seen = found[which]
         text = f"out {seen['out']}, maximum {seen['largest']}, sum {seen['total']}"
-        return _yes(seen["out"] == out and seen["largest"] == "lowest fp32" and seen["total"] == total, text)
+        return yes(seen["out"] == out and seen["largest"] == "lowest fp32" and seen["total"] == total, text)
 
     return judge
 
 
-def _flag(name: str, yes: str, no: str) -> Callable[[Found], Verdict]:
-    return lambda found: _yes(bool(found[name]), yes if found[name] else no)
+def _flag(name: str, if_so: str, if_not: str) -> Callable[[Found], Verdict]:
+    return lambda found: yes(bool(found[name]), if_so if found[name] else if_not)
 
 
 def _order(layout: str, wanted: str) -> Callable[[Found], Verdict]:
@@ -143,16 +104,31 @@ def _order(layout: str, wanted: str) -> Callable[[Found], Verdict]:
         seen = found["order"].get(layout)
         if seen is None:
             return Verdict(OPEN, "this torch_npu has no such argument")
-        return _yes(seen == wanted, f"statistics lie {seen}")
+        return yes(seen == wanted, f"statistics lie {seen}")
 
     return judge
+
+
+def _gradient(layout: str) -> Callable[[Found], Verdict]:
+    def judge(found: Found) -> Verdict:
+        seen = found["gradient"].get(layout)
+        if seen is None:
+            return Verdict(OPEN, "this torch_npu has no such argument, or no npu_fusion_attention_grad")
+        return yes(seen == "right", f"dq, dk, dv: {seen}")
+
+    return judge
+
+
+def _torch_merge(found: Found) -> Verdict:
+    text = f"errors up to {found['error']:.1e}"
+    return yes(not found["wrong"], "; ".join([text, *found["wrong"][:4]]))
 
 
 def _deterministic(found: Found) -> Verdict:
     text = f"{found['different by default']} of {found['runs']} repeated gradients differ by default"
     exact = found["different if asked"] == 0
     text += f", {found['different if asked']} with torch.use_deterministic_algorithms"
-    return _yes(exact, text)
+    return yes(exact, text)
 
 
 def _ring_update(found: Found) -> Verdict:
@@ -164,12 +140,12 @@ def _ring_update(found: Found) -> Verdict:
 def _update(found: Found) -> Verdict:
     if found.get("absent"):
         return Verdict(OPEN, "this torch_npu has no npu_attention_update")
-    return _yes(found["error"] <= 1e-5, f"error {found['error']:.1e} in fp32")
+    return yes(found["error"] <= 1e-5, f"error {found['error']:.1e} in fp32")
 
 
 def _kernel(found: Found) -> Verdict:
     worst = ", ".join(f"{error:.1e} in {dtype}" for dtype, error in found["worst"].items())
-    return _yes(not found["wrong"], "; ".join([f"errors up to {worst}", *found["wrong"]]))
+    return yes(not found["wrong"], "; ".join([f"errors up to {worst}", *found["wrong"]]))
 
 
 def _merging(found: Found) -> Verdict:
@@ -178,7 +154,7 @@ def _merging(found: Found) -> Verdict:
     text = f"npu_attention_update takes, of the time of torch's operators, {text}; taken: {found['taken']}"
     if found["taken"] != "npu-update":
         return Verdict(OTHERWISE, f"{text}: {found['why']}")
-    return _yes(max(times.values()) <= 1, text)
+    return yes(max(times.values()) <= 1, text)
 
 
 def _exact(found: Found) -> Verdict:
@@ -190,7 +166,7 @@ def _exact(found: Found) -> Verdict:
     text += f"; wrong: {', '.join(wrong)}" if wrong else ""
     text += f"; failed: {', '.join(found['failed'])}" if found["failed"] else ""
     exact = not wrong and not found["failed"]
-    return Verdict(OPEN, text) if exact and found["untried"] else _yes(exact, text)
+    return Verdict(OPEN, text) if exact and found["untried"] else yes(exact, text)
 
 
 def _times(found: Found) -> Verdict:
@@ -243,6 +219,10 @@ UNKNOWNS = (
             _order("", "by sequence")),
     Unknown("packed-order-tnd", 'and with softmax_layout="TND"?', "token by token", "packed",
             _order("TND", "by token")),
+    Unknown("packed-gradient", "are packed gradients right with statistics sequence by sequence?", "yes", "packed",
+            _gradient("")),
+    Unknown("packed-gradient-tnd", 'and token by token, with softmax_layout="TND"?', "yes, where the kernel is there",
+            "packed", _gradient("TND")),
     Unknown("determinism", "are gradients the same every time?",
             "not by default; with torch.use_deterministic_algorithms they are", "determinism", _deterministic),
     Unknown("ring-update", "npu_ring_attention_update, packed: with a leading 0 in the lengths, with negative maxima?",
@@ -255,9 +235,15 @@ UNKNOWNS = (
             "as emulated, against float64", "tile", _kernel),
     Unknown("kernel-packed", "are packed documents in one call exact, forward and backward?",
             "as emulated, against float64", "documents", _kernel),
+    Unknown("kernel-shapes",
+            "and with head dims 128, 192, 256, 64 heads, a batch, lengths no multiple of 16, 128K tokens?",
+            "as emulated, against float64", "shapes", _kernel),
+    Unknown("torch-merge", "do torch's operators merge rows that have seen nothing, and statistics beyond 88?",
+            "yes: two rows of lse -inf stay (0, -inf)", "torchmerge", _torch_merge),
     Unknown("exactness", "is every schedule exact, forward and backward?", "as on the CPU, against float64",
             "schedules", _exact),
     Unknown("times", "which schedule is fastest?", "what `tokenring plan` predicts", "schedules", _times, True),
+    *OF_JOBS,
 )  # fmt: skip
 
 
