@@ -27,7 +27,7 @@ class Called(NamedTuple):
 calls: list[Called] = []
 _registered: list[torch.library.Library] = []
 _offer: list[str] = []  # what is registered now
-lacking: set[str] = set()  # aclnn kernels that the CANN beneath lacks, whatever the schemas take: refusals.check_kernels
+lacking: set[str] = set()  # aclnn kernels that the CANN beneath lacks: refusals.check_kernels
 Given = dict[str, Any]
 
 

@@ -94,7 +94,7 @@ def check_kernels(given: dict[str, Any], kernel: str, lacking: Collection[str]) 
     packed = given["input_layout"] == "TND"
     refuse(
         packed and kernel in lacking and given.get("softmax_layout", "") != "",
-        "The param softmax_layout is not supported\n[ERROR] (PID:1, Device:0, RankID:-1) ERR01001 OPS invalid parameter",
+        "The param softmax_layout is not supported\n[ERROR] (PID:1, Device:0) ERR01001 OPS invalid parameter",
     )
 
 
