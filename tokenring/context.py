@@ -369,14 +369,19 @@ class ContextParallel:
         )
 
     def _refusal(self, request: Request) -> str | None:
-        """Why no kernel computes the call here, which ranks may differ in by what is installed; None: one does."""
+        """Why no kernel computes the call here, which ranks may differ in by what is installed; None: one does.
+
+        Or why what kernels compute cannot be merged.
+        """
+        from tokenring.backends.mergers import merge_refusal
         from tokenring.backends.registry import kernel_refusal
 
         try:
             kernel = self.kernel(request.device)
         except TokenRingError as error:
             return str(error)
-        return kernel_refusal(kernel, request.workload)
+        reason = kernel_refusal(kernel, request.workload)
+        return reason or (merge_refusal(request.device, request.workload.head_dim) if self.world_size > 1 else None)
 
     def _schedule_text(self, request: Request) -> str:
         from tokenring.planner.plan import Plan
