@@ -105,8 +105,8 @@ def _expansion(value: str, environment: Mapping[str, str]) -> str | None:
     if value.upper() != "AIV":
         return None
     return (
-        "AIV does not serve send and receive, nor several communicators at once: transport `hccl` refuses it; groups that "
-        "are to keep it can be given it alone (docs/ascend.md)"
+        "AIV does not serve send and receive, nor several communicators at once: transport `hccl` refuses it; groups "
+        "that are to keep it can be given it alone (docs/ascend.md)"
     )
 
 
