@@ -33,7 +33,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
         replaces = own
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, schedule=schedule, **options, **kwargs)
+            super().__init__(*args, schedule=schedule, **(dict(options) | kwargs))
             as_subclasses_expect(self)
             self._made_with = args, kwargs
             # In subclasses of theirs, in windows and with head dims of its own MindSpeed's does something else.
