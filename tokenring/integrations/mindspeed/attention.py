@@ -38,8 +38,11 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             self._made_with = args, kwargs
             # In subclasses of theirs, in windows and with head dims of its own MindSpeed's does something else.
             widths = kwargs.get("k_channels"), kwargs.get("v_channels")
-            plain = type(self) is MindSpeedTokenRingAttention and self.window is None and widths == (None, None)
-            self._compares = plain and is_auto(self.schedule)
+            self._plain = type(self) is MindSpeedTokenRingAttention and self.window is None and widths == (None, None)
+
+        @property
+        def _compares(self) -> bool:
+            return self._plain and is_auto(self.schedule)
 
         @cached_property
         def _own(self) -> tuple[Any, ...]:
