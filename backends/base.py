@@ -30,7 +30,8 @@ class Capabilities:
     own; both with early receives only. collectives: it is a CollectiveTransport, and exchanges (`schedule.exchange`)
     go as collectives; not with early receives. group_bytes: what a connection of all ranks of such an exchange
     takes at each of them. capturable: the device moves messages by itself, so that posts and waits may be captured
-    in a graph and are done again by launching it. mailboxes: messages go by way of boxes beside the pool
+    in a graph and are done again by launching it. most_connections: how many a rank may have in all, None without a
+    limit; why_few_connections says whose it is. mailboxes: messages go by way of boxes beside the pool
     (`backends.mailbox`), which take device memory at every rank.
     """
 
@@ -47,6 +48,8 @@ class Capabilities:
     ahead_bytes: int = 0
     capturable: bool = False
     mailboxes: bool = False
+    most_connections: int | None = None
+    why_few_connections: str = ""
 
     @property
     def way(self) -> Way:

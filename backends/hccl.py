@@ -27,27 +27,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.accelerated import TAG, Accelerated, from_the_post
+from tokenring.backends.accelerated import TAG, Accelerated
 from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle, Link
 from tokenring.backends.control import Control, own_store
+from tokenring.backends.hccl_environment import (
+    CROWDED,
+    MEGABYTE,
+    P2P_MEGABYTES,
+    check_environment,
+    connection_bytes,
+    most_communicators,
+    watchdog_seconds,
+)
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.schedule.measure import connections
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MEGABYTE = 1 << 20  # as HCCL counts
-P2P_MEGABYTES = 20  # of P2P_HCCL_BUFFSIZE where it is not set
+Ranks = tuple[int, ...]
 CONNECTION_BYTES = 2 * P2P_MEGABYTES * MEGABYTE  # in and out, at each end
-EXECUTE_SECONDS = 1836  # of HCCL_EXEC_TIMEOUT where it is not set
-LEAST_LIMIT_SECONDS = 30 * 60  # torch's own for a group
-FOREVER_SECONDS = 365 * 24 * 3600
 LATE = (
     "on an NPU a failed message is found late: HCCL waits HCCL_EXEC_TIMEOUT (1836 s where it is not set) for the other "
     "end, and says so at a later call"
 )
-FIRST_CONTACT = "both ranks must make their first contact within HCCL_CONNECT_TIMEOUT (120 s where it is not set)"
+FIRST_CONTACT = (
+    "both ranks must make their first contact within HCCL_CONNECT_TIMEOUT (120 s where it is not set; 600 and more are "
+    "recommended for communicators of two ranks)"
+)
 
 
 class HcclTransport(Accelerated):
@@ -61,7 +70,7 @@ class HcclTransport(Accelerated):
     def __init__(self, group: ProcessGroup, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
         """beside: the transport of which this is another mode; they share one control, and what is counted."""
         self._create, self._of = _creator(self.name), group
-        _check_environment(self.name, os.environ)
+        check_environment(self.name, os.environ)
         self.control = Control(self.name, group, timeout_seconds) if beside is None else beside.control
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int) if beside is None else beside.sent_bytes
@@ -70,12 +79,18 @@ class HcclTransport(Accelerated):
         self._groups = {lane: self._make(lane, tuple(range(self.world_size))) for lane in self._lanes()}
         self._modes: dict[str, HcclTransport] = {}
         self._connected: set[tuple[str, int]] = set()  # lane and peer
+        self._beside = self if beside is None else beside
+        self._linked, self._grouped = frozenset[Link](), frozenset[Ranks]()  # of all ranks
         self._device: torch.device | None = None  # of the tensors that it moves
 
     @classmethod
     def capabilities_in(cls, environment: Mapping[str, str]) -> Capabilities:
-        """With buffers as large as this environment asks for."""
-        return replace(cls.capabilities, connection_bytes=connection_bytes(environment))
+        """With buffers as large as this environment asks for, and as many communicators as it allows."""
+        most = most_communicators(environment)
+        return replace(
+            cls.capabilities, connection_bytes=connection_bytes(environment), most_connections=most,
+            why_few_connections="" if most is None else CROWDED,
+        )  # fmt: skip
 
     def in_mode(self, name: str) -> HcclTransport:
         """Messages between the same ranks divided in another way, as `hccl/pair` does; closed with this one.
@@ -125,12 +140,39 @@ class HcclTransport(Accelerated):
         a program's messages ranks could wait for each other in a circle.
         """
         self._serve(device)
+        links = list(links)
+        self._allow(links=links)
         for low, high, lane in warm_up_order(
             {(min(src, dst), max(src, dst), self._lane(channel, src, dst)) for src, dst, channel in links},
             self.world_size,
         ):
             if self.rank in (low, high):
                 self._touch(low, high, lane, device)
+
+    def _allow(self, links: Iterable[Link] = (), groups: Iterable[Ranks] = ()) -> None:
+        """Note what is going to be connected. Raises ConfigurationError where some rank gets too many communicators.
+
+        All ranks ask alike, and count for all: they refuse together.
+        """
+        before = self._linked, self._grouped
+        self._linked, self._grouped = self._linked | frozenset(links), self._grouped | frozenset(groups)
+        most = self.capabilities.most_connections
+        if most is None:
+            return
+        some = [self._beside, *self._beside._modes.values()]
+        some += [] if self in some else [self]
+        found = max(sum(each._communicators(rank) for each in some) for rank in range(self.world_size))
+        if found > most:
+            self._linked, self._grouped = before
+            raise ConfigurationError(
+                f"transport {self.name!r} would take {found} communicators on a rank for these schedules: "
+                f"{self.capabilities.why_few_connections}. Set HCCL_OP_RETRY_ENABLE=\"L1:0,L2:0\", or take transport "
+                f"'auto' or 'hccl/pair' and schedules that move between neighbours, such as ring"
+            )
+
+    def _communicators(self, rank: int) -> int:
+        """How many it makes at a rank for all that it was told to connect."""
+        return connections(self._linked, self.capabilities, rank) + sum(rank in ranks for ranks in self._grouped)
 
     def _touch(self, low: int, high: int, lane: str, device: torch.device) -> None:
         """A message of one byte, in the direction of the lane: from the lower rank to the higher where it has both."""
@@ -227,46 +269,6 @@ def warm_up_order(pairs: Iterable[tuple[int, int, str]], world_size: int) -> lis
         return (2 * low if plays_last else low + high) % odd
 
     return sorted(pairs, key=lambda each: (each[2], turn(each[0], each[1]), each))
-
-
-def watchdog_seconds(environment: Mapping[str, str]) -> float:
-    """When torch_npu may give a message up, counted from its post on the host.
-
-    Newer builds then end the process (HCCL_ASYNC_ERROR_HANDLING). HCCL counts from when the device comes to it.
-    """
-    given = environment.get("HCCL_EXEC_TIMEOUT", "").strip()
-    execute = int(given) if given.isascii() and given.isdigit() else EXECUTE_SECONDS
-    return max(LEAST_LIMIT_SECONDS, from_the_post(execute)) if execute else FOREVER_SECONDS  # 0: HCCL waits for ever
-
-
-def connection_bytes(environment: Mapping[str, str]) -> int:
-    """Device memory of one communicator of two ranks, at each of them."""
-    return 2 * _p2p_megabytes(environment) * MEGABYTE
-
-
-def _p2p_megabytes(environment: Mapping[str, str]) -> int:
-    return megabytes(environment, "P2P_HCCL_BUFFSIZE", P2P_MEGABYTES)
-
-
-def megabytes(environment: Mapping[str, str], variable: str, unset: int) -> int:
-    """The size of a buffer that a variable says. Raises ConfigurationError."""
-    given = environment.get(variable, str(unset))
-    if not given.isascii() or not given.isdigit():
-        raise ConfigurationError(f"{variable}={given!r}: HCCL reads a number of MB from it")
-    return int(given)
-
-
-def _check_environment(name: str, environment: Mapping[str, str]) -> None:
-    """Raises BackendUnavailable for settings under which messages of pairs would not go as they must."""
-    if not _p2p_megabytes(environment):
-        raise BackendUnavailable(
-            f"transport {name!r}: with P2P_HCCL_BUFFSIZE=0 all messages of a group stand in one queue, where the ranks "
-            f"would wait for each other: unset it, or give the MB of each pair's buffer"
-        )
-    if environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV":
-        raise BackendUnavailable(
-            f"transport {name!r}: HCCL_OP_EXPANSION_MODE=AIV does not serve send and receive: unset it"
-        )
 
 
 def _creator(name: str) -> Any:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from tokenring.backends.base import Capabilities, Handle
-from tokenring.backends.hccl import FIRST_CONTACT, LATE, MEGABYTE, HcclTransport, _Handle, megabytes
+from tokenring.backends.hccl import FIRST_CONTACT, LATE, HcclTransport, Ranks, _Handle
+from tokenring.backends.hccl_environment import MEGABYTE, megabytes
 from tokenring.errors import ConfigurationError
 
 GROUP_MEGABYTES = 200  # of HCCL_BUFFSIZE where it is not set
-Ranks = tuple[int, ...]
 
 
 class HcclCollectivesTransport(HcclTransport):
@@ -43,7 +43,9 @@ class HcclCollectivesTransport(HcclTransport):
         As those of pairs: HCCL blocks all their hosts until they meet.
         """
         self._serve(device)
-        for ranks in sorted(set(groups)):
+        groups = sorted(set(groups))
+        self._allow(groups=groups)
+        for ranks in groups:
             if self.rank in ranks and _lane(ranks) not in self._groups:
                 self._meet(ranks, device)
 

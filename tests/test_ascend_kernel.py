@@ -21,6 +21,7 @@ from tokenring.backends.base import Tiles
 from tokenring.backends.kernels.npu_fusion import LARGEST_HEAD_DIM, MASK_BYTES, NpuFusion
 from tokenring.backends.kernels.npu_masks import common_mode
 from tokenring.backends.kernels.npu_rows import statistics
+from tokenring.backends.kernels.npu_trials import packs_in_token_order
 from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.backends.registry import make_kernel
 from tokenring.errors import BackendUnavailable
@@ -30,8 +31,13 @@ BY_NAME = {tile.name: tile for tile in TILES}
 
 
 def npu_kernel() -> NpuFusion:
+    """Whose orders of packed statistics are tried, so that `calls` holds what is called afterwards."""
     kernel = make_kernel("auto", torch.device("npu"))
     assert isinstance(kernel, NpuFusion)
+    here = torch.empty(0, device="npu").device
+    for operator in (kernel._forward, kernel._gradient):
+        packs_in_token_order(operator, here)
+    calls.clear()
     return kernel
 
 

@@ -24,7 +24,8 @@ from ranks import Here
 from tokenring import PeerLost
 from tokenring.backends import hccl
 from tokenring.backends.base import Grouping
-from tokenring.backends.hccl import CONNECTION_BYTES, watchdog_seconds
+from tokenring.backends.hccl import CONNECTION_BYTES
+from tokenring.backends.hccl_environment import watchdog_seconds
 from tokenring.backends.nccl import NcclTransport
 from tokenring.backends.registry import make_transport, transport_capabilities
 from tokenring.schedule.ir import REQUESTS

@@ -282,24 +282,28 @@ class ContextParallel:
 
     def _make_plan(self, request: Request) -> Plan:
         from tokenring.backends.registry import modes_of
+        from tokenring.planner.modes import within_connections
         from tokenring.planner.pieces import named_schedule
         from tokenring.planner.plan import Plan
+
+        def given(made: Schedule, why: str) -> Plan:
+            return within_connections(Plan(made, size, why, ()), self._transport, self.group, request.device)
 
         size, mask = request.workload, request.mask
         q_layout, kv_layout = self._layouts(request)
         asked = self.schedule
         if isinstance(asked, Schedule):
             check_made_for(asked, q_layout, kv_layout, mask)
-            return Plan(asked.verify(), size, "the schedule that was given", ())
+            return given(asked.verify(), "the schedule that was given")
         if isinstance(asked, Scheme):
-            return Plan(build(asked, q_layout, kv_layout, mask).verify(), size, "the scheme that was given", ())
+            return given(build(asked, q_layout, kv_layout, mask).verify(), "the scheme that was given")
         if isinstance(asked, Plan):
             check_made_for(asked.schedule, q_layout, kv_layout, mask)
             reason = f"the plan that was given: {asked.reason}"
             return Plan(asked.schedule.verify(), size, reason, asked.candidates, asked.transport)
         if not self._plans:
             made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
-            return Plan(made, size, f"asked for by name: {asked}", ())
+            return given(made, f"asked for by name: {asked}")
         transport = self.transport_for(request.device, request.workload)
         able = None if transport is None else transport.capabilities
         kernel, modes = self.kernel(request.device), modes_of(self._transport, self.group, request.device)
@@ -369,14 +373,16 @@ class ContextParallel:
         )
 
     def _refusal(self, request: Request, direction: Pass) -> str | None:
-        """Why no kernel computes the call here, which ranks may differ in by what is installed; None: one does."""
+        """Why the call is not computed or merged here, in which ranks may differ by what is installed; None: it is."""
+        from tokenring.backends.mergers import merge_refusal
         from tokenring.backends.registry import kernel_refusal
 
         try:
             kernel = self.kernel(request.device)
         except TokenRingError as error:
             return str(error)
-        return kernel_refusal(kernel, request.workload, request.device, direction)
+        reason = kernel_refusal(kernel, request.workload, request.device, direction)
+        return reason or (merge_refusal(request.device, request.workload.head_dim) if self.world_size > 1 else None)
 
     def _schedule_text(self, request: Request) -> str:
         from tokenring.planner.plan import Plan

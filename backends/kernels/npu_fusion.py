@@ -25,8 +25,9 @@ from tokenring.backends.kernels.npu_masks import (
     options,
     wants_triangle,
 )  # fmt: skip
-from tokenring.backends.kernels.npu_operator import find
+from tokenring.backends.kernels.npu_operator import Operator, find
 from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
+from tokenring.backends.kernels.npu_trials import packs_in_token_order
 from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.region import Patch
 
@@ -46,6 +47,7 @@ class NpuFusion:
         self._forward = find("npu_fusion_attention", "npu_fusion_attention_v2")
         self._gradient = find("npu_fusion_attention_grad", "npu_fusion_attention_grad_v2")
         self._triangle = TRIANGLE
+        self._bound: tuple[Operator, torch.device] | None = None  # of the program that holds it
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         if head_dim > LARGEST_HEAD_DIM:
@@ -71,6 +73,7 @@ class NpuFusion:
         some = any(wants_triangle(_at_corner(patch)) for patch in tiles.patches)
         held = copy.copy(self)
         held._triangle = self._triangle.holding([(tiles.device,)] if some else [], tiles.device)
+        held._bound = (self._forward if tiles.direction == "forward" else self._gradient), tiles.device
         return held
 
     def forward(
@@ -117,7 +120,10 @@ class NpuFusion:
 
     def packs(self, patches: Sequence[Patch]) -> bool:
         """Whether one mode goes for all of them, so that each is one sequence of the layout TND."""
-        return common_mode(tuple(_at_corner(patch) for patch in patches)) is not None
+        found = common_mode(tuple(_at_corner(patch) for patch in patches)) is not None
+        if found and len(patches) > 1 and self._bound is not None:
+            packs_in_token_order(*self._bound)  # tried while a program is bound: within a step the host must not wait
+        return found
 
     def forward_packed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float

@@ -21,7 +21,10 @@ SPELLINGS = {
 
 
 class Operator:
-    """One operator, under the names that we use: see SPELLINGS; others as the schema has them."""
+    """One operator, under the names that we use: see SPELLINGS; others as the schema has them.
+
+    Two of one function are equal.
+    """
 
     def __init__(self, call: Callable[..., Any], schema: torch._C.FunctionSchema) -> None:
         self._call, self.name = call, schema.name
@@ -31,6 +34,12 @@ class Operator:
             for ours, spellings in SPELLINGS.items()
         }
         self._taken = taken
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Operator) and self._call is other._call
+
+    def __hash__(self) -> int:
+        return hash(self._call)
 
     def takes(self, name: str) -> bool:
         """Whether it has an argument of this name."""

@@ -1,7 +1,7 @@
 """Several patches in one call of npu_fusion_attention: each is a sequence of the layout TND.
 
 Lengths go as lists on the host, of each sequence's end, without a leading 0. The statistics look like [T, N, 8];
-unless softmax_layout="TND" is there to be asked for, their memory holds a block [N, S, 8] for each sequence.
+unless softmax_layout="TND" can be asked for (`npu_trials`), their memory holds a block [N, S, 8] for each sequence.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from tokenring.backends.kernels.npu_masks import TRIANGLE, Triangle, packed_options
 from tokenring.backends.kernels.npu_operator import Operator
 from tokenring.backends.kernels.npu_rows import row_lse, statistics
+from tokenring.backends.kernels.npu_trials import PACKED, packs_in_token_order
 from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.region import Patch
 
-LAYOUT = "TND"
+LAYOUT = PACKED
 MOST_SEQUENCES = 1024  # of a call, in all entries of its batch: the documents say 1K for some products, 2K for others
 MOST_TOKENS = 1 << 20
 Made = tuple[torch.Tensor, ...]
@@ -68,13 +69,14 @@ class Packing:
         self, operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> list[Made]:
         """(out [B, H, rows, D], lse [B, H, rows]) of each patch."""
+        in_token_order = packs_in_token_order(operator, q.device)
         made = operator(
             self._tokens(q, self.rows), self._tokens(k, self.cols), self._tokens(v, self.cols), q.shape[1], LAYOUT,
-            scale=scale, **self._options(operator, q.device),
+            scale=scale, **self._options(in_token_order, q.device),
         )  # fmt: skip
         out, largest, total = made[:3]
         outs = self._parts(out, self.rows)
-        lses = self._row_lses(row_lse(largest, total), operator.takes("softmax_layout"))
+        lses = self._row_lses(row_lse(largest, total), in_token_order)
         return list(zip(outs, lses, strict=True))
 
     def backward(
@@ -93,26 +95,27 @@ class Packing:
 
         Rows that belong to none are not read: they may be still to come.
         """
-        lse = self._packed_lse(lse, operator.takes("softmax_layout"))
+        in_token_order = packs_in_token_order(operator, q.device)
+        lse = self._packed_lse(lse, in_token_order)
         dout = _alone(dout, self.rows)
         delta, out = (None if x is None else _alone(x, self.rows) for x in (delta, out))
         whole = whole_out(dout, delta, out, q.dtype)
         made = operator(
             self._tokens(q, self.rows), self._tokens(k, self.cols), self._tokens(v, self.cols),
             _in_tokens(dout.to(q.dtype)), q.shape[1], LAYOUT, scale=scale,
-            attention_in=_in_tokens(whole), **statistics(lse), **self._options(operator, q.device),
+            attention_in=_in_tokens(whole), **statistics(lse), **self._options(in_token_order, q.device),
         )  # fmt: skip
         dq, dk, dv = (self._parts(x, which) for x, which in zip(made, (self.rows, self.cols, self.cols), strict=False))
         return list(zip(dq, dk, dv, strict=True))
 
-    def _options(self, operator: Operator, device: torch.device) -> dict[str, object]:
+    def _options(self, in_token_order: bool, device: torch.device) -> dict[str, object]:
         options = packed_options(self.patches, device, self._triangle)
         assert options is not None  # `packs` said so
         options |= {
             "actual_seq_qlen": self._ends(self.rows),
             "actual_seq_kvlen": self._ends(self.cols),
         }
-        return options | ({"softmax_layout": LAYOUT} if operator.takes("softmax_layout") else {})
+        return options | ({"softmax_layout": LAYOUT} if in_token_order else {})
 
     def _ends(self, spans: list[tuple[int, int]]) -> list[int]:
         return list(accumulate([stop - start for start, stop in spans] * self.batch))

@@ -240,10 +240,28 @@ class HcclGroup(dist.ProcessGroup):
         if not self.p2p_bytes:
             return self._in_turn(Batch([transfer]), transfer.name)
         if peer not in self._pairs:
+            self._make_pair(peer)
             self._pairs[peer] = PairStream(self._store, self.rank(), peer, self.group_id, self.p2p_bytes)
         stream = self._pairs[peer]
         stream.post(transfer)
         return self._under_way(transfer.name, partial(stream.finish, transfer))
+
+    def _make_pair(self, peer: int) -> None:
+        """Refuses what the real ones are not known to do, before a communicator of two ranks is made.
+
+        RANK_TABLE_FILE: createHCCLCommSub makes it out of the global one with hcclid = hash("low:high"), the same for
+        this pair in every group (Ascend/pytorch 9e73e708, torch_npu/csrc/distributed/ProcessGroupHCCL.cpp:2880).
+        HCCL_OP_RETRY_ENABLE: "at most 5 communicators, or they may fill the AI CPU cores" (hicann/hccl,
+        docs/zh/user_guide/hccl_env/HCCL_OP_RETRY_ENABLE.md), on A3 with AI CPU expansion alone.
+        """
+        low, high = min(self.rank(), peer), max(self.rank(), peer)
+        same = [each.group for each in ledger.communicators if each.peers == f"{low}:{high}"]
+        if os.path.isfile(os.environ.get("RANK_TABLE_FILE", "")) and same:
+            raise HcclError(f"rank {self.rank()}: {self.group_id} and {same[0]} have a sub-communicator of one id")
+        asked = any(f"L{level}:1" in os.environ.get("HCCL_OP_RETRY_ENABLE", "").replace(" ", "") for level in range(3))
+        on_a3 = torch.get_device_module("npu").get_device_name().startswith("Ascend910_93")
+        if asked and on_a3 and len(ledger.communicators) >= limits.retrying:
+            raise HcclError(f"rank {self.rank()}: AI CPU cores are full with {len(ledger.communicators)} communicators")
 
     def _under_way(self, name: str, finish: Callable[[], None]) -> HcclWork:
         """The work of what was posted just now: until the host waits for the device, its communicator must live."""

@@ -30,13 +30,14 @@ class Limits:
 
     late_errors: a wait does not raise, as on the device where it only orders streams: the next call does.
     streams: that communicators of pairs take round-robin from the device, as torch_npu has a pool of 32 or 8; None:
-    each has its own.
+    each has its own. retrying: communicators that there may be with HCCL_OP_RETRY_ENABLE, on A3.
     """
 
     connect: float = 8.0
     execute: float = 8.0
     late_errors: bool = False
     streams: int | None = None
+    retrying: int = 5
 
 
 class Communicator(NamedTuple):

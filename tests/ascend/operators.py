@@ -27,6 +27,7 @@ class Called(NamedTuple):
 calls: list[Called] = []
 _registered: list[torch.library.Library] = []
 _offer: list[str] = []  # what is registered now
+lacking: set[str] = set()  # aclnn kernels that the CANN beneath lacks: refusals.check_kernels
 Given = dict[str, Any]
 
 
@@ -46,6 +47,12 @@ def register(offer: str) -> None:
         library.impl(name, _on_cpu, "CPU")  # type: ignore[no-untyped-call]
         schema = torch._C.parse_schema(f"npu::{text}")
         device.operators[f"npu::{name}"] = _noted(name, schema)
+
+
+def fresh(offer: str) -> None:
+    """The same registered anew, so that nothing is known of them any more."""
+    register(next(each for each in OFFERS if each != offer))
+    register(offer)
 
 
 def _on_cpu(*args: Any, **_: Any) -> Any:
@@ -142,6 +149,7 @@ def _padded(given: Given) -> Padded:
 def _forward(given: Given) -> tuple[Any, ...]:
     refusals.check_operands(given)
     refusals.check_modes(given)
+    refusals.check_kernels(given, "aclnnFlashAttentionVarLenScoreV4", lacking)
     if given["input_layout"] == "TND":
         out, largest, total = _packed_forward(given)
     else:
@@ -155,6 +163,7 @@ def _forward(given: Given) -> tuple[Any, ...]:
 def _gradients(given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     refusals.check_operands(given)
     refusals.check_modes(given)
+    refusals.check_kernels(given, "aclnnFlashAttentionUnpaddingScoreGradV4", lacking)
     layout, q = given["input_layout"], given["query"]
     if layout == "TND":
         refusals.check_statistics(given, (q.shape[0], given["head_num"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,19 @@ def check_modes(given: dict[str, Any]) -> None:
     refuse(any(not x for x in lists), "TND needs actual_seq_qlen and actual_seq_kvlen")
     refuse(len(lists[0]) != len(lists[1]), f"{len(lists[0])} sequences of queries, {len(lists[1])} of keys")
     refuse(len(lists[0]) > MOST_SEQUENCES, f"more than {MOST_SEQUENCES} sequences")
+
+
+def check_kernels(given: dict[str, Any], kernel: str, lacking: Collection[str]) -> None:
+    """What the CANN beneath lacks: op-plugin asks check_aclnn_kernel_available(kernel) when it is called.
+
+    For each direction by itself (op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp of 517f2e7d, lines 575-589 and
+    1175-1189 of the gradients, 899-914 of forward): without the kernel TORCH_CHECK(softmax_layout_str == "", ...).
+    """
+    packed = given["input_layout"] == "TND"
+    refuse(
+        packed and kernel in lacking and given.get("softmax_layout", "") != "",
+        "The param softmax_layout is not supported\n[ERROR] (PID:1, Device:0) ERR01001 OPS invalid parameter",
+    )
 
 
 def lengths_of(ends: Sequence[int], tokens: int, name: str) -> list[int]:

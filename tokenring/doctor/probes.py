@@ -139,7 +139,10 @@ def _merge(device: Any) -> dict[str, str]:
     """What would merge partial results there, and why nothing faster would."""
     from tokenring.backends.mergers import choose_merger
 
-    made = choose_merger(device, HEAD_DIM)
+    try:
+        made = choose_merger(device, HEAD_DIM)
+    except Exception as error:
+        return {"name": "none", "why": one_line(error)}
     return {"name": made.merger.name, "why": "; ".join([made.why, *(f"no {name}: {why}" for name, why in made.others)])}
 
 

@@ -21,6 +21,7 @@ NAMES = (
     "STREAMS_PER_DEVICE",
 )  # fmt: skip
 CONNECT_SECONDS = (120, 7200)
+PAIRS_CONNECT_SECONDS = 600  # that torch_npu recommends where pairs of ranks have communicators (P2P_HCCL_BUFFSIZE.md)
 EXEC_SECONDS, EVENT_SECONDS = 1836, 1868  # HCCL's and torch_npu's own
 BUFFER_MB = 200
 MUCH_BUFFER_MB = 1024
@@ -69,7 +70,18 @@ def _connect(value: str, environment: Mapping[str, str]) -> str | None:
     seconds = _number(value)
     if seconds is None or not least <= seconds <= most:
         return f"HCCL takes {least} to {most} seconds"
+    if seconds < PAIRS_CONNECT_SECONDS:
+        return f"pairs of ranks must meet within it, which torch_npu recommends {PAIRS_CONNECT_SECONDS} and more for"
     return None
+
+
+def _retry(value: str, environment: Mapping[str, str]) -> str | None:
+    if not re.search(r"L[0-2]\s*:\s*1", value, re.ASCII | re.IGNORECASE):
+        return None
+    return (
+        "with retries on HCCL takes at most 5 communicators in a process, those of the training framework among them: "
+        "transport `hccl` then keeps to 5 of its own on Atlas A3, the only product that retries (docs/ascend.md)"
+    )
 
 
 def _execution(value: str, environment: Mapping[str, str]) -> str | None:
@@ -99,7 +111,12 @@ def _pair_buffer(value: str, environment: Mapping[str, str]) -> str | None:
 
 
 def _expansion(value: str, environment: Mapping[str, str]) -> str | None:
-    return "AIV does not serve send and receive, nor several communicators at once" if value.upper() == "AIV" else None
+    if value.upper() != "AIV":
+        return None
+    return (
+        "AIV does not serve send and receive, nor several communicators at once: transport `hccl` refuses it; groups "
+        "that are to keep it can be given it alone (docs/ascend.md)"
+    )
 
 
 def _intra(value: str, environment: Mapping[str, str]) -> str | None:
@@ -118,7 +135,8 @@ def _rank_table(value: str, environment: Mapping[str, str]) -> str | None:
         return "no such file: HCCL reads the ranks' addresses from it"
     return (
         "torch_npu then makes every communicator out of one of all ranks: "
-        f"{2 * BUFFER_MB} MB more (2 x HCCL_BUFFSIZE), and the first message waits for all of them; unset it"
+        f"{2 * BUFFER_MB} MB more (2 x HCCL_BUFFSIZE), and those of one pair get the same id: transport `hccl` refuses "
+        "it; unset it, and ranks find each other by root information, as under torchrun"
     )
 
 
@@ -150,6 +168,7 @@ CHECKS: Mapping[str, Check] = {
     "ASCEND_RT_VISIBLE_DEVICES": _visible,
     "HCCL_CONNECT_TIMEOUT": _connect,
     "HCCL_EXEC_TIMEOUT": _execution,
+    "HCCL_OP_RETRY_ENABLE": _retry,
     "HCCL_BUFFSIZE": _buffer,
     "P2P_HCCL_BUFFSIZE": _pair_buffer,
     "HCCL_OP_EXPANSION_MODE": _expansion,

@@ -117,7 +117,7 @@ def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[I
     if name.startswith(PREFIX):
         net = replace(interconnect_of(preset(name)), name=name.removeprefix(PREFIX))
         return net, _machine(options, dtype, lambda: machine_of_preset(name, dtype))
-    topology = _read(name)
+    topology = read_topology(name)
     return interconnect_of(topology), _machine(options, dtype, lambda: machine_of_topology(topology, dtype))
 
 
@@ -154,7 +154,7 @@ def _table(options: argparse.Namespace) -> Rates:
     return rates
 
 
-def _read(path: str) -> Topology:
+def read_topology(path: str) -> Topology:
     """A saved topology, or a dump of a tool."""
     from tokenring.topology.cache import measured_file
     from tokenring.topology.command import read_file

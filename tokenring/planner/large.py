@@ -21,7 +21,7 @@ from tokenring.planner.operations import operations
 from tokenring.planner.plan import Candidate, Forecast
 from tokenring.planner.predict import WINDOW_SHARE, Setting, kernel_seconds_of
 from tokenring.planner.rates import Rates
-from tokenring.planner.select import binding_text, connected, mb_text, time_text, too_little_text
+from tokenring.planner.select import binding_text, check_count, connected, mb_text, time_text, too_little_text
 from tokenring.planner.simulate import simulate
 from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.registry import check_fit, parse
@@ -115,6 +115,8 @@ def _judged(
     for name in names:
         try:
             each = figures(name, task, FEW_HOSTS, HOPELESS * fastest)
+            if each is not None:
+                check_count(round(each.connections), task.setting.able)
         except ConfigurationError as error:
             yield name, error
             continue

@@ -11,6 +11,7 @@ from tokenring.planner.bound import Bound
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Busiest, Least, Prediction, Setting, least_seconds, predict
 from tokenring.schedule.ir import Schedule
+from tokenring.schedule.measure import most_connected
 
 SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
 RISK = 0.1  # of the time for which the busiest wire alone is at work: where predictions fall short, it is there
@@ -102,7 +103,7 @@ def judge(
     before: Judgement = NOTHING_YET,
 ) -> Judgement:
     """Adds these schedules to those that were judged before. One that does just what another does is left out."""
-    made, misfits = _made(choices, before)
+    made, misfits = _made(choices, before, setting)
     least = {name: least_seconds(schedule, setting) for name, schedule in made}
     judged = list(before.judged)
     fastest = min((each.weighed_seconds for each in judged if each.fits(memory_limit_bytes)), default=float("inf"))
@@ -124,7 +125,9 @@ def judge(
     return Judgement(tuple(sorted(judged, key=order)), before.misfits + tuple(misfits))
 
 
-def _made(choices: Iterable[Choice], before: Judgement) -> tuple[list[tuple[str, Schedule]], list[Candidate]]:
+def _made(
+    choices: Iterable[Choice], before: Judgement, setting: Setting
+) -> tuple[list[tuple[str, Schedule]], list[Candidate]]:
     """The schedules of those choices that can be made and are none of those there were."""
     seen = {each.schedule.replace(name="") for each in before.judged}
     made: list[tuple[str, Schedule]] = []
@@ -132,6 +135,7 @@ def _made(choices: Iterable[Choice], before: Judgement) -> tuple[list[tuple[str,
     for choice in choices:
         try:
             schedule = choice.make()
+            check_connections(schedule, setting)
         except ConfigurationError as error:
             misfits.append(Candidate(choice.name, None, None, None, None, None, None, f"does not fit: {error}"))
             continue
@@ -140,6 +144,18 @@ def _made(choices: Iterable[Choice], before: Judgement) -> tuple[list[tuple[str,
             seen.add(nameless)
             made.append((choice.name, schedule))
     return made, misfits
+
+
+def check_connections(schedule: Schedule, setting: Setting) -> None:
+    """Raises ConfigurationError for a schedule that needs more connections than the transport may have."""
+    if setting.able.most_connections is not None:
+        check_count(most_connected(schedule, setting.able, setting.passes), setting.able)
+
+
+def check_count(found: int, able: Capabilities) -> None:
+    """Raises ConfigurationError for more connections at a rank than the transport may have."""
+    if able.most_connections is not None and found > able.most_connections:
+        raise ConfigurationError(f"it takes {found} communicators on a rank: {able.why_few_connections}")
 
 
 # ---------- what is said of it

@@ -71,6 +71,15 @@ def connections(some: Iterable[Link], able: Capabilities, rank: int) -> int:
     return len(found)
 
 
+def most_connected(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PASSES) -> int:
+    """The connections of the rank that has most: of pairs, and of more ranks."""
+    used = contacts(schedule, able, passes)
+    return max(
+        connections(used.links, able, rank) + sum(rank in ranks for ranks in used.groups)
+        for rank in range(schedule.world_size)
+    )
+
+
 class Held(NamedTuple):
     """Of the rank that holds most: bytes with its connections; of the one whose connections take most: their number,
     those of more than two ranks with them, and bytes."""

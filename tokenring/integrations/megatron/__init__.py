@@ -7,7 +7,15 @@ Importing this imports no Megatron. docs/megatron.md says what happens then.
 
 from tokenring.integrations.megatron.attention import TokenRingAttention
 from tokenring.integrations.megatron.contexts import release_contexts
+from tokenring.integrations.megatron.options import add_arguments, options_of
 from tokenring.integrations.megatron.schedules import per_layer
 from tokenring.integrations.megatron.specs import use_tokenring
 
-__all__ = ["TokenRingAttention", "per_layer", "release_contexts", "use_tokenring"]
+__all__ = [
+    "TokenRingAttention",
+    "add_arguments",
+    "options_of",
+    "per_layer",
+    "release_contexts",
+    "use_tokenring",
+]

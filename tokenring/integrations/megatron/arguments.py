@@ -76,3 +76,13 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, ranks: int) -> None:
             f"{q.shape[0]} queries and {k.shape[0]} keys on a rank: a KV cache is not supported under context "
             f"parallelism; infer with context_parallel_size=1"
         )
+
+
+def check_cut(query: torch.Tensor, config: Any) -> None:
+    """Raises ConfigurationError where every rank holds the whole sequence. query [s / cp, b, np, hn]."""
+    length, ranks = getattr(config, "seq_length", None), int(config.context_parallel_size)
+    if length is not None and query.shape[0] * ranks > length:
+        raise ConfigurationError(
+            f"attention gets {query.shape[0]} of a sequence of {length} tokens on each of {ranks} ranks: the batch was "
+            f"not cut; keep --context-parallel-algo megatron_cp_algo, and MindSpeed's cutting of batches"
+        )

@@ -15,6 +15,7 @@ from tokenring.integrations.megatron.arguments import check_call, check_layer, c
 from tokenring.integrations.megatron.contexts import Contexts, contexts_of
 from tokenring.integrations.megatron.groups import group_of_call, group_of_layer
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
+from tokenring.integrations.megatron.options import framework_seconds
 from tokenring.integrations.megatron.packed import attend_packed
 from tokenring.integrations.megatron.schedules import schedule_of_layer
 from tokenring.integrations.megatron.version import check_version, warn_if_not_run
@@ -27,7 +28,8 @@ class TokenRingAttention(torch.nn.Module):
     """Attention of one layer; for `core_attention` in a layer spec, as a class or in a ModuleSpec with `params`.
 
     It has no parameters and no buffers. Megatron gives all arguments up to model_comm_pgs; `params` may hold schedule,
-    any_version and ContextParallel's options, as for use_tokenring. Raises UnsupportedError for what no schedule
+    any_version and ContextParallel's options, as for use_tokenring; timeout_seconds is by default the framework's own
+    (`options.framework_seconds`). Raises UnsupportedError for what no schedule
     computes (dropout, sinks, cross attention, an unknown version), ConfigurationError for names and groups that are
     wrong or missing.
     """
@@ -61,6 +63,8 @@ class TokenRingAttention(torch.nn.Module):
         self.window = window_of_layer(config, layer_number)
         self.group = group_of_layer(config, pg_collection, model_comm_pgs)
         self.options = {**options, "tensor_parallel": getattr(config, "tensor_model_parallel_size", 1)}
+        if "timeout_seconds" not in options and (seconds := framework_seconds(config, self.group)) is not None:
+            self.options["timeout_seconds"] = seconds
         self._contexts = contexts_of(self.group, self.options)
         self._others: dict[Any, Contexts] = {}  # of groups that calls bring
 

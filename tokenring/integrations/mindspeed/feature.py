@@ -8,18 +8,20 @@ from importlib.util import find_spec
 from typing import Any
 
 from tokenring.errors import BackendUnavailable, ConfigurationError, one_line
+from tokenring.integrations.megatron.options import options_said
 from tokenring.integrations.mindspeed.flags import add_arguments, check_arguments, is_asked
+from tokenring.integrations.mindspeed_llm import ADAPTOR, keep_last, registered
 
 FEATURE = "context_parallel_attention"
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTORS = ("mindspeed.megatron_adaptor", ADAPTOR)
 ATTENTION = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 TE_ATTENTION = "megatron.core.extensions.transformer_engine.TEDotProductAttention"
 OWN_ATTENTION = "mindspeed.core.context_parallel.adaptor.MindSpeedCPDotProductAttention"
 WHOLE = "mindspeed.te"  # gone since core_r0.17, which left attention to a package of its own
 
 TOO_LATE = (
-    f"tokenring.integrations.mindspeed was imported after {ADAPTOR}, which had applied its features by then: move "
-    f"`import tokenring.integrations.mindspeed` above it, to the first line of the training script"
+    "tokenring.integrations.mindspeed was imported after {}, which had applied its features by then: move "
+    "`import tokenring.integrations.mindspeed` above it, to the first line of the training script"
 )
 INSTALL = (
     "install it from its git repository (Ascend/MindSpeed), in the branch for your Megatron-core; what PyPI has under "
@@ -34,23 +36,24 @@ def register() -> None:
     Raises ConfigurationError when MindSpeed has applied its features already, BackendUnavailable when it is missing, a
     placeholder, broken, or of a release that lacks what this needs.
     """
-    if ADAPTOR in sys.modules:
-        raise ConfigurationError(TOO_LATE)
-    features, base = _surface()
-    if not any(each.feature_name == FEATURE for each in features):
-        features.append(_feature(base))
+    if late := [name for name in ADAPTORS if name in sys.modules]:
+        raise ConfigurationError(TOO_LATE.format(late[0]))
+    manager, base = _surface()
+    if not any(each.feature_name == FEATURE for each in manager.FEATURES_LIST):
+        keep_last(manager, _feature(base))
 
 
-def _surface() -> tuple[list[Any], type[Any]]:
-    """MindSpeed's list of features, and the class of which they are."""
+def _surface() -> tuple[Any, type[Any]]:
+    """MindSpeed's manager with its list of features, and the class of which they are."""
     try:
         package = import_module("mindspeed.features_manager")
     except Exception as error:
         raise _unavailable(error) from error
-    features = getattr(getattr(package, "MindSpeedFeaturesManager", None), "FEATURES_LIST", [])
+    manager = getattr(package, "MindSpeedFeaturesManager", None)
+    features = getattr(manager, "FEATURES_LIST", [])
     if not any(each.feature_name == "context_parallel_size" for each in features):
         raise _unknown("its features_manager has no list with context parallelism in it")
-    return features, package.MindSpeedFeature
+    return manager, package.MindSpeedFeature
 
 
 def _unavailable(error: Exception) -> BackendUnavailable:
@@ -85,21 +88,25 @@ def _feature(base: type[Any]) -> Any:
             check_arguments(args)
 
         def register_patches(self, patch_manager: Any, args: Any) -> None:
-            replace_attention(patch_manager, args.tokenring_schedule)
+            replace_attention(patch_manager, args.tokenring_schedule, options_said(args))
 
     return TokenRingFeature()
 
 
-def replace_attention(patch_manager: Any, schedule: str) -> None:
-    """Puts our attention over whatever MindSpeed put in place of Megatron's."""
+def replace_attention(patch_manager: Any, schedule: str, options: dict[str, Any]) -> None:
+    """Puts our attention over whatever MindSpeed, or MindSpeed-LLM, put in place of Megatron's."""
     from tokenring.integrations.mindspeed.attention import attention_class
 
-    is_whole = find_spec(WHOLE) is not None
-    module, _, name = (OWN_ATTENTION if is_whole else TE_ATTENTION).rpartition(".")
+    is_whole, made = find_spec(WHOLE) is not None, dict[Any, Any]()  # by the class that is replaced
+    for target in (ATTENTION, TE_ATTENTION) if is_whole else (TE_ATTENTION,):
+        own = registered(patch_manager, target) or _found(OWN_ATTENTION if is_whole else TE_ATTENTION)
+        made[own] = made.get(own) or attention_class(own, schedule, options)
+        patch_manager.register_patch(target, made[own], force_patch=True)
+
+
+def _found(place: str) -> Any:
+    module, _, name = place.rpartition(".")
     try:
-        own = getattr(import_module(module), name)
+        return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise _unknown(one_line(error)) from error
-    made = attention_class(own, schedule)
-    for target in (ATTENTION, TE_ATTENTION) if is_whole else (TE_ATTENTION,):
-        patch_manager.register_patch(target, made, force_patch=True)

@@ -11,10 +11,11 @@ from typing import Any
 
 from tokenring.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError
+from tokenring.integrations import mindspeed_llm
+from tokenring.integrations.megatron.options import SCHEDULE, add_options, flag_of, flags_said, options_said
 from tokenring.schedule.families.registry import misfit
 
 ASKED = "--context-parallel-attention tokenring"
-SCHEDULE = "--tokenring-schedule"
 
 CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → which of its values, and why
     "context_parallel_algo": (
@@ -45,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="auto (MindSpeed's own algorithm stays where it is hardly slower), auto:ring,usp to choose among these, "
         "or one by name, as usp/4, without comparing",
     )
+    add_options(group)
 
 
 def is_asked(args: Any) -> bool:
@@ -63,15 +65,19 @@ def is_auto(schedule: str) -> bool:
 
 
 def check_arguments(args: Any) -> None:
-    """Raises ConfigurationError for flags that conflict, and for a schedule that is unknown or does not fit."""
+    """Raises ConfigurationError for flags that conflict, and for values that are unknown or do not fit."""
     name = getattr(args, "tokenring_schedule", "auto")
-    if name != "auto" and args.context_parallel_attention != "tokenring":
-        raise ConfigurationError(f"{SCHEDULE} {name} has no effect without {ASKED}: add it")
+    said = {SCHEDULE: name} if name != "auto" else {}
+    said |= {flag_of(option): value for option, value in flags_said(args).items()}
+    if said and args.context_parallel_attention != "tokenring":
+        flag, value = next(iter(said.items()))
+        raise ConfigurationError(f"{flag} {value} has no effect without {ASKED}: add it")
     if not is_asked(args):
         return
-    for attribute, (conflicts, why) in CONFLICTS.items():
+    for attribute, (conflicts, why) in (CONFLICTS | mindspeed_llm.CONFLICTS).items():
         if conflicts(value := getattr(args, attribute, None)):
             raise ConfigurationError(f"--{attribute.replace('_', '-')} {value} does not go with {ASKED}: {why}")
     check_schedule_name(name)
+    options_said(args)
     if not is_auto(name) and (reason := misfit(name, ranks(args))) is not None:
         raise ConfigurationError(f"{SCHEDULE} {name}: {reason}")

@@ -1,0 +1,58 @@
+"""Merging partial results without an infinity in any operation: where a device's logaddexp, clamp or lerp fails there.
+
+By CANN's documentation aclnnLogAddExp is max + log(1 + exp(-|x - y|)), which is NaN for two rows that have seen
+nothing: -inf minus -inf. Here such rows take part as the finite `EMPTY`, and are told by comparison. It takes twice as
+many operations as torch's merge, and temporary memory for statistics and for one output; `backends.mergers` takes it
+only where that one fails its trial.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenring.backends.kernels.npu_rows import EMPTY
+
+NOTHING = EMPTY / 2  # an lse below is of rows that have seen nothing: EMPTY + ln 2 is EMPTY
+
+
+@dataclass(frozen=True)
+class FiniteMerger:
+    """The log-sum-exp form of `runtime.merge`, by a maximum, a logarithm of what is from 1 to 2, and two weights."""
+
+    name = "finite"
+
+    def supports(self, head_dim: int) -> str | None:
+        return None
+
+    def merge_(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        mine, theirs = (each.masked_fill(each <= EMPTY, EMPTY) for each in (lse, new_lse))
+        total = torch.maximum(mine, theirs)
+        total += torch.log1p(torch.exp(-(mine - theirs).abs()))
+        weights = [torch.exp(each - total)[..., None] for each in (mine, theirs)]
+        out.copy_(out * weights[0] + new_out.to(out.dtype) * weights[1])
+        lse.copy_(total.masked_fill(total <= NOTHING, float("-inf")))
+
+    def merged(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.merge_(out, lse, new_out, new_lse, scratch)
+        return out, lse
+
+
+def make() -> FiniteMerger:
+    """There on every device."""
+    return FiniteMerger()

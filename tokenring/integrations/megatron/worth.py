@@ -1,0 +1,42 @@
+"""Whether a schedule of ours saves enough to take the place of an attention that is there already."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch.distributed as dist
+
+from tokenring.integrations.megatron.contexts import Contexts
+from tokenring.integrations.megatron.options import SCHEDULE
+from tokenring.planner.plan import Plan
+from tokenring.planner.select import time_text
+from tokenring.request import Request
+
+LOG = logging.getLogger("tokenring")
+
+
+def saves_too_little(
+    contexts: Contexts, schedule: str, request: Request, own: str, worth: float, whose: str
+) -> bool:
+    """Whether the planner's choice saves less than a share of the time of `own`, our name for what is there already.
+
+    whose: what is said of that, as "MindSpeed's own". All ranks of the group ask together, and rank 0 says it.
+    """
+    plan = contexts.context(schedule, request.device).agreed_plan(request)
+    own_plan = contexts.context(f"auto:{own}", request.device).agreed_plan(request)
+    best_seconds, own_seconds = seconds_of(plan, plan.name), seconds_of(own_plan, own)
+    stays = (saved := 1 - best_seconds / own_seconds) < worth
+    contexts.announce(schedule, request)  # also where ours does not run
+    if dist.get_rank() == 0:
+        text = f"{plan.name} is predicted to take {time_text(best_seconds)}, {whose} algorithm ({own}) "
+        text += f"{time_text(own_seconds)}; {saved:.1%} saved, {worth:.0%} are worth a change"
+        text += f": {whose} stays (to force it: {SCHEDULE} {plan.name})" if stays else ""
+        LOG.log(logging.WARNING if stays else logging.INFO, text)
+    return stays
+
+
+def seconds_of(plan: Plan, name: str) -> float:
+    """What the planner predicts for a schedule; inf where it was not simulated, because it cannot win."""
+    found = {each.name: each.predicted_seconds for each in plan.candidates}[name]
+    return math.inf if found is None else found

@@ -1,0 +1,61 @@
+"""What MindSpeed-LLM, which builds on MindSpeed, does in its own way, as far as our feature must know it.
+
+Its features take the place of MindSpeed's list as a whole when its adaptor is imported; its attention reads more of the
+configuration, and its multi-latent attention is a subclass of whatever stands at Megatron's DotProductAttention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tokenring.errors import UnsupportedError
+
+ADAPTOR = "mindspeed_llm.tasks.megatron_adaptor_v2"  # applies features when it is imported
+CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → which of its values, and why
+    "attn_logit_softcapping": (bool, "logits cannot be capped here: leave it out"),
+    "mla_fa_divide_qk": (bool, "query and key in parts are not supported: leave it out"),
+}
+
+
+def keep_last(manager: Any, feature: Any) -> None:
+    """Puts a feature last in MindSpeed's list, and last again whenever another list takes its place."""
+    manager.FEATURES_LIST.append(feature)
+    replace_list = getattr(manager, "set_features_list", None)
+    if replace_list is None:
+        return
+
+    def set_features_list(features_list: list[Any]) -> None:
+        replace_list(features_list)
+        manager.FEATURES_LIST.append(feature)
+
+    manager.set_features_list = staticmethod(set_features_list)
+
+
+def registered(patch_manager: Any, target: str) -> Any:
+    """The class that MindSpeed's patches put at a target until now; None: there is none, or none is told.
+
+    Of one of ours, which a second application of all features finds there, the class that it replaced.
+    """
+    found = getattr(getattr(patch_manager, "patches_info", {}).get(target), "patch_func", None)
+    return getattr(found, "replaces", found)
+
+
+def check_whole(query: object, key: object) -> None:
+    """Raises UnsupportedError for the lists that --mla-fa-divide-qk makes."""
+    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor)):
+        raise UnsupportedError("query and key in parts (rope apart) are not supported: leave out --mla-fa-divide-qk")
+
+
+def as_subclasses_expect(attention: Any) -> None:
+    """What its attentions read and set beside what Megatron's have, and the scale that it takes from its config."""
+    config = attention.config
+    if scalar := getattr(config, "query_pre_attn_scalar", None):
+        attention.softmax_scale = scalar**-0.5
+    attention.scale_mask_softmax, attention.scale = SimpleNamespace(scale=None), attention.softmax_scale
+    attention.hidden_size_per_attention_head = config.kv_channels
+    attention.norm_factor = math.sqrt(config.kv_channels)
