@@ -20,7 +20,7 @@ from tokenring.backends.symm import SymmTransport
 from tokenring.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 LOG = logging.getLogger("tokenring")
 
@@ -36,7 +36,7 @@ class CudaTransport(Preferring):
     one_sided: type[SymmTransport] = SymmTransport
     two_sided: type[NcclTransport] = NcclTransport
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float, message_bytes: int | None = None) -> None:
+    def __init__(self, group: Held, timeout_seconds: float, message_bytes: int | None = None) -> None:
         self._links: dict[Link, None] = {}
         self._device: torch.device | None = None
         super().__init__(group, timeout_seconds, message_bytes)

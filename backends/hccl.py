@@ -32,10 +32,11 @@ from tokenring.backends.apart import Apart
 from tokenring.backends.base import Capabilities, Handle, Link
 from tokenring.backends.control import Control, own_store
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
+from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 MEGABYTE = 1 << 20  # as HCCL counts
 P2P_MEGABYTES = 20  # of P2P_HCCL_BUFFSIZE where it is not set
@@ -58,9 +59,10 @@ class HcclTransport(Accelerated):
     vendor_says = re.compile(r"hccl|\bERR02\d{3}\b|\bE[IJ]\d{4}\b", re.IGNORECASE)  # torch_npu's and CANN's messages
     capabilities = Capabilities(early_receives=False, channels=2, connection_bytes=CONNECTION_BYTES)
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
+    def __init__(self, group: Held, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
         """beside: the transport of which this is another mode; they share one control, and what is counted."""
-        self._create, self._of = _creator(self.name), group
+        self._create, self._of = _creator(self.name), held(group)
+        group = self._of
         _check_environment(self.name, os.environ)
         self.control = Control(self.name, group, timeout_seconds) if beside is None else beside.control
         self.rank, self.world_size = self.control.rank, self.control.world_size
@@ -102,7 +104,7 @@ class HcclTransport(Accelerated):
         options.group_rank, options.group_size = ranks.index(self.rank), len(ranks)
         options.timeout = timedelta(seconds=watchdog_seconds(os.environ))
         options.group_id = f"tokenring {self.control.name[:8]} {lane}"
-        everybody = dist.get_process_group_ranks(self._of)
+        everybody = self._of.global_ranks()
         options.global_ranks_in_group = [everybody[rank] for rank in ranks]
         return self._create(options, None)
 

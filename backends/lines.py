@@ -24,7 +24,7 @@ from tokenring.backends.meeting import Meeting
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost, TokenRingError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 INTERFACES = "GLOO_SOCKET_IFNAME"  # a user who has told Gloo need not tell us
 ANSWER_SECONDS = 2.0  # for who has connected to say which rank it is: strangers must not keep the others waiting
@@ -45,7 +45,7 @@ class Lines:
     ConfigurationError if this process may not open as many files.
     """
 
-    def __init__(self, control: Control, group: ProcessGroup) -> None:
+    def __init__(self, control: Control, group: Held) -> None:
         self._control = control
         self._lines: dict[int, socket.socket] = {}
         weakref.finalize(self, _close, self._lines)

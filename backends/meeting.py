@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch.distributed as dist
 
 from tokenring.errors import MOST_SAID, PeerLost, one_line
+from tokenring.groups import held
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 T = TypeVar("T")
+ROUND = "tokenring/round"  # at a group's store: how many times a meeting has failed
+LOOK_SECONDS = 0.5  # how often who waits at a store looks whether the others still do
 STORE_SECONDS = 1.0  # how much longer than it should a store may take before it counts as dead
 
 
@@ -70,43 +73,73 @@ def forget(store: Any, what: str, keys: list[str], world_size: int) -> None:
 
 
 class Meeting:
-    """One gathering of all ranks of a group, at its store; every rank makes its meetings in the same order."""
+    """One gathering of all ranks of a group, at its store; every rank makes its meetings in the same order.
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+    That order begins anew whenever a rank has waited in vain: all later meetings are in another round, so that ranks
+    which have made different numbers of meetings before meet again. A rank comes to the round that there is, and those
+    that still wait in an old one hear that it is over.
+    """
+
+    def __init__(self, group: Held, timeout_seconds: float) -> None:
+        group = held(group)
+        self.rank, self.world_size = group.rank, group.world_size
         self.timeout_seconds = timeout_seconds
-        store = dist.distributed_c10d._get_process_group_store(group)
-        number = self._ask(lambda: store.add(f"tokenring/meetings of {self.rank}", 1))
-        self.store = dist.PrefixStore(f"tokenring/{number}", store)  # type: ignore[attr-defined]
+        self._all = store = group.store()
+
+        def come() -> tuple[int, int]:
+            now = int(store.add(ROUND, 0))
+            return now, int(store.add(f"tokenring/meetings of {self.rank}/{now}", 1))
+
+        self._round, number = self._ask(come)
+        self.store = dist.PrefixStore(f"tokenring/{self._round}.{number}", store)  # type: ignore[attr-defined]
 
     def gather(self, what: str, text: str) -> list[str]:
         """What every rank brought, by rank. Raises PeerLost, which names who did not come."""
-        deadline = time.monotonic() + self.timeout_seconds
 
-        def meet() -> tuple[list[str], list[int]]:
+        def meet() -> tuple[list[str], list[int], bool]:
             self.store.set(f"{what}/{self.rank}", text)
-            found, missing = [], []
-            for rank in range(self.world_size):
-                try:
-                    left = max(0.01, deadline - time.monotonic())
-                    self.store.wait([f"{what}/{rank}"], timedelta(seconds=left))
-                    found.append(self.store.get(f"{what}/{rank}").decode())
-                except dist.DistStoreError:
-                    missing.append(rank)
-            if not missing:
+            found, missing, over = self._wait([f"{what}/{rank}" for rank in range(self.world_size)])
+            if missing:
+                self._begin_round()
+            else:
                 forget(self.store, what, [f"{what}/{rank}" for rank in range(self.world_size)], self.world_size)
-            return found, missing
+            return found, missing, over
 
-        found, missing = self._ask(meet, self.timeout_seconds)
+        found, missing, over = self._ask(meet, self.timeout_seconds)
         if missing:
             names = ", ".join(map(str, missing))
+            when = "before another rank gave up waiting" if over else f"within {self.timeout_seconds:g} s"
             raise PeerLost(
-                f"rank {names} of {self.world_size} did not come within {self.timeout_seconds:g} s when the ranks "
+                f"rank {names} of {self.world_size} did not come {when} when the ranks "
                 f"met to exchange {what}: every rank of the group must make its first call. Look at that rank's "
-                f"log first; if it is only slow, raise timeout_seconds of ContextParallel",
+                f"log first; if it is only slow, raise timeout_seconds of ContextParallel. The group can be used "
+                f"further: the ranks meet anew when all of them make a new ContextParallel",
                 missing[0],
             )
         return found
+
+    def _wait(self, keys: list[str]) -> tuple[list[str], list[int], bool]:
+        """What the keys hold, whose are missing in the end, and whether another rank ended the round before."""
+        deadline = time.monotonic() + self.timeout_seconds
+        found, missing, over = [], [], False
+        for rank, key in enumerate(keys):
+            while True:
+                left = 0.0 if over else deadline - time.monotonic()
+                try:
+                    self.store.wait([key], timedelta(seconds=max(0.01, min(left, LOOK_SECONDS))))
+                    found.append(self.store.get(key).decode())
+                    break
+                except dist.DistStoreError:
+                    over = over or self._all.add(ROUND, 0) != self._round
+                    if over or time.monotonic() >= deadline:
+                        missing.append(rank)
+                        break
+        return found, missing, over
+
+    def _begin_round(self) -> None:
+        """What comes after a meeting that failed; the first rank to say so is enough."""
+        if self._all.add(f"tokenring/over/{self._round}", 1) == 1:
+            self._all.add(ROUND, 1)
 
     def _ask(self, function: Callable[[], T], seconds: float = 0.0) -> T:
         try:
