@@ -61,10 +61,11 @@ class Door:
         missing = set(cards)
         while missing and (now := time.monotonic()) < deadline:
             self._send_away_silent(now)
-            until = min([deadline, *(each.until for each in self._callers.values())])
+            oldest = next(iter(self._callers.values()), None)
+            until = deadline if oldest is None else min(deadline, oldest.until)
             for key, _ in self._selector.select(max(0.0, until - now)):
                 if key.fileobj is self._door:
-                    self._accept(answer_seconds, missing, welcome)
+                    self._accept_some(answer_seconds, missing, welcome)
                 elif key.fd in self._callers:  # it may have lost its place meanwhile
                     self._hear(key.fd, missing, welcome)
         return missing
@@ -82,25 +83,36 @@ class Door:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(
+    def _accept_some(
         self, answer_seconds: float, missing: set[bytes], welcome: Callable[[bytes, socket.socket], None]
     ) -> None:
-        """Take in the next one, and hear what it has said already: most have."""
+        """Those who stand there, but no more at once than would keep it from looking at the clock."""
+        for _ in range(MOST_WAITING):
+            if not missing or not self._accept(answer_seconds, missing, welcome):
+                return
+
+    def _accept(
+        self, answer_seconds: float, missing: set[bytes], welcome: Callable[[bytes, socket.socket], None]
+    ) -> bool:
+        """Take in the next one, if there is one, and hear what it has said already: most have."""
         try:
             line, _ = self._door.accept()
-        except (ConnectionError, BlockingIOError):  # it has left already
-            return
+        except BlockingIOError:
+            return False
+        except ConnectionError:  # it has left already
+            return True
         except OSError as error:
             if error.errno not in TOO_MANY_FILES or not self._callers:
                 raise
-            self._send_away(next(iter(self._callers)))  # and the next one is taken when it is looked again
-            return
+            self._send_away(next(iter(self._callers)))
+            return True
         line.setblocking(False)
         self._callers[line.fileno()] = _Caller(line, time.monotonic() + answer_seconds)
         self._selector.register(line, selectors.EVENT_READ)
         self._hear(line.fileno(), missing, welcome)
         if len(self._callers) > MOST_WAITING:
             self._send_away(next(iter(self._callers)))
+        return True
 
     def _hear(self, number: int, missing: set[bytes], welcome: Callable[[bytes, socket.socket], None]) -> None:
         """Read on in a caller's card. Who says anything else is sent away at once."""
@@ -129,8 +141,8 @@ class Door:
         missing.remove(caller.said)
 
     def _send_away_silent(self, now: float) -> None:
-        for number in [number for number, each in self._callers.items() if each.until <= now]:
-            self._send_away(number)
+        while self._callers and (oldest := next(iter(self._callers.items())))[1].until <= now:
+            self._send_away(oldest[0])
 
     def _send_away(self, number: int) -> None:
         caller = self._callers.pop(number)

@@ -109,7 +109,8 @@ class Lines:
             raise self._cannot(min(rank for rank in ranks if rank not in self._lines), error, NOT_CONNECTED) from None
         if missing:
             crowd = f", while {door.strangers} connections said nothing of ours" if door.strangers else ""
-            raise self._control.lost(min(cards[each] for each in missing), CONNECTS, f"timed out ({NOT_CONNECTED}{crowd})")
+            first = min(cards[each] for each in missing)
+            raise self._control.lost(first, CONNECTS, f"timed out ({NOT_CONNECTED}{crowd})")
 
     def _card(self, rank: int) -> bytes:
         """By which a rank is known. The control's name is new, and only its ranks know it."""

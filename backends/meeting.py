@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROUND = "tokenring/round"  # at a group's store: how many times a meeting has failed
-LOOK_SECONDS = 0.5  # how often who waits at a store looks whether the others still do
+GIVEN_UP = "\0given up"  # in place of what a rank brings, where somebody has waited for it in vain
 STORE_SECONDS = 1.0  # how much longer than it should a store may take before it counts as dead
 
 
@@ -77,7 +77,7 @@ class Meeting:
 
     That order begins anew whenever a rank has waited in vain: all later meetings are in another round, so that ranks
     which have made different numbers of meetings before meet again. A rank comes to the round that there is, and those
-    that still wait in an old one hear that it is over.
+    that still wait in an old one hear that it has ended.
     """
 
     def __init__(self, group: Held, timeout_seconds: float) -> None:
@@ -95,51 +95,46 @@ class Meeting:
 
     def gather(self, what: str, text: str) -> list[str]:
         """What every rank brought, by rank. Raises PeerLost, which names who did not come."""
+        deadline = time.monotonic() + self.timeout_seconds
+        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
 
         def meet() -> tuple[list[str], list[int], bool]:
-            self.store.set(f"{what}/{self.rank}", text)
-            found, missing, over = self._wait([f"{what}/{rank}" for rank in range(self.world_size)])
-            if missing:
-                self._begin_round()
+            self.store.set(keys[self.rank], text)
+            found, missing = [], []
+            for rank, key in enumerate(keys):
+                try:
+                    left = max(0.01, deadline - time.monotonic())
+                    self.store.wait([key], timedelta(seconds=left))
+                    found.append(self.store.get(key).decode())
+                except dist.DistStoreError:
+                    missing.append(rank)
+            given_up = [rank for rank, each in enumerate(found) if each == GIVEN_UP] if not missing else []
+            if missing or given_up:
+                self._give_up([keys[rank] for rank in (self.rank, *missing)])
             else:
-                forget(self.store, what, [f"{what}/{rank}" for rank in range(self.world_size)], self.world_size)
-            return found, missing, over
+                forget(self.store, what, keys, self.world_size)
+            return found, missing or given_up, not missing
 
-        found, missing, over = self._ask(meet, self.timeout_seconds)
+        found, missing, told = self._ask(meet, self.timeout_seconds)
         if missing:
             names = ", ".join(map(str, missing))
-            when = "before another rank gave up waiting" if over else f"within {self.timeout_seconds:g} s"
+            how = f"did not come within {self.timeout_seconds:g} s"
+            how = "did not come in time, or gave up waiting," if told else how
             raise PeerLost(
-                f"rank {names} of {self.world_size} did not come {when} when the ranks "
-                f"met to exchange {what}: every rank of the group must make its first call. Look at that rank's "
+                f"rank {names} of {self.world_size} {how} when the ranks met "
+                f"to exchange {what}: every rank of the group must make its first call. Look at that rank's "
                 f"log first; if it is only slow, raise timeout_seconds of ContextParallel. The group can be used "
                 f"further: the ranks meet anew when all of them make a new ContextParallel",
                 missing[0],
             )
         return found
 
-    def _wait(self, keys: list[str]) -> tuple[list[str], list[int], bool]:
-        """What the keys hold, whose are missing in the end, and whether another rank ended the round before."""
-        deadline = time.monotonic() + self.timeout_seconds
-        found, missing, over = [], [], False
-        for rank, key in enumerate(keys):
-            while True:
-                left = 0.0 if over else deadline - time.monotonic()
-                try:
-                    self.store.wait([key], timedelta(seconds=max(0.01, min(left, LOOK_SECONDS))))
-                    found.append(self.store.get(key).decode())
-                    break
-                except dist.DistStoreError:
-                    over = over or self._all.add(ROUND, 0) != self._round
-                    if over or time.monotonic() >= deadline:
-                        missing.append(rank)
-                        break
-        return found, missing, over
-
-    def _begin_round(self) -> None:
-        """What comes after a meeting that failed; the first rank to say so is enough."""
+    def _give_up(self, keys: list[str]) -> None:
+        """Later meetings are in a new round, which one rank begins; who waits for these keys hears at once."""
         if self._all.add(f"tokenring/over/{self._round}", 1) == 1:
             self._all.add(ROUND, 1)
+        for key in keys:
+            self.store.set(key, GIVEN_UP)
 
     def _ask(self, function: Callable[[], T], seconds: float = 0.0) -> T:
         try:

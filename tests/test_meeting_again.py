@@ -91,7 +91,7 @@ def test_who_still_waits_hears_that_it_is_over(ranks: RankPools) -> None:
     with ranks.expendable(3) as some:
         said = some(hears_that_it_is_over)
     assert f"did not come within {SECONDS:g} s" in said[0]
-    assert "did not come before another rank gave up waiting" in said[2]
+    assert "rank 1 of 3 did not come in time, or gave up waiting," in said[2]
 
 
 def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +111,10 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in early:
         with pytest.raises(PeerLost):
             each.gather("names", old)
+    assert old.encode() not in (store.get(f"tokenring/0.1/names/{rank}") for rank in (0, 2))
     later = [Meeting(rank, 0.1) for rank in (0, 1, 2)]  # type: ignore[arg-type]
     assert {each._round for each in early} == {0} and {each._round for each in later} == {1}
     with pytest.raises(PeerLost) as caught:
         later[1].gather("names", "new")
-    assert caught.value.rank == 0 and not store.check(["tokenring/1.1/names/0"])
+    assert caught.value.rank == 0 and store.get("tokenring/1.1/names/0") == meetings.GIVEN_UP.encode()
+    assert store.get("tokenring/0.1/names/1") == meetings.GIVEN_UP.encode(), "who still waited for it would not hear"
