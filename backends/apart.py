@@ -10,7 +10,7 @@ from tokenring.backends.lines import Lines
 from tokenring.weak import weakly
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 # Up to so many ranks agree in one round, whose messages leave before any others: those of a later round would wait for
 # what is queued before them on the same links.
@@ -23,12 +23,12 @@ class Apart:
     First all find out whether everybody says the same, as nearly always, with few messages; if not, each tells each.
     """
 
-    def __init__(self, control: Control, group: ProcessGroup) -> None:
+    def __init__(self, control: Control, group: Held) -> None:
         self._control, self._lines = control, Lines(control, group)
         control.gather_apart = weakly(self._gather)
 
     @staticmethod
-    def where_needed(control: Control, group: ProcessGroup) -> Apart | None:
+    def where_needed(control: Control, group: Held) -> Apart | None:
         """For whoever made the control to hold; None where ranks share memory."""
         return Apart(control, group) if control.shared is None else None
 

@@ -17,9 +17,10 @@ from tokenring.backends.control import Control, Controlled
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.shm import ShmTransport
 from tokenring.errors import BackendUnavailable
+from tokenring.groups import held
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 LOG = logging.getLogger("tokenring")
 
@@ -38,9 +39,10 @@ class Preferring(Controlled, ABC):
     now: Transport
     control: Control
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float, message_bytes: int | None = None) -> None:
+    def __init__(self, group: Held, timeout_seconds: float, message_bytes: int | None = None) -> None:
         """message_bytes: of the messages that are expected, where known; rank 0's count."""
-        self._group, self._timeout_seconds, self._message_bytes = group, timeout_seconds, message_bytes
+        group = self._group = held(group)
+        self._timeout_seconds, self._message_bytes = timeout_seconds, message_bytes
         self.pool: object = None  # the one buffer pool of all that use this transport
         self._own_bytes = 0
         self._take(self._first())

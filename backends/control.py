@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends import semaphores
@@ -27,12 +26,13 @@ from tokenring.backends.meeting import Meeting
 from tokenring.backends.members import Member, this_member
 from tokenring.backends.segments import Segment
 from tokenring.errors import ConfigurationError, PeerLost
+from tokenring.groups import held
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
     from tokenring.backends.base import Link
+    from tokenring.groups import Held
 
 TAG_BYTES = 4  # of an exchange: what it is about
 PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1
@@ -50,7 +50,7 @@ class Control:
     def __init__(
         self,
         transport: str,
-        group: ProcessGroup,
+        group: Held,
         timeout_seconds: float,
         room_bytes: Callable[[int], int] = lambda world_size: 0,
         create_room: Callable[[Segment, int], None] = lambda segment, world_size: None,
@@ -217,8 +217,9 @@ class Control:
         """The error for a wait for `peer` that failed; names the rank that is to blame, which all ranks agree on."""
         self.board.publish_waiting(peer)
         verdict = self._find_verdict(peer, found)
-        self.broken = PeerLost(self._text(verdict, peer, what, found), verdict.rank, verdict.certain)
-        return self.broken
+        said = self._text(verdict, peer, what, found), verdict.rank, verdict.certain
+        self.broken = PeerLost(*said)
+        return PeerLost(*said)  # another one: what is raised gets the frames of all callers, which are not to be kept
 
     def fail(self, error: BaseException) -> None:
         """This rank gives up in the middle of a call: the others need not wait for it."""
@@ -313,10 +314,9 @@ class Controlled:
         self.control.fail(error)
 
 
-def own_store(control: Control, group: ProcessGroup, channel: str) -> Any:
+def own_store(control: Control, group: Held, channel: str) -> Any:
     """The part of the group's store that no other group and no other transport uses."""
-    store = dist.distributed_c10d._get_process_group_store(group)
-    return PrefixStore(f"tokenring/{control.name}/{channel}", store)
+    return PrefixStore(f"tokenring/{control.name}/{channel}", held(group).store())
 
 
 Agree = Callable[[str, str], list[str]]  # what it is about, this rank's trouble → the trouble of each rank

@@ -23,7 +23,7 @@ from tokenring.backends.trial import Broken
 from tokenring.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 LOG = logging.getLogger("tokenring")
 
@@ -39,7 +39,7 @@ class CudaTransport(Preferring):
     one_sided: type[SymmTransport] = SymmTransport
     two_sided: type[NcclTransport] = NcclTransport
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float, message_bytes: int | None = None) -> None:
+    def __init__(self, group: Held, timeout_seconds: float, message_bytes: int | None = None) -> None:
         self._links: dict[Link, None] = {}
         self._device: torch.device | None = None
         self._devices: tuple[str, ...] = ()  # of all ranks, where they have told each other

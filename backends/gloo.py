@@ -26,10 +26,11 @@ from tokenring.backends.control import Control, Controlled, own_store
 from tokenring.backends.lines import CONNECTS, interfaces
 from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
+from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 NO_CALL = 0  # the key before the first call, and after one on which the ranks did not agree
 BUNDLE_BYTES = 512 << 10  # whose copies, at both ends, take a core no longer than the message that they save
@@ -43,7 +44,7 @@ def check_gloo() -> None:
         raise BackendUnavailable("transport 'gloo' was asked for, but this torch was built without Gloo")
 
 
-def connect(control: Control, group: ProcessGroup, channel: str) -> Any:
+def connect(control: Control, group: Held, channel: str) -> Any:
     """A Gloo group of the members of `group` alone. Raises PeerLost.
 
     Not by dist.new_group: it wants every rank of the world, or else names groups by how many a rank
@@ -105,8 +106,9 @@ class GlooTransport(Controlled):
 
     capabilities = Capabilities(early_receives=True, channels=2, bundle_bytes=BUNDLE_BYTES, ahead_bytes=AHEAD_BYTES)
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+    def __init__(self, group: Held, timeout_seconds: float) -> None:
         check_gloo()
+        group = held(group)
         self.control = Control("gloo", group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)

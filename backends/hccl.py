@@ -41,11 +41,12 @@ from tokenring.backends.hccl_environment import (
     watchdog_seconds,
 )
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
+from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 from tokenring.schedule.measure import connections
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 Ranks = tuple[int, ...]
 CONNECTION_BYTES = 2 * P2P_MEGABYTES * MEGABYTE  # in and out, at each end
@@ -67,9 +68,10 @@ class HcclTransport(Accelerated):
     vendor_says = re.compile(r"hccl|\bERR02\d{3}\b|\bE[IJ]\d{4}\b", re.IGNORECASE)  # torch_npu's and CANN's messages
     capabilities = Capabilities(early_receives=False, channels=2, connection_bytes=CONNECTION_BYTES)
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
+    def __init__(self, group: Held, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
         """beside: the transport of which this is another mode; they share one control, and what is counted."""
-        self._create, self._of = _creator(self.name), group
+        self._create, self._of = _creator(self.name), held(group)
+        group = self._of
         check_environment(self.name, os.environ)
         self.control = Control(self.name, group, timeout_seconds) if beside is None else beside.control
         self.rank, self.world_size = self.control.rank, self.control.world_size
@@ -117,7 +119,7 @@ class HcclTransport(Accelerated):
         options.group_rank, options.group_size = ranks.index(self.rank), len(ranks)
         options.timeout = timedelta(seconds=watchdog_seconds(os.environ))
         options.group_id = f"tokenring {self.control.name[:8]} {lane}"
-        everybody = dist.get_process_group_ranks(self._of)
+        everybody = self._of.global_ranks()
         options.global_ranks_in_group = [everybody[rank] for rank in ranks]
         return self._create(options, None)
 

@@ -5,7 +5,6 @@ They cost less than Gloo's messages, each of which wakes a thread of its own at 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -20,19 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenring.backends.control import Control
+from tokenring.backends.door import TOO_MANY_FILES, Door
 from tokenring.backends.meeting import Meeting
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost, TokenRingError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 INTERFACES = "GLOO_SOCKET_IFNAME"  # a user who has told Gloo need not tell us
-ANSWER_SECONDS = 2.0  # for who has connected to say which rank it is: strangers must not keep the others waiting
+ANSWER_SECONDS = 2.0  # for who has connected to say which rank it is; others are heard meanwhile
 PAUSE_SECONDS = 0.05  # before a rank is called again
-STRANGERS = 128  # for whom there is room at the door while none is let in
 MOST_SECONDS = 1e6  # that a socket waits: the milliseconds of more overflow
-TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 CONNECTS, HEARS = "connected to all ranks", "exchanged with all ranks"
+NOT_CONNECTED = "it has not connected"
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 IF_INET6 = Path("/proc/net/if_inet6")
 LINK_LOCAL = "20"  # a scope there: such addresses mean nothing to others
@@ -45,7 +44,7 @@ class Lines:
     ConfigurationError if this process may not open as many files.
     """
 
-    def __init__(self, control: Control, group: ProcessGroup) -> None:
+    def __init__(self, control: Control, group: Held) -> None:
         self._control = control
         self._lines: dict[int, socket.socket] = {}
         weakref.finalize(self, _close, self._lines)
@@ -56,7 +55,7 @@ class Lines:
                 door = until_met.enter_context(_door(control.world_size))
             except (BackendUnavailable, OSError) as error:
                 trouble = f"rank {control.rank} cannot listen for the others: {error}"
-            where = door.getsockname()[:2] if door else ()
+            where = door.place if door else ()
             said = [json.loads(each) for each in meeting.gather("where they listen", json.dumps([trouble, where]))]
             if trouble := "; ".join(filter(None, (each for each, _ in said))):
                 raise BackendUnavailable(trouble)
@@ -65,15 +64,13 @@ class Lines:
 
     # ---------- connecting
 
-    def _connect(self, door: socket.socket, places: list[list[Any]]) -> None:
+    def _connect(self, door: Door, places: list[list[Any]]) -> None:
         """Call the ranks before this one, let in those after it."""
         deadline = time.monotonic() + self._control.timeout_seconds
         for rank in range(self._control.rank):
             host, port = places[rank]
             self._call(rank, host, port, deadline)
-        cards = {self._card(rank): rank for rank in range(self._control.rank + 1, self._control.world_size)}
-        while cards:
-            self._answer(door, cards, deadline)
+        self._answer(door, range(self._control.rank + 1, self._control.world_size), deadline)
 
     def _call(self, rank: int, host: str, port: int, deadline: float) -> None:
         """Each says who it is. If that came too late, as when a rank has many callers, it is called again."""
@@ -98,24 +95,22 @@ class Lines:
                 self._keep(rank, line)
                 unless_kept.pop_all()
 
-    def _answer(self, door: socket.socket, cards: dict[bytes, int], deadline: float) -> None:
-        """Let in the next that connects if it brings one of the cards, which then is gone. Send away whoever else."""
-        door.settimeout(_left(deadline))
+    def _answer(self, door: Door, ranks: range, deadline: float) -> None:
+        """Let in these ranks, whoever else comes."""
+        cards = {self._card(rank): rank for rank in ranks}
+
+        def welcome(card: bytes, line: socket.socket) -> None:
+            line.sendall(self._card(self._control.rank))
+            self._keep(cards[card], line)
+
         try:
-            line, _ = door.accept()
-        except ConnectionError:  # it has left already
-            return
+            missing = door.let_in(set(cards), deadline, ANSWER_SECONDS, welcome)
         except OSError as error:
-            raise self._cannot(min(cards.values()), error, "it has not connected") from None
-        with ExitStack() as unless_kept, suppress(OSError):
-            unless_kept.enter_context(line)
-            card = _receive(line, len(self._card(0)), min(deadline, time.monotonic() + ANSWER_SECONDS))
-            if card in cards:
-                line.sendall(self._card(self._control.rank))
-                self._keep(cards.pop(card), line)
-                unless_kept.pop_all()
-        if time.monotonic() >= deadline and cards:
-            raise self._control.lost(min(cards.values()), CONNECTS, "it has not connected")
+            raise self._cannot(min(rank for rank in ranks if rank not in self._lines), error, NOT_CONNECTED) from None
+        if missing:
+            crowd = f", while {door.strangers} connections said nothing of ours" if door.strangers else ""
+            first = min(cards[each] for each in missing)
+            raise self._control.lost(first, CONNECTS, f"timed out ({NOT_CONNECTED}{crowd})")
 
     def _card(self, rank: int) -> bytes:
         """By which a rank is known. The control's name is new, and only its ranks know it."""
@@ -159,10 +154,8 @@ class Lines:
         return self._control.lost(rank, HEARS, "no answer" if late else str(error))
 
 
-def _door(callers: int) -> socket.socket:
-    host = own_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=callers + STRANGERS)
+def _door(callers: int) -> Door:
+    return Door(own_address(), callers)
 
 
 def _left(deadline: float) -> float:

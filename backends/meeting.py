@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch.distributed as dist
 
 from tokenring.errors import MOST_SAID, PeerLost, one_line
+from tokenring.groups import held
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 T = TypeVar("T")
+ROUND = "tokenring/round"  # at a group's store: how many times a meeting has failed
+GIVEN_UP = "\0given up"  # in place of what a rank brings, where somebody has waited for it in vain
 STORE_SECONDS = 1.0  # how much longer than it should a store may take before it counts as dead
 
 
@@ -70,43 +73,68 @@ def forget(store: Any, what: str, keys: list[str], world_size: int) -> None:
 
 
 class Meeting:
-    """One gathering of all ranks of a group, at its store; every rank makes its meetings in the same order."""
+    """One gathering of all ranks of a group, at its store; every rank makes its meetings in the same order.
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+    That order begins anew whenever a rank has waited in vain: all later meetings are in another round, so that ranks
+    which have made different numbers of meetings before meet again. A rank comes to the round that there is, and those
+    that still wait in an old one hear that it has ended.
+    """
+
+    def __init__(self, group: Held, timeout_seconds: float) -> None:
+        group = held(group)
+        self.rank, self.world_size = group.rank, group.world_size
         self.timeout_seconds = timeout_seconds
-        store = dist.distributed_c10d._get_process_group_store(group)
-        number = self._ask(lambda: store.add(f"tokenring/meetings of {self.rank}", 1))
-        self.store = dist.PrefixStore(f"tokenring/{number}", store)  # type: ignore[attr-defined]
+        self._all = store = group.store()
+
+        def come() -> tuple[int, int]:
+            now = int(store.add(ROUND, 0))
+            return now, int(store.add(f"tokenring/meetings of {self.rank}/{now}", 1))
+
+        self._round, number = self._ask(come)
+        self.store = dist.PrefixStore(f"tokenring/{self._round}.{number}", store)  # type: ignore[attr-defined]
 
     def gather(self, what: str, text: str) -> list[str]:
         """What every rank brought, by rank. Raises PeerLost, which names who did not come."""
         deadline = time.monotonic() + self.timeout_seconds
+        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
 
-        def meet() -> tuple[list[str], list[int]]:
-            self.store.set(f"{what}/{self.rank}", text)
+        def meet() -> tuple[list[str], list[int], bool]:
+            self.store.set(keys[self.rank], text)
             found, missing = [], []
-            for rank in range(self.world_size):
+            for rank, key in enumerate(keys):
                 try:
                     left = max(0.01, deadline - time.monotonic())
-                    self.store.wait([f"{what}/{rank}"], timedelta(seconds=left))
-                    found.append(self.store.get(f"{what}/{rank}").decode())
+                    self.store.wait([key], timedelta(seconds=left))
+                    found.append(self.store.get(key).decode())
                 except dist.DistStoreError:
                     missing.append(rank)
-            if not missing:
-                forget(self.store, what, [f"{what}/{rank}" for rank in range(self.world_size)], self.world_size)
-            return found, missing
+            given_up = [rank for rank, each in enumerate(found) if each == GIVEN_UP] if not missing else []
+            if missing or given_up:
+                self._give_up([keys[rank] for rank in (self.rank, *missing)])
+            else:
+                forget(self.store, what, keys, self.world_size)
+            return found, missing or given_up, not missing
 
-        found, missing = self._ask(meet, self.timeout_seconds)
+        found, missing, told = self._ask(meet, self.timeout_seconds)
         if missing:
             names = ", ".join(map(str, missing))
+            how = f"did not come within {self.timeout_seconds:g} s"
+            how = "did not come in time, or gave up waiting," if told else how
             raise PeerLost(
-                f"rank {names} of {self.world_size} did not come within {self.timeout_seconds:g} s when the ranks "
-                f"met to exchange {what}: every rank of the group must make its first call. Look at that rank's "
-                f"log first; if it is only slow, raise timeout_seconds of ContextParallel",
+                f"rank {names} of {self.world_size} {how} when the ranks met "
+                f"to exchange {what}: every rank of the group must make its first call. Look at that rank's "
+                f"log first; if it is only slow, raise timeout_seconds of ContextParallel. The group can be used "
+                f"further: the ranks meet anew when all of them make a new ContextParallel",
                 missing[0],
             )
         return found
+
+    def _give_up(self, keys: list[str]) -> None:
+        """Later meetings are in a new round, which one rank begins; who waits for these keys hears at once."""
+        if self._all.add(f"tokenring/over/{self._round}", 1) == 1:
+            self._all.add(ROUND, 1)
+        for key in keys:
+            self.store.set(key, GIVEN_UP)
 
     def _ask(self, function: Callable[[], T], seconds: float = 0.0) -> T:
         try:

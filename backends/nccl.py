@@ -35,11 +35,13 @@ from tokenring.backends.devices import device_of
 from tokenring.backends.meeting import Aside
 from tokenring.backends.watch import Watch, Watched
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
+from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import GroupName
+
+    from tokenring.groups import Held
 
 T = TypeVar("T")
 LATE = "what NCCL finds wrong with a message is said at a later call; TORCH_NCCL_BLOCKING_WAIT=1 says it in place"
@@ -73,8 +75,9 @@ class NcclTransport(Watched, Accelerated):
     capabilities = Capabilities(early_receives=False, channels=2, pair_serial=True)
     contact_seconds = 60.0  # at least, for the first contact: most of it is work, and more with more ranks
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+    def __init__(self, group: Held, timeout_seconds: float) -> None:
         self._check_available()
+        group = held(group)
         self.control = Control(self.name, group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
@@ -94,11 +97,11 @@ class NcclTransport(Watched, Accelerated):
         if reason := unavailable():
             raise BackendUnavailable(f"transport {self.name!r} was asked for, but {reason}")
 
-    def _make(self, group: ProcessGroup, channel: str) -> Any:
+    def _make(self, group: Held, channel: str) -> Any:
         """An NCCL group of the members of `group` alone; not by dist.new_group, as `gloo.connect` says."""
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=limit_seconds(os.environ, self.control.timeout_seconds))
-        options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        options.global_ranks_in_group = held(group).global_ranks()
         options.group_name = cast("GroupName", f"tokenring {self.control.name[:8]} {channel}")
         store = own_store(self.control, group, channel)
         return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from tokenring.backends.base import AttentionKernel, Capabilities, HeadLimited, Transport
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
+from tokenring.groups import held
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
+    from tokenring.groups import Held
     from tokenring.schedule.ir import Pass
     from tokenring.workload import Workload
 
@@ -78,24 +78,24 @@ def bounded(name: str) -> dict[str, Capabilities]:
     return {mode: transport_capabilities(mode) for mode in BOUNDED.get(name, ())}
 
 
-def modes_of(asked: object, group: ProcessGroup | None, device: torch.device) -> dict[str, Capabilities]:
+def modes_of(asked: object, group: Held | None, device: torch.device) -> dict[str, Capabilities]:
     """Those of what "auto" stands for, which a plan may take to keep to a limit; none where one was asked for."""
     return bounded(automatic(group, device)) if asked == "auto" and group is not None else {}
 
 
-def automatic(group: ProcessGroup, device: torch.device | None) -> str:
+def automatic(group: Held, device: torch.device | None) -> str:
     """The transport that "auto" stands for: by the tensors' device; before there are any, by what the group serves.
 
     A group that serves CPU tensors too is taken for one of these, until a call brings others.
     """
     if device is not None:
         return OF_DEVICE.get(device.type, "auto")
-    served = {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
+    served = {part.partition(":")[0] for part in dist.get_backend_config(held(group)()).split(",")}
     return next((OF_DEVICE[kind] for kind in sorted(served) if kind in OF_DEVICE and "cpu" not in served), "auto")
 
 
 def make_transport(
-    name: str, group: ProcessGroup, timeout_seconds: float, message_bytes: int | None = None
+    name: str, group: Held, timeout_seconds: float, message_bytes: int | None = None
 ) -> Transport:
     """The transport for a group; "auto" takes shared memory where the ranks share some, else Gloo. All ranks agree.
 

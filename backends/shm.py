@@ -20,11 +20,12 @@ from tokenring.backends.control import Control, Controlled, shared_segment
 from tokenring.backends.segments import Segment
 from tokenring.backends.semaphores import SIZE_BYTES, Semaphore
 from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 from tokenring.weak import weakly
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 CHANNELS = (REQUESTS, PARTIALS)
 RING = 32  # receives of one pair and channel whose places can be known ahead; more wait here
@@ -97,7 +98,8 @@ class ShmTransport(Controlled):
 
     capabilities = Capabilities(early_receives=True, channels=2, one_sided=True)
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+    def __init__(self, group: Held, timeout_seconds: float) -> None:
+        group = held(group)
         self.control = Control("shm", group, timeout_seconds, room_bytes, create_signals)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         if self.control.shared is None:

@@ -29,10 +29,11 @@ from tokenring.backends.mailbox import Mailboxes, lay
 from tokenring.backends.onesided import Line, Memory, Receiving, Sending, Words
 from tokenring.backends.watch import Watch, Watched
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 CHANNELS = (REQUESTS, PARTIALS)
 NOT_CAPTURED = "messages of transport {!r} cannot be captured in a graph here: {}; call attention without a capture"
@@ -92,7 +93,8 @@ class SymmTransport(Watched, Acting):
     device_type = "cuda"
     capabilities = Capabilities(early_receives=False, channels=2, one_sided=True, zero_sm=True, capturable=True)
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float) -> None:
+    def __init__(self, group: Held, timeout_seconds: float) -> None:
+        group = held(group)
         self.control = Control(self.name, group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
@@ -135,7 +137,7 @@ class SymmTransport(Watched, Acting):
         self._where = torch.device("cuda", torch.cuda.current_device())
         return device_of(self._where)
 
-    def _meeting_place(self, group: ProcessGroup) -> Any:
+    def _meeting_place(self, group: Held) -> Any:
         """A store for the rendezvous alone: a rank that waits there in vain must not hold up what else is said."""
         store = own_store(self.control, group, "symmetric memory").clone()
         store.set_timeout(timedelta(seconds=self.control.timeout_seconds / 3))

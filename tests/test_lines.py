@@ -19,6 +19,7 @@ import pytest
 
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.backends import lines
+from tokenring.backends.door import Door
 from tokenring.backends.lines import Lines, own_address
 
 SECONDS = 5.0
@@ -322,7 +323,7 @@ class TestLost:
     def test_who_has_no_address_is_named_on_all_ranks_alike(self, connected: Any, monkeypatch: Any) -> None:
         door = lines._door
 
-        def some(callers: int) -> socket.socket:
+        def some(callers: int) -> Door:
             if threading.current_thread().name == "1":
                 raise BackendUnavailable("no such interface")
             return door(callers)

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from tokenring.arguments import (
     check_made_for,
@@ -22,7 +21,7 @@ from tokenring.arguments import (
     seconds_limit,
 )
 from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
-from tokenring.groups import process_group
+from tokenring.groups import hold
 from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.request import Request
 from tokenring.runtime.agreement import Description, agree, beginning, named_digest, settle
@@ -34,8 +33,10 @@ from tokenring.weak import weakly
 from tokenring.workload import Workload
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from tokenring.backends.base import AttentionKernel, Transport
-    from tokenring.groups import Group
+    from tokenring.groups import Group, HeldGroup
     from tokenring.planner.interconnect import Interconnect
     from tokenring.planner.plan import Plan
     from tokenring.planner.planner import Planner
@@ -73,7 +74,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        group: Group = None,
+        group: Group | HeldGroup = None,
         layout: str | Layout = "zigzag",
         schedule: str | Scheme | Schedule | Plan | None = None,
         transport: str | Transport = "auto",
@@ -85,9 +86,10 @@ class ContextParallel:
         pieces: int | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        self.group = process_group(group)
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
+        self._group = hold(group)
+        del group  # a frame of ours that an error keeps must not keep it
+        self.rank = 0 if self._group is None else self._group.rank
+        self.world_size = 1 if self._group is None else self._group.world_size
         self.layout = layout
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
@@ -167,11 +169,18 @@ class ContextParallel:
         self.close()
 
     def check_open(self) -> None:
-        """Raises ConfigurationError once this is closed."""
+        """Raises ConfigurationError once this is closed, or its group destroyed."""
         if self._closed:
             raise ConfigurationError(
                 "this ContextParallel was closed; make another one, or close it after the last call"
             )
+        if self._group is not None:
+            self._group.check()
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group; None for one rank alone. Raises ConfigurationError once it is destroyed."""
+        return None if self._group is None else self._group()
 
     def layout_for(self, length: int) -> Layout:
         """The layout of a sequence of this length. Raises ConfigurationError when it does not divide."""
@@ -193,14 +202,14 @@ class ContextParallel:
         self.check_open()
         if not isinstance(self._transport, str):
             return self._transport
-        if self.group is None or self.world_size == 1:
+        if self._group is None or self.world_size == 1:
             return None
         from tokenring.backends.registry import automatic, make_transport
 
-        name = automatic(self.group, device) if self._transport == "auto" else self._transport
+        name = automatic(self._group, device) if self._transport == "auto" else self._transport
         if name not in self._made_here:
             expected = None if size is None else size.ring_bytes(self.world_size)
-            self._made_here[name] = make_transport(name, self.group, self.timeout_seconds, expected)
+            self._made_here[name] = make_transport(name, self._group, self.timeout_seconds, expected)
         return self._made_here[name]
 
     def _carrier(self, request: Request) -> Transport | None:
@@ -287,7 +296,7 @@ class ContextParallel:
         from tokenring.planner.plan import Plan
 
         def given(made: Schedule, why: str) -> Plan:
-            return within_connections(Plan(made, size, why, ()), self._transport, self.group, request.device)
+            return within_connections(Plan(made, size, why, ()), self._transport, self._group, request.device)
 
         size, mask = request.workload, request.mask
         q_layout, kv_layout = self._layouts(request)
@@ -306,7 +315,7 @@ class ContextParallel:
             return given(made, f"asked for by name: {asked}")
         transport = self.transport_for(request.device, request.workload)
         able = None if transport is None else transport.capabilities
-        kernel, modes = self.kernel(request.device), modes_of(self._transport, self.group, request.device)
+        kernel, modes = self.kernel(request.device), modes_of(self._transport, self._group, request.device)
         found = self._planner.plan(request, (q_layout, kv_layout), kernel, able, modes)
         why = getattr(transport, "why", "")  # of those that are chosen among several
         return replace(found, reason=f"{found.reason}; {why}") if why else found
@@ -322,7 +331,7 @@ class ContextParallel:
         from tokenring.planner.planner import Planner
 
         limits = self.memory_limit_bytes, self.tensor_parallel
-        return Planner(self.group, self.world_size, self.topology, restricted(str(self.schedule)), *limits)
+        return Planner(self._group, self.world_size, self.topology, restricted(str(self.schedule)), *limits)
 
     def _layouts(self, request: Request) -> tuple[Layout, Layout]:
         size = request.workload

@@ -1,8 +1,9 @@
-"""What users give as a group."""
+"""What users give as a group, and how it is held."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -13,8 +14,68 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     Group = ProcessGroup | DeviceMesh | Literal["self"] | None  # "self": this rank alone; None: the world
+    Held: TypeAlias = "ProcessGroup | HeldGroup"
 
 NOT_A_MEMBER = "this rank is not a member of the group; only members make a ContextParallel"
+
+DESTROYED = "the group of this ContextParallel was destroyed: make a new ContextParallel, of a group that is there"
+
+
+class HeldGroup:
+    """A process group that torch can destroy: what holds this keeps no group alive.
+
+    With the last reference to a group go its threads, which torch waits for. Threads of a group that is kept free their
+    last tensors while the interpreter ends, need it for that, and abort the process. So nothing of ours has a group
+    itself: no object, and no frame, which an error that somebody keeps would hold. Raises ConfigurationError for one
+    that is destroyed.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._ref = ref(group)
+        del group
+        self.rank, self.world_size = dist.get_rank(self()), dist.get_world_size(self())
+
+    @property
+    def lives(self) -> bool:
+        """Whether torch.distributed still has it; somebody else may hold what it has destroyed."""
+        return self._ref() in dist.distributed_c10d._world.pg_map
+
+    def check(self) -> None:
+        """Raises ConfigurationError once it is destroyed."""
+        if not self.lives:
+            raise ConfigurationError(DESTROYED)
+
+    def __call__(self) -> ProcessGroup:
+        """The group itself, for a call of torch and not to be kept. Raises ConfigurationError."""
+        self.check()
+        return cast("ProcessGroup", self._ref())
+
+    def store(self) -> Any:
+        """The group's store. Raises ConfigurationError."""
+        return dist.distributed_c10d._get_process_group_store(self())
+
+    def global_ranks(self) -> list[int]:
+        """The rank in the world of each of its ranks. Raises ConfigurationError."""
+        return dist.get_process_group_ranks(self())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeldGroup) and self._ref == other._ref
+
+    def __hash__(self) -> int:
+        return hash(self._ref)
+
+
+def held(group: Held) -> HeldGroup:
+    """The same group, held so that torch can destroy it."""
+    return group if isinstance(group, HeldGroup) else HeldGroup(group)
+
+
+def hold(group: Group | HeldGroup) -> HeldGroup | None:
+    """What a user gives as a group, held so that torch can destroy it; None where there is one process only."""
+    if isinstance(group, HeldGroup):
+        return group
+    found = process_group(group)
+    return None if found is None else HeldGroup(found)
 
 
 def process_group(group: Group) -> ProcessGroup | None:

@@ -151,6 +151,8 @@ def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> 
         assert cp.transport is not None  # there are several ranks
         peer = (cp.rank + 1) % cp.world_size
         raise cp.transport.lost(peer, f"took part in {what}", one_line(error, MOST_SAID)) from None
+    finally:
+        del work  # an error that somebody keeps holds this frame, and must not hold what the group's threads work on
 
 
 def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:

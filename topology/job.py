@@ -22,23 +22,25 @@ from tokenring.topology.seat import Seat, host_names, this_seat
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from tokenring.groups import Group, Held, HeldGroup
 
 SHARE_OF_TIME = 0.5  # of the time limit: what asking the tools may take, for the others wait meanwhile
 Look = Callable[[], list[Facts]]
 
 
 def probe(
-    group: ProcessGroup | DeviceMesh | None,
+    group: Group | HeldGroup,
     device: torch.device | None,
     *,
     cache: bool,
     timeout_seconds: float,
 ) -> Topology:
     """What Topology.probe does."""
-    from tokenring.groups import process_group
+    from tokenring.groups import hold
 
+    held = hold(group)
+    del group
     seat = this_seat(device)
 
     def look() -> list[Facts]:
@@ -47,10 +49,10 @@ def probe(
     def look_or_remember() -> list[Facts]:
         return cached(cache_folder(os.environ) if cache else None, seat.host, fingerprint(seat.host), look)
 
-    return gather(process_group(group), seat, look_or_remember, timeout_seconds)
+    return gather(held, seat, look_or_remember, timeout_seconds)
 
 
-def gather(group: ProcessGroup | None, seat: Seat, look: Look, timeout_seconds: float) -> Topology:
+def gather(group: Held | None, seat: Seat, look: Look, timeout_seconds: float) -> Topology:
     """The topology of all ranks' seats; `look` is called by the first rank of each machine.
 
     Raises PeerLost, which names who did not come; TopologyError if a machine could not be looked at.

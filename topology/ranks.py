@@ -12,9 +12,9 @@ from tokenring.errors import ConfigurationError
 if TYPE_CHECKING:  # the rest is imported where it is needed: `import tokenring` comes through here
     import torch
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
     from tokenring.backends.base import Transport
+    from tokenring.groups import Group, HeldGroup
     from tokenring.topology.facts import Device
     from tokenring.topology.graph import Graph
     from tokenring.topology.seat import Seat
@@ -47,7 +47,7 @@ class Topology:
 
     @staticmethod
     def probe(
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: Group | HeldGroup = None,
         device: torch.device | None = None,
         *,
         cache: bool = True,

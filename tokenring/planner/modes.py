@@ -21,7 +21,7 @@ from tokenring.planner.select import SAME, mb_text, time_text
 from tokenring.schedule.measure import most_connected
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tokenring.groups import Held
 
 P = TypeVar("P", Plan, Forecast)
 
@@ -69,7 +69,7 @@ def within_limit(
     return replace(best, transport=mode, reason=reason)
 
 
-def within_connections(plan: Plan, asked: object, group: ProcessGroup | None, device: torch.device) -> Plan:
+def within_connections(plan: Plan, asked: object, group: Held | None, device: torch.device) -> Plan:
     """A plan that was not chosen here, over the first mode of transport "auto" in which it keeps to a limit.
 
     The plan itself where there is no limit, where it keeps to it anyway, and where it does so in no mode: then the

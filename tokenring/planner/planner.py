@@ -15,6 +15,7 @@ from tokenring.arguments import check_memory_limit, check_topology
 from tokenring.backends.base import IDEAL
 from tokenring.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.groups import held
 from tokenring.layout import Layout
 from tokenring.planner.aside import Aside
 from tokenring.planner.auto import Call, order_of, plan_call
@@ -40,9 +41,8 @@ from tokenring.topology.facts import PROCESS
 from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from tokenring.backends.base import AttentionKernel, Capabilities, Transport
+    from tokenring.groups import Held
     from tokenring.request import Request
 
 LOG = logging.getLogger("tokenring")
@@ -58,14 +58,15 @@ class Planner:
 
     def __init__(
         self,
-        group: ProcessGroup | None,
+        group: Held | None,
         world_size: int,
         topology: Topology | Interconnect | None,
         families: tuple[str, ...],
         memory_limit_bytes: int | None,
         tensor_parallel: int = 1,
     ) -> None:
-        self.group, self.world_size, self.families = group, world_size, families
+        self.group = None if group is None else held(group)
+        self.world_size, self.families = world_size, families
         self.memory_limit_bytes, self.tensor_parallel = memory_limit_bytes, tensor_parallel
         self._given = topology
         self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}

@@ -13,7 +13,7 @@ import torch
 
 from tokenring.integrations.megatron.arguments import check_call, check_layer, check_options, check_shapes
 from tokenring.integrations.megatron.contexts import Contexts, contexts_of
-from tokenring.integrations.megatron.groups import group_of_call, group_of_layer
+from tokenring.integrations.megatron.groups import group_of_call, group_of_layer, kept
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.options import framework_seconds
 from tokenring.integrations.megatron.packed import attend_packed
@@ -61,9 +61,10 @@ class TokenRingAttention(torch.nn.Module):
         self.schedule = schedule_of_layer(cp_comm_type, schedule, config)
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window = window_of_layer(config, layer_number)
-        self.group = group_of_layer(config, pg_collection, model_comm_pgs)
+        group = group_of_layer(config, pg_collection, model_comm_pgs)
+        self.group = kept(group)
         self.options = {**options, "tensor_parallel": getattr(config, "tensor_model_parallel_size", 1)}
-        if "timeout_seconds" not in options and (seconds := framework_seconds(config, self.group)) is not None:
+        if "timeout_seconds" not in options and (seconds := framework_seconds(config, group)) is not None:
             self.options["timeout_seconds"] = seconds
         self._contexts = contexts_of(self.group, self.options)
         self._others: dict[Any, Contexts] = {}  # of groups that calls bring
@@ -121,7 +122,7 @@ class TokenRingAttention(torch.nn.Module):
 
     def _contexts_of_call(self, packed_seq_params: Any) -> Contexts:
         group = group_of_call(self.group, packed_seq_params)
-        if group is self.group:
+        if group == self.group:
             return self._contexts
         if group not in self._others:
             options = {name: value for name, value in self.options.items() if name != "topology"}  # of other ranks

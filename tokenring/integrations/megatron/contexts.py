@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from tokenring.attention import attend, attend_as, call_inputs, make_request
 from tokenring.context import ContextParallel
+from tokenring.integrations.megatron.groups import kept
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
 from tokenring.layout import make_layout
@@ -24,14 +24,15 @@ from tokenring.request import Request
 from tokenring.schedule.families.registry import misfit
 
 if TYPE_CHECKING:
-    from tokenring.integrations.megatron.groups import LayerGroup
+    from tokenring.integrations.megatron.groups import KeptGroup, LayerGroup
 
 ALWAYS_FITS = "ring"  # also one rank alone, where nothing moves
-_KEPT: dict[tuple[LayerGroup, object], Contexts] = {}
+_KEPT: dict[tuple[KeptGroup, object], Contexts] = {}
 
 
-def contexts_of(group: LayerGroup, options: Mapping[str, Any]) -> Contexts:
+def contexts_of(group: LayerGroup | KeptGroup, options: Mapping[str, Any]) -> Contexts:
     """What all layers of this group with these options share; `options` are those of ContextParallel."""
+    group = kept(group)
     key = (group, tuple((name, _identity(options[name])) for name in sorted(options)))
     if key not in _KEPT:
         for each in [each for each in _KEPT if not _lives(each[0])]:
@@ -46,17 +47,15 @@ def release_contexts(group: LayerGroup | None = None) -> None:
     group: a context-parallel group, or "self" for what ranks without one hold. All ranks of a group call it after the
     same step, when no backward pass is left to do; then the next call connects and plans again.
     """
+    which = None if group is None else kept(group)
     for (of, _), contexts in _KEPT.items():
-        if group is None or of == group:
+        if which is None or of == which:
             contexts.release()
 
 
-def _lives(group: LayerGroup) -> bool:
+def _lives(group: KeptGroup) -> bool:
     """Whether torch.distributed still has the group."""
-    try:
-        return isinstance(group, str) or bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError):
-        return False
+    return isinstance(group, str) or group.lives
 
 
 class Contexts:
@@ -65,12 +64,12 @@ class Contexts:
     Layout: zigzag, as Megatron cuts sequences; one rank alone takes any length.
     """
 
-    def __init__(self, group: LayerGroup, options: Mapping[str, Any]) -> None:
+    def __init__(self, group: KeptGroup, options: Mapping[str, Any]) -> None:
         self.group, self.options = group, dict(options)
-        self.ranks = 1 if isinstance(group, str) else dist.get_world_size(group)
+        self.ranks = 1 if isinstance(group, str) else group.world_size
         if self.ranks == 1:
             self.options.pop("topology", None)  # it is of the ranks that there would be
-        self.rank = 0 if isinstance(group, str) else dist.get_rank(group)
+        self.rank = 0 if isinstance(group, str) else group.rank
         self.packings = LastPacking()
         self._by_schedule: dict[str, ContextParallel] = {}
         self._for_sizes: dict[tuple[str, Request], str] = {}

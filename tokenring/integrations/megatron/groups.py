@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 from tokenring.errors import ConfigurationError
+from tokenring.groups import held
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from tokenring.groups import HeldGroup
+
     LayerGroup = ProcessGroup | Literal["self"]
+    KeptGroup = HeldGroup | Literal["self"]
 
 SELF: Literal["self"] = "self"  # this rank alone
+
+
+def kept(group: LayerGroup | KeptGroup) -> KeptGroup:
+    """The group of a layer, as what outlives calls may have it: so that torch can destroy it."""
+    return group if isinstance(group, str) else held(group)
 
 
 def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> LayerGroup:
@@ -44,11 +53,11 @@ def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> Laye
     return group
 
 
-def group_of_call(own: LayerGroup, packed_seq_params: Any) -> LayerGroup:
+def group_of_call(own: KeptGroup, packed_seq_params: Any) -> KeptGroup:
     """The group that a call brings in its packed_seq_params, else the layer's own."""
     group: ProcessGroup | None = getattr(packed_seq_params, "cp_group", None)
     if group is not None:
-        return SELF if dist.get_world_size(group) == 1 else group
+        return SELF if dist.get_world_size(group) == 1 else kept(group)
     size = getattr(packed_seq_params, "local_cp_size", None)
     if size is None:
         return own

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from tokenring.groups import hold
 from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ def _topology(cp: ContextParallel, device: torch.device) -> Topology | None:
         return cp.topology if isinstance(cp.topology, Topology) else None
     if device.type == "cpu":
         return Topology("machine without accelerators", cp.world_size)
-    return Topology.probe(cp.group, device)
+    return Topology.probe(hold(cp.group), device)
 
 
 def _has_rank_0(cp: ContextParallel) -> bool:
-    return cp.group is not None and 0 in dist.get_process_group_ranks(cp.group)
+    held = hold(cp.group)
+    return held is not None and 0 in held.global_ranks()

@@ -1,0 +1,126 @@
+"""One rank of an ordinary script: some calls, destroy_process_group, exit. `run` starts all ranks of one.
+
+    RANK=0 WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 python tests/exit_ranks.py "left open"
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RANKS = 3
+LIMIT_SECONDS = 240.0  # for a whole script, on a busy machine
+ROOT = Path(__file__).resolve().parent.parent
+KEPT: list[Any] = []  # what a module of a user's has
+
+
+def left_open(tr: Any, x: Any) -> None:
+    KEPT.append(tr.ContextParallel())
+    calls(tr, x, KEPT[0])
+
+
+def closed(tr: Any, x: Any) -> None:
+    left_open(tr, x)
+    KEPT[0].close()
+
+
+def dropped(tr: Any, x: Any) -> None:
+    calls(tr, x, tr.ContextParallel())
+
+
+def not_collected(tr: Any, x: Any) -> None:
+    gc.disable()
+    left_open(tr, x)
+
+
+def collected(tr: Any, x: Any) -> None:
+    left_open(tr, x)
+    gc.collect()
+
+
+def after_refusal(tr: Any, x: Any) -> None:
+    """Ranks that disagree, and an error that is kept with all its frames."""
+    KEPT.append(tr.ContextParallel())
+    try:
+        tr.attention(x, x, x, KEPT[0], scale=1.0 + int(os.environ["RANK"]))
+    except tr.ConfigurationError as error:
+        KEPT.append(error)
+    calls(tr, x, KEPT[0])
+
+
+def over_gloo(tr: Any, x: Any) -> None:
+    KEPT.append(tr.ContextParallel(transport="gloo"))
+    calls(tr, x, KEPT[0])
+
+
+def shared_transport(tr: Any, x: Any) -> None:
+    left_open(tr, x)
+    KEPT.append(tr.ContextParallel(layout="contiguous", transport=KEPT[0].transport))
+    calls(tr, x, KEPT[1])
+
+
+VARIANTS: dict[str, Callable[[Any, Any], None]] = {
+    "left open": left_open,
+    "closed": closed,
+    "dropped": dropped,
+    "not collected": not_collected,
+    "collected": collected,
+    "after a refusal": after_refusal,
+    "over gloo": over_gloo,
+    "shared transport": shared_transport,
+}
+
+
+def calls(tr: Any, x: Any, cp: Any) -> None:
+    """Attention both ways, and the collective of the user's group last: its last work is what aborted processes."""
+    q = x.clone().requires_grad_()
+    out = tr.attention(q, x, x, cp)
+    tr.unshard(out, cp).sum().backward()
+    tr.unshard(out.detach(), cp)
+
+
+def main(variant: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import tokenring as tr
+
+    dist.init_process_group("gloo")
+    VARIANTS[variant](tr, torch.ones(1, 12, 2, 16))
+    dist.destroy_process_group()
+    sys.exit(0)
+
+
+def run(variant: str) -> list[tuple[int | None, str]]:
+    """What each rank's process ended with, and the last that it said; None for one that had to be killed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {
+        **os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    command = [sys.executable, __file__, variant]
+    ranks = [
+        subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(RANKS)
+    ]
+    return [_ended(each) for each in ranks]
+
+
+def _ended(process: subprocess.Popen[bytes]) -> tuple[int | None, str]:
+    try:
+        said, _ = process.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return None, process.communicate()[0].decode(errors="replace")[-2000:]
+    return process.returncode, said.decode(errors="replace")[-2000:]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

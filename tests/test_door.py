@@ -1,0 +1,183 @@
+"""Who stands at a rank's door and is none of its group holds nobody up, is counted, and takes little."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from test_lines import SECONDS, Place
+from test_lines import connected as connected  # the fixture
+
+from tokenring.backends import door as doors
+from tokenring.backends.door import Door
+from tokenring.errors import PeerLost
+
+CARD, OTHER = b"card 1", b"card 2"
+Say = Callable[[socket.socket], object]
+
+
+def silent(line: socket.socket) -> None:
+    """As a port scan is, or a health check that waits to be greeted."""
+
+
+def noisy(line: socket.socket) -> None:
+    line.sendall(b"GET / HTTP/1.1\r\n" * 20)
+
+
+def half(line: socket.socket) -> None:
+    """The beginning of a card, and no more of it: its name is new each time, but not its first word."""
+    line.sendall(b"tokenring ")
+
+
+@pytest.fixture
+def lines_of() -> Iterator[list[socket.socket]]:
+    made: list[socket.socket] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def come(made: list[socket.socket], place: tuple[str, int], count: int, say: Say = silent) -> None:
+    for _ in range(count):
+        made.append(socket.create_connection(place, SECONDS))
+        with contextlib.suppress(ConnectionError):
+            say(made[-1])
+
+
+@pytest.mark.parametrize("say", [silent, noisy, half])
+def test_hundreds_of_strangers_hold_nobody_up(connected: Any, lines_of: list[socket.socket], say: Say) -> None:
+    """At 2 s for each, as one after the other, 300 would take ten minutes; the ranks have one."""
+
+    def crowd(brought: list[str]) -> None:
+        if not lines_of:
+            come(lines_of, tuple(json.loads(brought[0])[1]), 300, say)
+
+    found = connected(3, timeout_seconds=60.0, place=Place(3, crowd))
+    assert not [each for each in found if isinstance(each, Exception)]
+    found[0].say(2, b"well")
+    assert found[2].hear(0, 4) == b"well"
+    assert len(lines_of) == 300
+
+
+def test_the_error_counts_them(connected: Any, lines_of: list[socket.socket]) -> None:
+    class Crowded(Place):
+        def gather(self, rank: int, text: str) -> list[str]:
+            super().gather(rank, text)
+            if rank == 1:
+                come(lines_of, tuple(json.loads(self.brought[0])[1]), 12)
+                raise RuntimeError("it ends here")
+            return self.brought
+
+    found = connected(2, timeout_seconds=2.0, place=Crowded(2))
+    assert isinstance(found[0], PeerLost) and found[0].rank == 1
+    assert "(it has not connected, while 12 connections said nothing of ours)" in str(found[0])
+
+
+def let_in(
+    door: Door, cards: set[bytes], seconds: float, silent_seconds: float = 60.0
+) -> tuple[set[bytes], list[bytes]]:
+    """Which cards are missing in the end, and which came, in order."""
+    came: list[bytes] = []
+
+    def welcome(card: bytes, line: socket.socket) -> None:
+        came.append(card)
+        line.close()
+
+    return door.let_in(cards, time.monotonic() + seconds, silent_seconds, welcome), came
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with Door("127.0.0.1", 2) as made:
+        yield made
+
+
+def test_the_oldest_lose_their_places(door: Door, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+    """So that what callers take is bounded, however many there are."""
+    monkeypatch.setattr(doors, "MOST_WAITING", 8)
+    come(lines_of, door.place, 20)
+    before = len(os.listdir("/proc/self/fd"))
+    assert let_in(door, {CARD}, 1.0) == ({CARD}, [])
+    assert len(door._callers) == 8 and door.strangers == 20
+    assert len(os.listdir("/proc/self/fd")) == before + 8
+    gone = [each for each in lines_of if closed(each)]
+    assert gone == lines_of[:12]
+
+
+def closed(line: socket.socket) -> bool:
+    line.settimeout(0.01)
+    try:
+        return line.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def test_who_lost_its_place_may_come_again(door: Door, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+    monkeypatch.setattr(doors, "MOST_WAITING", 2)
+    come(lines_of, door.place, 4)
+    assert let_in(door, {CARD}, 0.5) == ({CARD}, [])
+    come(lines_of, door.place, 1, lambda line: line.sendall(CARD))
+    assert let_in(door, {CARD}, SECONDS) == (set(), [CARD])
+
+
+def test_cards_are_read_side_by_side(door: Door, lines_of: list[socket.socket]) -> None:
+    """Byte after byte, of two at once."""
+    come(lines_of, door.place, 2)
+
+    def slowly() -> None:
+        for a, b in zip(CARD, OTHER, strict=True):
+            lines_of[0].sendall(bytes([a]))
+            lines_of[1].sendall(bytes([b]))
+            time.sleep(0.02)
+
+    speaking = threading.Thread(target=slowly)
+    speaking.start()
+    missing, came = let_in(door, {CARD, OTHER}, SECONDS)
+    speaking.join()
+    assert not missing and sorted(came) == [CARD, OTHER] and door.strangers == 0
+
+
+def test_a_card_counts_once(door: Door, lines_of: list[socket.socket]) -> None:
+    come(lines_of, door.place, 2, lambda line: line.sendall(CARD))
+    assert let_in(door, {CARD, OTHER}, 1.0) == ({OTHER}, [CARD])
+    assert door.strangers == 1
+
+
+def test_silence_has_a_limit(door: Door, lines_of: list[socket.socket]) -> None:
+    come(lines_of, door.place, 3)
+    assert let_in(door, {CARD}, 1.0, silent_seconds=0.1) == ({CARD}, [])
+    assert not door._callers and door.strangers == 3
+
+
+def test_strangers_give_way_where_files_are_few(door: Door, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+    """Of this process: a rank is not refused for their sake. Without any, the error is for whoever asked."""
+    come(lines_of, door.place, 3)
+    assert let_in(door, {CARD}, 0.5) == ({CARD}, [])
+    come(lines_of, door.place, 1, lambda line: line.sendall(CARD))
+    took, listening = socket.socket.accept, door._door
+
+    def accept(self: socket.socket) -> Any:
+        if self is listening and len(door._callers) > 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return took(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    assert let_in(door, {CARD}, SECONDS) == (set(), [CARD])
+
+    def none_left(self: socket.socket) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for each in list(door._callers):
+        door._send_away(each)
+    come(lines_of, door.place, 1)
+    monkeypatch.setattr(socket.socket, "accept", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        let_in(door, {CARD}, SECONDS)
