@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from tokenring.errors import MOST_SAID, PeerLost, one_line
+from tokenring.errors import MOST_SAID, ConfigurationError, PeerLost, one_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,23 +78,29 @@ class Meeting:
         store = dist.distributed_c10d._get_process_group_store(group)
         number = self._ask(lambda: store.add(f"tokenring/meetings of {self.rank}", 1))
         self.store = dist.PrefixStore(f"tokenring/{number}", store)  # type: ignore[attr-defined]
+        self._gathered = 0
 
     def gather(self, what: str, text: str) -> list[str]:
-        """What every rank brought, by rank. Raises PeerLost, which names who did not come."""
+        """What every rank brought, by rank. Raises PeerLost, which names who did not come.
+
+        Raises ConfigurationError, on every rank, where another exchanges something else.
+        """
         deadline = time.monotonic() + self.timeout_seconds
+        self._gathered += 1
+        place = f"gathering {self._gathered}"  # by its number: ranks that differ in what it is about must meet, too
 
         def meet() -> tuple[list[str], list[int]]:
-            self.store.set(f"{what}/{self.rank}", text)
+            self.store.set(f"{place}/{self.rank}", f"{what}\n{text}")
             found, missing = [], []
             for rank in range(self.world_size):
                 try:
                     left = max(0.01, deadline - time.monotonic())
-                    self.store.wait([f"{what}/{rank}"], timedelta(seconds=left))
-                    found.append(self.store.get(f"{what}/{rank}").decode())
+                    self.store.wait([f"{place}/{rank}"], timedelta(seconds=left))
+                    found.append(self.store.get(f"{place}/{rank}").decode())
                 except dist.DistStoreError:
                     missing.append(rank)
             if not missing:
-                forget(self.store, what, [f"{what}/{rank}" for rank in range(self.world_size)], self.world_size)
+                forget(self.store, place, [f"{place}/{rank}" for rank in range(self.world_size)], self.world_size)
             return found, missing
 
         found, missing = self._ask(meet, self.timeout_seconds)
@@ -106,7 +112,14 @@ class Meeting:
                 f"log first; if it is only slow, raise timeout_seconds of ContextParallel",
                 missing[0],
             )
-        return found
+        topics, texts = zip(*(each.split("\n", 1) for each in found), strict=True)
+        if len(set(topics)) > 1:
+            said = ", ".join(f"rank {rank} {topic!r}" for rank, topic in enumerate(topics))
+            raise ConfigurationError(
+                f"the ranks make different transports: they met to exchange {said}. Give all ranks the same transport, "
+                f"and tensors on the same kind of device"
+            )
+        return list(texts)
 
     def _ask(self, function: Callable[[], T], seconds: float = 0.0) -> T:
         try:

@@ -76,6 +76,21 @@ def check_topology(given: object, world_size: int, tensor_parallel: object = 1) 
         )
 
 
+def check_transport(given: object, rank: int, world_size: int) -> None:
+    from tokenring.backends.base import Transport
+    from tokenring.backends.registry import TRANSPORTS
+
+    if given is None and world_size == 1:  # what `transport` says where there is one rank
+        return
+    if not isinstance(given, Transport):
+        check_name("transport", given, TRANSPORTS, ", or the `transport` of another ContextParallel")
+    elif (given.rank, given.world_size) != (rank, world_size):
+        raise ConfigurationError(
+            f"in the transport this is rank {given.rank} of {given.world_size}, in the group "
+            f"rank {rank} of {world_size}: give a transport of the same group"
+        )
+
+
 def check_memory_limit(given: object) -> None:
     if given is not None and (as_integer(given) or 0) < 1:
         raise ConfigurationError(f"memory_limit_bytes={given!r}: give an integer from 1 on, or None for no limit")

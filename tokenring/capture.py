@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenring.attention import call_inputs, make_request
+from tokenring.attention import call_inputs, check_context, prepared
+from tokenring.backends.base import Transport
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
+from tokenring.request import Request
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.runtime.executor import Executor
+from tokenring.runtime.refusal import refusing
 from tokenring.runtime.streams import Streams
 from tokenring.schedule.ir import PASSES, Pass
 
@@ -56,20 +59,20 @@ class CapturedAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None,
         scale: float | None,
     ) -> None:  # fmt: skip
-        q, k, v = call_inputs(q, k, v, cp)
-        request = make_request(q, k, v, cp, mask, scale)
-        device, transport = device_of(q), cp.transport_for(q.device, request.workload)
-        if transport is not None and not transport.capabilities.capturable:
-            raise UnsupportedError(
-                f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
-                f"call attention without a capture, or choose a transport whose messages the device moves alone"
-            )
-        if device.new_stream() is None:  # on all ranks alike, and before any of them moves data
-            raise UnsupportedError(NO_GRAPHS.format(device.type))
+        check_context(cp)
+        q, k, v, request = prepared(q, k, v, cp, mask, scale)
+        transport = cp.transport_for(q.device, request.workload)
+        with refusing(cp, "forward", q):
+            _check_capturable(device_of(q), transport)
+        with cp.turn:
+            self._capture((q, k, v), cp, request, transport)
+
+    def _capture(self, given: Tensors, cp: ContextParallel, request: Request, transport: Transport | None) -> None:
+        device = device_of(given[0])
         passes: tuple[Pass, ...] = PASSES if request.training and request.differentiable else PASSES[:1]
         for _ in range(2):  # bound again on the memory that the pool has grown to for the other pass
             executors = {direction: cp.executor(request, direction) for direction in passes}
-        inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in (q, k, v))
+        inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in given)
         self._cp, self._executors = cp, executors  # with the memory that the graphs use
         self._launches, self._backward = 0, None
         try:
@@ -111,14 +114,14 @@ class CapturedAttention:
         out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out, lse
 
-    @staticmethod
-    def _launch(which: _Graph, given: Tensors) -> Tensors:
-        if which.streams is not None:  # behind what used the pool, or this graph, on another stream
-            which.streams.begin()
-        for held, new in zip(which.inputs, given, strict=True):
-            held.copy_(new.detach())
-        which.graph.replay()
-        return tuple(x.detach() for x in which.outputs)
+    def _launch(self, which: _Graph, given: Tensors) -> Tensors:
+        with self._cp.turn:
+            if which.streams is not None:  # behind what used the pool, or this graph, on another stream
+                which.streams.begin()
+            for held, new in zip(which.inputs, given, strict=True):
+                held.copy_(new.detach())
+            which.graph.replay()
+            return tuple(x.detach() for x in which.outputs)
 
     def launch_forward(self, given: Tensors) -> tuple[Tensors, int]:
         """out and lse; the number of the launch."""
@@ -158,6 +161,16 @@ class _Launched(torch.autograd.Function):
         if dout is None:
             return None, None, None, None
         return *ctx.captured.launch_backward(ctx.launch, dout), None
+
+
+def _check_capturable(device: Device, transport: Transport | None) -> None:
+    if transport is not None and not transport.capabilities.capturable:
+        raise UnsupportedError(
+            f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
+            f"call attention without a capture, or choose a transport whose messages the device moves alone"
+        )
+    if device.new_stream() is None:
+        raise UnsupportedError(NO_GRAPHS.format(device.type))
 
 
 def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:

@@ -13,7 +13,9 @@ from tokenring.errors import UnsupportedError
 from tokenring.request import Request
 from tokenring.runtime.agreement import beginning
 from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.refusal import refusing
 from tokenring.runtime.trace import Trace
+from tokenring.tensors import check_tensor
 
 GRADIENT_OF_LSE = (
     "a gradient flows into the lse that tokenring.attention returned, which has none here: use lse.detach() in the loss"
@@ -28,8 +30,10 @@ class AttentionFunction(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32."""
-        q, k, v = (_rows_packed(x) for x in (q, k, v))
-        out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
+        with cp.turn:
+            with refusing(cp, "forward", q):
+                q, k, v = (_rows_packed(x) for x in (q, k, v))
+            out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, kept)
         ctx.cp, ctx.request = cp, request
         ctx.set_materialize_grads(False)
@@ -39,13 +43,17 @@ class AttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
-        if dlse is not None:
-            raise UnsupportedError(GRADIENT_OF_LSE)
-        if dout is None:
-            return None, None, None, None, None
         cp = ctx.cp
-        executor = cp.executor(ctx.request, "backward")
-        return *run_backward(executor, cp.active_trace, dout, *ctx.saved_tensors), None, None
+        with refusing(cp, "backward", dout, dlse):
+            if dlse is not None:
+                raise UnsupportedError(GRADIENT_OF_LSE)
+            if dout is None:
+                return None, None, None, None, None
+            check_tensor("the backward of attention", dout)
+            saved = ctx.saved_tensors  # may compute them anew, by calls of its own
+        with cp.turn:
+            executor = cp.executor(ctx.request, "backward")
+            return *run_backward(executor, cp.active_trace, dout, *saved), None, None
 
 
 def run_forward(
@@ -100,8 +108,8 @@ class OwnTensors(dict[str, torch.Tensor]):
 
 
 def _rows_packed(x: torch.Tensor) -> torch.Tensor:
-    """Kernels take any strides, but want the elements of a row side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Kernels take any strides, but want the elements of a row side by side, and with the sign that they have."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
 
 
 def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
