@@ -110,23 +110,24 @@ class CapturedAttention:
                     f"gradients of {', '.join(wanting)} are wanted, and this capture has no backward: capture with "
                     f"inputs that require gradients while these are enabled, or call it under torch.no_grad()"
                 )
-            return self._launch(self._forward, (q, k, v))  # type: ignore[return-value]
+            return self.launch_forward((q, k, v))[0]  # type: ignore[return-value]
         out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out, lse
 
-    def _launch(self, which: _Graph, given: Tensors) -> Tensors:
-        with self._cp.turn:
-            if which.streams is not None:  # behind what used the pool, or this graph, on another stream
-                which.streams.begin()
-            for held, new in zip(which.inputs, given, strict=True):
-                held.copy_(new.detach())
-            which.graph.replay()
-            return tuple(x.detach() for x in which.outputs)
+    @staticmethod
+    def _launch(which: _Graph, given: Tensors) -> Tensors:
+        if which.streams is not None:  # behind what used the pool, or this graph, on another stream
+            which.streams.begin()
+        for held, new in zip(which.inputs, given, strict=True):
+            held.copy_(new.detach())
+        which.graph.replay()
+        return tuple(x.detach() for x in which.outputs)
 
     def launch_forward(self, given: Tensors) -> tuple[Tensors, int]:
         """out and lse; the number of the launch."""
-        self._launches += 1
-        return self._launch(self._forward, given), self._launches
+        with self._cp.turn:
+            self._launches += 1
+            return self._launch(self._forward, given), self._launches
 
     def launch_backward(self, launch: int, dout: torch.Tensor) -> Tensors:
         """dq, dk and dv of a forward, the caller's to keep and add to. Raises ConfigurationError for an old one."""
@@ -137,7 +138,8 @@ class CapturedAttention:
                 f"times: the last one has overwritten what it needs; capture the call for each place in the model, "
                 f"and run backward before the next forward"
             )
-        return tuple(x.clone() for x in self._launch(self._backward, (dout,)))
+        with self._cp.turn:
+            return tuple(x.clone() for x in self._launch(self._backward, (dout,)))
 
 
 class _Launched(torch.autograd.Function):
