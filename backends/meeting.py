@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from tokenring.errors import MOST_SAID, PeerLost, one_line
+from tokenring.errors import MOST_SAID, ConfigurationError, PeerLost, one_line
 from tokenring.groups import held
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class Meeting:
         self.rank, self.world_size = group.rank, group.world_size
         self.timeout_seconds = timeout_seconds
         self._all = store = group.store()
+        self._gathered = 0
 
         def come() -> tuple[int, int]:
             now = int(store.add(ROUND, 0))
@@ -94,12 +95,16 @@ class Meeting:
         self.store = dist.PrefixStore(f"tokenring/{self._round}.{number}", store)  # type: ignore[attr-defined]
 
     def gather(self, what: str, text: str) -> list[str]:
-        """What every rank brought, by rank. Raises PeerLost, which names who did not come."""
+        """What every rank brought, by rank. Raises PeerLost, which names who did not come.
+
+        Raises ConfigurationError, on every rank, where another exchanges something else.
+        """
         deadline = time.monotonic() + self.timeout_seconds
-        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
+        self._gathered += 1  # ranks that differ in what it is about must meet, too: keys have its number
+        keys = [f"gathering {self._gathered}/{rank}" for rank in range(self.world_size)]
 
         def meet() -> tuple[list[str], list[int], bool]:
-            self.store.set(keys[self.rank], text)
+            self.store.set(keys[self.rank], f"{what}\n{text}")
             found, missing = [], []
             for rank, key in enumerate(keys):
                 try:
@@ -112,7 +117,7 @@ class Meeting:
             if missing or given_up:
                 self._give_up([keys[rank] for rank in (self.rank, *missing)])
             else:
-                forget(self.store, what, keys, self.world_size)
+                forget(self.store, f"gathering {self._gathered}", keys, self.world_size)
             return found, missing or given_up, not missing
 
         found, missing, told = self._ask(meet, self.timeout_seconds)
@@ -127,7 +132,14 @@ class Meeting:
                 f"further: the ranks meet anew when all of them make a new ContextParallel",
                 missing[0],
             )
-        return found
+        topics, texts = zip(*(each.split("\n", 1) for each in found), strict=True)
+        if len(set(topics)) > 1:
+            said = ", ".join(f"rank {rank} {topic!r}" for rank, topic in enumerate(topics))
+            raise ConfigurationError(
+                f"the ranks make different transports: they met to exchange {said}. Give all ranks the same transport, "
+                f"and tensors on the same kind of device"
+            )
+        return list(texts)
 
     def _give_up(self, keys: list[str]) -> None:
         """Later meetings are in a new round, which one rank begins; who waits for these keys hears at once."""

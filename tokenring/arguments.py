@@ -38,6 +38,29 @@ def check_schedule_name(name: object) -> None:
             parse(each)
 
 
+def check_schedule(given: object, pieces: object, world_size: int) -> None:
+    """A schedule, by name or itself, for so many ranks, in so many pieces. Raises ConfigurationError."""
+    from tokenring.planner.plan import Plan
+    from tokenring.schedule.build import Scheme
+    from tokenring.schedule.families.registry import misfit
+    from tokenring.schedule.ir import Schedule
+
+    made = given.schedule if isinstance(given, Plan) else given
+    if not isinstance(made, (Scheme, Schedule)):
+        check_schedule_name(made)
+        assert isinstance(made, str)
+        if not made.startswith("auto") and (reason := misfit(made, world_size)) is not None:
+            raise ConfigurationError(reason)
+    elif isinstance(made, Schedule) and made.world_size != world_size:
+        raise ConfigurationError(f"the schedule is for {made.world_size} ranks, the group has {world_size}")
+    if pieces is None:
+        return
+    if (as_integer(pieces) or 0) < 1:
+        raise ConfigurationError(f"pieces={pieces!r}: give an integer from 1 on, or None for the default")
+    if not isinstance(given, str) or given.startswith("auto"):
+        raise ConfigurationError(f"pieces={pieces} goes with a schedule by name; others say it themselves")
+
+
 def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
     for what, made, wanted in (
         ("q layout", schedule.q_layout, q_layout),
@@ -73,6 +96,21 @@ def check_topology(given: object, world_size: int, tensor_parallel: object = 1) 
         raise ConfigurationError(
             f"the topology has {given.world_size} ranks, the group has {world_size}: "
             f"give that of the group's ranks{more}"
+        )
+
+
+def check_transport(given: object, rank: int, world_size: int) -> None:
+    from tokenring.backends.base import Transport
+    from tokenring.backends.registry import TRANSPORTS
+
+    if given is None and world_size == 1:  # what `transport` says where there is one rank
+        return
+    if not isinstance(given, Transport):
+        check_name("transport", given, TRANSPORTS, ", or the `transport` of another ContextParallel")
+    elif (given.rank, given.world_size) != (rank, world_size):
+        raise ConfigurationError(
+            f"in the transport this is rank {given.rank} of {given.world_size}, in the group "
+            f"rank {rank} of {world_size}: give a transport of the same group"
         )
 
 

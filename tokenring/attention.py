@@ -15,7 +15,9 @@ from tokenring.request import Request
 from tokenring.runtime.autograd import AttentionFunction
 from tokenring.runtime.compiled import traced_attention
 from tokenring.runtime.derivatives import refuse_transforms
+from tokenring.runtime.refusal import refusing
 from tokenring.runtime.scaling import checked_scale
+from tokenring.tensors import check_tensor
 from tokenring.workload import Workload
 
 
@@ -64,8 +66,15 @@ def attention(
     bias, dtypes, derivatives but the first) and PeerLost (a rank that does not answer within
     cp.timeout_seconds). Warns once (TokenRingWarning) where no order is said and q looks like [B, H, T, D].
     """
-    _refuse({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
-    q, k, v = in_order(q, k, v, order)
+    check_context(cp)
+    features = {"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias}
+    if torch.compiler.is_compiling():
+        _refuse(features)
+        q, k, v = in_order(q, k, v, order)
+    else:
+        with refusing(cp, "forward", q, k, v):
+            _refuse(features)
+            q, k, v = in_order(q, k, v, order)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
     out = out_in_order(out, order)
@@ -87,17 +96,36 @@ def attend(
     training: whether a backward pass follows; also in the forward pass of a checkpoint, which is done again with
     gradients on and should take the same schedule then.
     """
-    q, k, v = call_inputs(q, k, v, cp)
     if torch.compiler.is_compiling():
-        return traced_attention(q, k, v, cp, mask, scale, training)
-    return attend_as(q, k, v, cp, make_request(q, k, v, cp, mask, scale, training))
+        check_context(cp)
+        check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
+        return traced_attention(_autocast(q), _autocast(k), _autocast(v), cp, mask, scale, training)
+    q, k, v, request = prepared(q, k, v, cp, mask, scale, training)
+    return attend_as(q, k, v, cp, request)
+
+
+def prepared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None,
+    scale: float | None,
+    training: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:
+    """`call_inputs` and `make_request` of a call that all ranks make: what they raise on one, all hear."""
+    check_context(cp)
+    with refusing(cp, "forward", q, k, v):
+        q, k, v = call_inputs(q, k, v, cp)
+        return q, k, v, make_request(q, k, v, cp, mask, scale, training)
 
 
 def attend_as(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a request that `make_request` made, of these `call_inputs`."""
-    refuse_transforms()
+    with refusing(cp, "forward", q, k, v):
+        refuse_transforms()
     out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -161,16 +189,31 @@ def call_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v as they are computed with, under autocast too; checks that they and cp are what they should be."""
+    check_context(cp)
+    check_types(q, k, v)
+    check_tensors(q, k, v)
+    return _autocast(q), _autocast(k), _autocast(v)
+
+
+def check_context(cp: object) -> None:
     if not isinstance(cp, ContextParallel):
         raise ConfigurationError(
             f"cp is of type {type(cp).__name__}; make a ContextParallel, once, and give it to every call"
         )
-    found = [type(x).__name__ for x in (q, k, v) if not isinstance(x, torch.Tensor)]
+
+
+def check_types(*qkv: object) -> None:
+    found = [type(x).__name__ for x in qkv if not isinstance(x, torch.Tensor)]
     if found:
         raise ConfigurationError(f"q, k and v must be tensors [B, T, H, D]; one is of type {found[0]}")
-    if sparse := [x.layout for x in (q, k, v) if x.layout != torch.strided]:
+
+
+def check_tensors(*qkv: torch.Tensor) -> None:
+    """Raises UnsupportedError for tensors that have no dense data to compute with."""
+    for x in qkv:
+        check_tensor("attention", x)
+    if sparse := [x.layout for x in qkv if x.layout != torch.strided]:
         raise UnsupportedError(f"attention of {sparse[0]} tensors is not supported; make q, k and v dense and padded")
-    return _autocast(q), _autocast(k), _autocast(v)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:

@@ -6,16 +6,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from tokenring.attention import call_inputs, make_request
-from tokenring.backends.base import Capturable
+from tokenring.attention import call_inputs, check_context, prepared
+from tokenring.backends.base import Capturable, Transport
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.mask import Mask
 from tokenring.order import Order, in_order, out_in_order, warn_if_swapped
+from tokenring.request import Request
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.runtime.derivatives import FORWARD_MODE, refuse_recorded, refuse_transforms
 from tokenring.runtime.executor import Executor
+from tokenring.runtime.refusal import refusing
 from tokenring.runtime.streams import Streams
 from tokenring.schedule.ir import PASSES, Pass
 
@@ -60,24 +62,25 @@ class CapturedAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None,
         scale: float | None, order: Order | None = None,
     ) -> None:  # fmt: skip
-        q, k, v = call_inputs(q, k, v, cp)
-        request = make_request(q, k, v, cp, mask, scale)
-        device, transport = device_of(q), cp.transport_for(q.device, request.workload)
-        if transport is not None and not transport.capabilities.capturable:
-            raise UnsupportedError(
-                f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
-                f"call attention without a capture, or choose a transport whose messages the device moves alone"
-            )
-        if device.new_stream() is None:  # on all ranks alike, and before any of them moves data
-            raise UnsupportedError(NO_GRAPHS.format(device.type))
-        if isinstance(transport, Capturable):
-            transport.try_capture()
+        check_context(cp)
+        q, k, v, request = prepared(q, k, v, cp, mask, scale)
+        transport = cp.transport_for(q.device, request.workload)
+        with refusing(cp, "forward", q):
+            _check_capturable(device_of(q), transport)
+        self._order = order
+        with cp.turn:
+            if isinstance(transport, Capturable):
+                transport.try_capture()
+            self._capture((q, k, v), cp, request, transport)
+
+    def _capture(self, given: Tensors, cp: ContextParallel, request: Request, transport: Transport | None) -> None:
+        device = device_of(given[0])
         passes: tuple[Pass, ...] = PASSES if request.training and request.differentiable else PASSES[:1]
         for _ in range(2):  # bound again on the memory that the pool has grown to for the other pass
             executors = {direction: cp.executor(request, direction) for direction in passes}
-        inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in (q, k, v))
+        inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in given)
         self._cp, self._executors = cp, executors  # with the memory that the graphs use
-        self._launches, self._backward, self._order = 0, None, order
+        self._launches, self._backward = 0, None
         try:
             with torch.no_grad():
                 self._forward, kept = _forward(device, executors["forward"], inputs)
@@ -114,7 +117,7 @@ class CapturedAttention:
                     f"gradients of {', '.join(wanting)} are wanted, and this capture has no backward: capture with "
                     f"inputs that require gradients while these are enabled, or call it under torch.no_grad()"
                 )
-            out, lse = self._launch(self._forward, (q, k, v))
+            out, lse = self.launch_forward((q, k, v))[0]
         else:
             out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out_in_order(out, self._order), lse
@@ -130,8 +133,9 @@ class CapturedAttention:
 
     def launch_forward(self, given: Tensors) -> tuple[Tensors, int]:
         """out and lse; the number of the launch."""
-        self._launches += 1
-        return self._launch(self._forward, given), self._launches
+        with self._cp.turn:
+            self._launches += 1
+            return self._launch(self._forward, given), self._launches
 
     def launch_backward(self, launch: int, dout: torch.Tensor) -> Tensors:
         """dq, dk and dv of a forward, the caller's to keep and add to. Raises ConfigurationError for an old one."""
@@ -142,7 +146,8 @@ class CapturedAttention:
                 f"times: the last one has overwritten what it needs; capture the call for each place in the model, "
                 f"and run backward before the next forward"
             )
-        return tuple(x.clone() for x in self._launch(self._backward, (dout,)))
+        with self._cp.turn:
+            return tuple(x.clone() for x in self._launch(self._backward, (dout,)))
 
 
 class _Launched(torch.autograd.Function):
@@ -170,6 +175,16 @@ class _Launched(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
         raise UnsupportedError(FORWARD_MODE)
+
+
+def _check_capturable(device: Device, transport: Transport | None) -> None:
+    if transport is not None and not transport.capabilities.capturable:
+        raise UnsupportedError(
+            f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
+            f"call attention without a capture, or choose a transport whose messages the device moves alone"
+        )
+    if device.new_stream() is None:
+        raise UnsupportedError(NO_GRAPHS.format(device.type))
 
 
 def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:

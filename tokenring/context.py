@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -16,17 +16,21 @@ from tokenring.arguments import (
     check_made_for,
     check_memory_limit,
     check_name,
-    check_schedule_name,
+    check_schedule,
     check_topology,
+    check_transport,
     seconds_limit,
 )
-from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
+from tokenring.errors import ConfigurationError, NotPicklable, UnsupportedError
 from tokenring.groups import hold
-from tokenring.layout import Layout, as_integer, make_layout, read_name
+from tokenring.layout import Layout, make_layout, read_name
 from tokenring.request import Request
-from tokenring.runtime.agreement import Description, agree, beginning, named_digest, settle
+from tokenring.runtime.agreement import Description, agree, beginning, settle
+from tokenring.runtime.description import describe, no_kernel
 from tokenring.runtime.handles import new_handle
+from tokenring.runtime.refusal import refusing
 from tokenring.runtime.trace import Agree, Event, Trace
+from tokenring.runtime.turn import share_turn, turn_of
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.weak import weakly
@@ -69,7 +73,8 @@ class ContextParallel:
     pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
     timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
 
-    Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
+    Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds. One thread at a
+    time uses it. Copies, deep ones too, are the context itself; it is not pickled.
     """
 
     def __init__(
@@ -96,6 +101,8 @@ class ContextParallel:
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
         self._transport = transport
         self._made_here: dict[str, Transport] = {}
+        self._spoken: Transport | None = None  # by which the ranks agreed last
+        self.turn = turn_of(transport, self.world_size)
         self._closed = False
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
@@ -114,40 +121,8 @@ class ContextParallel:
         check_name("kernel", self.kernel_name, KERNELS, "")
         check_topology(self.topology, self.world_size, self.tensor_parallel)
         check_memory_limit(self.memory_limit_bytes)
-        self._check_transport()
-        self._check_schedule()
-
-    def _check_transport(self) -> None:
-        from tokenring.backends.base import Transport
-        from tokenring.backends.registry import TRANSPORTS
-
-        if self._transport is None and self.world_size == 1:  # what `transport` says where there is one rank
-            return
-        if not isinstance(self._transport, Transport):
-            check_name("transport", self._transport, TRANSPORTS, ", or the `transport` of another ContextParallel")
-        elif (self._transport.rank, self._transport.world_size) != (self.rank, self.world_size):
-            raise ConfigurationError(
-                f"in the transport this is rank {self._transport.rank} of {self._transport.world_size}, in the group "
-                f"rank {self.rank} of {self.world_size}: give a transport of the same group"
-            )
-
-    def _check_schedule(self) -> None:
-        from tokenring.planner.plan import Plan
-        from tokenring.schedule.families.registry import misfit
-
-        made = self.schedule.schedule if isinstance(self.schedule, Plan) else self.schedule
-        if not isinstance(made, (Scheme, Schedule)):
-            check_schedule_name(made)
-            if not made.startswith("auto") and (reason := misfit(made, self.world_size)) is not None:
-                raise ConfigurationError(reason)
-        elif isinstance(made, Schedule) and made.world_size != self.world_size:
-            raise ConfigurationError(f"the schedule is for {made.world_size} ranks, the group has {self.world_size}")
-        if self.pieces is None:
-            return
-        if (as_integer(self.pieces) or 0) < 1:
-            raise ConfigurationError(f"pieces={self.pieces!r}: give an integer from 1 on, or None for the default")
-        if not isinstance(self.schedule, str) or self.schedule.startswith("auto"):
-            raise ConfigurationError(f"pieces={self.pieces} goes with a schedule by name; others say it themselves")
+        check_transport(self._transport, self.rank, self.world_size)
+        check_schedule(self.schedule, self.pieces, self.world_size)
 
     def close(self) -> None:
         """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
@@ -168,6 +143,20 @@ class ContextParallel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __copy__(self) -> ContextParallel:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        """Itself: copies of a model, as for averaged weights, compute with the same ranks and buffers."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise NotPicklable(
+            "a ContextParallel cannot be pickled or saved: it stands for the group, the connections and the memory of "
+            "this process. Save model.state_dict() instead of the model, or take the context out before, and set one "
+            "made anew after loading"
+        )
+
     def check_open(self) -> None:
         """Raises ConfigurationError once this is closed, or its group destroyed."""
         if self._closed:
@@ -187,6 +176,11 @@ class ContextParallel:
         return make_layout(self.layout, self.world_size, length)
 
     @property
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self.world_size == 1 and (self._transport is None or isinstance(self._transport, str))
+
+    @property
     def transport(self) -> Transport | None:
         """The transport, made when first needed; None for one rank. All ranks must get here together.
 
@@ -202,15 +196,35 @@ class ContextParallel:
         self.check_open()
         if not isinstance(self._transport, str):
             return self._transport
-        if self._group is None or self.world_size == 1:
+        if self._is_alone or self._group is None:
             return None
-        from tokenring.backends.registry import automatic, make_transport
+        from tokenring.backends.registry import make_transport
 
-        name = automatic(self._group, device) if self._transport == "auto" else self._transport
+        name = self._transport_name(device)
         if name not in self._made_here:
             expected = None if size is None else size.ring_bytes(self.world_size)
             self._made_here[name] = make_transport(name, self._group, self.timeout_seconds, expected)
+            share_turn(self._made_here[name], self.turn)
         return self._made_here[name]
+
+    def _transport_name(self, device: torch.device | None) -> str:
+        from tokenring.backends.registry import automatic
+
+        assert isinstance(self._transport, str) and self._group is not None
+        return automatic(self._group, device) if self._transport == "auto" else self._transport
+
+    def speaker(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
+        """By what the ranks agree on a call of tensors on this device: its transport, made where there is none yet.
+
+        Where a rank alone has tensors on another device, the others are at the one by which they agreed last. All
+        ranks must get here together. None: there is nobody to agree with, or no way to it any more.
+        """
+        if not isinstance(self._transport, str):
+            return self._transport
+        if self._closed or self._is_alone:
+            return None
+        made = self._made_here.get(self._transport_name(device))
+        return made or self._spoken or self.transport_for(device, size)
 
     def _carrier(self, request: Request) -> Transport | None:
         """What moves the messages of a call: the transport, in the mode that its plan needs."""
@@ -234,17 +248,26 @@ class ContextParallel:
 
     def agreed_plan(self, request: Request) -> Plan:
         """The schedule of a call that need not be made: all ranks ask together, and get the same answer."""
-        settle(self._begin(request, "forward"))
-        return self.plan(request)
+        with self.turn:
+            settle(self._begin(request, "forward"))
+            return self.plan(request)
 
     def _begin(self, request: Request, direction: Pass) -> Transport | None:
         """Begin to agree on what all ranks have to, before a pass; the transport, where there are several ranks."""
-        transport = self.transport_for(request.device, request.workload)
-        if transport is not None:
-            self._agree(transport, self._description(request, direction), direction)
-            if self._plans and request not in self._agreed:
-                settle(transport)
-                self._plan_together(transport, request)
+        with refusing(self, direction, request.device):
+            self.check_open()
+            if self._is_alone:
+                return None
+            mine = self._description(request, direction)
+        speaker = self.speaker(request.device, request.workload)
+        assert speaker is not None  # there are several ranks
+        self._agree(speaker, mine, direction)
+        if speaker is not self._transport and self._transport_name(request.device) not in self._made_here:
+            settle(speaker)  # all have come to tensors on another device
+        transport = self._spoken = self.transport_for(request.device, request.workload) or speaker
+        if self._plans and request not in self._agreed:
+            settle(transport)
+            self._plan_together(transport, request)
         return transport
 
     def _bound(self, request: Request, direction: Pass) -> Executor:
@@ -352,7 +375,7 @@ class ContextParallel:
         from tokenring.schedule.program import Way
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
-        if reason := self._refusal(request, direction):
+        if reason := no_kernel(self, request, direction):
             raise UnsupportedError(reason)
         transport = self._carrier(request)
         way = Way() if transport is None else transport.capabilities.way
@@ -364,45 +387,4 @@ class ContextParallel:
             return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
 
     def _describe(self, request: Request, direction: Pass) -> Description:
-        """What all ranks must agree on. A schedule of the user's own counts with all that is in it."""
-        return Description.of(
-            {
-                "pass": direction,
-                **{field.name: getattr(request.workload, field.name) for field in fields(Workload)},
-                "mask": request.mask,
-                "scale": repr(request.scale),
-                "gradients enabled": request.training,
-                "device": request.device.type,
-                "layout": self.layout if isinstance(self.layout, str) else named_digest(self.layout),
-                "schedule": self._schedule_text(request),
-                "pieces": self.pieces,
-                "kernel": self._refusal(request, direction) or "computes it",
-                **({"planned for": "both passes" if request.backward else "forward"} if self._plans else {}),
-            }
-        )
-
-    def _refusal(self, request: Request, direction: Pass) -> str | None:
-        """Why the call is not computed or merged here, in which ranks may differ by what is installed; None: it is."""
-        from tokenring.backends.mergers import merge_refusal
-        from tokenring.backends.registry import kernel_refusal
-
-        try:
-            kernel = self.kernel(request.device)
-        except TokenRingError as error:
-            return str(error)
-        reason = kernel_refusal(kernel, request.workload, request.device, direction)
-        return reason or (merge_refusal(request.device, request.workload.head_dim) if self.world_size > 1 else None)
-
-    def _schedule_text(self, request: Request) -> str:
-        from tokenring.planner.plan import Plan
-
-        if isinstance(self.schedule, str):
-            return self.schedule
-        if isinstance(self.schedule, Schedule):
-            return named_digest(self.schedule)
-        if isinstance(self.schedule, Plan):
-            return f"{named_digest(self.schedule.schedule)} over {self.schedule.transport or 'any transport'}"
-        try:  # a Scheme's functions print differently in each process; what they make does not
-            return named_digest(self.plan(request).schedule)
-        except TokenRingError as error:
-            return f"{self.schedule.name!r}, which cannot be used: {error}"
+        return describe(self, request, direction, self._plans)

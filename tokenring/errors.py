@@ -4,6 +4,7 @@ TokenRingError
 ├── ConfigurationError (ValueError)   what was asked for cannot be: layouts, shapes, groups, names
 │   └── MemoryLimitError              a memory limit that no schedule keeps to
 ├── UnsupportedError (NotImplementedError)   a feature, dtype or mask that no part here provides
+│   └── NotPicklable (PicklingError)  what stands for this process and cannot be saved
 ├── ScheduleError (ValueError)        a schedule that fails its proof, or a text that is none
 ├── TopologyError (ValueError)        a dump of a machine that is broken, or in no known format
 ├── PeerLost (RuntimeError)           a peer did not answer in time
@@ -15,6 +16,8 @@ Each message says what was asked, what was found and what to do.
 """
 
 from __future__ import annotations
+
+from pickle import PicklingError
 
 
 class TokenRingError(Exception):
@@ -31,6 +34,10 @@ class MemoryLimitError(ConfigurationError):
 
 class UnsupportedError(TokenRingError, NotImplementedError):
     """A feature, dtype or mask that nothing here provides."""
+
+
+class NotPicklable(UnsupportedError, PicklingError):
+    """What stands for the group and the memory of this process, and cannot be saved."""
 
 
 class ScheduleError(TokenRingError, ValueError):

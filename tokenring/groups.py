@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from weakref import ref
 
@@ -78,6 +80,18 @@ def hold(group: Group | HeldGroup) -> HeldGroup | None:
     return None if found is None else HeldGroup(found)
 
 
+def _check_one_process(environment: Mapping[str, str]) -> None:
+    """Raises ConfigurationError where a launcher, such as torchrun, says that this is one process of several."""
+    size = environment.get("WORLD_SIZE", "")
+    numbered = next((name for name in ("RANK", "LOCAL_RANK") if name in environment), None)
+    if size.isdecimal() and int(size) > 1 and numbered is not None:
+        raise ConfigurationError(
+            f"group=None is the world, and torch.distributed is not initialised: the launcher says that this is one of "
+            f"{size} processes (WORLD_SIZE={size}, {numbered}={environment[numbered]}), and each would compute the "
+            f"whole alone. Call torch.distributed.init_process_group(...) first, or give group='self' if that is meant"
+        )
+
+
 def process_group(group: Group) -> ProcessGroup | None:
     """What a user gives as a group, as the group itself; None where there is one process only."""
     if isinstance(group, str):
@@ -85,8 +99,10 @@ def process_group(group: Group) -> ProcessGroup | None:
             raise ConfigurationError(f"group is {group!r}; of names there is 'self' only, for this rank alone")
         return None
     if group is None:
-        ready = dist.is_available() and dist.is_initialized()
-        return dist.group.WORLD if ready else None
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD
+        _check_one_process(os.environ)
+        return None
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, int) and not isinstance(group, bool):  # dist.GroupMember.NON_GROUP_MEMBER

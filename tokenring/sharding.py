@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from datetime import timedelta
 from functools import lru_cache
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tokenring.context import ContextParallel
-from tokenring.errors import MOST_SAID, ConfigurationError, one_line
+from tokenring.errors import MOST_SAID, ConfigurationError, UnsupportedError, one_line
 from tokenring.layout import Layout, as_integer, split_order
+from tokenring.runtime.agreement import REFUSED, Disagreement, refusals
+from tokenring.runtime.refusal import tell
+from tokenring.tensors import check_tensor, unsharded
 
 CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position
 
@@ -46,7 +50,11 @@ def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
     Differentiable: a rank's gradient is the sum over all ranks of what their copies of the whole got
     (so a loss that every rank computes in full counts once for each rank).
     """
-    dim = _sequence_dim("unshard", x, cp, dim)
+    _check_context("unshard", cp)
+    with _refusing(cp):
+        dim = _sequence_dim("unshard", x, cp, dim)
+        if cp.world_size > 1:
+            check_tensor("unshard", x)
     gathered: torch.Tensor = _Gather.apply(x, cp, dim)  # type: ignore[no-untyped-call]
     return gathered.index_select(dim, _once(_places, cp.layout_for(gathered.shape[dim]), x.device))
 
@@ -88,6 +96,8 @@ def _sequence_dim(what: str, x: torch.Tensor, cp: ContextParallel, dim: int) -> 
     _check_context(what, cp)
     if not isinstance(x, torch.Tensor):
         raise ConfigurationError(f"{what} wants a tensor; got one of type {type(x).__name__}")
+    if (found := unsharded(x)) is not None:
+        raise UnsupportedError(f"{what} of {found}")
     index = as_integer(dim)
     if index is None or not -x.dim() <= index < x.dim():
         raise ConfigurationError(
@@ -109,9 +119,12 @@ class _Gather(torch.autograd.Function):
         ctx.cp, ctx.dim = cp, dim
         if cp.world_size == 1:
             return x.clone()
-        _check_same_parts(x, cp, dim)
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cp.world_size)]
-        _finish(dist.all_gather(parts, x.contiguous(), group=cp.group, async_op=True), cp, "unshard", x.device)
+        with cp.turn:
+            with _refusing(cp):
+                own = x.contiguous().resolve_conj().resolve_neg()
+                parts = [torch.empty_like(own) for _ in range(cp.world_size)]
+            _check_same_parts(x, cp, dim)
+            _finish(dist.all_gather(parts, own, group=cp.group, async_op=True), cp, "unshard", x.device)
         return torch.cat(parts, dim)
 
     @staticmethod
@@ -127,8 +140,9 @@ class _Sum(torch.autograd.Function):
         ctx.cp, ctx.dim = cp, dim
         whole = whole.contiguous().clone()
         if cp.world_size > 1:
-            work = dist.all_reduce(whole, group=cp.group, async_op=True)
-            _finish(work, cp, "the gradient of unshard", whole.device)
+            with cp.turn:
+                work = dist.all_reduce(whole, group=cp.group, async_op=True)
+                _finish(work, cp, "the gradient of unshard", whole.device)
         return whole.chunk(cp.world_size, dim)[cp.rank]
 
     @staticmethod
@@ -155,10 +169,31 @@ def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> 
         del work  # an error that somebody keeps holds this frame, and must not hold what the group's threads work on
 
 
+class _refusing:
+    """This rank's own checks of what it brings to unshard: what they raise, all ranks hear where they compare parts."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self._cp = cp
+
+    def __enter__(self) -> None:
+        """Nothing: calls that pass cost nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            text = f"{REFUSED}: {one_line(error)}"
+            tell(self._cp, error, lambda: _told(self._cp, text))
+
+
 def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
-    assert cp.transport is not None
     mine = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} along {dim}"
-    parts = [each.decode() for each in cp.transport.exchange_text(mine.encode(), "parts for unshard")]
+    parts = _told(cp, mine)
+    if any(part.startswith(REFUSED) for part in parts):
+        raise Disagreement(refusals([part.partition(": ")[2] if part.startswith(REFUSED) else None for part in parts]))
     if any(part != mine for part in parts):
         found = ", ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts))
         raise ConfigurationError(f"unshard wants parts of one shape, dtype and dim from every rank; found {found}")
+
+
+def _told(cp: ContextParallel, mine: str) -> list[str]:
+    assert cp.transport is not None  # there are several ranks
+    return [each.decode() for each in cp.transport.exchange_text(mine.encode(), "parts for unshard")]

@@ -1,7 +1,8 @@
 """Before a rank uses anything of another, all make sure that they are about to do the same thing.
 
 Each call exchanges 32 bytes: the digest of a description of the call. Only if digests differ do the
-descriptions travel, so that the error can name rank, field and values; every rank raises it.
+descriptions travel, so that the error can name rank, field and values; every rank raises it. A rank that
+cannot make the call takes part with its reason instead.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from tokenring.backends.base import Deferring, Transport
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
 from tokenring.schedule.ir import Schedule
+
+REFUSED = "refused"  # the field of a rank that makes no call, with the reason
 
 
 class Disagreement(ConfigurationError):
@@ -81,18 +84,26 @@ def beginning(transport: Transport | None) -> Iterator[None]:
 
 
 def _difference(descriptions: list[dict[str, str]]) -> str:
-    """Each field in which ranks differ, with the values and who has them; the more common value first."""
+    """What ranks refused; else each field in which they differ, with the values and who has them."""
+    if any(REFUSED in fields for fields in descriptions):
+        return refusals([fields.get(REFUSED) for fields in descriptions])
     names = dict.fromkeys(name for fields in descriptions for name in fields)
     found = []
     for name in names:
         values = [fields.get(name, "nothing") for fields in descriptions]
-        counted = Counter(values).most_common()
+        counted = Counter(values).most_common()  # the more common value first
         if len(counted) > 1:
-            parts = [f"{_ranks(values, value)} {value}" for value, _ in counted]
+            parts = [f"{_ranks(values, value)}: {value}" for value, _ in counted]
             found.append(f"{name}: {'; '.join(parts)}")
     return f"the ranks disagree, so the call was not made. {'. '.join(found)}. Make the same call on every rank"
 
 
-def _ranks(values: list[str], value: str) -> str:
+def refusals(texts: Sequence[str | None]) -> str:
+    """What each rank refused, as the others say it; None: it did not."""
+    found = [f"{_ranks(texts, text)} refused: {text}" for text in dict.fromkeys(texts) if text is not None]
+    return f"{'; '.join(found)}. So no rank made the call"
+
+
+def _ranks(values: Sequence[str | None], value: str) -> str:
     ranks = [str(rank) for rank, each in enumerate(values) if each == value]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}:"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"

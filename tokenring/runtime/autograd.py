@@ -13,8 +13,10 @@ from tokenring.request import Request
 from tokenring.runtime.agreement import beginning
 from tokenring.runtime.derivatives import FORWARD_MODE, first
 from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.refusal import refusing
 from tokenring.runtime.results import Changes
 from tokenring.runtime.trace import Trace
+from tokenring.tensors import check_tensor
 
 GRADIENT_OF_LSE = (
     "a gradient flows into the lse that tokenring.attention returned, which has none here: use lse.detach() in the loss"
@@ -29,8 +31,10 @@ class AttentionFunction(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32."""
-        q, k, v = (_rows_packed(x) for x in (q, k, v))
-        out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
+        with cp.turn:
+            with refusing(cp, "forward", q):
+                q, k, v = (_rows_packed(x) for x in (q, k, v))
+            out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
         given = out.data, lse.data  # of which autograd counts changes in place apart from those of what is saved
         ctx.save_for_backward(q, k, v, out, lse, kept)
         ctx.cp, ctx.request = cp, request
@@ -41,17 +45,20 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
-        if dlse is not None:
-            raise UnsupportedError(GRADIENT_OF_LSE)
-        if dout is None:
-            return None, None, None, None, None
-        q, k, v, *made = ctx.saved_tensors
+        cp, request = ctx.cp, ctx.request
+        with refusing(cp, "backward", dout, dlse):
+            if dlse is not None:
+                raise UnsupportedError(GRADIENT_OF_LSE)
+            if dout is None:
+                return None, None, None, None, None
+            check_tensor("the backward of attention", dout)
+            q, k, v, *made = ctx.saved_tensors  # may compute them anew, by calls of its own
 
         def compute() -> tuple[torch.Tensor, ...]:
-            cp, request = ctx.cp, ctx.request
-            if ctx.changes.found():  # out and lse are computed again, by all ranks: they make one call
-                made[:2] = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)[:2]
-            return run_backward(cp.executor(request, "backward"), cp.active_trace, dout, q, k, v, *made)
+            with cp.turn:
+                if ctx.changes.found():  # out and lse are computed again, by all ranks: they make one call
+                    made[:2] = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)[:2]
+                return run_backward(cp.executor(request, "backward"), cp.active_trace, dout, q, k, v, *made)
 
         return *first(compute, dout, q, k, v), None, None
 
@@ -112,8 +119,8 @@ class OwnTensors(dict[str, torch.Tensor]):
 
 
 def _rows_packed(x: torch.Tensor) -> torch.Tensor:
-    """Kernels take any strides, but want the elements of a row side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Kernels take any strides, but want the elements of a row side by side, and with the sign that they have."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
 
 
 def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

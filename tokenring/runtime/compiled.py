@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 import torch
 
 from tokenring.context import ContextParallel
-from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.errors import UnsupportedError
 from tokenring.mask import Mask
 from tokenring.request import Request
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.runtime.derivatives import SECOND, refuse_tangents, refuse_transforms
 from tokenring.runtime.handles import context_of
+from tokenring.runtime.refusal import refusing
 from tokenring.runtime.results import Changes
 
 CALL = (
@@ -69,20 +70,19 @@ def traced_attention(
 
 @torch.library.custom_op("tokenring::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
-    refuse_tangents(q, k, v)
     cp = context_of(context)
-    executor = cp.executor(_request(q, k, v, cp, *call), "forward")
-    out, lse, kept = run_forward(executor, cp.active_trace, q, k, v)
+    with cp.turn:
+        with refusing(cp, "forward", q, k, v):
+            refuse_tangents(q, k, v)
+            request = _request(q, k, v, cp, *call)
+        out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
     return out, lse, _ticket(kept, q.device)
 
 
 @_attention.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
-    if not q.dim() == k.dim() == v.dim() == 4:
-        shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        raise ConfigurationError(f"attention wants q, k and v as [B, T, H, D]; got {shapes}")
-    batch, tokens, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (0, 0, 0)  # else refused when it runs, by all
+    lse = q.new_empty(shape, dtype=torch.float32)
     return q.new_empty(q.shape), lse, q.new_empty(1, dtype=torch.uint8)
 
 
@@ -102,12 +102,15 @@ def _attention_backward(
     context: str,
     *call: Any,
 ) -> Tensors:
-    # Where lse leaves the graph, torch.compile gives a gradient for it in any case: zeros are none.
-    if dlse is not None and bool(dlse.any()):
-        raise UnsupportedError(GRADIENT_OF_LSE)
     cp = context_of(context)
-    executor = cp.executor(_request(q, k, v, cp, *call), "backward")
-    return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, _kept(ticket))
+    with cp.turn:
+        with refusing(cp, "backward", dout):
+            # Where lse leaves the graph, torch.compile gives a gradient for it in any case: zeros are none.
+            if dlse is not None and bool(dlse.any()):
+                raise UnsupportedError(GRADIENT_OF_LSE)
+            request = _request(q, k, v, cp, *call)
+        executor = cp.executor(request, "backward")
+        return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, _kept(ticket))
 
 
 @_attention_backward.register_fake
@@ -178,8 +181,9 @@ def _request(
     training: bool,
     differentiable: bool,
 ) -> Request:
-    from tokenring.attention import request_of
+    from tokenring.attention import check_tensors, request_of
 
+    check_tensors(q, k, v)
     mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
     return request_of(q, k, v, cp, mask, scale, training, differentiable)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenring.attention import attend, attend_as, call_inputs, make_request
+from tokenring.attention import attend, attend_as, prepared
 from tokenring.context import ContextParallel
 from tokenring.integrations.megatron.groups import kept
 from tokenring.integrations.megatron.packed import LastPacking
@@ -120,8 +120,8 @@ class Contexts:
         cp = taken = self.context(schedule, q_BTHD.device)
         if self.ranks == 1 or torch.compiler.is_compiling():
             return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)[0]
-        q, k, v = call_inputs(q_BTHD, k_BTHD, v_BTHD, cp)
-        kind = request = make_request(q, k, v, cp, mask, scale, training)
+        q, k, v, request = prepared(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)
+        kind = request
         if any_length:
             kind = _nominal(request, self.ranks)
             taken = self._for_size(schedule, kind, request)

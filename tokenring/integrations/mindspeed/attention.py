@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenring.attention import call_inputs, make_request
+from tokenring.attention import prepared
 from tokenring.integrations.megatron import TokenRingAttention
 from tokenring.integrations.megatron.arguments import check_call, check_cut
 from tokenring.integrations.megatron.attention import with_one_head_dim
@@ -76,8 +76,8 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
         def _own_stays(self, mask: Mask, *qkv: torch.Tensor) -> bool:
             q, k, v = (x.transpose(0, 1) for x in qkv)
             cp = self._contexts.context(self.schedule, q.device)
-            q, k, v = call_inputs(q, k, v, cp)
-            kind = self.schedule, make_request(q, k, v, cp, mask, self.softmax_scale, self._training)
+            *_, request = prepared(q, k, v, cp, mask, self.softmax_scale, self._training)
+            kind = self.schedule, request
             if kind not in found:
                 found[kind] = own_stays(self._contexts, *kind, self.config)
             return found[kind]
