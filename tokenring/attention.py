@@ -63,12 +63,12 @@ def attention(
     bias, dtypes) and PeerLost (a rank that does not answer within cp.timeout_seconds).
     """
     check_context(cp)
-    features = {"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias}
-    if torch.compiler.is_compiling():
-        _refuse(features)
-    else:
+    unsupported = _unsupported({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
+    if unsupported is not None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(unsupported)
         with refusing(cp, "forward", q, k, v):
-            _refuse(features)
+            raise UnsupportedError(unsupported)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
     return (out, lse) if return_lse else out
@@ -158,7 +158,8 @@ def request_of(
     return Request(workload, mask, scale, training, q.device, differentiable)
 
 
-def _refuse(features: dict[str, object]) -> None:
+def _unsupported(features: dict[str, object]) -> str | None:
+    """What was asked for and is not computed here, and why."""
     advice = {
         "dropout_p": "its mask cannot be the same under every split; set it to 0",
         "softcap": "no kernel here computes it; use a model without logit soft-capping",
@@ -167,7 +168,8 @@ def _refuse(features: dict[str, object]) -> None:
     }
     for name, value in features.items():
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            raise UnsupportedError(f"attention with {name} is not supported: {advice[name]}")
+            return f"attention with {name} is not supported: {advice[name]}"
+    return None
 
 
 def call_inputs(
