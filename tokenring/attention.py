@@ -67,14 +67,14 @@ def attention(
     cp.timeout_seconds). Warns once (TokenRingWarning) where no order is said and q looks like [B, H, T, D].
     """
     check_context(cp)
-    features = {"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias}
-    if torch.compiler.is_compiling():
-        _refuse(features)
-        q, k, v = in_order(q, k, v, order)
-    else:
+    unsupported = _unsupported({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
+    if unsupported is not None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(unsupported)
         with refusing(cp, "forward", q, k, v):
-            _refuse(features)
-            q, k, v = in_order(q, k, v, order)
+            raise UnsupportedError(unsupported)
+    if order is not None:
+        q, k, v = _in_order(q, k, v, cp, order)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
     out = out_in_order(out, order)
@@ -173,7 +173,18 @@ def request_of(
     return Request(workload, mask, checked_scale(scale, q.shape[-1]), training, q.device, differentiable)
 
 
-def _refuse(features: dict[str, object]) -> None:
+def _in_order(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, order: Order
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`in_order` of a call that all ranks make: what it raises on one, all hear."""
+    if torch.compiler.is_compiling():
+        return in_order(q, k, v, order)
+    with refusing(cp, "forward", q, k, v):
+        return in_order(q, k, v, order)
+
+
+def _unsupported(features: dict[str, object]) -> str | None:
+    """What was asked for and is not computed here, and why."""
     advice = {
         "dropout_p": "its mask cannot be the same under every split; set it to 0",
         "softcap": "no kernel here computes it; use a model without logit soft-capping",
@@ -182,7 +193,8 @@ def _refuse(features: dict[str, object]) -> None:
     }
     for name, value in features.items():
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            raise UnsupportedError(f"attention with {name} is not supported: {advice[name]}")
+            return f"attention with {name} is not supported: {advice[name]}"
+    return None
 
 
 def call_inputs(

@@ -136,6 +136,7 @@ class ContextParallel:
         for made in self._made_here.values():
             made.close()
         self._made_here.clear()
+        self._spoken = None
 
     def __enter__(self) -> ContextParallel:
         return self

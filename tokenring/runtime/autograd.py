@@ -120,7 +120,8 @@ class OwnTensors(dict[str, torch.Tensor]):
 
 def _rows_packed(x: torch.Tensor) -> torch.Tensor:
     """Kernels take any strides, but want the elements of a row side by side, and with the sign that they have."""
-    return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.resolve_neg() if x.is_neg() else x
 
 
 def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tokenring.errors import PeerLost, TokenRingError, one_line
+from tokenring.errors import PeerLost, one_line
 from tokenring.runtime.agreement import REFUSED, Description, Disagreement, agree, settle
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class refusing:
 
     What they raise, all hear: this rank raises it, every other one a Disagreement that names rank and reason.
     """
+
+    __slots__ = ("_cp", "_direction", "_given")
 
     def __init__(self, cp: ContextParallel, direction: Pass, *given: object) -> None:
         """given: the call's tensors, or its device; by it ranks that have not spoken yet find the same transport."""
@@ -58,7 +60,7 @@ def tell(cp: ContextParallel, error: BaseException, speak: Callable[[], object])
             speak()
     except Disagreement:
         pass
-    except TokenRingError as unheard:
+    except Exception as unheard:  # whatever it is, it is not what the caller wants to know
         LOG.warning("the other ranks may wait for this one, which could not tell them that it raises: %s", unheard)
 
 
