@@ -260,13 +260,13 @@ class _Binder:
 
     def _attend(self, attend: Attend) -> Step:
         patch, direction = attend.patch, self.program.direction
-        compute, scale = folded(getattr(self.kernel, direction), direction, self.scale)
+        kernel, scale = folded(self.kernel, self.scale)
         operands = self._operands(attend, attend)
         sinks = [self._sink(attend, result) for result in attend.results]
 
         def attend_tile(call: Call) -> None:
             given, out = operands(call)
-            made = compute(*given, **out, patch=patch, scale=scale)
+            made = getattr(kernel, direction)(*given, **out, patch=patch, scale=scale)
             for sink in sinks:
                 sink(call, made)
 
@@ -275,11 +275,10 @@ class _Binder:
     def _attend_packed(self, attends: tuple[Attend, ...]) -> Step:
         """Several patches of a tile, in one kernel call."""
         assert isinstance(self.kernel, PackingKernel)  # else nothing goes together
-        parts, direction = patches(attends), self.program.direction
+        parts, (kernel, scale) = patches(attends), folded(self.kernel, self.scale)
         operands = self._operands(attends[0], attends[-1])
         sinks = [[self._sink(attend, result) for result in attend.results] for attend in attends]
-        packed = self.kernel.forward_packed if self.forward else self.kernel.backward_packed
-        compute, scale = folded(packed, direction, self.scale)
+        compute = kernel.forward_packed if self.forward else kernel.backward_packed
 
         def attend_patches(call: Call) -> None:
             given, out = operands(call)

@@ -8,20 +8,15 @@ fp32 makes q zero: (-q)·k·|scale| and 0·k·1 are what q·k·scale is, exactly
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
 import torch
 
 from tokenring.errors import ConfigurationError
-from tokenring.schedule.ir import Pass
 
 LEAST = torch.finfo(torch.float32).tiny  # below, kernels that scale in fp32 may take it for zero
 WHOLE = 2**24  # from here on neighbours in fp32 are whole numbers apart
-
-Compute = Callable[..., Any]  # a pass of a kernel, of one patch or of several
-
 
 def checked_scale(given: object, head_dim: int) -> float:
     """The scale as a number; None is 1/√D. Raises ConfigurationError.
@@ -55,19 +50,33 @@ def _most(head_dim: int) -> str:
     )
 
 
-def folded(compute: Compute, direction: Pass, scale: float) -> tuple[Compute, float]:
-    """A kernel's pass as one for this scale, and the positive scale to give it."""
+def folded(kernel: Any, scale: float) -> tuple[Any, float]:
+    """What computes with this scale: a kernel, and the positive scale to give it."""
     if scale >= LEAST:
-        return compute, scale
+        return kernel, scale
     sign = -1.0 if scale <= -LEAST else 0.0
+    return _Folded(kernel, sign), -scale if sign else 1.0
 
-    def forward(q: torch.Tensor, *others: Any, **options: Any) -> Any:
-        return compute(q * sign, *others, **options)
 
-    def backward(dout: torch.Tensor, q: torch.Tensor, *others: Any, **options: Any) -> Any:
-        made = compute(dout, q * sign, *others, **options)
-        for each in made if isinstance(made, list) else [made]:  # of several patches, or of one
-            each[0].mul_(sign)
+class _Folded:
+    """A kernel that is given q times a sign."""
+
+    def __init__(self, kernel: Any, sign: float) -> None:
+        self._kernel, self._sign = kernel, sign
+
+    def forward(self, q: torch.Tensor, *others: Any, **options: Any) -> Any:
+        return self._kernel.forward(q * self._sign, *others, **options)
+
+    def forward_packed(self, q: torch.Tensor, *others: Any, **options: Any) -> Any:
+        return self._kernel.forward_packed(q * self._sign, *others, **options)
+
+    def backward(self, dout: torch.Tensor, q: torch.Tensor, *others: Any, **options: Any) -> Any:
+        made = self._kernel.backward(dout, q * self._sign, *others, **options)
+        made[0].mul_(self._sign)
         return made
 
-    return (forward if direction == "forward" else backward), -scale if sign else 1.0
+    def backward_packed(self, dout: torch.Tensor, q: torch.Tensor, *others: Any, **options: Any) -> Any:
+        made = self._kernel.backward_packed(dout, q * self._sign, *others, **options)
+        for each in made:
+            each[0].mul_(self._sign)
+        return made
