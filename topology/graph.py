@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 from tokenring.topology.bandwidth import published
@@ -42,6 +43,7 @@ class Graph:
     measurements: tuple[Measurement, ...] = ()
     notes: tuple[Note, ...] = ()
     seen: tuple[tuple[Coverage, tuple[str, ...]], ...] = ()  # of each source: what it would show, of which accelerators
+    noted: tuple[frozenset[str], ...] = ()  # of each note: the hosts of the source that has it; else all
 
     @property
     def shown(self) -> dict[str, Coverage]:
@@ -73,7 +75,9 @@ class Graph:
         devices = tuple(device for device in self.devices if (device.host or "") == host)
         known = {device.id for device in devices}
         edges = tuple(edge for edge in self.edges if edge.a in known and edge.b in known)
-        return replace(self, devices=devices, edges=edges)
+        told = zip_longest(self.notes, self.noted, fillvalue=frozenset[str]())
+        notes = tuple(note for note, hosts in told if not hosts or host in hosts)
+        return replace(self, devices=devices, edges=edges, notes=notes, noted=())
 
     def between(self) -> dict[tuple[str, str], Edge]:
         """The best edge of each pair that has one: an accelerator's own link before PCIe."""
@@ -132,6 +136,7 @@ def merge(facts: Iterable[Facts]) -> Graph:
     edges: dict[tuple[str, str, str], Edge] = {}
     measurements: list[Measurement] = []
     notes: list[Note] = []
+    noted: list[frozenset[str]] = []
     seen: list[tuple[Coverage, tuple[str, ...]]] = []
     several = len({device.host for source in sources for device in source.accelerators}) > 1
     several = several or len({device.host for source in sources for device in source.devices if device.host}) > 1
@@ -141,13 +146,15 @@ def merge(facts: Iterable[Facts]) -> Graph:
             _take_link(link, names, edges)
         measurements += [replace(each, a=names[each.a], b=names[each.b]) for each in source.measurements]
         notes += source.notes
+        hosts = frozenset(device.host or "" for device in source.accelerators)
+        noted += [hosts] * len(source.notes)
         seen.append((source.coverage, tuple(names[device.id] for device in source.accelerators)))
     by_id = {device.id: device for device in devices}
     of_pair: dict[tuple[str, str], list[Measurement]] = {}
     for each in measurements:
         of_pair.setdefault(unordered(each.a, each.b), []).append(each)
     found = tuple(_with_bandwidth(edge, by_id, of_pair.get(unordered(edge.a, edge.b), ())) for edge in edges.values())
-    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen))
+    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen), tuple(noted))
 
 
 def on_machines(files: Sequence[tuple[str | None, Sequence[Facts]]]) -> list[Facts]:

@@ -70,20 +70,21 @@ class _Links:
 
 def classify(graph: Graph) -> Verdict:
     """The verdict on a graph, which always has one: "unknown" with its reason at worst."""
-    return _with_measured(_classify(graph), graph)
+    return _with_notes(_classify(graph), graph)
 
 
 def _classify(graph: Graph) -> Verdict:
     if len(graph.hosts) > 1:
-        inside = tuple((host, _of_host(graph.on_host(host))) for host in graph.hosts)
+        parts = [(host, graph.on_host(host)) for host in graph.hosts]
+        inside = tuple((host, _with_notes(_of_host(part), part)) for host, part in parts)
         return Verdict("multi-node", "high", (f"{len(graph.hosts)} hosts",), inside=inside)
     return _of_host(graph)
 
 
-def _with_measured(verdict: Verdict, graph: Graph) -> Verdict:
-    """What a measurement says for and against its own shape."""
-    evidence = [note.text for note in graph.notes if note.role == "evidence"]
-    doubts = [note.text for note in graph.notes if note.role == "doubt"]
+def _with_notes(verdict: Verdict, graph: Graph) -> Verdict:
+    """What a measurement says for and against its own shape, and what a dump lacks that was cut."""
+    evidence = [str(note) for note in graph.notes if note.role == "evidence"]
+    doubts = [str(note) for note in graph.notes if note.role == "doubt"]
     if verdict.name == "unknown" or not (evidence or doubts):  # unknown: all notes are its evidence
         return verdict
     confidence: Confidence = "medium" if doubts and verdict.confidence == "high" else verdict.confidence
@@ -95,7 +96,7 @@ def _of_host(graph: Graph) -> Verdict:
     if not names:
         return _unknown("no accelerator is named", graph)
     if len(names) == 1 and not any(edge.switched for edge in graph.edges):
-        return Verdict("single", "high", ("one accelerator",))
+        return _single(graph)
     links = _links(graph, names)
     if not links.direct and not links.switched:
         verdict = _by_ports(graph, names) or _by_pcie(graph, names, links)
@@ -106,6 +107,13 @@ def _of_host(graph: Graph) -> Verdict:
         return verdict
     text = f"{len(hidden)} of {len(names)} accelerators are in the PCI tree only, and no tool names them (a container?)"
     return replace(verdict, confidence="low", evidence=(*verdict.evidence, f"{text}: links of theirs are invisible"))
+
+
+def _single(graph: Graph) -> Verdict:
+    """A list of devices that was cut after the first looks like this."""
+    if graph.coverage == "links":
+        return Verdict("single", "high", ("one accelerator",))
+    return Verdict("single", "medium", ("one accelerator is listed, and nothing says that the list is whole",))
 
 
 def _unknown(reason: str, graph: Graph) -> Verdict:

@@ -174,28 +174,34 @@ def _settle(matrix: Matrix) -> None:
         matrix.columns = [row.name for row in matrix.rows]
         if matrix.rows:
             matrix.notes.append(Note("the header is missing: columns are taken in the order of the rows"))
+        widest = max((len(row.labels) for row in matrix.rows), default=0)
+        if widest > len(matrix.rows):
+            text = f"a row has {widest} cells, and there are {len(matrix.rows)} rows: others are missing"
+            matrix.notes.append(Note(text, role="doubt"))
     if doubled := [name for name in dict.fromkeys(matrix.columns) if matrix.columns.count(name) > 1]:
         raise TopologyError(f"the header names {doubled[0]} twice", 1, 1)
     for row in matrix.rows:
         _trust(row, matrix)
     rows = {row.name for row in matrix.rows}
     if missing := [name for name in matrix.columns if name not in rows]:
-        matrix.notes.append(Note(f"no row for {', '.join(missing)}"))
+        matrix.notes.append(Note(f"no row for {', '.join(missing)}", role="doubt"))
 
 
 def _trust(row: Row, matrix: Matrix) -> None:
-    if not row.labels or row.name not in matrix.columns:
+    if row.name not in matrix.columns:
+        matrix.notes.append(Note(f"no column for {row.name}", row.line, role="doubt"))
         row.labels = []
+    if not row.labels:
         return
     own = matrix.columns.index(row.name)
     if SELF not in row.labels and len(row.labels) <= own:
-        matrix.notes.append(Note(f"the row of {row.name} is cut before its own cell", row.line))
+        matrix.notes.append(Note(f"the row of {row.name} is cut before its own cell", row.line, role="doubt"))
     elif own >= len(row.labels) or row.labels[own] != SELF:
-        matrix.notes.append(Note(f"the row of {row.name} does not fit the header: not used", row.line))
+        matrix.notes.append(Note(f"the row of {row.name} does not fit the header: not used", row.line, role="doubt"))
         row.labels = []
     elif len(row.labels) < len(matrix.columns):
         have, want = len(row.labels), len(matrix.columns)
-        matrix.notes.append(Note(f"the row of {row.name} has {have} of {want} cells", row.line))
+        matrix.notes.append(Note(f"the row of {row.name} has {have} of {want} cells", row.line, role="doubt"))
 
 
 def has_cells(matrix: Matrix) -> bool:
