@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device, published
@@ -62,10 +63,17 @@ class _Links:
     around: Neighbours
     wider: Mapping[str, list[str]]  # switches that take links of the kind that a mesh has too: the level above it
 
-    def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
+    @cached_property
+    def known(self) -> frozenset[tuple[str, str]]:
+        """Pairs of which it is known what is between them."""
         above = (unordered(*pair) for attached in self.wider.values() for pair in pairs(attached))
-        known = {*self.edges, *self.switched, *above}
-        return [pair for pair in pairs(names) if unordered(*pair) not in known]
+        return frozenset(self.edges).union(self.switched, above)
+
+    def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
+        if len(names) == len(self.around) and len(self.edges) == len(names) * (len(names) - 1) // 2:
+            return []  # every pair has its edge
+        known = self.known
+        return [pair for pair in pairs(names) if pair not in known and pair[::-1] not in known]
 
 
 def classify(graph: Graph) -> Verdict:
@@ -129,7 +137,7 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     fabric: list[tuple[str, str]] = []
     meshed = {edge.kind for edge in direct.values()}
     switches = dict.fromkeys(device.id for device in graph.of_kind("switch"))
-    for edge in graph.edges:
+    for edge in graph.edges if switches else ():
         if edge.kind == "uplink":  # many share it: what it joins are islands
             continue
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
@@ -284,7 +292,8 @@ def _why(graph: Graph, island: Island, links: _Links) -> str:
 
 def _uneven(island: Island, links: _Links) -> tuple[str, ...]:
     """A mesh whose pairs differ in width: a link may be down."""
-    counts = {edge.count for pair, edge in links.direct.items() if set(island.members).issuperset(pair)}
+    members = set(island.members)
+    counts = {edge.count for pair, edge in links.direct.items() if members.issuperset(pair)}
     if island.shape == "full-mesh" and len(counts - {None}) > 1:
         return (f"pairs have {' or '.join(str(c) for c in sorted(c for c in counts if c))} links",)
     return ()

@@ -95,7 +95,8 @@ def facts(model: Model, tables: Tables) -> Facts:
         for wire in model.wires
         if wire.gbs is not None and not {wire.a, wire.b} <= set(map(name, everyone))
     ]
-    return Facts("links", tuple(devices), tuple(links), tuple(measured), tuple(_notes(model, tables)), Origin(FORMAT))
+    found = Facts("links", tuple(devices), tuple(links), tuple(measured), tuple(_notes(model, tables)), Origin(FORMAT))
+    return sound(found)
 
 
 def _behind_one_switch(model: Model) -> set[frozenset[str]]:
