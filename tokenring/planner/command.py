@@ -36,7 +36,9 @@ def main(argv: list[str]) -> int:
             check_made(asked.call.setting.interconnect, f"--{name}")
     if options.explain is not None:
         return _explain(options, asked, console)
+    console.status(f"planning for {asked.call.setting.interconnect.world_size} ranks")  # for many it takes a while
     plan = plan_or_forecast(asked.call)
+    console.clear()
     if options.json:
         print(plan.to_json(), end="")
     else:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from tokenring.topology.facts import PROCESS, Device, DeviceKind, Facts, Link, Measurement, Note, Origin, pairs
 from tokenring.topology.measure.lab import Flow, Lab, Race
 from tokenring.topology.measure.survey import Tables, totals
+from tokenring.topology.sound import sound
 
 FORMAT = "measured"
 TOLERANCE = 1.25  # of the check round

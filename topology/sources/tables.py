@@ -61,7 +61,8 @@ def without_shifted(matrix: Matrix, own: tuple[str, ...]) -> Matrix:
     for row in matrix.rows:
         at = matrix.columns.index(row.name)
         if len(row.labels) > at and row.labels[at] not in own:
-            matrix.notes.append(Note(f"the row of {row.name} does not fit the header: not used", row.line, role="doubt"))
+            text = f"the row of {row.name} does not fit the header: not used"
+            matrix.notes.append(Note(text, row.line, role="doubt"))
             row.labels = []
     matrix.notes += lost(matrix)
     return matrix
