@@ -7,13 +7,24 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from tokenring.errors import ConfigurationError
+
+LARGEST = 1 << 50  # of any count; far above, Python's containers and torch overflow
 
 
 class Parser(argparse.ArgumentParser):
     """Refuses as the rest of tokenring does."""
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """As argparse does it; no integer may be without measure."""
+        found = super().parse_known_args(*given, **named)
+        for action in self._actions:
+            value = getattr(found[0], action.dest, None)
+            if isinstance(value, int) and abs(value) > LARGEST:
+                self.error(f"argument {'/'.join(action.option_strings)}: {value} is too large: {LARGEST} at most")
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}; see {self.prog} --help")
@@ -87,6 +98,17 @@ class Console:
             self._err.write("\r\x1b[2K")
             self._err.flush()
             self._shown = ""
+
+
+def check_suffix(option: str, path: str | None, *known: str) -> str:
+    """The suffix of a file that an option names, or "" where it has none and any content will do.
+
+    Raises ConfigurationError for one that promises what the option does not write.
+    """
+    suffix = Path(path or "").suffix.lower()
+    if suffix and suffix not in known:
+        raise ConfigurationError(f"{option} {path!r}: no {suffix!r} is written; end the name in {' or '.join(known)}")
+    return suffix
 
 
 def write_file(path: str, text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from tokenring.collection import no_collection
-from tokenring.console import Parser, read_options, write_file
+from tokenring.console import Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError, TopologyError
 from tokenring.topology.facts import Facts
 from tokenring.topology.graph import merge, on_machines
@@ -22,6 +22,7 @@ from tokenring.topology.sound import storable
 from tokenring.topology.sources import read
 from tokenring.topology.verdict import classify
 
+SUFFIXES = {"save": (".json",), "svg": (".svg",), "html": (".html", ".htm")}
 MAX_BYTES = MAX_CHARACTERS  # ours may be longer than dumps: it has every link twice
 
 
@@ -33,6 +34,8 @@ def main(argv: list[str]) -> int:
     options = read_options(_parser().parse_args, argv)
     if isinstance(options, int):
         return options
+    for name, known in SUFFIXES.items():
+        check_suffix(f"--{name}", getattr(options, name), *known)
     with no_collection():  # a matrix of a thousand devices is half a million links, all of them needed to the end
         return _run(options)
 

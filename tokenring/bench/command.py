@@ -28,7 +28,9 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     outputs = {"json": Report.to_json, "picture": to_svg}
     started = ranks_started(environment) is not None
     case = partial(_case, started)
-    return Command("bench", MODULE, _options, case, Report.from_json, outputs, _show, start).main(argv, environment)
+    suffixes = {"json": (".json",), "picture": (".svg",)}
+    command = Command("bench", MODULE, _options, case, Report.from_json, outputs, _show, suffixes, start)
+    return command.main(argv, environment)
 
 
 def _show(report: Report, options: argparse.Namespace, console: Console) -> int:

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tokenring.console import Parser, cores, machine, read_options
+from tokenring.console import Parser, check_suffix, cores, machine, read_options
 from tokenring.demo.console import Console
 from tokenring.demo.report import (
     bytes_text,
@@ -26,6 +26,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.follow import CommandFailed, Failed, check, check_output, exit_code, follow, write_at_last
 from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
 from tokenring.layout import make_layout
+from tokenring.limits import check_processes
 from tokenring.tracing.picture import to_svg
 
 FEWEST_STEPS = 6  # three first and three last ones
@@ -180,7 +181,9 @@ def _check(options: argparse.Namespace) -> None:
     for name, least in (("ranks", 1), ("seq", 2), ("steps", FEWEST_STEPS)):
         if getattr(options, name) < least:
             raise ConfigurationError(f"--{name} {getattr(options, name)}: use {least} or more")
+    check_processes(options.ranks)
     make_layout(options.layout, options.ranks, options.seq)
+    check_suffix("--output", options.output, ".svg")
     check_output("--output", Path(options.output))
 
 

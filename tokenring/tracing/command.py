@@ -24,7 +24,8 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     Raises ConfigurationError for options that do not fit.
     """
     outputs = {"picture": lambda traced: to_svg(timeline_of(traced), simulation_of(traced)), "chrome": to_chrome}
-    return Command("trace", MODULE, _options, _case, Traced.from_json, outputs, _show).main(argv, environment)
+    suffixes = {"picture": (".svg",), "chrome": (".json",)}
+    return Command("trace", MODULE, _options, _case, Traced.from_json, outputs, _show, suffixes).main(argv, environment)
 
 
 def _show(traced: Traced, options: argparse.Namespace, console: Console) -> int:
