@@ -14,6 +14,7 @@ from tokenring._version import __version__
 from tokenring.console import Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.limits import check_made
+from tokenring.topology.plain import plain, plain_lines
 
 if TYPE_CHECKING:
     from tokenring.schedule.ir import Schedule
@@ -40,14 +41,14 @@ def main(
             print(end="", flush=True)  # also where there is no standard output
         return code
     except TokenRingError as error:
-        print(f"tokenring: {' '.join(str(error).split())}", file=err)
+        print(f"tokenring: {plain(' '.join(str(error).split()))}", file=err)
         return USAGE_ERROR
     except (ImportError, RuntimeError) as error:  # of torch, or of what torch loads
         from tokenring.doctor.explain import import_failure
 
         if (known := import_failure(error)) is None:
             raise
-        print(f"tokenring: {known}", file=err)
+        print(f"tokenring: {plain(str(known))}", file=err)
         return USAGE_ERROR
     except UnicodeEncodeError as error:
         print(f"tokenring: {error.encoding} has no {error.object[error.start]!a}: use PYTHONIOENCODING=utf-8", file=err)
@@ -208,7 +209,7 @@ def _report(schedule: Schedule, options: argparse.Namespace) -> str:
     """The grid, and what one pass costs."""
     workload = _workload(schedule, options)
     lines = [f"{name:9} {text}" for name, text in _summary(schedule, workload, options)]
-    return "\n".join([str(schedule), "", f"{options.direction_of} pass", *lines]) + "\n"
+    return plain_lines("\n".join([str(schedule), "", f"{options.direction_of} pass", *lines])) + "\n"
 
 
 def _workload(schedule: Schedule, options: argparse.Namespace) -> Workload:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from tokenring.errors import ConfigurationError
+from tokenring.topology.plain import plain, plain_lines
 
 LARGEST = 1 << 50  # of any count; far above, Python's containers and torch overflow
 
@@ -41,6 +43,9 @@ def read_options(read: Callable[[list[str]], argparse.Namespace], argv: list[str
         return int(done.code or 0)
 
 
+INK = re.compile(r"(\x1b\[(?:0|1|2|31|32)m)")
+
+
 class Ink:
     """Colours of the terminal, or none."""
 
@@ -63,6 +68,12 @@ class Ink:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
 
 
+def harmless(text: str) -> str:
+    """Lines with nothing in them that drives a terminal, but for the colours of Ink: names may come from anybody."""
+    parts = INK.split(text)
+    return "".join(part if at % 2 else plain_lines(part) for at, part in enumerate(parts))
+
+
 class Console:
     """Results as they come; below them, on a terminal, one line that is written over and over."""
 
@@ -74,21 +85,25 @@ class Console:
 
     def say(self, text: str) -> None:
         """Lines that stay."""
+        self.data(harmless(text) + "\n")
+
+    def data(self, text: str) -> None:
+        """What a program reads, such as JSON: as it is."""
         self.clear()
-        self._out.write(text + "\n")
+        self._out.write(text)
         self._out.flush()
 
     def complain(self, text: str) -> None:
         """Lines that stay, on standard error."""
         self.clear()
-        self._err.write(text + "\n")
+        self._err.write(harmless(text) + "\n")
         self._err.flush()
 
     def status(self, text: str) -> None:
         """A line until the next one comes; nothing where there is no terminal."""
         if self.live and text != self._shown:
             width = shutil.get_terminal_size().columns - 1
-            self._err.write("\r\x1b[2K" + text[:width])
+            self._err.write("\r\x1b[2K" + plain(text)[:width])
             self._err.flush()
             self._shown = text
 

@@ -132,7 +132,8 @@ def _machine(options: argparse.Namespace, dtype: torch.dtype, known: Callable[[]
         raise ConfigurationError(f"--{asked[0]} and --{asked[1]} both say how fast kernels are: leave one out")
     if options.tflops is not None:
         if not 1 / MOST_TFLOPS <= options.tflops <= MOST_TFLOPS:
-            raise ConfigurationError(f"--tflops {options.tflops}: give a rate above 0, from {1 / MOST_TFLOPS:g} to {MOST_TFLOPS:g}")
+            span = f"from {1 / MOST_TFLOPS:g} to {MOST_TFLOPS:g}"
+            raise ConfigurationError(f"--tflops {options.tflops}: give a rate above 0, {span}")
         return _with_rates(known, constant(options.tflops, f"{options.tflops:g} TFLOP/s, as asked"))
     if options.device is not None:
         return machine_of_device(options.device, dtype)

@@ -29,7 +29,10 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
 
 def _show(traced: Traced, options: argparse.Namespace, console: Console) -> int:
-    console.say((to_json(traced) if options.json else table(traced, console.ink)).rstrip("\n"))
+    if options.json:
+        console.data(to_json(traced))
+    else:
+        console.say(table(traced, console.ink).rstrip("\n"))
     hints = ((options.picture, "open it in a browser"), (options.chrome, "open it in ui.perfetto.dev"))
     for path, hint in hints if not options.json else ():
         if path is not None:

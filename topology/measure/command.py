@@ -37,7 +37,7 @@ def _page(found: Measured) -> str:
 def _show(found: Measured, options: argparse.Namespace, console: Console) -> int:
     keep_measured(found.to_json(), os.environ)
     if options.json:
-        console.say(found.to_json().rstrip("\n"))
+        console.data(found.to_json())
     elif (options.save, options.svg, options.html) == (None, None, None):
         console.say(report(*found.seen()).rstrip("\n"))
     return 0
