@@ -85,7 +85,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Lines that stay."""
-        self.data(harmless(text) + "\n")
+        self.data(self._harmless(text) + "\n")
 
     def data(self, text: str) -> None:
         """What a program reads, such as JSON: as it is."""
@@ -96,8 +96,11 @@ class Console:
     def complain(self, text: str) -> None:
         """Lines that stay, on standard error."""
         self.clear()
-        self._err.write(harmless(text) + "\n")
+        self._err.write(self._harmless(text) + "\n")
         self._err.flush()
+
+    def _harmless(self, text: str) -> str:
+        return harmless(text) if self.ink.colour else plain_lines(text)
 
     def status(self, text: str) -> None:
         """A line until the next one comes; nothing where there is no terminal."""

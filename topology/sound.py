@@ -83,7 +83,7 @@ def _amounts(each: T, names: tuple[str, ...], lost: list[str]) -> T:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         fits = abs(value) < LARGEST if isinstance(value, int) else isfinite(value) and abs(value) < MOST
-        if fits and not (name in names and value <= 0):
+        if fits and (name not in names or is_amount(value)):
             continue
         wrong[name] = None
         what = each.id if isinstance(each, Device) else f"{each.a} to {each.b}"

@@ -16,6 +16,7 @@ from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.ranks import Command, add_call_options, check_call, ranks_started
 from tokenring.schedule.families.registry import forms, is_known, parse
+from tokenring.topology.plain import plain
 
 MODULE = "tokenring.bench.worker"
 
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 def _show(report: Report, options: argparse.Namespace, console: Console) -> int:
     console.say(table(report, console.ink).rstrip("\n"))
     for path in filter(None, (options.json, options.picture)):
-        console.say(console.ink.pale(f"written: {path}"))
+        console.say(console.ink.pale(f"written: {plain(path)}"))
     if (complaint := report.complaint()) is not None:
         console.complain(f"tokenring bench: {complaint}")
         return 1

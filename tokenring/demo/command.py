@@ -27,6 +27,7 @@ from tokenring.follow import CommandFailed, Failed, check, check_output, exit_co
 from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
 from tokenring.layout import make_layout
 from tokenring.limits import check_processes
+from tokenring.topology.plain import plain
 from tokenring.tracing.picture import to_svg
 
 FEWEST_STEPS = 6  # three first and three last ones
@@ -81,7 +82,7 @@ class Demo:
         check(self.interrupts)
         write_at_last({Path(options.output): svg}, self.interrupts)
         say(section(4, "Timeline", self.console.ink))
-        say(f"   {options.output}   (open it in a browser; every bar says what it is)")
+        say(f"   {plain(options.output)}   (open it in a browser; every bar says what it is)")
         say("   " + self.console.ink.pale(f"everything together took {time.monotonic() - began:.0f} s"))
 
     def take(self, line: str) -> Failed | None:

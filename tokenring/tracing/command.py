@@ -10,6 +10,7 @@ from tokenring.bench.results import ERROR_LIMITS, Case
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.ranks import Command, add_call_options, check_call
+from tokenring.topology.plain import plain
 from tokenring.tracing.chrome import to_chrome
 from tokenring.tracing.picture import simulation_of, timeline_of, to_svg
 from tokenring.tracing.record import Traced
@@ -36,7 +37,7 @@ def _show(traced: Traced, options: argparse.Namespace, console: Console) -> int:
     hints = ((options.picture, "open it in a browser"), (options.chrome, "open it in ui.perfetto.dev"))
     for path, hint in hints if not options.json else ():
         if path is not None:
-            console.say(console.ink.pale(f"written: {path} ({hint})"))
+            console.say(console.ink.pale(f"written: {plain(path)} ({hint})"))
     return 0
 
 
