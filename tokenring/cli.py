@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tokenring._version import __version__
-from tokenring.console import Parser, read_options, write_file
+from tokenring.console import Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.limits import check_made
+from tokenring.topology.plain import plain, plain_lines
 
 if TYPE_CHECKING:
     from tokenring.schedule.ir import Schedule
@@ -39,14 +41,14 @@ def main(
             print(end="", flush=True)  # also where there is no standard output
         return code
     except TokenRingError as error:
-        print(f"tokenring: {' '.join(str(error).split())}", file=err)
+        print(f"tokenring: {plain(' '.join(str(error).split()))}", file=err)
         return USAGE_ERROR
     except (ImportError, RuntimeError) as error:  # of torch, or of what torch loads
         from tokenring.doctor.explain import import_failure
 
         if (known := import_failure(error)) is None:
             raise
-        print(f"tokenring: {known}", file=err)
+        print(f"tokenring: {plain(str(known))}", file=err)
         return USAGE_ERROR
     except UnicodeEncodeError as error:
         print(f"tokenring: {error.encoding} has no {error.object[error.start]!a}: use PYTHONIOENCODING=utf-8", file=err)
@@ -130,7 +132,7 @@ def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the schedule as JSON (docs/schedule-json.md)")
     form.add_argument("--svg", action="store_true", help="a picture of the pass")
-    add("-o", "--output", metavar="FILE", help="write to a file instead")
+    add("-o", "--output", metavar="FILE", help="write to a file instead: .txt, .json or .svg")
     add("--heads", type=int, default=32, metavar="N", help="query heads of the summary's workload (32)")
     add("--kv-heads", type=int, metavar="N", help="its kv heads (default: as many as query heads)")
     add("--dim", type=int, default=128, metavar="N", help="its head dimension (128)")
@@ -139,9 +141,10 @@ def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _schedule_command(options: argparse.Namespace, stdin: TextIO) -> int:
+    text_of = _form(options)
     is_file = options.name == "-" or options.name.endswith(".json")
     schedule = (_read(options, stdin) if is_file else _build(options)).verify()
-    text = _form(options)(schedule, options)
+    text = text_of(schedule, options)
     if options.output is None:
         print(text, end="")
     else:
@@ -155,6 +158,8 @@ def _build(options: argparse.Namespace) -> Schedule:
 
     if options.ranks is None:
         raise ConfigurationError(f"schedule {options.name!r}: say for how many ranks, as in --ranks 4")
+    if options.ranks > 0:  # else they are refused below
+        check_made(options.name, options.ranks, options.layout or "zigzag", options.pieces)
     return schedule(
         options.name,
         options.ranks,
@@ -182,9 +187,16 @@ def _read(options: argparse.Namespace, stdin: TextIO) -> Schedule:
 
 
 def _form(options: argparse.Namespace) -> Callable[[Schedule, argparse.Namespace], str]:
-    if options.json:
-        return lambda schedule, _: schedule.to_json()
-    return _picture if options.svg else _report
+    """What writes the form that is asked for, by an option or by the file's name. Raises ConfigurationError."""
+    asked = ".json" if options.json else ".svg" if options.svg else None
+    found = check_suffix("--output", options.output, *FORMS)
+    if asked and found and asked != found:
+        raise ConfigurationError(f"--{asked[1:]} and --output {options.output!r} say different things: leave one out")
+    return FORMS[asked or found or ".txt"]
+
+
+def _json(schedule: Schedule, options: argparse.Namespace) -> str:
+    return schedule.to_json()
 
 
 def _picture(schedule: Schedule, options: argparse.Namespace) -> str:
@@ -197,7 +209,7 @@ def _report(schedule: Schedule, options: argparse.Namespace) -> str:
     """The grid, and what one pass costs."""
     workload = _workload(schedule, options)
     lines = [f"{name:9} {text}" for name, text in _summary(schedule, workload, options)]
-    return "\n".join([str(schedule), "", f"{options.direction_of} pass", *lines]) + "\n"
+    return plain_lines("\n".join([str(schedule), "", f"{options.direction_of} pass", *lines])) + "\n"
 
 
 def _workload(schedule: Schedule, options: argparse.Namespace) -> Workload:
@@ -256,6 +268,11 @@ def _links_text(links: dict[tuple[int, int], int]) -> str:
     src, dst = max(links, key=lambda link: links[link])
     worst, total = links[src, dst], sum(links.values())
     return f"worst {src}->{dst}: {_si(worst)}B, total {_si(total)}B on {len(links)} links"
+
+
+FORMS: Mapping[str, Callable[[Schedule, argparse.Namespace], str]] = {
+    ".txt": _report, ".json": _json, ".svg": _picture,
+}  # fmt: skip
 
 
 def _si(number: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from tokenring.console import Console, read_options
+from tokenring.console import Console, check_suffix, read_options
 from tokenring.errors import ConfigurationError
 from tokenring.follow import (
     CommandFailed,
@@ -32,7 +31,9 @@ from tokenring.follow import (
     write_files,
 )
 from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
+from tokenring.limits import check_processes
 
+MOST_SECONDS = 1e6  # of a measurement: clocks and limits of threads overflow far above
 SILENCE_SECONDS = 900.0  # longer than any rank waits for another
 PREFIX = "@tokenring "  # anything else that a rank prints is not ours
 
@@ -73,6 +74,8 @@ def ranks_wanted(asked: int | None, started: int | None) -> int:
         raise ConfigurationError(f"--ranks {ranks}: use 1 or more")
     if started is None and sys.platform != "linux":
         raise ConfigurationError(f"--ranks needs Linux (process control); this is {sys.platform}: use torchrun")
+    if started is None:
+        check_processes(ranks)
     return ranks
 
 
@@ -127,8 +130,8 @@ Start = Callable[[Any, int, str, list[str]], AbstractContextManager[Running]]  #
 
 def check_seconds(seconds: float) -> None:
     """Raises ConfigurationError for a --seconds in which nothing can be measured."""
-    if not 0 < seconds < math.inf:
-        raise ConfigurationError(f"--seconds {seconds:g}: use more than 0, and a number")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ConfigurationError(f"--seconds {seconds:g}: use more than 0, and a number, of {MOST_SECONDS:g} at most")
 
 
 def start_torchrun(case: Any, ranks: int, module: str, arguments: list[str]) -> Processes:
@@ -142,7 +145,8 @@ class Command(Generic[R]):
 
     module: of a rank; has `main` for one of our own and `run(case, tell)` for one that torchrun started, where rank 0
     returns the report. options and case raise ConfigurationError. outputs: for each option that names a file, what
-    is written there. show: prints the report, and returns the exit code. start: starts ranks of our own.
+    is written there; suffixes: how its name may end. show: prints the report, and returns the exit code. start: starts
+    ranks of our own.
     """
 
     name: str
@@ -152,6 +156,7 @@ class Command(Generic[R]):
     read: Callable[[str], R]
     outputs: Mapping[str, Callable[[R], str]]
     show: Callable[[R, argparse.Namespace, Console], int]
+    suffixes: Mapping[str, tuple[str, ...]]
     start: Start = start_torchrun
 
     def main(self, argv: list[str] | None, environment: Mapping[str, str]) -> int:
@@ -164,6 +169,8 @@ class Command(Generic[R]):
         options = read_options(self.options, sys.argv[1:] if argv is None else argv)
         if isinstance(options, int):
             return options
+        for name, known in self.suffixes.items():
+            check_suffix(f"--{name}", getattr(options, name), *known)
         ranks = ranks_wanted(options.ranks, started)
         case = self.case(options, ranks)
         files = _outputs(options, list(self.outputs))

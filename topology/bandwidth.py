@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tokenring.topology.facts import Device
 
@@ -48,7 +49,12 @@ PCIE_GBS = {8.0: 15.75, 16.0: 31.0, 32.0: 63.0, 64.0: 121.0}  # x16, by GT/s
 
 def published(kind: str, device: Device) -> Published | None:
     """The generation of a device's links; None where it cannot be told."""
-    for text in (device.model, device.arch):
+    return _published(kind, device.model, device.arch)
+
+
+@lru_cache(4096)
+def _published(kind: str, *texts: str | None) -> Published | None:
+    for text in texts:
         for entry in PUBLISHED:
             if text and entry.kind == kind and re.search(entry.devices, text):
                 return entry

@@ -6,17 +6,24 @@ that cannot be read or written, or a wrong option; 130 interrupted.
 
 from __future__ import annotations
 
-from tokenring.console import Parser, read_options, write_file
-from tokenring.errors import ConfigurationError
+from argparse import Namespace
+
+from tokenring.collection import no_collection
+from tokenring.console import Parser, check_suffix, read_options, write_file
+from tokenring.errors import ConfigurationError, TopologyError
 from tokenring.topology.facts import Facts
 from tokenring.topology.graph import merge, on_machines
 from tokenring.topology.page import to_html
 from tokenring.topology.picture import to_svg
 from tokenring.topology.probe import probe
 from tokenring.topology.report import report
-from tokenring.topology.schema import from_json, is_document, to_json
-from tokenring.topology.sources import MAX_CHARACTERS, read
+from tokenring.topology.schema import MAX_CHARACTERS, from_json, is_document, to_json
+from tokenring.topology.sound import storable
+from tokenring.topology.sources import read
 from tokenring.topology.verdict import classify
+
+SUFFIXES = {"save": (".json",), "svg": (".svg",), "html": (".html", ".htm")}
+MAX_BYTES = MAX_CHARACTERS  # ours may be longer than dumps: it has every link twice
 
 
 def main(argv: list[str]) -> int:
@@ -27,8 +34,15 @@ def main(argv: list[str]) -> int:
     options = read_options(_parser().parse_args, argv)
     if isinstance(options, int):
         return options
+    for name, known in SUFFIXES.items():
+        check_suffix(f"--{name}", getattr(options, name), *known)
+    with no_collection():  # a matrix of a thousand devices is half a million links, all of them needed to the end
+        return _run(options)
+
+
+def _run(options: Namespace) -> int:
     files = dict.fromkeys(options.source or ())  # each once
-    facts = on_machines([(path, read_file(path)) for path in files]) if files else probe()
+    facts = on_machines([(storable(path), read_file(path)) for path in files]) if files else probe()
     if options.save is not None:
         write_file(options.save, to_json(facts))
     if options.json:
@@ -68,11 +82,13 @@ def read_file(path: str) -> list[Facts]:
     """The facts of one file: a dump, or a saved topology."""
     try:
         with open(path, "rb") as file:
-            raw = file.read(4 * MAX_CHARACTERS)
+            raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigurationError(f"cannot read {path!r}: {error.strerror}") from None
     except ValueError:
         raise ConfigurationError(f"cannot read {path!r}: no such name can be") from None
+    if len(raw) > MAX_BYTES:
+        raise TopologyError(f"a file of more than {MAX_BYTES >> 20} MB is too long", file=path)
     text = _decoded(raw)
     return from_json(text, path) if is_document(text) else [read(text, path)]
 

@@ -90,7 +90,8 @@ class Measurement:
 class Note:
     """What to know of a source: what is missing, what was put right, why there is nothing.
 
-    role: evidence and doubt are a measurement's own, and go into the verdict; a doubt makes it less sure.
+    role: evidence and doubts go into the verdict, and a doubt makes it less sure: what a measurement says for and
+    against its own shape, and what a dump lacks that was cut.
     """
 
     text: str

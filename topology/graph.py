@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 from tokenring.topology.bandwidth import published
-from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Facts, Link, Measurement, Note, unordered
+from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Facts, Link, Measurement, Note, changed, unordered
 from tokenring.topology.shapes import neighbours, parts
 
 COVERAGES: tuple[Coverage, ...] = ("links", "pcie", "devices")  # what shows most first
+PEERS = frozenset(PEER_KINDS)
 BandwidthSource = Literal["measured", "published", "label"]
 
 
@@ -30,7 +32,7 @@ class Edge:
 
     @property
     def is_peer(self) -> bool:
-        return self.kind in PEER_KINDS
+        return self.kind in PEERS
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Graph:
     measurements: tuple[Measurement, ...] = ()
     notes: tuple[Note, ...] = ()
     seen: tuple[tuple[Coverage, tuple[str, ...]], ...] = ()  # of each source: what it would show, of which accelerators
+    noted: tuple[frozenset[str], ...] = ()  # of each note: the hosts of the source that has it; else all
 
     @property
     def shown(self) -> dict[str, Coverage]:
@@ -73,7 +76,9 @@ class Graph:
         devices = tuple(device for device in self.devices if (device.host or "") == host)
         known = {device.id for device in devices}
         edges = tuple(edge for edge in self.edges if edge.a in known and edge.b in known)
-        return replace(self, devices=devices, edges=edges)
+        told = zip_longest(self.notes, self.noted, fillvalue=frozenset[str]())
+        notes = tuple(note for note, hosts in told if not hosts or host in hosts)
+        return replace(self, devices=devices, edges=edges, notes=notes, noted=())
 
     def between(self) -> dict[tuple[str, str], Edge]:
         """The best edge of each pair that has one: an accelerator's own link before PCIe."""
@@ -130,24 +135,28 @@ def merge(facts: Iterable[Facts]) -> Graph:
     sources = sorted(named, key=_names_both_ways, reverse=True)
     devices: list[Device] = []
     edges: dict[tuple[str, str, str], Edge] = {}
+    made: dict[tuple[object, ...], Edge] = {}
     measurements: list[Measurement] = []
     notes: list[Note] = []
+    noted: list[frozenset[str]] = []
     seen: list[tuple[Coverage, tuple[str, ...]]] = []
     several = len({device.host for source in sources for device in source.accelerators}) > 1
     several = several or len({device.host for source in sources for device in source.devices if device.host}) > 1
     for source in sources:
         names = _take_devices(source, devices, several)
         for link in source.links:
-            _take_link(link, names, edges)
+            _take_link(link, names, edges, made)
         measurements += [replace(each, a=names[each.a], b=names[each.b]) for each in source.measurements]
         notes += source.notes
+        hosts = frozenset(device.host or "" for device in source.accelerators)
+        noted += [hosts] * len(source.notes)
         seen.append((source.coverage, tuple(names[device.id] for device in source.accelerators)))
     by_id = {device.id: device for device in devices}
     of_pair: dict[tuple[str, str], list[Measurement]] = {}
     for each in measurements:
         of_pair.setdefault(unordered(each.a, each.b), []).append(each)
     found = tuple(_with_bandwidth(edge, by_id, of_pair.get(unordered(edge.a, edge.b), ())) for edge in edges.values())
-    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen))
+    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen), tuple(noted))
 
 
 def on_machines(files: Sequence[tuple[str | None, Sequence[Facts]]]) -> list[Facts]:
@@ -237,14 +246,20 @@ def _completed(known: Device, more: Device) -> Device:
     return replace(known, **{k: v for k, v in vars(more).items() if getattr(known, k) is None and v is not None})
 
 
-def _take_link(link: Link, names: Mapping[str, str], edges: dict[tuple[str, str, str], Edge]) -> None:
+def _take_link(
+    link: Link, names: Mapping[str, str], edges: dict[tuple[str, str, str], Edge], made: dict[tuple[object, ...], Edge]
+) -> None:
+    """made: an edge for each way to be linked; those of a large matrix differ in their ends alone."""
     a, b = names.get(link.a), names.get(link.b)
     if a is None or b is None or link.state == "down":
         return
-    key = (*unordered(a, b), link.kind)
+    key = (a, b, link.kind) if a <= b else (b, a, link.kind)
     known = edges.get(key)
     if known is None:
-        edges[key] = Edge(a, b, link.kind, link.count, link.bandwidth_gbs, "label", link.switched, link.label)
+        told = (link.kind, link.count, link.bandwidth_gbs, link.switched, link.label)
+        if (alike := made.get(told)) is None:
+            alike = made[told] = Edge("", "", *told[:3], "label", *told[3:])
+        edges[key] = changed(alike, a=a, b=b)
     else:
         edges[key] = replace(
             known,
@@ -261,14 +276,16 @@ def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], of_pair: Sequence[M
         known = [each.both_gbs / 2 for each in of_pair if each.both_gbs is not None]
     if known:
         return replace(edge, bandwidth_gbs=min(known), source="measured")
-    entry = next((p for end in (edge.a, edge.b) if (p := published(edge.kind, by_id[end]))), None)
+    if not edge.is_peer:  # nobody publishes what a way through PCIe has
+        return edge
+    entry = published(edge.kind, by_id[edge.a]) or published(edge.kind, by_id[edge.b])
     if entry is None:
-        port = by_id[edge.a].gbs if edge.is_peer and by_id[edge.a].kind == "accelerator" else None
+        port = by_id[edge.a].gbs if by_id[edge.a].kind == "accelerator" else None
         if edge.bandwidth_gbs is not None or edge.count is None or port is None:
             return edge
         return replace(edge, bandwidth_gbs=round(edge.count * port, 3))
     count = edge.count if edge.count is not None else entry.links if edge.switched else _one(edge.kind)
-    return edge if count is None else replace(edge, bandwidth_gbs=round(count * entry.link_gbs, 3), source="published")
+    return edge if count is None else changed(edge, bandwidth_gbs=round(count * entry.link_gbs, 3), source="published")
 
 
 def _one(kind: str) -> int | None:

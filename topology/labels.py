@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 COUNTED = {"NV": "nvlink", "MX": "mxlink", "MT": "mtlink", "MLK": "mlulink"}
 WORDS: dict[str, tuple[str, bool]] = {  # kind, through a switch
@@ -24,6 +25,7 @@ WORDS: dict[str, tuple[str, bool]] = {  # kind, through a switch
 }
 SELF = "X"
 LONGEST = 400  # cells glued together
+KEPT = 4096  # words: a matrix has a million cells and few words
 NOTHING = ("N/A", "NA", "XXXX", "-", "...", "…")
 
 _WORD = r"(?:NV|MX|MT|MLK)[0-9]{1,3}|MX|MLK|XGMI|(?:HCCS|X[Ll]ink)(?:_SW)?|SIO|UB|PIX|PXB|PHB|NODE|SYS|SOC|PCIE"
@@ -49,10 +51,11 @@ def meaning(label: str) -> Meaning | None:
     return Meaning(COUNTED[match[1]], int(match[2]) if match[2] else None)
 
 
-def cells(token: str) -> list[str] | None:
+@lru_cache(KEPT)
+def cells(token: str) -> tuple[str, ...] | None:
     """The cells of one word, which may be glued (PIXNODE); None where it is something else."""
     if token in NOTHING:
-        return [token]
+        return (token,)
     if len(token) > LONGEST:
         return None
-    return PIECE.findall(token) if GLUED.fullmatch(token) else None
+    return tuple(PIECE.findall(token)) if GLUED.fullmatch(token) else None

@@ -14,7 +14,8 @@ from contextlib import suppress
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Facts, Note, Origin
 from tokenring.topology.nvml import read_nvml
-from tokenring.topology.sources import REGISTRY, Source, parser_of
+from tokenring.topology.sound import sound
+from tokenring.topology.sources import REGISTRY, Source, facts_of
 from tokenring.topology.sysfs import read_sysfs
 
 TIMEOUT_SECONDS = 10.0
@@ -50,9 +51,9 @@ def probe(
     wanted = [source for source in sources if source.command and not (known and source.command[0] == "nvidia-smi")]
     silent: set[str] = set()
     asked = [library, *(_ask(source, run or run_command, silent) for source in wanted)]
-    found = [facts for facts in asked if facts is not None]
+    found = [sound(facts) for facts in asked if facts is not None]
     named = [device for facts in found for device in facts.accelerators]
-    return [*found, read_sysfs()] if not named or any(device.bus_id for device in named) else found
+    return [*found, sound(read_sysfs())] if not named or any(device.bus_id for device in named) else found
 
 
 def _ask(source: Source, run: Run, silent: set[str]) -> Facts | None:
@@ -62,7 +63,7 @@ def _ask(source: Source, run: Run, silent: set[str]) -> Facts | None:
     try:
         if tool in silent:
             raise NoAnswer(f"not asked: {tool} did not answer before")
-        return parser_of(source).parse(run(source.command)).of(origin)
+        return facts_of(source, run(source.command)).of(origin)
     except FileNotFoundError:
         return None
     except (NoAnswer, TopologyError) as error:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import types
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import LINK_KINDS, MAX_DEVICES, Facts
 from tokenring.topology.graph import Edge, merge
+from tokenring.topology.sound import LARGEST, MOST, is_amount
 from tokenring.topology.verdict import Verdict, classify
 
 FORMAT = "tokenring-topology"
 VERSION = 1
-MAX_CHARACTERS = 64 << 20
+MAX_CHARACTERS = 256 << 20  # a thousand accelerators have half a million links, of some 200 characters each
+INDENTED_LINKS = 20_000  # up to so many; above, indentation is half of the file
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")  # which no file can hold, but JSON can
 
 
@@ -27,11 +29,12 @@ def to_json(facts: list[Facts]) -> str:
         "format": FORMAT,
         "version": VERSION,
         "verdict": _verdict(classify(graph)),
-        "devices": [_known(asdict(device)) for device in graph.devices],
+        "devices": [_known(device) for device in graph.devices],
         "links": [_link(edge) for edge in graph.edges],
-        "facts": [_known(asdict(each)) for each in facts],
+        "facts": [_known(each) for each in facts],
     }
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    indent, separators = (1, None) if len(graph.edges) <= INDENTED_LINKS else (None, (",", ":"))
+    return json.dumps(document, indent=indent, separators=separators, ensure_ascii=False) + "\n"
 
 
 def is_document(text: str) -> bool:
@@ -95,9 +98,10 @@ def _link(edge: Edge) -> dict[str, Any]:
 
 
 def _known(value: Any) -> Any:
-    """Without what is None and what is empty."""
-    if isinstance(value, dict):
-        return {name: _known(inner) for name, inner in value.items() if inner is not None and inner != ()}
+    """A dataclass as an object, without what is None and what is empty."""
+    if is_dataclass(value):
+        given = ((name, inner) for name, inner in vars(value).items() if inner is not None and inner != ())
+        return {name: inner if type(inner) in (str, int, bool, float) else _known(inner) for name, inner in given}
     return [_known(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -119,24 +123,34 @@ def _decoded(wanted: Any, value: Any, where: str, file: str | None) -> Any:
         if isinstance(value, dict):
             return _decoded_dataclass(wanted, value, where, file)
     elif wanted is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MOST:
             return float(value)
-    elif isinstance(value, wanted) and not (wanted is int and (isinstance(value, bool) or abs(value) >= 1 << 53)):
+    elif isinstance(value, wanted) and not (wanted is int and (isinstance(value, bool) or abs(value) >= LARGEST)):
         return value
     raise TopologyError(f"{where} is {_short(value)}, wanted is {_name(wanted)}", 1, 1, file)
 
 
 @cache  # resolving them takes longer than all the rest
-def _hints(wanted: type) -> dict[str, Any]:
-    return get_type_hints(wanted)
+def _hints(wanted: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
+    """Of each field its type, and of which types any value will do."""
+    hints = get_type_hints(wanted)
+    found = {}
+    for each in fields(wanted):
+        hint = hints[each.name]
+        inner = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        found[each.name] = hint, tuple(kind for kind in (str, bool, types.NoneType) if kind in inner)
+    return found
 
 
 def _decoded_dataclass(wanted: type, value: dict[str, Any], where: str, file: str | None) -> Any:
     hints = _hints(wanted)
-    names = [each.name for each in fields(wanted)]
-    if unknown := sorted(set(value) - set(names)):
+    if unknown := sorted(value.keys() - hints.keys()):
         raise TopologyError(f"{where} has {unknown[0][:40]!r}, which means nothing to us", 1, 1, file)
-    given = {name: _decoded(hints[name], value[name], f"{where}.{name}", file) for name in names if name in value}
+    given = {
+        name: value[name] if type(value[name]) in sure else _decoded(hint, value[name], f"{where}.{name}", file)
+        for name, (hint, sure) in hints.items()
+        if name in value
+    }
     try:
         return wanted(**given)
     except TypeError:
@@ -165,7 +179,7 @@ def _check_values(facts: Facts, where: str, file: str | None) -> None:
     numbers = [number for link in facts.links for number in (link.count, link.bandwidth_gbs)]
     numbers += [number for each in facts.measurements for number in (each.gbs, each.both_gbs)]
     numbers += [device.gbs for device in facts.devices]
-    if wrong := [number for number in numbers if number is not None and number <= 0]:
+    if wrong := [number for number in numbers if number is not None and not is_amount(number)]:
         raise TopologyError(f"{where} has {wrong[0]:g} of links or GB/s: what is unknown is left out", 1, 1, file)
 
 

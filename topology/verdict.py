@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device, published
@@ -62,28 +63,36 @@ class _Links:
     around: Neighbours
     wider: Mapping[str, list[str]]  # switches that take links of the kind that a mesh has too: the level above it
 
-    def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
+    @cached_property
+    def known(self) -> frozenset[tuple[str, str]]:
+        """Pairs of which it is known what is between them."""
         above = (unordered(*pair) for attached in self.wider.values() for pair in pairs(attached))
-        known = {*self.edges, *self.switched, *above}
-        return [pair for pair in pairs(names) if unordered(*pair) not in known]
+        return frozenset(self.edges).union(self.switched, above)
+
+    def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
+        if len(names) == len(self.around) and len(self.edges) == len(names) * (len(names) - 1) // 2:
+            return []  # every pair has its edge
+        known = self.known
+        return [pair for pair in pairs(names) if pair not in known and pair[::-1] not in known]
 
 
 def classify(graph: Graph) -> Verdict:
     """The verdict on a graph, which always has one: "unknown" with its reason at worst."""
-    return _with_measured(_classify(graph), graph)
+    return _with_notes(_classify(graph), graph)
 
 
 def _classify(graph: Graph) -> Verdict:
     if len(graph.hosts) > 1:
-        inside = tuple((host, _of_host(graph.on_host(host))) for host in graph.hosts)
+        parts = [(host, graph.on_host(host)) for host in graph.hosts]
+        inside = tuple((host, _with_notes(_of_host(part), part)) for host, part in parts)
         return Verdict("multi-node", "high", (f"{len(graph.hosts)} hosts",), inside=inside)
     return _of_host(graph)
 
 
-def _with_measured(verdict: Verdict, graph: Graph) -> Verdict:
-    """What a measurement says for and against its own shape."""
-    evidence = [note.text for note in graph.notes if note.role == "evidence"]
-    doubts = [note.text for note in graph.notes if note.role == "doubt"]
+def _with_notes(verdict: Verdict, graph: Graph) -> Verdict:
+    """What a measurement says for and against its own shape, and what a dump lacks that was cut."""
+    evidence = [str(note) for note in graph.notes if note.role == "evidence"]
+    doubts = [str(note) for note in graph.notes if note.role == "doubt"]
     if verdict.name == "unknown" or not (evidence or doubts):  # unknown: all notes are its evidence
         return verdict
     confidence: Confidence = "medium" if doubts and verdict.confidence == "high" else verdict.confidence
@@ -95,7 +104,7 @@ def _of_host(graph: Graph) -> Verdict:
     if not names:
         return _unknown("no accelerator is named", graph)
     if len(names) == 1 and not any(edge.switched for edge in graph.edges):
-        return Verdict("single", "high", ("one accelerator",))
+        return _single(graph)
     links = _links(graph, names)
     if not links.direct and not links.switched:
         verdict = _by_ports(graph, names) or _by_pcie(graph, names, links)
@@ -106,6 +115,13 @@ def _of_host(graph: Graph) -> Verdict:
         return verdict
     text = f"{len(hidden)} of {len(names)} accelerators are in the PCI tree only, and no tool names them (a container?)"
     return replace(verdict, confidence="low", evidence=(*verdict.evidence, f"{text}: links of theirs are invisible"))
+
+
+def _single(graph: Graph) -> Verdict:
+    """A list of devices that was cut after the first looks like this."""
+    if graph.coverage == "links":
+        return Verdict("single", "high", ("one accelerator",))
+    return Verdict("single", "medium", ("one accelerator is listed, and nothing says that the list is whole",))
 
 
 def _unknown(reason: str, graph: Graph) -> Verdict:
@@ -121,7 +137,7 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     fabric: list[tuple[str, str]] = []
     meshed = {edge.kind for edge in direct.values()}
     switches = dict.fromkeys(device.id for device in graph.of_kind("switch"))
-    for edge in graph.edges:
+    for edge in graph.edges if switches else ():
         if edge.kind == "uplink":  # many share it: what it joins are islands
             continue
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
@@ -276,7 +292,8 @@ def _why(graph: Graph, island: Island, links: _Links) -> str:
 
 def _uneven(island: Island, links: _Links) -> tuple[str, ...]:
     """A mesh whose pairs differ in width: a link may be down."""
-    counts = {edge.count for pair, edge in links.direct.items() if set(island.members).issuperset(pair)}
+    members = set(island.members)
+    counts = {edge.count for pair, edge in links.direct.items() if members.issuperset(pair)}
     if island.shape == "full-mesh" and len(counts - {None}) > 1:
         return (f"pairs have {' or '.join(str(c) for c in sorted(c for c in counts if c))} links",)
     return ()

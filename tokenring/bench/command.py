@@ -16,6 +16,7 @@ from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.ranks import Command, add_call_options, check_call, ranks_started
 from tokenring.schedule.families.registry import forms, is_known, parse
+from tokenring.topology.plain import plain
 
 MODULE = "tokenring.bench.worker"
 
@@ -28,13 +29,15 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     outputs = {"json": Report.to_json, "picture": to_svg}
     started = ranks_started(environment) is not None
     case = partial(_case, started)
-    return Command("bench", MODULE, _options, case, Report.from_json, outputs, _show, start).main(argv, environment)
+    suffixes = {"json": (".json",), "picture": (".svg",)}
+    command = Command("bench", MODULE, _options, case, Report.from_json, outputs, _show, suffixes, start)
+    return command.main(argv, environment)
 
 
 def _show(report: Report, options: argparse.Namespace, console: Console) -> int:
     console.say(table(report, console.ink).rstrip("\n"))
     for path in filter(None, (options.json, options.picture)):
-        console.say(console.ink.pale(f"written: {path}"))
+        console.say(console.ink.pale(f"written: {plain(path)}"))
     if (complaint := report.complaint()) is not None:
         console.complain(f"tokenring bench: {complaint}")
         return 1

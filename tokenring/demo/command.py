@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tokenring.console import Parser, cores, machine, read_options
+from tokenring.console import Parser, check_suffix, cores, machine, read_options
 from tokenring.demo.console import Console
 from tokenring.demo.report import (
     bytes_text,
@@ -26,6 +26,8 @@ from tokenring.errors import ConfigurationError
 from tokenring.follow import CommandFailed, Failed, check, check_output, exit_code, follow, write_at_last
 from tokenring.launch import Interrupts, Processes, rank_environment, torchrun_command
 from tokenring.layout import make_layout
+from tokenring.limits import check_processes
+from tokenring.topology.plain import plain
 from tokenring.tracing.picture import to_svg
 
 FEWEST_STEPS = 6  # three first and three last ones
@@ -80,7 +82,7 @@ class Demo:
         check(self.interrupts)
         write_at_last({Path(options.output): svg}, self.interrupts)
         say(section(4, "Timeline", self.console.ink))
-        say(f"   {options.output}   (open it in a browser; every bar says what it is)")
+        say(f"   {plain(options.output)}   (open it in a browser; every bar says what it is)")
         say("   " + self.console.ink.pale(f"everything together took {time.monotonic() - began:.0f} s"))
 
     def take(self, line: str) -> Failed | None:
@@ -180,7 +182,9 @@ def _check(options: argparse.Namespace) -> None:
     for name, least in (("ranks", 1), ("seq", 2), ("steps", FEWEST_STEPS)):
         if getattr(options, name) < least:
             raise ConfigurationError(f"--{name} {getattr(options, name)}: use {least} or more")
+    check_processes(options.ranks)
     make_layout(options.layout, options.ranks, options.seq)
+    check_suffix("--output", options.output, ".svg")
     check_output("--output", Path(options.output))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from tokenring.console import Parser, read_options, write_file
+from tokenring.console import Parser, check_suffix, read_options, write_file
 from tokenring.doctor.examine import SECONDS, examine
 from tokenring.doctor.report import report
 from tokenring.errors import ConfigurationError
@@ -18,8 +18,11 @@ def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
         return options
     if not 0 < options.seconds <= 3600:
         raise ConfigurationError(f"--seconds {options.seconds:g}: give a time above 0, and an hour at most")
+    suffix = check_suffix("--output", options.output, ".txt", ".json")
+    if options.json and suffix == ".txt":
+        raise ConfigurationError(f"--json and --output {options.output!r} say different things: leave one out")
     found = examine(environment, options.seconds)
-    text = found.to_json() if options.json else report(found)
+    text = found.to_json() if options.json or suffix == ".json" else report(found)
     if options.output is None:
         print(text, end="")
     else:
@@ -35,5 +38,5 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--json", action="store_true", help="as JSON (docs/doctor.md)")
     add("--seconds", type=float, default=SECONDS, metavar="N", help=f"for each import that is tried ({SECONDS:g})")
-    add("-o", "--output", metavar="FILE", help="write to a file instead")
+    add("-o", "--output", metavar="FILE", help="write to a file instead: .txt or .json")
     return parser

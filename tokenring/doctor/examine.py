@@ -143,6 +143,26 @@ def _devices(found: Findings, answers: dict[str, Answer], environment: Mapping[s
         said = answers[name].said if name in answers else {}
         found.accelerators += [Accelerators(**each) for each in said.get("accelerators", [])]
         found.choices += [_choice(each) for each in said.get("choices", [])]
+    cpu = next((choice for choice in found.choices if choice.device == "cpu"), None)
+    if cpu is not None:  # what there would be on devices that are not here
+        answer = answers["torch"]
+        cpu.others.extend(Option(**each) for each in answer.said.get("elsewhere", []))
+        if "elsewhere" not in answer.said:
+            cpu.others.append(Option("nccl, symm, nvshmem", f"not told: {_why(answer, 'elsewhere', None).what}"))
+        if not any(choice.device == "npu" for choice in found.choices):
+            cpu.others.append(Option("hccl", f"moves NPU tensors; {_lacks_npu(found)}"))
+
+
+def _lacks_npu(found: Findings) -> str:
+    """All that is missing for HCCL, which comes with torch_npu and CANN."""
+    npu = found.torch_npu
+    if npu.installed is None and npu.imports is None:
+        lacks = ["torch_npu is not installed"]
+    else:
+        lacks = ["torch_npu sees no NPU" if npu.imports else "torch_npu cannot be imported"]
+    lacks += ["CANN is not found"] if found.cann is None else []
+    lacks += [] if _npus_seen() else ["this machine has no /dev/davinci*"]
+    return "; ".join(lacks)
 
 
 def _choice(told: dict[str, Any]) -> Choice:

@@ -135,6 +135,20 @@ def _choice(kind: str) -> dict[str, Any]:
     return {**found, "measured": measured}
 
 
+def _elsewhere() -> list[dict[str, str]]:
+    """Each transport for CUDA tensors where there are no CUDA devices, and all that it lacks."""
+    from tokenring.backends.cuda import unavailable
+    from tokenring.backends.devices import has_device
+
+    if has_device("cuda"):  # then they are among its choices
+        return []
+    found = []
+    for name, why in unavailable().items():
+        lacks = dict.fromkeys(each for each in (why, NO_CUDA) if each)
+        found.append({"name": name, "why": f"moves CUDA tensors; {'; '.join(lacks)}"})
+    return found
+
+
 def _merge(device: Any) -> dict[str, str]:
     """What would merge partial results there, and why nothing faster would."""
     from tokenring.backends.mergers import choose_merger
@@ -187,6 +201,7 @@ def _places(made: Any, kind: str) -> dict[str, str]:
     return {pick.name: f"{pick.why}, {tile}" if at == 0 else pick.why for at, pick in enumerate(found)}
 
 
+NO_CUDA = "torch sees no CUDA device here"  # as the transports say it
 OTHERS = ("cuda", "xpu", "mps")
 PROBES: dict[str, tuple[tuple[str, Callable[[], Any]], ...]] = {
     # without torch_npu, unless somebody else imports it
@@ -195,6 +210,7 @@ PROBES: dict[str, tuple[tuple[str, Callable[[], Any]], ...]] = {
         ("transfer", _transfer),
         ("accelerators", _accelerators(OTHERS)),
         ("choices", _choices(("cpu", *OTHERS))),
+        ("elsewhere", _elsewhere),
     ),
     # as a user's program begins
     "autoload": (("import torch", _torch),),

@@ -32,6 +32,8 @@ from tokenring.topology.ranks import Topology
 from tokenring.workload import Workload
 
 LARGEST = 1 << 50
+MOST_HEADS = 1 << 16
+MOST_TFLOPS = 1e6  # of one device; none has a hundredth of it
 SIZES = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PASSES: dict[str, tuple[Pass, ...]] = {"forward": ("forward",), "training": ("forward", "backward")}
@@ -68,6 +70,8 @@ def ask(options: argparse.Namespace) -> Asked:
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     length = read_size("--seq", options.seq)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
+    if options.heads > MOST_HEADS:
+        raise ConfigurationError(f"--heads {options.heads}: give {MOST_HEADS} at most; each way to split them is tried")
     whole = Workload(options.batch, length, length, options.heads, kv_heads, options.dim, dtype)
     mask = parse_mask(options.mask)
     mask.check_length(length)
@@ -127,8 +131,9 @@ def _machine(options: argparse.Namespace, dtype: torch.dtype, known: Callable[[]
     if len(asked) > 1:
         raise ConfigurationError(f"--{asked[0]} and --{asked[1]} both say how fast kernels are: leave one out")
     if options.tflops is not None:
-        if not options.tflops > 0:
-            raise ConfigurationError(f"--tflops {options.tflops}: give a rate above 0")
+        if not 1 / MOST_TFLOPS <= options.tflops <= MOST_TFLOPS:
+            span = f"from {1 / MOST_TFLOPS:g} to {MOST_TFLOPS:g}"
+            raise ConfigurationError(f"--tflops {options.tflops}: give a rate above 0, {span}")
         return _with_rates(known, constant(options.tflops, f"{options.tflops:g} TFLOP/s, as asked"))
     if options.device is not None:
         return machine_of_device(options.device, dtype)

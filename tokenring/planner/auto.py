@@ -8,18 +8,19 @@ from functools import partial
 
 from tokenring.backends.base import Capabilities
 from tokenring.collection import no_collection
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.large import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
+from tokenring.planner.memory import needs
 from tokenring.planner.modes import over, within_limit
 from tokenring.planner.pieces import CUT_BY_DEFAULT, named_schedule
 from tokenring.planner.plan import Forecast, Plan
 from tokenring.planner.predict import Setting
-from tokenring.planner.select import Choice, Judged, Judgement, decide, judge
+from tokenring.planner.select import Choice, Judged, Judgement, decide, judge, mb_text
 from tokenring.planner.visible import UNEVEN, is_even, most_of_own_rows, own_pairs, visible_pairs, visible_share
 from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
 from tokenring.schedule.ir import Schedule
@@ -75,6 +76,7 @@ def _plan(call: Call) -> Plan:
         found = _forecast(call)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
     _check_simulated(setting.interconnect)
+    _check_one_row(call)
     first = _first_round(call)
     both = judge(_choices(call, _finer(_worth_refining(call, first))), setting, limit, call.everything, first)
     return decide(both, setting, call_bound(call), limit)
@@ -97,6 +99,24 @@ def _check_simulated(net: Interconnect) -> None:
             f"{LEAST_HOSTS} equal hosts, numbered host by host; plan for such a part of them, as with --ranks, or name "
             f"a schedule"
         )
+
+
+def _check_one_row(call: Call) -> None:
+    """Raises MemoryLimitError for a limit so small that no schedule needs to be made to tell: many take a minute."""
+    limit, setting = call.memory_limit_bytes, call.setting
+    size, ranks = setting.workload, setting.interconnect.world_size
+    row = size.head_dim * size.dtype.itemsize
+    if limit is None or limit >= row or ranks <= MANY_RANKS:
+        return
+    if own_pairs(call.mask, call.q_layout, call.kv_layout, [[rank] for rank in range(ranks)]) >= visible_pairs(
+        call.mask, size.q_length, size.kv_length
+    ):
+        return  # it may be that nothing has to move
+    text = f"no schedule fits in {limit} bytes a rank: of what arrives from others one row of one head takes {row}"
+    names = first_names(call)
+    if ranks <= EXACT_RANKS and (name := "ring" if "ring" in names else names[0]):
+        text += f", and {name}, to name one, needs {mb_text(needs(make(call, name), setting).peak_bytes)}"
+    raise MemoryLimitError(f"{text}: raise the limit")
 
 
 def _first_round(call: Call) -> Judgement:
@@ -122,6 +142,9 @@ def _is_many(call: Call) -> bool:
 
 def _worth_refining(call: Call, found: Judgement) -> list[str]:
     """Schedules of the first round to try in finer pieces: pieces hide, so that what hid little may overtake."""
+    if found.judged and all(each.prediction is None for each in found.judged):  # by memory, which pieces may save
+        least = sorted(found.judged, key=lambda each: each.needs_bytes or 0)
+        return [each.name for each in least if not _says_how(each.name)][:REFINED]
     whole = _whole(found)
     limited = call.memory_limit_bytes is not None
     if _is_many(call) and not limited and not call.everything:

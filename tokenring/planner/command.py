@@ -10,7 +10,7 @@ import os
 import sys
 
 from tokenring.collection import no_collection
-from tokenring.console import Console, Parser, read_options, write_file
+from tokenring.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.planner.asked import SIZES, Asked, ask, read_size
 from tokenring.planner.auto import Call, call_bound, check_made, make, plan_or_forecast
@@ -19,11 +19,15 @@ from tokenring.planner.report import explained, table
 from tokenring.planner.sweep import sweep, sweep_svg, sweep_table
 from tokenring.planner.timeline import drawn, timeline
 
+SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",)}
+
 
 def main(argv: list[str]) -> int:
     options = read_options(_parser().parse_args, argv)
     if isinstance(options, int):
         return options
+    for name, known in SUFFIXES.items():
+        check_suffix(f"--{name}", getattr(options, name), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.sweep is not None:
         return _sweep(options, console)
@@ -36,7 +40,9 @@ def main(argv: list[str]) -> int:
             check_made(asked.call.setting.interconnect, f"--{name}")
     if options.explain is not None:
         return _explain(options, asked, console)
+    console.status(f"planning for {asked.call.setting.interconnect.world_size} ranks")  # for many it takes a while
     plan = plan_or_forecast(asked.call)
+    console.clear()
     if options.json:
         print(plan.to_json(), end="")
     else:

@@ -10,7 +10,7 @@ no more than a guess (`visible.is_even`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.layout import Layout
@@ -27,7 +27,8 @@ from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.registry import check_fit, parse
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.lower import lower
-from tokenring.schedule.measure import Contacts, held, kept_bytes, links, program_bytes
+from tokenring.schedule.measure import Contacts, Held, held, kept_bytes, links, program_bytes
+from tokenring.schedule.program import Program
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 2  # times the time of the best so far
@@ -78,6 +79,10 @@ class Figures:
     peak_bytes: float
     connections: float
     connection_bytes: float
+
+    @property
+    def needs(self) -> Held:
+        return Held(round(self.peak_bytes), round(self.connections), round(self.connection_bytes))
 
     def grown(self, larger: Figures, times: float) -> Figures:
         """On the line from here through `larger`, so many times as far."""
@@ -138,6 +143,8 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     # With one piece and with pieces it is the same at this size: chunks move whole.
     names = [name for name in names if not (name.endswith("/pieces1") and name.removesuffix("/pieces1") in names)]
     limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
+    if memory_limit_bytes is not None and (least := _all_above(limit, names, task)) is not None:
+        raise MemoryLimitError(too_little_text(memory_limit_bytes, *least, task.setting.able))
     for name, each in _judged(names, task, limit):
         if isinstance(each, Figures):
             found.append((name, each))
@@ -159,6 +166,23 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     )
 
 
+def _all_above(limit: float, names: Iterable[str], task: Task) -> tuple[str, Held] | None:
+    """The schedule that needs least, where all need more than the limit; else None, as soon as one may keep to it.
+
+    Without simulating any of them, which takes several times as long.
+    """
+    found: list[tuple[str, Held]] = []
+    for name in names:
+        try:
+            need = needed(name, task)
+        except ConfigurationError:
+            continue
+        if need.peak_bytes <= limit:
+            return None
+        found.append((name, need))
+    return min(found, key=lambda each: each[1].peak_bytes, default=None)
+
+
 def _ranked(found: Iterable[tuple[str, Figures]], limit: float) -> list[tuple[str, Figures]]:
     """What fits first, then by time."""
     return sorted(found, key=lambda each: (each[1].peak_bytes > limit, each[1].seconds, each[0]))
@@ -175,9 +199,8 @@ def _looked_at_again(ranked: list[tuple[str, Figures]], task: Task) -> Iterator[
 def _nothing(found: list[tuple[str, Figures]], misfits: Iterable[Candidate], task: Task, limit: float) -> str:
     """Why there is no plan."""
     if found:
-        _, least = min(found, key=lambda each: each[1].peak_bytes)
-        needs = (round(least.peak_bytes), round(least.connections), round(least.connection_bytes))
-        return too_little_text(int(limit), *needs, task.setting.able)
+        name, least = min(found, key=lambda each: each[1].peak_bytes)
+        return too_little_text(int(limit), name, least.needs, task.setting.able)
     why = next((f": {each.name}: {each.reason}" for each in misfits), "")
     return f"no schedule can be planned for so many ranks{why}"
 
@@ -220,23 +243,39 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
 
     None as soon as it takes longer than `hopeless_seconds`. Raises ConfigurationError if it does not fold or fit.
     """
-    setting, net = task.setting, task.setting.interconnect
+    worlds, times = _worlds(name, task, few_hosts)
+    total: Figures | None = None
+    for direction in task.setting.passes:
+        found = [world.one_pass(direction) for world in worlds]
+        one = found[0] if len(found) == 1 else found[0].grown(found[1], times)
+        total = one if total is None else total.and_then(one)
+        if total.seconds > hopeless_seconds:
+            return None
+    return total
+
+
+def needed(name: str, task: Task) -> Held:
+    """What `figures` would say that a schedule needs. Raises ConfigurationError if it does not fold or fit."""
+    worlds, times = _worlds(name, task, FEW_HOSTS)
+    total = Figures(*[0.0] * len(fields(Figures)))
+    for direction in task.setting.passes:
+        found = [replace(total, **world.needs(direction)._asdict()) for world in worlds]
+        total = total.and_then(found[0] if len(found) == 1 else found[0].grown(found[1], times))
+    return total.needs
+
+
+def _worlds(name: str, task: Task, few_hosts: int) -> tuple[list[_World], float]:
+    """All hosts, or a few and twice as many of them, and how far all are from the few in steps of the few."""
+    net = task.setting.interconnect
     hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
     scheme = parse(name).make(net.world_size)
-    check_fit(name, scheme, setting.workload, *task.layouts)
+    check_fit(name, scheme, task.setting.workload, *task.layouts)
     few = _few_hosts(scheme, unit, few_hosts)
     if _tiles(scheme, net.world_size, unit) <= task.most_tiles or 2 * few >= hosts:
         worlds = [task.world(name, hosts, unit)]
     else:
         worlds = [task.world(_shrunk(name, hosts // some), some, unit) for some in (few, 2 * few)]
-    total: Figures | None = None
-    for direction in setting.passes:
-        found = [world.one_pass(direction) for world in worlds]
-        one = found[0] if len(found) == 1 else found[0].grown(found[1], (hosts - few) / few)
-        total = one if total is None else total.and_then(one)
-        if total.seconds > hopeless_seconds:
-            return None
-    return total
+    return worlds, (hosts - few) / few
 
 
 def _tiles(scheme: Scheme, ranks: int, unit: int) -> int:
@@ -282,17 +321,37 @@ class _World:
         self.symmetry = symmetry_of(scheme, self.ranks, unit)
         self.schedule = folded(scheme, self.size.q_length, self.size.kv_length, self.symmetry)
         self._known: dict[Pass, Figures] = {}
+        self._needs: dict[Pass, Held] = {}
+        self._lowered: dict[Pass, list[Program]] = {}  # until they are simulated
 
     def one_pass(self, direction: Pass) -> Figures:
         if direction not in self._known:
             self._known[direction] = self._one_pass(direction)
         return self._known[direction]
 
+    def needs(self, direction: Pass) -> Held:
+        """What a rank holds in one pass."""
+        if direction not in self._needs:
+            schedule, size = self.schedule, self.size
+            programs = self._programs(direction)
+            pools = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
+            # Without collectives: an exchange is more than one host shows.
+            used = Contacts(frozenset(links(schedule, self.setting.passes)))
+            self._needs[direction] = held(used, self.setting.able, pools)
+        return self._needs[direction]
+
+    def _programs(self, direction: Pass) -> list[Program]:
+        if direction not in self._lowered:
+            early = self.setting.early_receives
+            schedule, size = self.schedule, self.size
+            programs = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(self.unit)]
+            self._lowered[direction] = programs
+        return self._lowered[direction]
+
     def _one_pass(self, direction: Pass) -> Figures:
-        schedule, size = self.schedule, self.size
-        early = self.setting.early_receives
-        programs = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(self.unit)]
-        pools = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
+        schedule, size, needs = self.schedule, self.size, self.needs(direction)
+        programs = self._programs(direction)
+        del self._lowered[direction]
         costs = [operations(schedule, size, program, self.rates) for program in programs]
         compute = max(map(kernel_seconds_of, costs))
         outcome = simulate(
@@ -302,8 +361,6 @@ class _World:
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
         wire_bytes = 0.0 if slowest is None else loads[slowest]
         wire_seconds = 0.0 if slowest is None else wire_bytes / (self.net.gbs(slowest) * 1e9)
-        # Without collectives: an exchange is more than one host shows.
-        needs = held(Contacts(frozenset(links(schedule, self.setting.passes))), self.setting.able, pools)
         return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, wire_seconds, *needs)
 
 

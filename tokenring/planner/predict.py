@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from tokenring.schedule.calls import Supports, anything, calls
 from tokenring.schedule.ir import Pass, Schedule
 from tokenring.schedule.lower import agenda_of, lower_agenda
 from tokenring.schedule.measure import Pools, contacts, held, kept_bytes, link_bytes
+from tokenring.schedule.program import Program
 from tokenring.schedule.storage import Storage, storage_of
 from tokenring.workload import Workload
 
@@ -183,15 +184,11 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
 
 def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, list[int]]:
     """The outcome, what kernels take at least, and what each rank holds."""
-    storage, workload = storage_of(schedule), setting.workload
+    workload = setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
-    able = setting.able
-    way = able.way._replace(early_receives=setting.early_receives)
-    pools = Pools(schedule, workload, able)
-    for rank in _ranks(schedule):
-        agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        program = lower_agenda(agenda, workload, way)
+    pools = Pools(schedule, workload, setting.able)
+    for program in lowered(schedule, setting, direction):
         programs.append(costs.operations(program))
         pools.add(program, kept_bytes(schedule, workload, program))
     machine = setting.machine
@@ -203,6 +200,17 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
         start_seconds=machine.start_seconds,
     )  # fmt: skip
     return outcome, kernels, pools.nbytes()
+
+
+def lowered(
+    schedule: Schedule, setting: Setting, direction: Pass, ranks: Iterable[int] | None = None
+) -> Iterator[Program]:
+    """One pass as the setting's transport would run it, on these ranks, or on all."""
+    storage, workload = storage_of(schedule), setting.workload
+    way = setting.able.way._replace(early_receives=setting.early_receives)
+    for rank in _ranks(schedule) if ranks is None else ranks:
+        agenda = agenda_of(storage, rank, direction, workload, setting.supports)
+        yield lower_agenda(agenda, workload, way)
 
 
 def _ranks(schedule: Schedule) -> range:

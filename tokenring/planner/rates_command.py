@@ -9,7 +9,6 @@ Exit codes: 0 measured and kept; 2 a wrong option, or a device or kernel that is
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 
@@ -24,6 +23,8 @@ from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.planner.asked import DTYPES
 from tokenring.planner.measured import SECONDS, keep, key_of, measured_rates
 from tokenring.planner.rates import Rates
+
+MOST = {"dim": 4096, "threads": 4096, "seconds": 3600}
 
 
 def main(argv: list[str]) -> int:
@@ -51,8 +52,8 @@ def main(argv: list[str]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     for name in ("dim", "threads", "seconds"):
-        if not 0 < (value := getattr(options, name)) < math.inf:
-            raise ConfigurationError(f"--{name} {value}: give a number above 0")
+        if not 0 < (value := getattr(options, name)) <= MOST[name]:
+            raise ConfigurationError(f"--{name} {value}: give a number above 0, of {MOST[name]} at most")
 
 
 def _measure(kind: str, options: argparse.Namespace, console: Console) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.planner.bound import Bound
+from tokenring.planner.memory import least_bytes, needs, smallest
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Busiest, Least, Prediction, Setting, least_seconds, predict
 from tokenring.schedule.ir import Schedule
-from tokenring.schedule.measure import most_connected
+from tokenring.schedule.measure import Held, most_connected
 
 SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
 RISK = 0.1  # of the time for which the busiest wire alone is at work: where predictions fall short, it is there
@@ -27,12 +28,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Judged:
-    """A schedule with what it costs; without a prediction, its busiest wire or its kernels alone need too long."""
+    """A schedule with what it costs; without a prediction, its busiest wire or its kernels alone need too long, or it
+    needs too much memory."""
 
     name: str
     schedule: Schedule
     least: Least
     prediction: Prediction | None
+    needs_bytes: int | None = None  # at least, of what was not simulated because nothing keeps to the limit
 
     @property
     def seconds(self) -> float:
@@ -106,6 +109,11 @@ def judge(
     made, misfits = _made(choices, before, setting)
     least = {name: least_seconds(schedule, setting) for name, schedule in made}
     judged = list(before.judged)
+    if memory_limit_bytes is not None and not any(each.fits(memory_limit_bytes) for each in judged):
+        least_of = _all_above(memory_limit_bytes, [schedule for _, schedule in made], setting)
+        if least_of is not None:
+            more = (Judged(*each, least[each[0]], None, need) for each, need in zip(made, least_of, strict=True))
+            return Judgement((*judged, *more), before.misfits + tuple(misfits))
     fastest = min((each.weighed_seconds for each in judged if each.fits(memory_limit_bytes)), default=float("inf"))
     for name, schedule in sorted(made, key=lambda each: least[each[0]].seconds):
         each = Judged(name, schedule, least[name], None)
@@ -123,6 +131,16 @@ def judge(
         return not each.fits(memory_limit_bytes), seconds, given[each.name]
 
     return Judgement(tuple(sorted(judged, key=order)), before.misfits + tuple(misfits))
+
+
+def _all_above(limit_bytes: int, schedules: Sequence[Schedule], setting: Setting) -> list[int] | None:
+    """What each needs at least, where all need more than the limit; else None, as soon as one may keep to it."""
+    found = []
+    for schedule in schedules:
+        found.append(least_bytes(schedule, setting))
+        if found[-1] <= limit_bytes:
+            return None
+    return found
 
 
 def _made(
@@ -249,23 +267,30 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
 def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
     judged, misfits = found.judged, found.misfits
     if judged and limit is not None:
-        found_all = [each.prediction for each in judged if each.prediction is not None]
-        least = min(found_all, key=lambda each: each.peak_bytes)
-        return too_little_text(limit, least.peak_bytes, least.connections, least.connection_bytes, setting.able)
+        known = [(each, need) for each in judged if (need := _needed(each)) is not None]
+        least, need = smallest(known, lambda each: needs(each.schedule, setting))
+        return too_little_text(limit, least.name, need, setting.able)
     if misfits:
         return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"
     return "there is no schedule to choose from"
 
 
-def too_little_text(limit: int, peak_bytes: int, connections: int, connection_bytes: int, able: Capabilities) -> str:
-    """That no schedule fits, what the smallest needs, and what would help."""
+def _needed(each: Judged) -> int | None:
+    """Bytes, as predicted or at least; None where nobody asked."""
+    return each.needs_bytes if each.prediction is None else each.prediction.peak_bytes
+
+
+def too_little_text(limit: int, name: str, need: Held, able: Capabilities) -> str:
+    """That no schedule fits, what the smallest needs and for what, and what would help."""
+    peak_bytes, connections, connection_bytes = need
     fewest = able.pair_serial and able.channels == 1  # one connection for all between two ranks
     way_out = "" if fewest else ", or a transport with fewer communicators (docs/transports.md)"
     connected = f", {mb_text(connection_bytes)} of it for {connections} communicators"
     return (
         f"no schedule fits in {mb_text(limit)} a rank; the smallest needs {mb_text(peak_bytes)}"
         f"{connected if connection_bytes else ''}: raise the limit, use more ranks or a shorter sequence"
-        f"{way_out if connection_bytes else ''}"
+        f"{way_out if connection_bytes else ''} (it is {name}; {mb_text(peak_bytes - connection_bytes)} are for what "
+        f"arrives from others and what forward keeps for backward, and the rank's own q, k, v and out come on top)"
     )
 
 

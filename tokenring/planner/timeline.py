@@ -47,6 +47,6 @@ def _message(span: Span, direction: Pass, at: float) -> Message:
 
 def drawn(path: str, made: Timeline, about: Sequence[str] = ()) -> str:
     """The timeline as a file of this name wants it: SVG, or a trace for Perfetto and chrome://tracing."""
-    if path.endswith(".json"):
+    if path.lower().endswith(".json"):
         return chrome(made, {"schedule": made.heading, "prediction": "; ".join([*made.about, *about])})
     return to_svg(made)

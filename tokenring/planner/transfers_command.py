@@ -23,7 +23,7 @@ MODULE = "tokenring.planner.transfers_worker"
 
 def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     """Measure, report and keep; returns the exit code."""
-    command = Command("rates", MODULE, _options, _case, Measured.from_json, {}, _show)
+    command = Command("rates", MODULE, _options, _case, Measured.from_json, {}, _show, {})
     return command.main(argv, environment)
 
 

@@ -10,6 +10,7 @@ from tokenring.bench.results import ERROR_LIMITS, Case
 from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.ranks import Command, add_call_options, check_call
+from tokenring.topology.plain import plain
 from tokenring.tracing.chrome import to_chrome
 from tokenring.tracing.picture import simulation_of, timeline_of, to_svg
 from tokenring.tracing.record import Traced
@@ -24,15 +25,19 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     Raises ConfigurationError for options that do not fit.
     """
     outputs = {"picture": lambda traced: to_svg(timeline_of(traced), simulation_of(traced)), "chrome": to_chrome}
-    return Command("trace", MODULE, _options, _case, Traced.from_json, outputs, _show).main(argv, environment)
+    suffixes = {"picture": (".svg",), "chrome": (".json",)}
+    return Command("trace", MODULE, _options, _case, Traced.from_json, outputs, _show, suffixes).main(argv, environment)
 
 
 def _show(traced: Traced, options: argparse.Namespace, console: Console) -> int:
-    console.say((to_json(traced) if options.json else table(traced, console.ink)).rstrip("\n"))
+    if options.json:
+        console.data(to_json(traced))
+    else:
+        console.say(table(traced, console.ink).rstrip("\n"))
     hints = ((options.picture, "open it in a browser"), (options.chrome, "open it in ui.perfetto.dev"))
     for path, hint in hints if not options.json else ():
         if path is not None:
-            console.say(console.ink.pale(f"written: {path} ({hint})"))
+            console.say(console.ink.pale(f"written: {plain(path)} ({hint})"))
     return 0
 
 

@@ -10,6 +10,7 @@ from tokenring.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.ranks import Command, check_seconds
 from tokenring.topology.cache import keep_measured
+from tokenring.topology.command import SUFFIXES
 from tokenring.topology.measure.worker import Case, Measured
 from tokenring.topology.page import to_html
 from tokenring.topology.picture import to_svg
@@ -21,7 +22,7 @@ MODULE = "tokenring.topology.measure.worker"
 def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     """Measure and report; returns the exit code: 0, 1 (a rank failed), 130 (interrupted)."""
     outputs = {"save": Measured.to_json, "svg": _picture, "html": _page}
-    command = Command("topology", MODULE, _options, _case, Measured.from_json, outputs, _show)
+    command = Command("topology", MODULE, _options, _case, Measured.from_json, outputs, _show, SUFFIXES)
     return command.main(argv, environment)
 
 
@@ -36,7 +37,7 @@ def _page(found: Measured) -> str:
 def _show(found: Measured, options: argparse.Namespace, console: Console) -> int:
     keep_measured(found.to_json(), os.environ)
     if options.json:
-        console.say(found.to_json().rstrip("\n"))
+        console.data(found.to_json())
     elif (options.save, options.svg, options.html) == (None, None, None):
         console.say(report(*found.seen()).rstrip("\n"))
     return 0

@@ -9,6 +9,7 @@ from itertools import pairwise
 from tokenring.topology.facts import PROCESS, Device, DeviceKind, Facts, Link, Measurement, Note, Origin, pairs
 from tokenring.topology.measure.lab import Flow, Lab, Race
 from tokenring.topology.measure.survey import Tables, totals
+from tokenring.topology.sound import sound
 
 FORMAT = "measured"
 TOLERANCE = 1.25  # of the check round
@@ -95,7 +96,8 @@ def facts(model: Model, tables: Tables) -> Facts:
         for wire in model.wires
         if wire.gbs is not None and not {wire.a, wire.b} <= set(map(name, everyone))
     ]
-    return Facts("links", tuple(devices), tuple(links), tuple(measured), tuple(_notes(model, tables)), Origin(FORMAT))
+    found = Facts("links", tuple(devices), tuple(links), tuple(measured), tuple(_notes(model, tables)), Origin(FORMAT))
+    return sound(found)
 
 
 def _behind_one_switch(model: Model) -> set[frozenset[str]]:

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import MAX_DEVICES, Facts, Origin
+from tokenring.topology.sound import sound, storable
 from tokenring.topology.sources.pasted import as_printed
 
 MAX_CHARACTERS = 16 << 20
@@ -72,6 +73,11 @@ def parser_of(source: Source) -> Parser:
     return cast(Parser, importlib.import_module(f"{__name__}.{source.module}"))
 
 
+def facts_of(source: Source, text: str) -> Facts:
+    """What a parser makes of a text of its format, without what cannot be. Raises TopologyError."""
+    return sound(parser_of(source).parse(text))
+
+
 def recognise(text: str) -> Source | None:
     """The first format that takes a text for its own."""
     start = text[:20_000]
@@ -89,9 +95,9 @@ def read(text: str, file: str | None = None, host: str | None = None) -> Facts:
         known = ", ".join(each.name for each in REGISTRY)
         raise TopologyError(f"this is no format that we know; we know {known}", file=file)
     try:
-        facts = parser_of(source).parse(text)
+        facts = facts_of(source, text)
     except TopologyError as error:
         raise TopologyError(f"{source.name}: {error.message}", error.line, error.column, file) from None
     if len(facts.devices) > MAX_DEVICES:
         raise TopologyError(f"{source.name}: {len(facts.devices)} devices; at most {MAX_DEVICES}", 1, 1, file)
-    return facts.of(Origin(source.name, file, host))
+    return facts.of(Origin(source.name, None if file is None else storable(file), host))

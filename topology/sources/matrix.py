@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Link, Note, pairs, unordered
+from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Link, Note, changed, pairs, unordered
 from tokenring.topology.labels import NOTHING, SELF, cells, meaning
 
 ACCELERATOR = re.compile(r"(GPU|NPU|Phy-ID)([0-9]{1,5})", re.ASCII)
@@ -123,6 +123,10 @@ def _row(line: str, number: int, columns: list[str], titles: list[str]) -> Row |
 
 def _labels(text: str, width: int) -> tuple[list[str], str]:
     """The cells at the start of a row, and what follows them."""
+    words = text.split(None, width) if width else []
+    if len(words) >= width > 0 and all(len(cells(word) or ()) == 1 for word in words[:width]):
+        past = len(words[width]) if len(words) > width else 0
+        return words[:width], text[len(text[: len(text) - past].rstrip()) :]
     found: list[str] = []
     end = 0
     for match in re.finditer(r"\S+", text):
@@ -131,7 +135,8 @@ def _labels(text: str, width: int) -> tuple[list[str], str]:
         more = cells(match[0])
         if more is None:
             break
-        found, end = found + more, match.end()
+        found += more
+        end = match.end()
     return found, text[end:]
 
 
@@ -174,28 +179,34 @@ def _settle(matrix: Matrix) -> None:
         matrix.columns = [row.name for row in matrix.rows]
         if matrix.rows:
             matrix.notes.append(Note("the header is missing: columns are taken in the order of the rows"))
+        widest = max((len(row.labels) for row in matrix.rows), default=0)
+        if widest > len(matrix.rows):
+            text = f"a row has {widest} cells, and there are {len(matrix.rows)} rows: others are missing"
+            matrix.notes.append(Note(text, role="doubt"))
     if doubled := [name for name in dict.fromkeys(matrix.columns) if matrix.columns.count(name) > 1]:
         raise TopologyError(f"the header names {doubled[0]} twice", 1, 1)
     for row in matrix.rows:
         _trust(row, matrix)
     rows = {row.name for row in matrix.rows}
     if missing := [name for name in matrix.columns if name not in rows]:
-        matrix.notes.append(Note(f"no row for {', '.join(missing)}"))
+        matrix.notes.append(Note(f"no row for {', '.join(missing)}", role="doubt"))
 
 
 def _trust(row: Row, matrix: Matrix) -> None:
-    if not row.labels or row.name not in matrix.columns:
+    if row.name not in matrix.columns:
+        matrix.notes.append(Note(f"no column for {row.name}", row.line, role="doubt"))
         row.labels = []
+    if not row.labels:
         return
     own = matrix.columns.index(row.name)
     if SELF not in row.labels and len(row.labels) <= own:
-        matrix.notes.append(Note(f"the row of {row.name} is cut before its own cell", row.line))
+        matrix.notes.append(Note(f"the row of {row.name} is cut before its own cell", row.line, role="doubt"))
     elif own >= len(row.labels) or row.labels[own] != SELF:
-        matrix.notes.append(Note(f"the row of {row.name} does not fit the header: not used", row.line))
+        matrix.notes.append(Note(f"the row of {row.name} does not fit the header: not used", row.line, role="doubt"))
         row.labels = []
     elif len(row.labels) < len(matrix.columns):
         have, want = len(row.labels), len(matrix.columns)
-        matrix.notes.append(Note(f"the row of {row.name} has {have} of {want} cells", row.line))
+        matrix.notes.append(Note(f"the row of {row.name} has {have} of {want} cells", row.line, role="doubt"))
 
 
 def has_cells(matrix: Matrix) -> bool:
@@ -208,6 +219,9 @@ def coverage_of(matrix: Matrix, names: Iterable[str], links: Iterable[Link]) -> 
     names: those of the accelerators.
     """
     if not any(link.kind in PEER_KINDS for link in links):
+        return "links"
+    whole = {row.name for row in matrix.rows if len(row.labels) == len(matrix.columns)}
+    if whole.issuperset(names) and set(matrix.columns).issuperset(names):
         return "links"
     rows = [(row.name, zip(matrix.columns, row.labels, strict=False)) for row in matrix.rows]
     cells = {unordered(name, column) for name, row in rows for column, _ in row}
@@ -227,20 +241,27 @@ def words_in(text: str) -> set[str]:
 def links_of(matrix: Matrix, devices: list[Device]) -> tuple[list[Link], list[Note]]:
     """One link for each pair that has a label; a pair whose two labels differ has none, and a note."""
     known = {device.id for device in devices}
-    labels: dict[tuple[str, str], tuple[str, int]] = {}
+    labels: dict[tuple[str, str], str] = {}
     notes: list[Note] = []
     for row in matrix.rows:
+        name = row.name
+        if name not in known:
+            continue
         for column, label in zip(matrix.columns, row.labels, strict=False):
-            if column == row.name or not {column, row.name} <= known or label == SELF:
+            if column == name or label == SELF or column not in known:
                 continue
-            back = labels.get((column, row.name))
+            back = labels.get((column, name))
             if back is None:
-                labels[row.name, column] = (label, row.line)
-            elif meaning(back[0]) != meaning(label):
-                notes.append(Note(f"{column} to {row.name} is {back[0]}, the other way {label}: unknown", row.line))
-                labels[column, row.name] = ("N/A", row.line)
-    links = []
-    for (a, b), (label, _) in labels.items():
-        if found := meaning(label):
-            links.append(Link(a, b, found.kind, found.count, switched=found.switched, label=label))
+                labels[name, column] = label
+            elif back != label and meaning(back) != meaning(label):
+                notes.append(Note(f"{column} to {name} is {back}, the other way {label}: unknown", row.line))
+                labels[column, name] = "N/A"
+    made = {label: _link_of(label) for label in set(labels.values())}
+    links = [changed(link, a=a, b=b) for (a, b), label in labels.items() if (link := made[label]) is not None]
     return links, notes
+
+
+def _link_of(label: str) -> Link | None:
+    """What a label says, of no two devices yet; None: nothing."""
+    found = meaning(label)
+    return Link("", "", found.kind, found.count, switched=found.switched, label=label) if found else None

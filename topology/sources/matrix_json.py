@@ -7,16 +7,14 @@ switch, "missing" for no link. Where a pair says PCIE only, `facts` may say its 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Facts, Link, Note, unordered
+from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, changed, unordered
 from tokenring.topology.labels import meaning
 from tokenring.topology.schema import is_document, load_json
 
 TO_SWITCH = re.compile(r"NVS([0-9]{1,2})", re.ASCII)
 HOPS = re.compile(r"hops ([0-9])\)? for (every pair|the others|pairs ([0-9]+-[0-9]+(?:(?:, | and )[0-9]+-[0-9]+)*))")
-MAX_IDS = 256
 REACHED = {"2": "node", "3": "sys"}
 
 
@@ -31,8 +29,8 @@ def parse(text: str) -> Facts:
     ids, matrix = document.get("ids"), document.get("matrix")
     if not isinstance(ids, list) or not isinstance(matrix, list) or not ids or len(ids) != len(matrix):
         raise TopologyError("wanted are ids, and a matrix of as many rows", 1, 1)
-    if len(ids) > MAX_IDS or not all(isinstance(each, str) and each.isascii() for each in ids):
-        raise TopologyError(f"wanted are ids that are words, {MAX_IDS} at most", 1, 1)
+    if len(ids) > MAX_DEVICES or not all(isinstance(each, str) and each.isascii() for each in ids):
+        raise TopologyError(f"wanted are ids that are words, {MAX_DEVICES} at most", 1, 1)
     if len({*ids}) < len(ids):
         raise TopologyError("two ids are the same", 1, 1)
     for number, row in enumerate(matrix):
@@ -63,20 +61,25 @@ def _hops(words: list[str]) -> dict[str, str]:
 def _links(devices: tuple[Device, ...], matrix: list[list[str]], hops: dict[str, str]) -> tuple[list[Link], list[Note]]:
     links: list[Link] = []
     notes: list[Note] = []
+    made: dict[str, Link | None] = {}
     for i, a in enumerate(devices):
         for j in range(i + 1, len(devices)):
             label, back = matrix[i][j], matrix[j][i]
             if label != back:
                 pair = " and ".join(unordered(a.id, devices[j].id))
                 notes.append(Note(f"{pair} are {label[:20]!r} one way, {back[:20]!r} the other: unknown"))
-            elif link := _link(a.id, devices[j].id, label):
-                way = hops.get(f"{i}-{j}", hops.get("*"))
-                links.append(replace(link, kind=way) if way and link.kind == "pcie" else link)
+                continue
+            if label not in made:
+                made[label] = _link(label)
+            if (link := made[label]) is not None:
+                way = hops.get(f"{i}-{j}", hops.get("*")) if hops and link.kind == "pcie" else None
+                links.append(changed(link, a=a.id, b=devices[j].id, kind=way or link.kind))
     return links, notes[:20]
 
 
-def _link(a: str, b: str, label: str) -> Link | None:
+def _link(label: str) -> Link | None:
+    """What a label says, of no two devices yet."""
     if match := TO_SWITCH.fullmatch(label):
-        return Link(a, b, "nvlink", int(match[1]), switched=True, label=label)
+        return Link("", "", "nvlink", int(match[1]), switched=True, label=label)
     found = meaning(label)
-    return Link(a, b, found.kind, found.count, switched=found.switched, label=label) if found else None
+    return Link("", "", found.kind, found.count, switched=found.switched, label=label) if found else None

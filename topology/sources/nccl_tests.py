@@ -40,6 +40,8 @@ def parse(text: str) -> Facts:
     if len({device.id for device in devices}) < len(devices):
         raise TopologyError("two outputs in one file: a rank comes twice", 1, 1)
     notes = [Note("bandwidth of pairs: a collective does not tell")]
+    if HEADER.search(text) is None:
+        notes.append(Note("no results follow the ranks: some of these may be missing too", role="doubt"))
     best = max((_bus_bandwidth(each[0]) for each in ROW.finditer(text)), default=0.0)
     if len(hosts) > 1 or len(devices) < 2 or len(devices) > PAIRS_OF_A_RANK or best == 0:
         return Facts("links", devices, notes=tuple(notes))

@@ -82,7 +82,7 @@ def _table(text: str) -> tuple[list[Chip], list[Note]]:
             physical, logic = (more, None) if second == "Phy-ID" else (None, more)
             take(chips, Chip(npu, chip or 0, physical, logic, model, normal_bus_id(value)), number)
     bare = set(heads) - {npu for npu, _ in chips}
-    notes += [Note(f"NPU {npu} is cut before its chips: not used", heads[npu]) for npu in sorted(bare)]
+    notes += [Note(f"NPU {npu} is cut before its chips: not used", heads[npu], role="doubt") for npu in sorted(bare)]
     return list(chips.values()), notes[:64]
 
 

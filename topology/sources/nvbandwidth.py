@@ -23,7 +23,8 @@ def parse(text: str) -> Facts:
     listed = {int(each[1]): each for each in DEVICE.finditer(text)}
     one_way: dict[tuple[int, int], float] = {}
     both: dict[tuple[int, int], float] = {}
-    for found, source, target, gbs in _copies(text):
+    lost: list[Note] = []
+    for found, source, target, gbs in _copies(text, lost):
         into = both if "bidirectional" in found else one_way
         into[source, target] = max(gbs, into.get((source, target), 0.0))
     ends = {end for pair in one_way for end in pair} or set(listed)
@@ -39,13 +40,14 @@ def parse(text: str) -> Facts:
         (names[a], names[b]): Speed(max(gbs, one_way.get((b, a), 0.0))) for (a, b), gbs in one_way.items() if a < b
     }
     links, notes = links_of(devices, speeds)
+    notes += lost
     if not one_way:
         notes.append(Note("no test between GPUs is in it: device_to_device_memcpy_write_ce is one"))
     return Facts(coverage_of(devices, speeds), devices, tuple(links), measurements, tuple(notes))
 
 
-def _copies(text: str) -> Iterator[tuple[str, int, int, float]]:
-    """Test, from, to, GB/s of every copy between two devices."""
+def _copies(text: str, lost: list[Note]) -> Iterator[tuple[str, int, int, float]]:
+    """Test, from, to, GB/s of every copy between two devices; a note for each matrix that was cut."""
     for table in tables(text):
         test = RUNNING.match(table.before)
         arrow = re.search(r"GPU\(row\) (<-|->|<->) GPU\(column\)", table.title)
@@ -53,6 +55,8 @@ def _copies(text: str) -> Iterator[tuple[str, int, int, float]]:
             continue
         if arrow[1] == "<->" and "Total" not in table.title:
             continue  # one direction of two: which one, versions differ in
+        if table.missing_rows:
+            lost.append(Note(f"{test[1]}: {table.missing_rows} rows are missing", role="doubt"))
         for (row, column), value in table.values.items():
             if row != column and value:
                 yield (test[1], *((row, column) if arrow[1] == "->" else (column, row)), value)

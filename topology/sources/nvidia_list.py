@@ -16,6 +16,7 @@ FAILURE = re.compile(
     r"|Insufficient Permissions|couldn't communicate with the NVIDIA driver|GPU is lost|Unknown Error"
 )
 LISTED = re.compile(r"\s*GPU ([0-9]{1,4}): (.{1,200}?)(?: \(UUID: [^)]*\))?\s*", re.ASCII)
+CUT = re.compile(r"\s*GPU [0-9]{1,4}: .{1,200}\(UUID: [^)]*", re.ASCII)
 MIG = re.compile(r"\s+MIG \S+\s+Device +[0-9]")
 BLOCK = re.compile(r"GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*", re.ASCII)
 FIELD = re.compile(r"\s+(Product Name|Bus Id)\s+: (.{1,200}?)\s*", re.ASCII)
@@ -51,6 +52,7 @@ def parse(text: str) -> Facts:
             if (match := LISTED.fullmatch(line))
         ]
     notes = [Note(f"nvidia-smi says: {' '.join(line.split())[:200]}", n) for n, line in _failures(lines)]
+    notes += [Note("the line is cut", n, role="doubt") for n, line in enumerate(lines, 1) if CUT.fullmatch(line)][:20]
     if len(devices) > MAX_DEVICES:
         raise TopologyError(f"more than {MAX_DEVICES} devices", 1, 1)
     if not devices and not notes:

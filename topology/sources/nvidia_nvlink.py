@@ -15,13 +15,14 @@ LINK = re.compile(r"\s*Link ([0-9]{1,2})[:,] *(.*?)\s*", re.ASCII)
 RATE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,6})?) GB/s", re.ASCII)
 REMOTE = re.compile(r"Remote Device ([0-9A-Fa-f]{1,8}:[0-9A-Fa-f]{1,2}:[0-9A-Fa-f]{1,2}\.[0-9A-Fa-f]).*", re.ASCII)
 LONGEST = 400  # line
+MAX_NOTES = 20
 PAYLOAD = {26.562: 25.0, 53.125: 50.0}  # the rate on the wire, from Hopper on, and what of it carries data
 
 
 @dataclass
 class _Gpu:
     device: Device
-    seen: bool = False  # any link, be it up or down
+    links: set[int] = field(default_factory=set)  # their numbers, be they up or down
     up: dict[int, float | None] = field(default_factory=dict)  # links by number
     remotes: Counter[str] = field(default_factory=Counter)
 
@@ -45,11 +46,12 @@ def parse(text: str) -> Facts:
             _link(gpus[-1], int(match[1]), match[2])
         elif line.strip() and not line.strip(" \t.…"):
             notes.append(Note("parts are left out (...): links may be missing", number))
-        elif line.strip() and gpus and len(notes) < 20:
+        elif line.strip() and gpus and len(notes) < MAX_NOTES:
             notes.append(Note(f"nvidia-smi says: {' '.join(line.split())[:200]}", number))
     if not gpus:
         raise TopologyError("no GPU in it", text.count("\n") + 1, 1)
     devices = [_device(gpu) for gpu in gpus]
+    notes += _lost(gpus)
     if not any(gpu.remotes for gpu in gpus):
         notes.append(Note("where the links lead is not in it: nvidia-smi nvlink -R says"))
         return Facts("devices", tuple(devices), notes=tuple(notes))
@@ -57,7 +59,7 @@ def parse(text: str) -> Facts:
 
 
 def _link(gpu: _Gpu, number: int, words: str) -> None:
-    gpu.seen = True
+    gpu.links.add(number)
     if "inactive" in words.lower():
         return
     if match := RATE.fullmatch(words):
@@ -71,9 +73,19 @@ def _link(gpu: _Gpu, number: int, words: str) -> None:
         gpu.up.setdefault(number, None)
 
 
+def _lost(gpus: list[_Gpu]) -> list[Note]:
+    """Of a text that was cut in a GPU's list: links that all others have, up or down."""
+    most = max(len(gpu.links) for gpu in gpus)
+    short = [gpu for gpu in gpus if 0 < len(gpu.links) < most or (not gpu.links and gpu is gpus[-1] and most)]
+    return [
+        Note(f"{gpu.device.id} lists {len(gpu.links)} of {most} links: the others are missing", role="doubt")
+        for gpu in short[:MAX_NOTES]
+    ]
+
+
 def _device(gpu: _Gpu) -> Device:
     rates = set(gpu.up.values())
-    return replace(gpu.device, ports=len(gpu.up) if gpu.seen else None, gbs=rates.pop() if len(rates) == 1 else None)
+    return replace(gpu.device, ports=len(gpu.up) if gpu.links else None, gbs=rates.pop() if len(rates) == 1 else None)
 
 
 def _with_remotes(gpus: list[_Gpu], devices: list[Device], notes: list[Note]) -> Facts:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import Device, Facts, Note, unordered
-from tokenring.topology.sources.tables import read_tables
+from tokenring.topology.sources.tables import lost, read_tables
 
 STATUS = {
     "OK": "may",
@@ -41,7 +41,8 @@ def parse(text: str) -> Facts:
         for column, word in zip(matrix.columns, row.labels, strict=False):
             if column != row.name and found.get(unordered(row.name, column)) in (None, "OK"):
                 found[unordered(row.name, column)] = word
-    notes = [Note("who may reach whom directly; over what links is not in it")]
+    notes = lost(matrix)[:20]
+    notes += [Note("who may reach whom directly; over what links is not in it")]
     for word, number in Counter(found.values()).most_common():
         notes.append(Note(f"{number} pairs {STATUS.get(word, f'have {word[:20]!r}')}"))
-    return Facts("devices", devices, notes=tuple(notes[: len(STATUS) + 1]))
+    return Facts("devices", devices, notes=tuple(notes[: len(STATUS) + 21]))

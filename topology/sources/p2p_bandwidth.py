@@ -34,7 +34,8 @@ def recognises(text: str) -> bool:
 
 def parse(text: str) -> Facts:
     found: dict[str, Cells] = {kind: {} for kind in KINDS}
-    found |= {kind: _cells(table) for table in tables(text) if (kind := _kind(table))}
+    matrices = [(kind, table) for table in tables(text) if (kind := _kind(table))]
+    found |= {kind: _cells(table) for kind, table in matrices}
     devices = _devices(text, found)
     if not devices:
         raise TopologyError("no device and no matrix in it", 1, 1)
@@ -52,6 +53,11 @@ def parse(text: str) -> Facts:
     links, notes = links_of(devices, speeds)
     if not speeds and len(devices) > 1:
         notes.append(Note("no pair has a bandwidth with peer access on"))
+    if cut := [table for _, table in matrices if table.missing_rows]:
+        text = f"{cut[0].title[:80]}: {cut[0].missing_rows} rows are missing"
+        notes.append(Note(text, role="doubt"))
+    elif not matrices:
+        notes.append(Note("no matrix follows the devices: some of these may be missing too", role="doubt"))
     return Facts(coverage_of(devices, speeds), devices, tuple(links), tuple(measurements), tuple(notes))
 
 

@@ -10,7 +10,7 @@ from tokenring.topology.facts import MAX_DEVICES, Coverage, Device, Facts, Link,
 from tokenring.topology.labels import meaning
 from tokenring.topology.schema import load_json
 from tokenring.topology.sources.matrix import ESCAPE, Matrix, coverage_of, links_of, words_in
-from tokenring.topology.sources.tables import read_tables, without_shifted
+from tokenring.topology.sources.tables import lost, read_tables, without_shifted
 
 BUS_ID = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 NAME = re.compile(rf"GPU[0-9]{{1,4}}|{BUS_ID}", re.ASCII | re.IGNORECASE)
@@ -63,6 +63,9 @@ def parse(text: str) -> Facts:
     if unread:  # partitions of one package, or a driver that is too old
         coverage = "devices"
         notes.append(Note(f"{unread} cells are XXXX: not supported, so the links of these GPUs are not known"))
+    others = [table for _, table in tables if table is not types and lost(table)]
+    if others:
+        notes.append(Note(f"{len(others)} of {len(tables)} tables have rows or cells missing", role="doubt"))
     return Facts(coverage, tuple(devices), tuple(links), notes=(*notes, *types.notes, *differing))
 
 
@@ -170,9 +173,16 @@ def _xgmi(lines: list[str]) -> Facts:
             linked |= {(bus_id, c): None for c, cell in zip(columns, cells, strict=False) if cell != "N/A"}
     if not devices:
         raise TopologyError("no row of a GPU in it", len(lines) + 1, 1)
+    notes = []
+    if missing := [column for column in columns if column not in devices]:
+        notes.append(Note(f"no row for {', '.join(missing)}", role="doubt"))
+        for column in missing[: MAX_DEVICES - len(devices)]:
+            bus = normal_bus_id(column)
+            devices[column] = Device(f"GPU{len(devices)}", "accelerator", bus_id=bus, vendor="amd")
     links = [
         Link(devices[a].id, devices[b].id, "xgmi", label="XGMI")
         for a, b in pairs(devices)
         if (a, b) in linked or (b, a) in linked
     ]
-    return Facts("links", tuple(devices.values()), tuple(links))
+    coverage: Coverage = "devices" if missing else "links"
+    return Facts(coverage, tuple(devices.values()), tuple(links), notes=tuple(notes))

@@ -132,12 +132,17 @@ def _side_by_side(buses: Mapping[str, str | None], a: str, b: str) -> bool:
 @dataclass(frozen=True)
 class Table:
     """A matrix of numbers below a header of numbers; None where a cell is no number. `title` and `before`: the last
-    two lines above it that are of no matrix; `corner`: the word beside the header."""
+    two lines above it that are of no matrix; `corner`: the word beside the header; `missing_rows`: so many fewer than
+    columns."""
 
     title: str
     before: str
     corner: str
     values: Mapping[tuple[int, int], float | None]
+
+    @property
+    def missing_rows(self) -> int:
+        return len({column for _, column in self.values}) - len({row for row, _ in self.values})
 
 
 def tables(text: str) -> Iterable[Table]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement
+from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, Note
 from tokenring.topology.sources.speeds import Speed, coverage_of, links_of
 
 COPY = re.compile(
@@ -39,4 +39,8 @@ def parse(text: str) -> Facts:
             if a < b:
                 speeds[names[a], names[b]] = Speed(gbs)
     links, notes = links_of(devices, speeds)
+    missing = count * (count - 1) - len(measurements)
+    if missing or count < 2:  # copies are made from each GPU to each, itself among them
+        text = f"{missing} copies from GPU to GPU are missing" if missing else "copies of one GPU alone"
+        notes.append(Note(text, role="doubt"))
     return Facts(coverage_of(devices, speeds), devices, tuple(links), tuple(measurements), tuple(notes))

@@ -54,16 +54,32 @@ def _is_square(matrix: Matrix) -> bool:
 
 
 def without_shifted(matrix: Matrix, own: tuple[str, ...]) -> Matrix:
-    """A matrix without the rows that lost a cell: what marks the device itself stands elsewhere in them."""
+    """A matrix without the rows that lost a cell: what marks the device itself stands elsewhere in them.
+
+    Its notes say what is missing of it.
+    """
     for row in matrix.rows:
         at = matrix.columns.index(row.name)
         if len(row.labels) > at and row.labels[at] not in own:
-            matrix.notes.append(Note(f"the row of {row.name} does not fit the header: not used", row.line))
+            text = f"the row of {row.name} does not fit the header: not used"
+            matrix.notes.append(Note(text, row.line, role="doubt"))
             row.labels = []
+    matrix.notes += lost(matrix)
+    return matrix
+
+
+def lost(matrix: Matrix) -> list[Note]:
+    """What a matrix lacks that was cut: the ends of rows, and rows."""
+    want = len(matrix.columns)
+    notes = [
+        Note(f"the row of {row.name} has {len(row.labels)} of {want} cells", row.line, role="doubt")
+        for row in matrix.rows
+        if 0 < len(row.labels) < want
+    ]
     rows = {row.name for row in matrix.rows}
     if missing := [name for name in matrix.columns if name not in rows]:
-        matrix.notes.append(Note(f"no row for {', '.join(missing)}"))
-    return matrix
+        notes.append(Note(f"no row for {', '.join(missing)}", role="doubt"))
+    return notes
 
 
 def _row(words: list[str], number: int, matrix: Matrix) -> None:
