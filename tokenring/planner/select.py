@@ -252,9 +252,9 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
 def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
     judged, misfits = found.judged, found.misfits
     if judged and limit is not None:
-        known = [(each, need) for each in judged if (need := _needed(each)) is not None]
-        least, need = smallest(known, lambda each: needs(each.schedule, setting))
-        return too_little_text(limit, least.name, need, setting.able)
+        known = [(each, least) for each in judged if (least := _needed(each)) is not None]
+        best, need = smallest(known, lambda each: needs(each.schedule, setting))
+        return too_little_text(limit, best.name, need, setting.able)
     if misfits:
         return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"
     return "there is no schedule to choose from"
