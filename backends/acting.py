@@ -10,6 +10,7 @@ from tokenring.backends.control import Control
 from tokenring.backends.meeting import StoreSilent, bounded
 from tokenring.errors import MOST_SAID, BackendUnavailable, one_line
 
+NEEDS_REACH = "transport {!r} needs memory that peers reach, and {} fails on {}; use transport='nccl' or 'auto'"
 WAITED = re.compile(r"no answer within|time[d-]? ?out", re.IGNORECASE)
 T = TypeVar("T")
 
@@ -22,10 +23,12 @@ class Acting:
     control: Control
 
     def _together(
-        self, what: str, act: Callable[[], T], here: bool = False, raises: type[BackendUnavailable] = BackendUnavailable
-    ) -> T:
+        self, what: str, act: Callable[[], T], here: bool = False,
+        raises: type[BackendUnavailable] = BackendUnavailable, text: str = NEEDS_REACH,
+    ) -> T:  # fmt: skip
         """What all ranks do at once. Where it fails on any, all raise BackendUnavailable, of the kind that `raises` is.
 
+        text: of the error, for the transport's name, what fails, and on which rank of what.
         With a time limit, in a thread, which has a current device of its own; unless `here`, where it cannot hang.
         """
         made: list[T] = []
@@ -37,8 +40,5 @@ class Acting:
         said = [each.decode() for each in self.control.exchange_text(trouble.encode(), what)]
         # Who only waited in vain does not know why.
         if first := min(filter(None, said), key=lambda each: bool(WAITED.search(each)), default=""):
-            raise raises(
-                f"transport {self.name!r} needs memory that peers reach, and {what} fails on {first}; "
-                f"use transport='nccl' or 'auto'"
-            )
+            raise raises(text.format(self.name, what, first))
         return made[0]

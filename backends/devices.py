@@ -183,7 +183,8 @@ class Accelerator:
         if made is None:
             raise UnsupportedError(NO_GRAPHS.format(self.type))
         graph = made()
-        with self._module.graph(graph):
+        # On a stream of this device: a thread of its own has another current one, and torch would keep its stream.
+        with self._module.device(self._index), self._module.graph(graph, stream=self.new_stream()):
             yield graph
 
     def memory(self) -> Memory:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from tokenring.groups import Held
 
 CHANNELS = (REQUESTS, PARTIALS)
-NOT_CAPTURED = "messages of transport {!r} cannot be captured in a graph here: {}; call attention without a capture"
+T = TypeVar("T")
+NOT_CAPTURED = (
+    "messages of transport {!r} cannot be captured in a graph here, {} fails on {}: call attention without a capture"
+)
 LEAST_HEAP_BYTES = 2 << 20  # what the driver maps at a time
 Places = dict[Line, list[tuple[int, int]]]  # offset and size in bytes of each message, in order
 
@@ -172,17 +175,21 @@ class SymmTransport(Watched, Acting):
         if self._captured or self.world_size == 1:
             return
         own, what = self._trial(torch.empty(0)), "a captured signal and wait"
-        self._together("the end of what is under way", self.device.synchronize)  # words are clear
+
+        def together(what: str, act: Callable[[], T]) -> T:
+            return self._together(what, act, raises=trial.Broken, text=NOT_CAPTURED)
+
         try:
-            graph = self._together(what, own.captured, raises=trial.Broken)
+            together("the end of what is under way", self.device.synchronize)  # words are clear
+            graph = together(what, own.captured)
         except trial.Broken as error:
-            raise UnsupportedError(NOT_CAPTURED.format(self.name, error)) from None
+            raise UnsupportedError(str(error)) from None
         try:
-            self._together(f"the launch of {what}", lambda: own.launch(graph), raises=trial.Broken)
-            self._together(f"the end of {what}", own.check_clear, raises=trial.Broken)
+            together(f"the launch of {what}", lambda: own.launch(graph))
+            together(f"the end of {what}", own.check_clear)
         except trial.Broken as error:
             self.fail(error)
-            raise UnsupportedError(NOT_CAPTURED.format(self.name, error)) from None
+            raise UnsupportedError(str(error)) from None
         self._captured = True
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:

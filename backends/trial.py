@@ -22,7 +22,7 @@ from tokenring.schedule.ir import REQUESTS
 if TYPE_CHECKING:
     from tokenring.backends.symm import OwnMemory
 
-SECONDS = 5.0  # at most, for a rank's trial: what works takes milliseconds
+SECONDS = 10.0  # at most, for a rank's trial: what works takes milliseconds, where the host is not busy
 PUT_BYTES = 4096
 LOOK_SECONDS = 0.0005
 

@@ -64,7 +64,10 @@ def test_a_suffix_that_is_not_written(
     assert not path.exists()
 
 
-@pytest.mark.parametrize(("suffix", "begins"), [(".json", "{"), (".svg", "<svg"), (".txt", "schedule "), ("", "schedule ")])
+FORMS = [(".json", "{"), (".svg", "<svg"), (".txt", "schedule "), ("", "schedule ")]
+
+
+@pytest.mark.parametrize(("suffix", "begins"), FORMS)
 def test_a_schedule_is_written_as_its_file_says(suffix: str, begins: str, tmp_path: Path) -> None:
     path = tmp_path / f"it{suffix.upper()}"
     assert run("schedule", "ring", "--ranks", "2", "-o", str(path)) == (0, "")

@@ -126,7 +126,7 @@ def test_what_does_not_go_into_graphs(spoiled: str, ranks: RankPools) -> None:
     _, says, goes_on = IN_GRAPHS[spoiled]
     with ranks.expendable(3) as some:
         for text, usable in some(captured, spoiled):
-            assert re.search(f"messages of .* cannot be captured in a graph here: .*{says}", text), text
+            assert re.search(f"messages of .* cannot be captured in a graph here, .*{says}", text), text
             assert usable == goes_on
 
 

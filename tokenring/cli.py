@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from tokenring._version import __version__
 from tokenring.console import Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.limits import check_made
+from tokenring.limits import check_size
 from tokenring.topology.plain import plain, plain_lines
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _build(options: argparse.Namespace) -> Schedule:
     if options.ranks is None:
         raise ConfigurationError(f"schedule {options.name!r}: say for how many ranks, as in --ranks 4")
     if options.ranks > 0:  # else they are refused below
-        check_made(options.name, options.ranks, options.layout or "zigzag", options.pieces)
+        check_size(options.name, options.ranks, options.layout or "zigzag", options.pieces)
     return schedule(
         options.name,
         options.ranks,

@@ -27,7 +27,7 @@ def check_processes(ranks: int) -> None:
     )
 
 
-def check_made(name: str, ranks: int, layout: str, pieces: int | None) -> None:
+def check_size(name: str, ranks: int, layout: str, pieces: int | None) -> None:
     """Raises ConfigurationError for a schedule that would take minutes to make and to prove."""
     from tokenring.layout import read_name
     from tokenring.schedule.families.registry import parse

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Literal
 
 from tokenring.topology.bandwidth import published
@@ -76,8 +75,8 @@ class Graph:
         devices = tuple(device for device in self.devices if (device.host or "") == host)
         known = {device.id for device in devices}
         edges = tuple(edge for edge in self.edges if edge.a in known and edge.b in known)
-        told = zip_longest(self.notes, self.noted, fillvalue=frozenset[str]())
-        notes = tuple(note for note, hosts in told if not hosts or host in hosts)
+        noted = (*self.noted, *[frozenset[str]()] * (len(self.notes) - len(self.noted)))
+        notes = tuple(note for note, hosts in zip(self.notes, noted, strict=True) if not hosts or host in hosts)
         return replace(self, devices=devices, edges=edges, notes=notes, noted=())
 
     def between(self) -> dict[tuple[str, str], Edge]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import isfinite
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenring.topology.facts import LINK_KINDS, Device, Facts, Link, Measurement, Note
 
@@ -78,7 +78,7 @@ def _joins(each: Link | Measurement, known: set[str], lost: list[str]) -> bool:
 
 def _amounts(each: T, names: tuple[str, ...], lost: list[str]) -> T:
     """The same with what cannot be as unknown."""
-    wrong: dict[str, None] = {}
+    wrong: dict[str, Any] = {}
     for name, value in vars(each).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue

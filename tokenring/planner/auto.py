@@ -10,6 +10,7 @@ from tokenring.backends.base import Capabilities
 from tokenring.collection import no_collection
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.layout import Layout
+from tokenring.limits import MADE_RANKS
 from tokenring.mask import Mask
 from tokenring.planner.bound import Bound, lower_bound
 from tokenring.planner.group import good_order, node_sizes
@@ -26,7 +27,6 @@ from tokenring.schedule.families.registry import FAMILIES, expand, is_known, par
 from tokenring.schedule.ir import Schedule
 
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
-MADE_RANKS = 256  # above, a plan has no schedule: it would take minutes to make
 IN_THE_COMMAND = f"ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
 IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenring plan` says which is fastest)"
 REFINED = 4  # schedules of the first round to try in pieces: the fastest, and as many that need least if all hid

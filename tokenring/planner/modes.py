@@ -91,12 +91,10 @@ def within_connections(plan: Plan, asked: object, group: Held | None, device: to
 
 
 def excluded(candidates: tuple[Candidate, ...], limit_bytes: int | None) -> bool:
-    """Whether what was simulated and does not fit is faster than what does: the first of them."""
+    """Whether what does not fit is faster than what does, the first of them, or was not simulated."""
     best, limit = candidates[0].predicted_seconds or 0.0, float("inf") if limit_bytes is None else limit_bytes
     return any(
-        each.predicted_seconds is not None
-        and each.predicted_seconds * SAME < best
-        and (each.peak_bytes or 0) > limit
+        (each.predicted_seconds is None or each.predicted_seconds * SAME < best) and (each.peak_bytes or 0) > limit
         for each in candidates
     )
 

@@ -183,7 +183,7 @@ def _candidate(each: Judged, best: Judged, bound: Bound | None, limit: int | Non
     found, reason = each.prediction, _why(each, best, limit)
     seconds = None if bound is None else bound.seconds
     if found is None:
-        return Candidate(each.name, None, None, None, None, None, seconds, reason)
+        return Candidate(each.name, None, None, None, None, each.needs_bytes, seconds, reason)
     return Candidate(
         each.name, found.seconds, found.compute_seconds, found.exposed_seconds, found.wires.worst_bytes,
         found.peak_bytes, seconds, reason, *connected(found.connections, found.connection_bytes),
@@ -198,6 +198,8 @@ def connected(connections: int, connection_bytes: int) -> tuple[int | None, int 
 def _why(each: Judged, best: Judged, limit: int | None) -> str:
     """Why it wins or loses, in a few words."""
     found = each.prediction
+    if found is None and each.needs_bytes is not None and each.needs_bytes > (limit or 0):
+        return f"needs {mb_text(each.needs_bytes)} a rank at least, more than the limit of {mb_text(limit or 0)}"
     if found is None and each.least.wire_seconds < each.least.kernel_seconds:
         return f"its kernels alone take {time_text(each.least.kernel_seconds)}"
     if found is None:
@@ -267,9 +269,9 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
 def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
     judged, misfits = found.judged, found.misfits
     if judged and limit is not None:
-        known = [(each, nbytes) for each in judged if (nbytes := _needed(each)) is not None]
-        least, need = smallest(known, lambda each: needs(each.schedule, setting))
-        return too_little_text(limit, least.name, need, setting.able)
+        known = [(each, least) for each in judged if (least := _needed(each)) is not None]
+        best, need = smallest(known, lambda each: needs(each.schedule, setting))
+        return too_little_text(limit, best.name, need, setting.able)
     if misfits:
         return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"
     return "there is no schedule to choose from"

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def describe(cp: ContextParallel, request: Request, direction: Pass, planned: bool) -> Description:
     """What all ranks must agree on; a schedule of the user's own counts with all that is in it. planned: here."""
+    transport = cp.transport_for(request.device, request.workload)
+    most = None if transport is None else transport.capabilities.most_connections  # by this rank's environment
     return Description.of(
         {
             "pass": direction,
@@ -29,6 +31,7 @@ def describe(cp: ContextParallel, request: Request, direction: Pass, planned: bo
             "schedule": _schedule_text(cp, request),
             "pieces": cp.pieces,
             "kernel": no_kernel(cp, request, direction) or "computes it",
+            **({} if most is None else {"communicators at most": most}),
             **({"planned for": "both passes" if request.backward else "forward"} if planned else {}),
         }
     )
