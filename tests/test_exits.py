@@ -23,6 +23,7 @@ from ranks import PEER_SECONDS, Here, RankPools
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, PeerLost, attention, unshard
 from tokenring.groups import HeldGroup
+from tokenring.integrations.megatron.contexts import contexts_of
 
 Kept = list[Any]
 
@@ -62,6 +63,13 @@ def graph(group: Any, name: str) -> Kept:
     (cp,) = used(group, name)
     x = tensors().requires_grad_()
     return [unshard(attention(x, x, x, cp), cp)]
+
+
+def of_layers(group: Any, name: str) -> Kept:
+    """What Megatron's layers share is kept in their module, for as long as the group lives."""
+    cp = contexts_of(group, {"transport": name, "timeout_seconds": PEER_SECONDS}).context("ring")
+    calls(cp)
+    return [cp]
 
 
 def refused(group: Any, name: str) -> Kept:
@@ -148,7 +156,7 @@ def said_after(kept: Kept) -> str:
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo", APART])
-@pytest.mark.parametrize("use", [used, closed, sharing, graph, refused, lost, not_met])
+@pytest.mark.parametrize("use", [used, closed, sharing, graph, of_layers, refused, lost, not_met])
 def test_a_destroyed_group_is_gone(ranks: RankPools, use: Callable[[Any, str], Kept], name: str) -> None:
     """At once: not when the garbage collector comes by."""
     with ranks.expendable(2) as some:

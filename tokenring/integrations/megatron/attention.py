@@ -121,7 +121,7 @@ class TokenRingAttention(torch.nn.Module):
         return self.training or torch.is_grad_enabled()
 
     def _contexts_of_call(self, packed_seq_params: Any) -> Contexts:
-        group = group_of_call(self.group, packed_seq_params)
+        group = kept(group_of_call(self.group, packed_seq_params))
         if group == self.group:
             return self._contexts
         if group not in self._others:

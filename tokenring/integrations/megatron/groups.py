@@ -53,11 +53,11 @@ def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> Laye
     return group
 
 
-def group_of_call(own: KeptGroup, packed_seq_params: Any) -> KeptGroup:
+def group_of_call(own: LayerGroup | KeptGroup, packed_seq_params: Any) -> LayerGroup | KeptGroup:
     """The group that a call brings in its packed_seq_params, else the layer's own."""
     group: ProcessGroup | None = getattr(packed_seq_params, "cp_group", None)
     if group is not None:
-        return SELF if dist.get_world_size(group) == 1 else kept(group)
+        return SELF if dist.get_world_size(group) == 1 else group
     size = getattr(packed_seq_params, "local_cp_size", None)
     if size is None:
         return own
