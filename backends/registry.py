@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.backends.base import AttentionKernel, Capabilities, HeadLimited, Transport
-from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
+from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, UnsupportedError, one_line
 from tokenring.groups import held
 
 if TYPE_CHECKING:
@@ -117,7 +117,10 @@ def make_transport(
 def kernel_refusal(
     kernel: AttentionKernel, workload: Workload, device: torch.device, direction: Pass
 ) -> str | None:  # fmt: skip
-    """Why a kernel cannot compute calls of this size at all; None: it can. Tries it where it was never tried."""
+    """Why a kernel cannot compute calls of this size at all; None: it can. Tries it where it was never tried.
+
+    Raises UnsupportedError where that cannot be told, such as without memory to try it: the next call asks again.
+    """
     reason = kernel.supports(workload.head_dim, workload.dtype)
     if reason is None and isinstance(kernel, HeadLimited):
         reason = kernel.supports_heads(workload.q_heads)
@@ -131,7 +134,7 @@ def kernel_refusal(
 def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, direction: Pass) -> str | None:
     """What is wrong with what a kernel computes on this device, where kernels are tried.
 
-    Whatever goes wrong is a refusal, which the ranks tell each other: an error here would leave the others waiting.
+    Whatever goes wrong is an error of ours, which the ranks tell each other, and no answer: that would be remembered.
     """
     if device.type not in SEVERAL:
         return None
@@ -142,7 +145,10 @@ def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, di
     try:
         return fault(kernel, Kind(direction, workload.head_dim, workload.dtype, device)) or None
     except Exception as error:
-        return f"it could not be tried: {one_line(error, MOST_SAID)}"
+        raise UnsupportedError(
+            f"kernel {kernel.name!r} cannot compute this call: it could not be tried: {one_line(error, MOST_SAID)}; "
+            f"call again once that is mended, or choose another, as in ContextParallel(kernel='reference')"
+        ) from error
 
 
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:

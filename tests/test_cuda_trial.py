@@ -159,15 +159,6 @@ def test_a_mistake_of_ours_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyP
         fault(TorchFlash(), kind("forward"), TILES, Verdicts(tmp_path))
 
 
-def test_what_breaks_the_device_is_left_out_by_the_next_process(tmp_path: Path) -> None:
-    """This process can compute nothing more."""
-    error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    with operators(**{FORWARD: raising(error)}):
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            fault(TorchCudnn(), kind("forward"), TILES, Verdicts(tmp_path))
-        assert "illegal memory" in str(fault(TorchCudnn(), kind("forward"), TILES, Verdicts(tmp_path)))
-
-
 def test_what_broke_before_is_not_blamed_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failed:
         name = "H100"

@@ -27,7 +27,7 @@ from tokenring.backends.base import AttentionKernel, MaskingKernel, Tiles
 from tokenring.backends.devices import has_device
 from tokenring.backends.kernels.choice import LAST, Pick, Table, default_order, ranked
 from tokenring.backends.kernels.tiles import named
-from tokenring.backends.kernels.trial import TILES, Kind, asserted_here, fault, tries
+from tokenring.backends.kernels.trial import Kind, asserted_here, fault, ran_out, tries
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.region import Patch
 from tokenring.schedule.ir import PASSES, Pass
@@ -63,8 +63,7 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
         return kept(key_of(kernel, device, dtype, head_dim))
 
     def trial(kernel: AttentionKernel, direction: Pass, head_dim: int, dtype: torch.dtype) -> str | None:
-        tiles = tuple(tile for tile in TILES if _avoids(kernel, tile.patch) is None)  # others it is not given
-        return fault(kernel, Kind(direction, head_dim, dtype, device), tiles)
+        return fault(kernel, Kind(direction, head_dim, dtype, device))
 
     chosen = Choosing(default_order(capability), make, table, where, trial if tries(device) else None)
     return chosen
@@ -114,6 +113,7 @@ class Choosing:
         self._missing: dict[str, str] = {}
         self._refused: dict[str, dict[Call, str]] = defaultdict(dict)
         self._found: dict[Tried, str] = {}  # by the trial
+        self._untried: set[Tried] = set()  # for which there was no memory; of one program: the next one tries again
         self._picks: dict[Call, list[Pick]] = {}
         self._said: set[tuple[str, str]] = set()
         self._holding: dict[str, AttentionKernel] = {}  # those of one program; all else its copies share
@@ -188,13 +188,13 @@ class Choosing:
 
     def holding(self, tiles: Tiles) -> Choosing:
         """These kernels, those that are going to be taken with the masks of the tiles that they are taken for."""
+        held = copy.copy(self)
+        held._holding, held._untried = {}, set()
         by_name: dict[str, list[Patch]] = {}
         for patch in tiles.patches:
-            name = self._taken(Call.of_tile(tiles.direction, patch, tiles.head_dim, tiles.dtype), patch)
+            name = held._taken(Call.of_tile(tiles.direction, patch, tiles.head_dim, tiles.dtype), patch)
             if name is not None:
                 by_name.setdefault(name, []).append(patch)
-        held = copy.copy(self)
-        held._holding = {}
         for name, patches in by_name.items():
             kernel = self._made[name]
             if isinstance(kernel, MaskingKernel):
@@ -257,19 +257,28 @@ class Choosing:
         )
 
     def _taken(self, call: Call, patch: Patch) -> str | None:
-        """The first kernel for a tile that passes its trial; None: there is none."""
+        """The first kernel for a tile that passes its trial, once it counts on that tile; None: there is none."""
         while picks := self.picks(*call[:4]):
             name = _willing(picks, patch, self._made)
             if self._passes(name, call):
+                _reserve(self._made[name], patch)
                 return name
         return None
 
     def _passes(self, name: str, call: Call) -> bool:
         """Whether it may be taken for such calls; tried when it is asked for first."""
         tried: Tried = (name, call.direction, call.head_dim, call.dtype)
-        if self._trial is None or self._found.get(tried) == "":
+        if self._trial is None or self._found.get(tried) == "" or tried in self._untried:
             return True
-        why = self._trial(self._made[name], *tried[1:])
+        try:
+            why = self._trial(self._made[name], *tried[1:])
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            self._untried.add(tried)
+            text = f"takes {name} untried for tiles {call.direction}, {call}: {one_line(error, MOST_SAID)}"
+            self._log(logging.WARNING, name, text)
+            return True
         if why is not None:
             self._found[tried] = why
         if why:
@@ -319,6 +328,12 @@ def _willing(picks: list[Pick], patch: Patch, made: Mapping[str, AttentionKernel
 def _avoids(kernel: AttentionKernel, patch: Patch) -> str | None:
     asked: Callable[[Patch], str | None] | None = getattr(kernel, "avoids", None)
     return None if asked is None else asked(patch)
+
+
+def _reserve(kernel: AttentionKernel, patch: Patch) -> None:
+    asked: Callable[[Patch], None] | None = getattr(kernel, "reserve", None)
+    if asked is not None:
+        asked(patch)
 
 
 def _calls_for(kernel: AttentionKernel, patch: Patch) -> int:

@@ -57,9 +57,13 @@ class TileKernel(ABC):
     ) -> Gradients:  # fmt: skip
         """dq, dk, dv. out: of the whole rows, or a stand-in; lse: of the whole rows, contiguous fp32, aligned."""
 
+    def unsafe(self, patch: Patch) -> str | None:
+        """Why it may do harm to give it a tile, also to try it; None: nothing is known against it."""
+        return None
+
     def avoids(self, patch: Patch) -> str | None:
         """Why another kernel should take a tile, where there is a choice; None: nothing speaks against it."""
-        return None
+        return self.unsafe(patch)
 
     def calls_for(self, patch: Patch) -> int:
         """In how many calls, whose results are merged, it computes a tile; 0 where nothing is visible."""

@@ -15,13 +15,15 @@ mem_eff_attention/kernel_backward.h}, ATen/native/cudnn/MHA.cpp, torch/_meta_reg
 
 from __future__ import annotations
 
+from collections.abc import Set
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from tokenring.backends.kernels.masks import MaskedKernel, Masks
 from tokenring.backends.kernels.reference import dense_mask
-from tokenring.backends.kernels.tiles import HALF, Gradients, TileKernel
+from tokenring.backends.kernels.tiles import CACHED_PATCHES, HALF, Gradients, TileKernel
 from tokenring.backends.kernels.windows import Window, second_version
 from tokenring.errors import BackendUnavailable, UnsupportedError
 from tokenring.region import Patch
@@ -108,7 +110,8 @@ class TorchCudnn(TileKernel):
         self._forward = operator(self.name, "_scaled_dot_product_cudnn_attention")
         self._gradient = operator(self.name, "_scaled_dot_product_cudnn_attention_backward")
         self._lse_dims: int | None = None  # as the last forward gave it: 4, or 3 in older torch
-        self._built: set[Shape] = set()  # of what it has computed
+        self._built: set[Shape] = set()  # of the tiles that it was taken for, by choice
+        self._shapes = lru_cache(maxsize=CACHED_PATCHES)(self._shapes_of)
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         return self._undetermined() or super().supports(head_dim, dtype)
@@ -118,12 +121,17 @@ class TorchCudnn(TileKernel):
             return f"{self.name} is not deterministic, and torch.use_deterministic_algorithms is on"
         return None
 
+    def unsafe(self, patch: Patch) -> str | None:
+        if _irregular(self._shapes(patch)) and (cudnn_version() or REGULAR_ONLY + 1) <= REGULAR_ONLY:
+            return f"cuDNN up to {REGULAR_ONLY} reads beyond tiles whose sides are no multiples of {REGULAR}"
+        return None
+
     def avoids(self, patch: Patch) -> str | None:
         if min(patch.rows, patch.cols) < 2:
             return f"{self.name} takes no tiles of one row or one column"
-        shapes = {_shape(part.patch) for part in self._parts(patch)}
-        if _irregular(shapes) and (cudnn_version() or REGULAR_ONLY + 1) <= REGULAR_ONLY:
-            return f"cuDNN up to {REGULAR_ONLY} reads beyond tiles whose sides are no multiples of {REGULAR}"
+        if reason := self.unsafe(patch):
+            return reason
+        shapes = self._shapes(patch)
         if shapes <= self._built:
             return None
         shapes |= self._built
@@ -131,13 +139,23 @@ class TorchCudnn(TileKernel):
             return f"{self.name} would build a graph for a tile of yet another size"
         return None
 
+    def reserve(self, patch: Patch) -> None:
+        """Count the sizes of a tile that it was chosen for: it avoids no tile of these any more.
+
+        Those that were avoided once stay so, since sizes are only added: a program runs as it was bound.
+        """
+        self._built |= self._shapes(patch)
+
+    def _shapes_of(self, patch: Patch) -> frozenset[Shape]:
+        """Those of its calls; parts that it does not say are computed without a graph."""
+        return frozenset(_shape(part.patch) for part in self._parts(patch) if self.says(part.patch))
+
     def says(self, patch: Patch) -> bool:
         return min(patch.rows, patch.cols) > 1 and (patch.is_full or _causal_square(patch))
 
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._built.add(_shape(patch))
         out, lse = self._forward(q, k, v, None, True, 0.0, patch.is_causal, False, scale=scale)[:2]
         self._lse_dims = lse.dim()
         return out, lse.reshape(q.shape[:3])
@@ -151,7 +169,6 @@ class TorchCudnn(TileKernel):
         if self._lse_dims is None:  # another kernel computed forward: ask with a tile of 2 × 2
             self.call_forward(q[:, :, :2], k[:, :, :2], v[:, :, :2], Patch(0, 2, 0, 2), scale)
         lse = lse[..., None] if self._lse_dims == 4 else lse
-        self._built.add(_shape(patch))
         dq, dk, dv = self._gradient(
             _token_major(dout), q, k, v, _token_major(out), lse, *_seeds(q, torch.int64), None, None, None,
             q.shape[2], k.shape[2], 0.0, patch.is_causal, scale=scale,
@@ -252,7 +269,7 @@ def _shape(patch: Patch) -> Shape:
     return patch.rows, patch.cols, patch.is_causal
 
 
-def _irregular(shapes: set[Shape]) -> int:
+def _irregular(shapes: Set[Shape]) -> int:
     """How many of them are."""
     return sum(1 for rows, cols, _ in shapes if rows % REGULAR or cols % REGULAR)
 

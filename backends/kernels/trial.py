@@ -5,13 +5,14 @@ Kernels call vendors' operators, which may be broken for a chip, a driver or a r
 asked). So each pass of a kernel is tried before it is taken first: on a causal square and on a tile that is no
 multiple of anything, with grouped heads, as a part of longer rows. What was found is kept (`backends.verdicts`) for
 this model, driver and these versions, so that a later process does not try again. What raised is tried again by the
-next process: it may have had a reason that is none of these, such as a compiler that was not found.
+next process: it may have had a reason that is none of these, such as a compiler that was not found, or another stream
+on which the device failed. A tile that may do harm to a kernel (`unsafe`) is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -78,10 +79,12 @@ def fault(
     """Say why a kernel is not to be trusted with such calls; "": it is. Tries what was never tried, else asks nothing.
 
     Within a capture nothing is tried: None, where that is wanted. Raises what is no verdict on the kernel, such as
-    memory that ran out; and what broke the device, once that is kept.
+    memory that ran out; and what broke the device.
     """
     kept = verdicts() if kept is None else kept
     for tile in tiles if kernel.name not in EXEMPT else ():
+        if _unsafe(kernel, tile.patch):
+            continue
         key = _key(kernel, kind, tile)
         reason = kept.known(key)
         reason = verdicts(NOWHERE).known(key) if reason is None else reason
@@ -94,23 +97,32 @@ def fault(
     return ""
 
 
+def _unsafe(kernel: AttentionKernel, patch: Patch) -> str | None:
+    asked: Callable[[Patch], str | None] | None = getattr(kernel, "unsafe", None)
+    return None if asked is None else asked(patch)
+
+
 def _recorded(kernel: AttentionKernel, kind: Kind, tile: Tile, key: str, kept: Verdicts) -> str:
     """What the trial finds, once it is kept."""
     device_of(kind.device).stream_clock()  # raises what went wrong before, for which this kernel is not to blame
     try:
         reason = _tried(kernel, kind, tile)
     except Exception as error:
-        text = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in text or asserted_here(error):
+        if ran_out(error) or asserted_here(error):
             raise
+        text = str(error).lower()
         reason = f"tried on {tile} {kind.direction}, it raised {type(error).__name__}: {one_line(error, MOST_SAID)}"
-        if "no kernel image" not in text and any(each in text for each in DEVICE_FAILED):
-            kept.record(key, reason)
-            raise  # nothing else runs on this device in this process; the next one knows
         verdicts(NOWHERE).record(key, reason)
+        if "no kernel image" not in text and any(each in text for each in DEVICE_FAILED):
+            raise  # nothing else runs on this device in this process; another stream may be to blame
         return reason
     kept.record(key, reason)
     return reason
+
+
+def ran_out(error: Exception) -> bool:
+    """Tell whether a device had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error).lower()
 
 
 def asserted_here(error: Exception) -> bool:
