@@ -136,8 +136,8 @@ class Meeting:
         if len(set(topics)) > 1:
             said = ", ".join(f"rank {rank} {topic!r}" for rank, topic in enumerate(topics))
             raise ConfigurationError(
-                f"the ranks make different transports: they met to exchange {said}. Give all ranks the same transport, "
-                f"and tensors on the same kind of device"
+                f"the ranks are at different calls: they met to exchange {said}. Make the same calls on every rank, "
+                f"with the same transport and tensors on the same kind of device"
             )
         return list(texts)
 

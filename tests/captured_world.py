@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tokenring.backends.onesided import Words
 from tokenring.backends.symm import CHANNELS, SymmTransport
 from tokenring.errors import PeerLost
+from tokenring.groups import HeldGroup
 
 SECONDS = 60.0
 T = TypeVar("T")
@@ -236,12 +237,20 @@ class Memory(FakeMemory):
         return made
 
 
+class _Threads(HeldGroup):
+    """A device in place of the group."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+
 class Control:
     """Exchanges of threads; nobody is ever lost."""
 
     closed, broken, name = False, None, "captured"
 
-    def __init__(self, transport: str, device: Device, timeout_seconds: float) -> None:
+    def __init__(self, transport: str, group: _Threads, timeout_seconds: float) -> None:
+        device = group.device
         self.party, self.rank, self.world_size = device.party, device.rank, device.party.ranks
         self.timeout_seconds = timeout_seconds
         self.shared = self.board = self
@@ -278,7 +287,7 @@ class InWorld(SymmTransport):
 
     def __init__(self, device: Device) -> None:
         self._given = device
-        super().__init__(device, SECONDS)  # type: ignore[arg-type]
+        super().__init__(_Threads(device), SECONDS)
 
     def _find_device(self) -> Any:
         return self._given

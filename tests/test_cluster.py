@@ -5,6 +5,7 @@ Two nodes are two processes here, started by slurm.sh through stand-ins of srun 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 from mindspeed_like import OURS, like_mindspeed
 from patience import patient
+
+from tokenring.integrations.megatron import add_arguments
 
 REPO = Path(__file__).resolve().parent.parent
 CLUSTER = REPO / "examples" / "cluster"
@@ -121,7 +124,8 @@ def check_own_flags(flags: list[str]) -> None:
         import_module(OURS)
         args = mindspeed.import_adaptor(*(each for pair in pairs for each in pair))
         assert args.context_parallel_attention == "tokenring"
-        assert not {name for name in vars(args) if name.startswith("tokenring")} - {"tokenring_schedule"}
+        known = {name for name in vars(add_arguments(argparse.ArgumentParser()).parse_args([]))}
+        assert not {name for name in vars(args) if name.startswith("tokenring")} - known
         args.attention_dropout = float(args.attention_dropout)  # as Megatron's parser does
         mindspeed.validate(args)
 

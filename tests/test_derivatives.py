@@ -19,6 +19,7 @@ from tokenring import ContextParallel, UnsupportedError, attention, shard, unsha
 from tokenring.runtime.derivatives import BATCHED, FORWARD_MODE, RECORDED, SECOND, TRANSFORM
 
 functional: Any = torch.autograd.functional  # untyped
+WRAPPED = "torch.func cannot look into a call of several ranks"  # of the operands that its transforms make
 CALL_SECONDS = 110.0  # with the import of the compiler
 Attend = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,16 +50,16 @@ ASKED: dict[str, tuple[Callable[[Attend, torch.Tensor], Any], str]] = {
     "functional.jvp": (lambda attend, x: functional.jvp(attend, x, x), SECOND),
     "dual numbers": (dual, FORWARD_MODE),
     "dual numbers, no gradients": (lambda attend, x: torch.no_grad()(dual)(attend, x), FORWARD_MODE),
-    "func.jvp": (lambda attend, x: torch.func.jvp(attend, (x,), (x,)), TRANSFORM),
-    "func.jacfwd": (lambda attend, x: torch.func.jacfwd(attend)(x), TRANSFORM),
-    "func.hessian": (lambda attend, x: torch.func.hessian(total(attend))(x), TRANSFORM),
-    "func.grad": (lambda attend, x: torch.func.grad(total(attend))(x), TRANSFORM),
+    "func.jvp": (lambda attend, x: torch.func.jvp(attend, (x,), (x,)), WRAPPED),
+    "func.jacfwd": (lambda attend, x: torch.func.jacfwd(attend)(x), WRAPPED),
+    "func.hessian": (lambda attend, x: torch.func.hessian(total(attend))(x), WRAPPED),
+    "func.grad": (lambda attend, x: torch.func.grad(total(attend))(x), WRAPPED),
     "func.linearize": (lambda attend, x: torch.func.linearize(attend, x), FORWARD_MODE),
-    "vmap": (lambda attend, x: torch.vmap(attend)(x[None]), TRANSFORM),
+    "vmap": (lambda attend, x: torch.vmap(attend)(x[None]), WRAPPED),
 }
 BATCHES = {"jacobian": lambda attend, x: functional.jacobian(lambda y: attend(y)[0, 0, 0, :2], x, vectorize=True)}
 COMPILED = {  # what reaches us, and what torch refuses first
-    "eager": {name: says for name, (_, says) in ASKED.items() if says != TRANSFORM and name != "func.linearize"},
+    "eager": {name: says for name, (_, says) in ASKED.items() if says != WRAPPED and name != "func.linearize"},
     "aot_eager": {
         **dict.fromkeys(("a penalty", "a penalty of a sum", "hvp", "vhp", "functional.jvp"), "double backward"),
         "dual numbers": FORWARD_MODE,
@@ -102,7 +103,7 @@ def all_asked(here: Here, asked: list[str], backend: str | None) -> tuple[dict[s
 def test_every_rank_is_told(world_size: int, ranks: RankPools) -> None:
     wanted = {name: says for name, (_, says) in ASKED.items()} | {"jacobian": BATCHED}
     for said, goes_on in ranks(world_size)(all_asked, list(wanted), None):
-        assert said == wanted
+        assert said.keys() == wanted.keys() and all(says in said[name] for name, says in wanted.items()), said
         assert goes_on
 
 
@@ -123,13 +124,13 @@ def with_graph_breaks(here: Here) -> dict[str, str]:
         warnings.simplefilter("ignore")
         torch._dynamo.reset()
         attend = torch.compile(attending(cp), backend="aot_eager")
-        return {name: said_by(ask, attend, x) for name, (ask, says) in ASKED.items() if says == TRANSFORM}
+        return {name: said_by(ask, attend, x) for name, (ask, says) in ASKED.items() if says == WRAPPED}
 
 
 def test_transforms_of_what_is_compiled(ranks: RankPools) -> None:
     (said,) = ranks(1).within(CALL_SECONDS, with_graph_breaks)
     assert {"func.jvp", "func.hessian", "func.grad", "vmap"} <= set(said)
-    assert all(says == TRANSFORM or "functorch" in says for says in said.values()), said
+    assert all(says == TRANSFORM or WRAPPED in says or "functorch" in says for says in said.values()), said
 
 
 # ---------- what is allowed

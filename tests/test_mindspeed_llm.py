@@ -215,8 +215,14 @@ def test_head_dims_of_their_own_are_ours_alone(llm: LikeMindSpeed) -> None:
     assert made._own == ()
 
 
-def test_what_would_stay_is_made_when_it_is_needed(llm: LikeMindSpeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = attention(llm)
-    monkeypatch.setattr(LlmAttention, "__init__", lambda self, **given: torch.nn.Module.__init__(self))
-    assert "_own" not in vars(made)
-    assert made._own is made._own
+def test_what_cannot_stay_is_not_made(llm: LikeMindSpeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its constructor asserts what it cannot compute; and it would hold the groups that it is given."""
+
+    def never(self: LlmAttention, **given: object) -> None:
+        raise AssertionError("it was made")
+
+    attention(llm)
+    monkeypatch.setattr(LlmAttention, "__init__", never)
+    made = attentions()[0](**made_with() | {"k_channels": 24, "v_channels": 16})
+    made.schedule = "auto"  # set afterwards: there is nothing to compare with
+    assert made._own == () and made._compares is False

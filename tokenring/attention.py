@@ -73,8 +73,7 @@ def attention(
             raise UnsupportedError(unsupported)
         with refusing(cp, "forward", q, k, v):
             raise UnsupportedError(unsupported)
-    if order is not None:
-        q, k, v = _in_order(q, k, v, cp, order)
+    q, k, v = ordered(q, k, v, cp, order)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
     out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
     out = out_in_order(out, order)
@@ -117,6 +116,7 @@ def prepared(
     check_context(cp)
     with refusing(cp, "forward", q, k, v):
         q, k, v = call_inputs(q, k, v, cp)
+        refuse_transforms()
         return q, k, v, make_request(q, k, v, cp, mask, scale, training)
 
 
@@ -124,8 +124,6 @@ def attend_as(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a request that `make_request` made, of these `call_inputs`."""
-    with refusing(cp, "forward", q, k, v):
-        refuse_transforms()
     out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -173,10 +171,12 @@ def request_of(
     return Request(workload, mask, checked_scale(scale, q.shape[-1]), training, q.device, differentiable)
 
 
-def _in_order(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, order: Order
+def ordered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, order: Order | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`in_order` of a call that all ranks make: what it raises on one, all hear."""
+    """Lay out as [B, T, H, D] what a call gives in this order; an order that one rank refuses, all hear of."""
+    if order is None:
+        return q, k, v
     if torch.compiler.is_compiling():
         return in_order(q, k, v, order)
     with refusing(cp, "forward", q, k, v):
@@ -208,6 +208,7 @@ def call_inputs(
 
 
 def check_context(cp: object) -> None:
+    """Raise ConfigurationError for what is no ContextParallel."""
     if not isinstance(cp, ContextParallel):
         raise ConfigurationError(
             f"cp is of type {type(cp).__name__}; make a ContextParallel, once, and give it to every call"
@@ -215,6 +216,7 @@ def check_context(cp: object) -> None:
 
 
 def check_types(*qkv: object) -> None:
+    """Raise ConfigurationError for what is no tensor."""
     found = [type(x).__name__ for x in qkv if not isinstance(x, torch.Tensor)]
     if found:
         raise ConfigurationError(f"q, k and v must be tensors [B, T, H, D]; one is of type {found[0]}")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from tokenring.attention import call_inputs, check_context, prepared
+from tokenring.attention import call_inputs, check_context, ordered, prepared
 from tokenring.backends.base import Capturable, Transport
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
@@ -50,7 +50,8 @@ def capture(
     Raises UnsupportedError where the device has no graphs or the transport cannot be captured; PeerLost where another
     rank fails to capture; what attention raises.
     """
-    made = CapturedAttention(*in_order(q, k, v, order), cp, mask, scale, order)
+    check_context(cp)
+    made = CapturedAttention(*ordered(q, k, v, cp, order), cp, mask, scale, order)
     warn_if_swapped(q, k, order)
     return made
 
@@ -70,6 +71,7 @@ class CapturedAttention:
         self._order = order
         with cp.turn:
             if isinstance(transport, Capturable):
+                cp.agreed_plan(request)  # what another rank refuses is heard before the trial
                 transport.try_capture()
             self._capture((q, k, v), cp, request, transport)
 

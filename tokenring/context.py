@@ -208,6 +208,12 @@ class ContextParallel:
             share_turn(self._made_here[name], self.turn)
         return self._made_here[name]
 
+    def made_transport(self, device: torch.device) -> Transport | None:
+        """The transport for tensors on this device, where there is one already."""
+        if not isinstance(self._transport, str):
+            return self._transport
+        return None if self._is_alone else self._made_here.get(self._transport_name(device))
+
     def _transport_name(self, device: torch.device | None) -> str:
         from tokenring.backends.registry import automatic
 
@@ -220,6 +226,8 @@ class ContextParallel:
         Where a rank alone has tensors on another device, the others are at the one by which they agreed last. All
         ranks must get here together. None: there is nobody to agree with, or no way to it any more.
         """
+        if self._group is not None and not self._group.lives:
+            return None
         if not isinstance(self._transport, str):
             return self._transport
         if self._closed or self._is_alone:

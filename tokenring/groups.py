@@ -60,6 +60,10 @@ class HeldGroup:
         """The rank in the world of each of its ranks. Raises ConfigurationError."""
         return dist.get_process_group_ranks(self())
 
+    def holds(self, group: object) -> bool:
+        """Whether it is this group, which may be destroyed."""
+        return self._ref() is group
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeldGroup) and self._ref == other._ref
 

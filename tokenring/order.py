@@ -55,7 +55,9 @@ def warn_if_swapped(q: torch.Tensor, k: torch.Tensor, order: Order | None) -> No
     Called by what users call, at its end: where warnings are errors, the ranks are in step, and calls that were refused
     have said so.
     """
-    if order is None and q.shape[2] >= MANY and k.shape[2] >= MANY and q.shape[1] < q.shape[2]:
+    if order is not None or not q.dim() == k.dim() == 4:
+        return
+    if q.shape[2] >= MANY and k.shape[2] >= MANY and q.shape[1] < q.shape[2]:
         _tell("" if torch.compiler.is_compiling() else f" {list(q.shape)}")  # sizes of a graph may be variables
 
 

@@ -11,7 +11,7 @@ from tokenring.context import ContextParallel
 from tokenring.errors import UnsupportedError
 from tokenring.request import Request
 from tokenring.runtime.agreement import beginning
-from tokenring.runtime.derivatives import FORWARD_MODE, first
+from tokenring.runtime.derivatives import FORWARD_MODE, first, refuse_batched
 from tokenring.runtime.executor import Call, Executor
 from tokenring.runtime.refusal import refusing
 from tokenring.runtime.results import Changes
@@ -51,6 +51,7 @@ class AttentionFunction(torch.autograd.Function):
                 raise UnsupportedError(GRADIENT_OF_LSE)
             if dout is None:
                 return None, None, None, None, None
+            refuse_batched(dout)
             check_tensor("the backward of attention", dout)
             q, k, v, *made = ctx.saved_tensors  # may compute them anew, by calls of its own
 

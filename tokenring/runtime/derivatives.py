@@ -56,14 +56,18 @@ class _First(torch.autograd.Function):
 
 
 def first(compute: Callable[[], Gradients], *depends: torch.Tensor) -> Gradients:
-    """What `compute` gives in a backward pass. depends: on what a second derivative would be taken by, dout first."""
-    refuse_transforms()
-    if torch._C._functorch.is_legacy_batchedtensor(depends[0]):
-        raise UnsupportedError(BATCHED)
+    """What `compute` gives in a backward pass. depends: on what a second derivative would be taken by."""
     if not torch.is_grad_enabled():  # this pass is not recorded
         return compute()
     made: Gradients = _First.apply(compute, *depends)  # type: ignore[no-untyped-call]
     return made
+
+
+def refuse_batched(dout: torch.Tensor) -> None:
+    """Raises UnsupportedError in a backward pass for several gradients at once."""
+    refuse_transforms()
+    if torch._C._functorch.is_legacy_batchedtensor(dout):
+        raise UnsupportedError(BATCHED)
 
 
 def refuse_recorded() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def describe(cp: ContextParallel, request: Request, direction: Pass, planned: bool) -> Description:
     """What all ranks must agree on; a schedule of the user's own counts with all that is in it. planned: here."""
-    transport = cp.transport_for(request.device, request.workload)
+    transport = cp.made_transport(request.device)
     most = None if transport is None else transport.capabilities.most_connections  # by this rank's environment
     return Description.of(
         {

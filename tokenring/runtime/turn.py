@@ -40,7 +40,7 @@ _turns: WeakKeyDictionary[Transport, Turn] = WeakKeyDictionary()
 def turn_of(transport: object, world_size: int) -> Turn:
     """The turn of a context: its transport's, if it was given one. At one rank no order is wrong, so threads wait."""
     if isinstance(transport, Transport):
-        return _turns.setdefault(transport, Turn())
+        return _turns.setdefault(transport, Turn(waits=world_size == 1))
     return Turn(waits=world_size == 1)
 
 

@@ -47,9 +47,8 @@ def release_contexts(group: LayerGroup | None = None) -> None:
     group: a context-parallel group, or "self" for what ranks without one hold. All ranks of a group call it after the
     same step, when no backward pass is left to do; then the next call connects and plans again.
     """
-    which = None if group is None else kept(group)
     for (of, _), contexts in _KEPT.items():
-        if which is None or of == which:
+        if group is None or (of == group if isinstance(of, str) else of.holds(group)):
             contexts.release()
 
 
@@ -74,6 +73,10 @@ class Contexts:
         self._by_schedule: dict[str, ContextParallel] = {}
         self._for_sizes: dict[tuple[str, Request], str] = {}
         self._announcer = Announcer()
+
+    def __deepcopy__(self, memo: object) -> Contexts:
+        """Itself, as of a ContextParallel: copies of a layer share what layers share."""
+        return self
 
     def close(self) -> None:
         """Give back buffers and connections. Layers that share them compute nothing afterwards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,20 +34,15 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, schedule=schedule, **(dict(options) | kwargs))
             as_subclasses_expect(self)
-            self._made_with = args, kwargs
             # In subclasses of theirs, in windows and with head dims of its own MindSpeed's does something else.
             widths = kwargs.get("k_channels"), kwargs.get("v_channels")
             self._plain = type(self) is MindSpeedTokenRingAttention and self.window is None and widths == (None, None)
+            # MindSpeed's, where it may be taken; in a tuple, or it would be part of checkpoints.
+            self._own = (own(*args, **kwargs),) if self._compares else ()
 
         @property
         def _compares(self) -> bool:
             return self._plain and is_auto(self.schedule)
-
-        @cached_property
-        def _own(self) -> tuple[Any, ...]:
-            """MindSpeed's, made when it is first needed; in a tuple, or it would be part of checkpoints."""
-            args, kwargs = self._made_with
-            return (own(*args, **kwargs),) if self._compares else ()
 
         def forward(
             self,
@@ -69,7 +63,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
                 check_cut(query, self.config)
                 mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
                 mask = mask_of_call(mask_type, attention_mask, False, self.window)
-                if self._compares and self._own_stays(mask, *with_one_head_dim(query, key, value)):
+                if self._own and self._compares and self._own_stays(mask, *with_one_head_dim(query, key, value)):
                     return self._own[0](*call)  # type: ignore[no-any-return]
             return super().forward(*call)
 
