@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +19,26 @@ RANKS = 3
 LIMIT_SECONDS = 240.0  # for a whole script, on a busy machine
 ROOT = Path(__file__).resolve().parent.parent
 KEPT: list[Any] = []  # what a module of a user's has
+LATE_US = 20_000  # by how much threads of torch's Gloo groups are held up, where they are
+HOLD_UP = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+/* A collective's thread wakes who waits for it, and is then not scheduled for a while, as on a busy machine. */
+int pthread_cond_broadcast(pthread_cond_t *condition) {
+    static int (*real)(pthread_cond_t *);
+    char name[16] = "";
+    if (real == NULL) real = (int (*)(pthread_cond_t *))dlsym(RTLD_NEXT, "pthread_cond_broadcast");
+    int result = real(condition);
+    prctl(PR_GET_NAME, name);
+    if (strncmp(name, "pt_gloo_runloop", 15) == 0) usleep(LATE_US);
+    return result;
+}
+"""
 
 
 def left_open(tr: Any, x: Any) -> None:
@@ -85,20 +106,39 @@ def calls(tr: Any, x: Any, cp: Any) -> None:
     tr.unshard(out.detach(), cp)
 
 
-def main(variant: str) -> None:
+def held_up(folder: Path) -> Path | None:
+    """A library that, loaded first, holds up the threads of torch's Gloo groups; None without a C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None
+    source, made = folder / "hold_up.c", folder / "hold_up.so"
+    source.write_text(HOLD_UP)
+    command = [compiler, "-shared", "-fPIC", f"-DLATE_US={LATE_US}", "-o", str(made), str(source), "-ldl"]
+    subprocess.run(command, check=True, timeout=LIMIT_SECONDS)
+    return made
+
+
+def main(variant: str, busy: bool) -> None:
     import torch
     import torch.distributed as dist
 
     import tokenring as tr
 
     dist.init_process_group("gloo")
+    if busy:
+        sys.setswitchinterval(100)  # so that nobody gets the interpreter from this thread for the asking
     VARIANTS[variant](tr, torch.ones(1, 12, 2, 16))
     dist.destroy_process_group()
+    if busy:
+        sum(range(3_000_000))  # for longer than a thread that is held up
     sys.exit(0)
 
 
-def run(variant: str) -> list[tuple[int | None, str]]:
-    """What each rank's process ended with, and the last that it said; None for one that had to be killed."""
+def run(variant: str, first: Path | None = None) -> list[tuple[int | None, str]]:
+    """What each rank's process ended with, and the last that it said; None for one that had to be killed.
+
+    first: a library that holds up threads, while the main one is busy.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {
@@ -106,6 +146,9 @@ def run(variant: str) -> list[tuple[int | None, str]]:
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     command = [sys.executable, __file__, variant]
+    if first is not None:
+        shared["LD_PRELOAD"] = str(first)
+        command.append("busy")
     ranks = [
         subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for rank in range(RANKS)
@@ -123,4 +166,4 @@ def _ended(process: subprocess.Popen[bytes]) -> tuple[int | None, str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "busy" in sys.argv[2:])

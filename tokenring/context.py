@@ -91,10 +91,9 @@ class ContextParallel:
         pieces: int | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        self._group = hold(group)
+        of = self._group = hold(group)
         del group  # a frame of ours that an error keeps must not keep it
-        self.rank = 0 if self._group is None else self._group.rank
-        self.world_size = 1 if self._group is None else self._group.world_size
+        self.rank, self.world_size = (0, 1) if of is None else (of.rank, of.world_size)
         self.layout = layout
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
@@ -161,9 +160,7 @@ class ContextParallel:
     def check_open(self) -> None:
         """Raises ConfigurationError once this is closed, or its group destroyed."""
         if self._closed:
-            raise ConfigurationError(
-                "this ContextParallel was closed; make another one, or close it after the last call"
-            )
+            raise ConfigurationError("this ContextParallel was closed; make another one, or close it after the last call")
         if self._group is not None:
             self._group.check()
 
