@@ -204,5 +204,3 @@ def _npus_seen(folder: str = "/dev") -> list[str]:
     with suppress(OSError):
         return sorted(name for name in os.listdir(folder) if name.startswith("davinci") and name[7:].isdigit())
     return []
-
-
