@@ -99,11 +99,16 @@ def all_asked(here: Here, asked: list[str], backend: str | None) -> tuple[dict[s
     return said, goes_on
 
 
+def is_told(says: str, text: str) -> bool:
+    """A tangent is seen at the operands, before the call is made."""
+    return says in text or (says == FORWARD_MODE and "a tensor with a tangent is not supported" in text)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_rank_is_told(world_size: int, ranks: RankPools) -> None:
     wanted = {name: says for name, (_, says) in ASKED.items()} | {"jacobian": BATCHED}
     for said, goes_on in ranks(world_size)(all_asked, list(wanted), None):
-        assert said.keys() == wanted.keys() and all(says in said[name] for name, says in wanted.items()), said
+        assert said.keys() == wanted.keys() and all(is_told(says, said[name]) for name, says in wanted.items()), said
         assert goes_on
 
 
