@@ -160,7 +160,9 @@ class ContextParallel:
     def check_open(self) -> None:
         """Raises ConfigurationError once this is closed, or its group destroyed."""
         if self._closed:
-            raise ConfigurationError("this ContextParallel was closed; make another one, or close it after the last call")
+            raise ConfigurationError(
+                "this ContextParallel was closed; make another one, or close it after the last call"
+            )
         if self._group is not None:
             self._group.check()
 
