@@ -311,11 +311,8 @@ def test_the_same_plan_in_every_process() -> None:
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         texts.add(
             subprocess.run(
-                [sys.executable, "-c", DETERMINISTIC],
-                env=environment,
-                capture_output=True,
-                check=True,
-                timeout=patient(60),
+                [sys.executable, "-c", DETERMINISTIC], env=environment, capture_output=True,
+                check=True, timeout=patient(60),
             ).stdout
         )
     assert len(texts) == 1
