@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import patient
 
 from tokenring.backends import registry
 from tokenring.backends.base import Handle
@@ -323,7 +324,7 @@ def fails(what: str, text: str) -> None:
 
     def fail(*_: Any) -> Any:
         if what == "hangs":
-            time.sleep(3.0)
+            time.sleep(patient(3.0))
         raise RuntimeError(text)
 
     if what == "lay":

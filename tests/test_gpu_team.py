@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ from gpu_transports import Asked  # noqa: E402
 pytestmark = pytest.mark.timeout(600)  # processes that import torch, on a machine that is busy
 Lines = list[tuple[str, str, bool | None]]
 LONG = 300.0  # for a check that is to end: a busy machine takes its time
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPools]:
+    """Of this module alone: they know transports that nobody else is to hear of."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
 
 
 def on_a_cpu(rank: int) -> None:
