@@ -163,8 +163,8 @@ def triangles(here: Here) -> tuple[int, list[str]]:
                 module.noted.clear()
                 torch.autograd.backward(attention(q, k, v, cp=cp, mask=mask), dout)
                 waits += [f"{turn}" for what, *_ in module.noted if what == "synchronize"]
-                masks = [call.arguments["atten_mask"] for call in calls]
-                pointers |= {each.data_ptr() for each in masks if each is not None}  # None: of the kernel's trial
+                masks = [call.arguments.get("atten_mask") for call in calls]
+                pointers |= {each.data_ptr() for each in masks if each is not None}  # else of a trial
     return len(pointers), waits
 
 

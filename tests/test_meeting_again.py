@@ -111,10 +111,10 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in early:
         with pytest.raises(PeerLost):
             each.gather("names", old)
-    assert old.encode() not in (store.get(f"tokenring/0.1/names/{rank}") for rank in (0, 2))
+    assert all(old.encode() not in store.get(f"tokenring/0.1/gathering 1/{rank}") for rank in (0, 2))
     later = [Meeting(rank, 0.1) for rank in (0, 1, 2)]  # type: ignore[arg-type]
     assert {each._round for each in early} == {0} and {each._round for each in later} == {1}
     with pytest.raises(PeerLost) as caught:
         later[1].gather("names", "new")
-    assert caught.value.rank == 0 and store.get("tokenring/1.1/names/0") == meetings.GIVEN_UP.encode()
-    assert store.get("tokenring/0.1/names/1") == meetings.GIVEN_UP.encode(), "who still waited for it would not hear"
+    assert caught.value.rank == 0 and store.get("tokenring/1.1/gathering 1/0") == meetings.GIVEN_UP.encode()
+    assert store.get("tokenring/0.1/gathering 1/1") == meetings.GIVEN_UP.encode(), "who still waited for it would not hear"
