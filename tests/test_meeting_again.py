@@ -117,4 +117,5 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost) as caught:
         later[1].gather("names", "new")
     assert caught.value.rank == 0 and store.get("tokenring/1.1/gathering 1/0") == meetings.GIVEN_UP.encode()
-    assert store.get("tokenring/0.1/gathering 1/1") == meetings.GIVEN_UP.encode(), "who still waited for it would not hear"
+    waited = store.get("tokenring/0.1/gathering 1/1")
+    assert waited == meetings.GIVEN_UP.encode(), "who still waited for it would not hear"
