@@ -14,7 +14,7 @@ from ascend.ranks import NpuPools
 from ranks import Here
 from test_ascend_traps import all_copies, local_statistics, without_mask
 
-from tokenring.backends.kernels import npu_packed
+from tokenring.backends.kernels import npu_packed, npu_trials
 from tokenring.backends.kernels.npu_packed import Packing
 from tokenring.backends.kernels.npu_rows import statistics
 
@@ -48,7 +48,8 @@ def found_by(here: Here, task: str, offer: str, spoil: Spoil | None) -> tuple[st
             spoil(patched)
         result: dict[str, Any] = getattr(kernel, task)(place)
     unknown = next(each for each in UNKNOWNS if each.key == VERDICT[task])
-    packed = sum(call.arguments.get("input_layout") == "TND" for call in calls)
+    in_one = [call.arguments for call in calls if call.arguments.get("input_layout") == "TND"]
+    packed = sum(each["actual_seq_qlen"] != npu_trials.ENDS for each in in_one)  # trials are not counted
     return verdict(unknown, {task: {"status": "done", "result": result}}).word, packed
 
 
