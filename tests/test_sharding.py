@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -10,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import LAYOUTS
 from ranks import Here, RankPools
 from torch._subclasses import FakeTensorMode
 
-from tokenring import ConfigurationError, ContextParallel, positions, shard, sharding, unshard
+from tokenring import ConfigurationError, ContextParallel, PeerLost, positions, shard, sharding, unshard
 from tokenring.layout import Layout, zigzag
 
 LENGTH = 96
@@ -219,3 +222,32 @@ PARTS = "unshard wants parts of one shape, dtype and dim from every rank; found"
 )
 def test_refused(what: str, says: str, ranks: RankPools) -> None:
     assert ranks(2)(refused, what) == [says] * 2
+
+
+class Failing:
+    """A collective call whose wait fails: without a frame that has the call, as one of torch's."""
+
+    @staticmethod
+    def wait(limit: object = None) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
+def test_an_error_that_is_kept_holds_no_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frames would: a thread of the group's would free the work when Python is gone."""
+    made: list[weakref.ref[Failing]] = []
+
+    def start(*given: object, **options: object) -> Failing:
+        work = Failing()
+        made.append(weakref.ref(work))
+        return work
+
+    transport = SimpleNamespace(lost=lambda *said: PeerLost(str(said), 1), exchange_text=lambda text, what: [text] * 2)
+    cp: Any = SimpleNamespace(
+        world_size=2, rank=0, group=None, turn=nullcontext(), timeout_seconds=1.0, transport=transport
+    )
+    monkeypatch.setattr(dist, name, start)
+    function: Any = sharding._Gather if name == "all_gather" else sharding._Sum
+    with pytest.raises(PeerLost) as caught:
+        function.apply(torch.ones(1, 4), cp, 1)
+    assert caught.value.__traceback__ is not None and made[0]() is None

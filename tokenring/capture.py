@@ -105,7 +105,7 @@ class CapturedAttention:
         """
         self._cp.check_open()
         refuse_transforms()
-        q, k, v = call_inputs(*in_order(q, k, v, self._order or "bthd"), self._cp)
+        q, k, v = call_inputs(*in_order(q, k, v, self._order), self._cp)
         for name, given, held in zip("qkv", (q, k, v), self._forward.inputs, strict=True):
             if (given.shape, given.dtype, given.device) != (held.shape, held.dtype, held.device):
                 raise ConfigurationError(

@@ -207,7 +207,7 @@ class ContextParallel:
             share_turn(self._made_here[name], self.turn)
         return self._made_here[name]
 
-    def made_transport(self, device: torch.device) -> Transport | None:
+    def made_transport(self, device: torch.device | None) -> Transport | None:
         """The transport for tensors on this device, where there is one already."""
         if not isinstance(self._transport, str):
             return self._transport
@@ -231,8 +231,7 @@ class ContextParallel:
             return self._transport
         if self._closed or self._is_alone:
             return None
-        made = self._made_here.get(self._transport_name(device))
-        return made or self._spoken or self.transport_for(device, size)
+        return self.made_transport(device) or self._spoken or self.transport_for(device, size)
 
     def _carrier(self, request: Request) -> Transport | None:
         """What moves the messages of a call: the transport, in the mode that its plan needs."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from datetime import timedelta
 from functools import lru_cache
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from tokenring.context import ContextParallel
 from tokenring.errors import MOST_SAID, ConfigurationError, UnsupportedError, one_line
 from tokenring.layout import Layout, as_integer, split_order
 from tokenring.runtime.agreement import REFUSED, Disagreement, refusals
-from tokenring.runtime.refusal import tell
+from tokenring.runtime.refusal import refusing
 from tokenring.tensors import check_tensor, unsharded
 
 CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position
@@ -51,7 +50,7 @@ def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
     (so a loss that every rank computes in full counts once for each rank).
     """
     _check_context("unshard", cp)
-    with _refusing(cp):
+    with _refusing_parts(cp):
         dim = _sequence_dim("unshard", x, cp, dim)
         if cp.world_size > 1:
             check_tensor("unshard", x)
@@ -120,7 +119,7 @@ class _Gather(torch.autograd.Function):
         if cp.world_size == 1:
             return x.clone()
         with cp.turn:
-            with _refusing(cp):
+            with _refusing_parts(cp):
                 own = x.contiguous().resolve_conj().resolve_neg()
                 parts = [torch.empty_like(own) for _ in range(cp.world_size)]
             _check_same_parts(x, cp, dim)
@@ -141,8 +140,8 @@ class _Sum(torch.autograd.Function):
         whole = whole.contiguous().clone()
         if cp.world_size > 1:
             with cp.turn:
-                work = dist.all_reduce(whole, group=cp.group, async_op=True)
-                _finish(work, cp, "the gradient of unshard", whole.device)
+                what = "the gradient of unshard"
+                _finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
         return whole.chunk(cp.world_size, dim)[cp.rank]
 
     @staticmethod
@@ -169,19 +168,14 @@ def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> 
         del work  # an error that somebody keeps holds this frame, and must not hold what the group's threads work on
 
 
-class _refusing:
-    """This rank's own checks of what it brings to unshard: what they raise, all ranks hear where they compare parts."""
+class _refusing_parts(refusing):
+    """The same of what a rank brings to unshard: ranks hear it where they compare parts."""
 
     def __init__(self, cp: ContextParallel) -> None:
-        self._cp = cp
+        super().__init__(cp, "forward")
 
-    def __enter__(self) -> None:
-        """Nothing: calls that pass cost nothing."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
-            text = f"{REFUSED}: {one_line(error)}"
-            tell(self._cp, error, lambda: _told(self._cp, text))
+    def speak(self, reason: str) -> None:
+        _told(self._cp, f"{REFUSED}: {reason}")
 
 
 def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:

@@ -114,7 +114,8 @@ def _check_one_row(call: Call) -> None:
         return  # it may be that nothing has to move
     text = f"no schedule fits in {limit} bytes a rank: of what arrives from others one row of one head takes {row}"
     names = first_names(call)
-    if ranks <= EXACT_RANKS and (name := "ring" if "ring" in names else names[0]):
+    if ranks <= EXACT_RANKS:
+        name = "ring" if "ring" in names else names[0]
         text += f", and {name}, to name one, needs {mb_text(needs(make(call, name), setting).peak_bytes)}"
     raise MemoryLimitError(f"{text}: raise the limit")
 

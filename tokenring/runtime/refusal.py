@@ -39,13 +39,14 @@ class refusing:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            mine = Description.of({"pass": self._direction, REFUSED: one_line(error)})
-            tell(self._cp, error, lambda: self._speak(mine))
+            reason = one_line(error)
+            tell(self._cp, error, lambda: self.speak(reason))
 
-    def _speak(self, mine: Description) -> None:
+    def speak(self, reason: str) -> None:
+        """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost."""
         transport = self._cp.speaker(_device(self._given))
         if transport is not None:
-            agree(transport, mine)
+            agree(transport, Description.of({"pass": self._direction, REFUSED: reason}))
             settle(transport)
 
 
