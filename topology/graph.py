@@ -13,6 +13,8 @@ from tokenring.topology.shapes import neighbours, parts
 COVERAGES: tuple[Coverage, ...] = ("links", "pcie", "devices")  # what shows most first
 PEERS = frozenset(PEER_KINDS)
 BandwidthSource = Literal["measured", "published", "label"]
+_Ends = tuple[str, str, str]  # two devices in order of their names, and the kind of link
+_Named = tuple[str, str, Link]  # two devices as the source orders them, and what it says
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Graph:
         best: dict[tuple[str, str], Edge] = {}
         for edge in self.edges:
             pair = unordered(edge.a, edge.b)
-            if pair not in best or (edge.is_peer and not best[pair].is_peer):
+            if pair not in best or (edge.kind in PEERS and best[pair].kind not in PEERS):
                 best[pair] = edge
         return best
 
@@ -133,8 +135,7 @@ def merge(facts: Iterable[Facts]) -> Graph:
     named = [_on_host(each, each.origin.host, None) if each.origin and each.origin.host else each for each in placed]
     sources = sorted(named, key=_names_both_ways, reverse=True)
     devices: list[Device] = []
-    edges: dict[tuple[str, str, str], Edge] = {}
-    made: dict[tuple[object, ...], Edge] = {}
+    links: dict[_Ends, _Named] = {}
     measurements: list[Measurement] = []
     notes: list[Note] = []
     noted: list[frozenset[str]] = []
@@ -144,18 +145,14 @@ def merge(facts: Iterable[Facts]) -> Graph:
     for source in sources:
         names = _take_devices(source, devices, several)
         for link in source.links:
-            _take_link(link, names, edges, made)
+            _take_link(link, names, links)
         measurements += [replace(each, a=names[each.a], b=names[each.b]) for each in source.measurements]
         notes += source.notes
         hosts = frozenset(device.host or "" for device in source.accelerators)
         noted += [hosts] * len(source.notes)
         seen.append((source.coverage, tuple(names[device.id] for device in source.accelerators)))
-    by_id = {device.id: device for device in devices}
-    of_pair: dict[tuple[str, str], list[Measurement]] = {}
-    for each in measurements:
-        of_pair.setdefault(unordered(each.a, each.b), []).append(each)
-    found = tuple(_with_bandwidth(edge, by_id, of_pair.get(unordered(edge.a, edge.b), ())) for edge in edges.values())
-    return Graph(tuple(devices), found, tuple(measurements), tuple(notes), tuple(seen), tuple(noted))
+    edges = tuple(_edges(links, devices, measurements))
+    return Graph(tuple(devices), edges, tuple(measurements), tuple(notes), tuple(seen), tuple(noted))
 
 
 def on_machines(files: Sequence[tuple[str | None, Sequence[Facts]]]) -> list[Facts]:
@@ -245,46 +242,71 @@ def _completed(known: Device, more: Device) -> Device:
     return replace(known, **{k: v for k, v in vars(more).items() if getattr(known, k) is None and v is not None})
 
 
-def _take_link(
-    link: Link, names: Mapping[str, str], edges: dict[tuple[str, str, str], Edge], made: dict[tuple[object, ...], Edge]
-) -> None:
-    """made: an edge for each way to be linked; those of a large matrix differ in their ends alone."""
+def _take_link(link: Link, names: Mapping[str, str], links: dict[_Ends, _Named]) -> None:
+    """Add a source's link, or what it says about one that is known."""
     a, b = names.get(link.a), names.get(link.b)
     if a is None or b is None or link.state == "down":
         return
     key = (a, b, link.kind) if a <= b else (b, a, link.kind)
-    known = edges.get(key)
-    if known is None:
+    if key not in links:
+        links[key] = (a, b, link)
+        return
+    *ends, known = links[key]
+    count = link.count if known.count is None else known.count
+    bandwidth_gbs = link.bandwidth_gbs if known.bandwidth_gbs is None else known.bandwidth_gbs
+    both = replace(known, count=count, bandwidth_gbs=bandwidth_gbs, switched=known.switched or link.switched)
+    links[key] = (*ends, both)
+
+
+def _edges(
+    links: Mapping[_Ends, _Named], devices: Iterable[Device], measurements: Iterable[Measurement]
+) -> Iterable[Edge]:
+    """Links with their bandwidth: what was measured, else what is known of links and devices like these.
+
+    An edge is made for each way to be linked; those of a large matrix differ in their ends alone.
+    """
+    by_id = {device.id: device for device in devices}
+    like = {name: (device.kind, device.model, device.arch, device.gbs) for name, device in by_id.items()}
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(like.values()))}
+    alike = {name: numbers[each] for name, each in like.items()}
+    measured = _measured(measurements)
+    made: dict[tuple[object, ...], Edge] = {}
+    for a, b, link in links.values():
         told = (link.kind, link.count, link.bandwidth_gbs, link.switched, link.label)
-        if (alike := made.get(told)) is None:
-            alike = made[told] = Edge("", "", *told[:3], "label", *told[3:])
-        edges[key] = changed(alike, a=a, b=b)
-    else:
-        edges[key] = replace(
-            known,
-            count=link.count if known.count is None else known.count,
-            bandwidth_gbs=link.bandwidth_gbs if known.bandwidth_gbs is None else known.bandwidth_gbs,
-            switched=known.switched or link.switched,
-        )
+        kind = (*told, alike[a], alike[b])
+        if (edge := made.get(kind)) is None:
+            edge = made[kind] = _with_bandwidth(Edge("", "", *told[:3], "label", *told[3:]), by_id[a], by_id[b])
+        if (gbs := measured.get(unordered(a, b)) if measured else None) is None:
+            yield changed(edge, a=a, b=b)
+        else:
+            yield changed(edge, a=a, b=b, bandwidth_gbs=gbs, source="measured")
 
 
-def _with_bandwidth(edge: Edge, by_id: Mapping[str, Device], of_pair: Sequence[Measurement]) -> Edge:
-    """Measured beats published beats label."""
-    known = [each.gbs for each in of_pair if each.gbs is not None]
-    if not known:  # each way carried half of what both together did
-        known = [each.both_gbs / 2 for each in of_pair if each.both_gbs is not None]
-    if known:
-        return replace(edge, bandwidth_gbs=min(known), source="measured")
+def _measured(measurements: Iterable[Measurement]) -> dict[tuple[str, str], float]:
+    """GB/s of each pair that somebody measured: the least of one way, else half of what both ways carried at once."""
+    one: dict[tuple[str, str], float] = {}
+    half: dict[tuple[str, str], float] = {}
+    for each in measurements:
+        pair = unordered(each.a, each.b)
+        if each.gbs is not None:
+            one[pair] = min(each.gbs, one.get(pair, each.gbs))
+        if each.both_gbs is not None:
+            half[pair] = min(each.both_gbs / 2, half.get(pair, each.both_gbs / 2))
+    return half | one
+
+
+def _with_bandwidth(edge: Edge, a: Device, b: Device) -> Edge:
+    """An edge between devices like a and b, of which nothing was measured: published beats label."""
     if not edge.is_peer:  # nobody publishes what a way through PCIe has
         return edge
-    entry = published(edge.kind, by_id[edge.a]) or published(edge.kind, by_id[edge.b])
+    entry = published(edge.kind, a) or published(edge.kind, b)
     if entry is None:
-        port = by_id[edge.a].gbs if by_id[edge.a].kind == "accelerator" else None
+        port = a.gbs if a.kind == "accelerator" else None
         if edge.bandwidth_gbs is not None or edge.count is None or port is None:
             return edge
         return replace(edge, bandwidth_gbs=round(edge.count * port, 3))
     count = edge.count if edge.count is not None else entry.links if edge.switched else _one(edge.kind)
-    return edge if count is None else changed(edge, bandwidth_gbs=round(count * entry.link_gbs, 3), source="published")
+    return edge if count is None else replace(edge, bandwidth_gbs=round(count * entry.link_gbs, 3), source="published")
 
 
 def _one(kind: str) -> int | None:

@@ -197,7 +197,7 @@ def _nearest_nics(graph: Graph) -> dict[str, str]:
     order = ("pix", "pxb", "phb", "node", "sys")
     nics = {device.id: device.name or device.id for device in graph.of_kind("nic")}
     ways: dict[str, list[tuple[int, str]]] = {}
-    for edge in graph.edges:
+    for edge in graph.edges if nics else ():
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
             if other in nics and edge.kind in order:
                 ways.setdefault(end, []).append((order.index(edge.kind), nics[other]))
@@ -223,7 +223,7 @@ def _how_to_know(graph: Graph, verdict: Verdict) -> Iterable[str]:
     vendors = {device.vendor or "" for device in named.values()}
     vendor = vendors.pop() if len(vendors) == 1 else ""
     speeds = " or ".join(name for name in (SPEED_FROM.get(vendor), MEASURE) if name)
-    for kind in dict.fromkeys(edge.kind for edge in graph.edges if edge.is_peer and edge.bandwidth_gbs is None):
+    for kind in dict.fromkeys(edge.kind for edge in graph.edges if edge.bandwidth_gbs is None and edge.is_peer):
         source = None if any(device.model or device.arch for device in named.values()) else MODEL_FROM.get(kind)
         how = f"name the model with one more source, as {source}" if source else f"measure it with {speeds}"
         yield f"bandwidth of {kind} links: {how}"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tokenring.topology.bandwidth import WHOLE_DEVICE, links_per_device, published
 from tokenring.topology.facts import ASSUMED, PCIE_PATHS, Device, pairs, unordered
-from tokenring.topology.graph import Edge, Graph
+from tokenring.topology.graph import PEERS, Edge, Graph
 from tokenring.topology.shapes import Neighbours, is_clique, is_cube_mesh, is_ring, neighbours, parts
 
 CLASSES = (
@@ -131,8 +131,9 @@ def _unknown(reason: str, graph: Graph) -> Verdict:
 def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     inside = set(names)
     edges = {pair: edge for pair, edge in graph.between().items() if inside.issuperset(pair)}
-    direct = {pair: edge for pair, edge in edges.items() if edge.is_peer and not edge.switched}
-    switched = {pair for pair, edge in edges.items() if edge.is_peer and edge.switched}
+    peers = {pair: edge for pair, edge in edges.items() if edge.kind in PEERS}
+    switched = {pair for pair, edge in peers.items() if edge.switched}
+    direct = {pair: edge for pair, edge in peers.items() if not edge.switched} if switched else peers
     wider: dict[str, list[str]] = {}
     fabric: list[tuple[str, str]] = []
     meshed = {edge.kind for edge in direct.values()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import eq
 
 from tokenring.errors import TopologyError
 from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Link, Note, changed, pairs, unordered
@@ -124,7 +125,7 @@ def _row(line: str, number: int, columns: list[str], titles: list[str]) -> Row |
 def _labels(text: str, width: int) -> tuple[list[str], str]:
     """The cells at the start of a row, and what follows them."""
     words = text.split(None, width) if width else []
-    if len(words) >= width > 0 and all(len(cells(word) or ()) == 1 for word in words[:width]):
+    if len(words) >= width > 0 and all(len(cells(word) or ()) == 1 for word in set(words[:width])):
         past = len(words[width]) if len(words) > width else 0
         return words[:width], text[len(text[: len(text) - past].rstrip()) :]
     found: list[str] = []
@@ -241,6 +242,33 @@ def words_in(text: str) -> set[str]:
 def links_of(matrix: Matrix, devices: list[Device]) -> tuple[list[Link], list[Note]]:
     """One link for each pair that has a label; a pair whose two labels differ has none, and a note."""
     known = {device.id for device in devices}
+    labels, notes = (_upper(matrix), []) if _is_symmetric(matrix, known) else _agreed(matrix, known)
+    made = {label: _link_of(label) for label in set(labels.values())}
+    links = [changed(link, a=a, b=b) for (a, b), label in labels.items() if (link := made[label]) is not None]
+    return links, notes
+
+
+def _is_symmetric(matrix: Matrix, known: set[str]) -> bool:
+    """Whether rows are columns, all of devices, and say the same both ways: nearly all matrices, and quick to tell."""
+    rows = [row.labels for row in matrix.rows]
+    if [row.name for row in matrix.rows] != matrix.columns or not known.issuperset(matrix.columns):
+        return False
+    return {len(row) for row in rows} <= {len(rows)} and all(map(eq, rows, map(list, zip(*rows, strict=True))))
+
+
+def _upper(matrix: Matrix) -> dict[tuple[str, str], str]:
+    """Each pair's label, of a symmetric matrix."""
+    rows = [(row.name, matrix.columns[i:], row.labels[i:]) for i, row in enumerate(matrix.rows, 1)]
+    return {
+        (name, column): label
+        for name, columns, labels in rows
+        for column, label in zip(columns, labels, strict=True)
+        if label != SELF
+    }
+
+
+def _agreed(matrix: Matrix, known: set[str]) -> tuple[dict[tuple[str, str], str], list[Note]]:
+    """Each pair's label, and notes on pairs that have two."""
     labels: dict[tuple[str, str], str] = {}
     notes: list[Note] = []
     for row in matrix.rows:
@@ -256,9 +284,7 @@ def links_of(matrix: Matrix, devices: list[Device]) -> tuple[list[Link], list[No
             elif back != label and meaning(back) != meaning(label):
                 notes.append(Note(f"{column} to {name} is {back}, the other way {label}: unknown", row.line))
                 labels[column, name] = "N/A"
-    made = {label: _link_of(label) for label in set(labels.values())}
-    links = [changed(link, a=a, b=b) for (a, b), label in labels.items() if (link := made[label]) is not None]
-    return links, notes
+    return labels, notes
 
 
 def _link_of(label: str) -> Link | None:
