@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from tokenring.backends.base import Capabilities, Handle, OneSided, Transport
+from tokenring.backends.base import Handle, OneSided, Transport
 from tokenring.backends.choice import PAIRS, Choice, Domain, choose
 from tokenring.backends.control import Control, Controlled
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.shm import ShmTransport
 from tokenring.errors import BackendUnavailable
+from tokenring.schedule.target import Capabilities
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

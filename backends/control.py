@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from tokenring.backends.base import Link
+    from tokenring.schedule.target import Link
 
 TAG_BYTES = 4  # of an exchange: what it is about
 PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1

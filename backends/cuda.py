@@ -11,13 +11,14 @@ import torch
 
 from tokenring.backends import nccl, nvshmem, symmetric
 from tokenring.backends.auto import Preferring, choice_of
-from tokenring.backends.base import Landing, Link, Transport
+from tokenring.backends.base import Landing, Transport
 from tokenring.backends.choice import ONE_SIDED, TWO_SIDED, Choice, Domain
 from tokenring.backends.meeting import Meeting
 from tokenring.backends.members import this_member
 from tokenring.backends.nccl import NcclTransport
 from tokenring.backends.symm import SymmTransport
 from tokenring.errors import BackendUnavailable
+from tokenring.schedule.target import Link
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -29,10 +29,11 @@ import torch.distributed as dist
 
 from tokenring.backends.accelerated import TAG, Accelerated, from_the_post
 from tokenring.backends.apart import Apart
-from tokenring.backends.base import Capabilities, Handle, Link
+from tokenring.backends.base import Handle
 from tokenring.backends.control import Control, own_store
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.schedule.target import Capabilities, Link
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

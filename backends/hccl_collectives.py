@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.base import Capabilities, Handle
+from tokenring.backends.base import Handle
 from tokenring.backends.hccl import FIRST_CONTACT, LATE, MEGABYTE, HcclTransport, _Handle, megabytes
 from tokenring.errors import ConfigurationError
+from tokenring.schedule.target import Capabilities
 
 GROUP_MEGABYTES = 200  # of HCCL_BUFFSIZE where it is not set
 Ranks = tuple[int, ...]

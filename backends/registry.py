@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.base import AttentionKernel, Capabilities, HeadLimited, Transport
+from tokenring.backends.base import AttentionKernel, HeadLimited, Transport
 from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.schedule.target import Capabilities
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -18,8 +18,9 @@ from cases import Case, Local, check_exact
 from ranks import Here
 
 import tokenring as tr
-from tokenring.backends.base import Capabilities, Handle
+from tokenring.backends.base import Handle
 from tokenring.backends.hccl import HcclTransport
+from tokenring.schedule.target import Capabilities
 
 KEPT = "in batches"  # in a rank's memory
 

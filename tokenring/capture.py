@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenring.attention import call_inputs, make_request
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.inputs import call_inputs, make_request
 from tokenring.mask import Mask
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.runtime.executor import Executor

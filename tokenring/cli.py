@@ -15,7 +15,7 @@ from tokenring.console import Parser, read_options, write_file
 from tokenring.errors import ConfigurationError, TokenRingError
 
 if TYPE_CHECKING:
-    from tokenring.schedule.ir import Schedule
+    from tokenring.schedule.questions import Schedule
     from tokenring.workload import Workload
 
 INTERRUPTED = 130
@@ -167,7 +167,7 @@ def _build(options: argparse.Namespace) -> Schedule:
 
 
 def _read(options: argparse.Namespace, stdin: TextIO) -> Schedule:
-    from tokenring.schedule.ir import Schedule
+    from tokenring.schedule.questions import Schedule
 
     for name in BUILD_OPTIONS:
         if getattr(options, name) is not None:

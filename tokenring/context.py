@@ -29,7 +29,8 @@ from tokenring.runtime.agreement import Description, agree, beginning, named_dig
 from tokenring.runtime.handles import new_handle
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.schedule.build import Scheme, build
-from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.questions import Schedule
 from tokenring.weak import weakly
 from tokenring.workload import Workload
 
@@ -336,7 +337,7 @@ class ContextParallel:
         from tokenring.runtime.collective import connect
         from tokenring.runtime.executor import Executor
         from tokenring.schedule.lower import lower
-        from tokenring.schedule.program import Way
+        from tokenring.schedule.target import Way
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
         if reason := self._refusal(request):

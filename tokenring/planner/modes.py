@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from tokenring.backends.base import Capabilities
 from tokenring.errors import MemoryLimitError
 from tokenring.planner.plan import Candidate, Forecast, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import SAME, mb_text, time_text
+from tokenring.schedule.target import Capabilities
 
 P = TypeVar("P", Plan, Forecast)
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from tokenring.arguments import check_memory_limit, check_topology
-from tokenring.backends.base import IDEAL
 from tokenring.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
@@ -36,14 +35,16 @@ from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Machine, Rates
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.schemes import make_schedule
+from tokenring.schedule.target import IDEAL
 from tokenring.topology.facts import PROCESS
 from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tokenring.backends.base import AttentionKernel, Capabilities, Transport
+    from tokenring.backends.base import AttentionKernel, Transport
     from tokenring.request import Request
+    from tokenring.schedule.target import Capabilities
 
 LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tokenring.backends.base import Deferring, Transport
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 
 
 class Disagreement(ConfigurationError):

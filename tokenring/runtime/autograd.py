@@ -12,7 +12,8 @@ from tokenring.context import ContextParallel
 from tokenring.errors import UnsupportedError
 from tokenring.request import Request
 from tokenring.runtime.agreement import beginning
-from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.call import Call
+from tokenring.runtime.executor import Executor
 from tokenring.runtime.trace import Trace
 
 GRADIENT_OF_LSE = (

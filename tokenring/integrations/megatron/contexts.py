@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenring.attention import attend, attend_as, call_inputs, make_request
+from tokenring.attention import attend, attend_as
 from tokenring.context import ContextParallel
+from tokenring.inputs import call_inputs, make_request
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
 from tokenring.layout import make_layout

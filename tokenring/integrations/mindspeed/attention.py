@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenring.attention import call_inputs, make_request
 from tokenring.errors import ConfigurationError
+from tokenring.inputs import call_inputs, make_request
 from tokenring.integrations.megatron import TokenRingAttention
 from tokenring.integrations.megatron.arguments import check_call
 from tokenring.integrations.megatron.attention import with_one_head_dim
