@@ -108,11 +108,12 @@ def choice_of(
     kind: str, domain: Domain, unavailable: Mapping[str, str | None], ranks: int, message_bytes: int | None = None
 ) -> Choice:
     """By the rules, and by the table that was kept here of so many ranks; the reason says where that cannot be used."""
-    from tokenring.planner.transfers import Key, kept
+    from tokenring.backends.measuring import transfers_key
+    from tokenring.planner.transfers import kept
 
     if any(unavailable[name] is not None for name in PAIRS[kind]):
         return choose(kind, domain, unavailable, message_bytes)
-    table, note = kept(Key.here(kind, domain, ranks))
+    table, note = kept(transfers_key(kind, domain, ranks))
     found = choose(kind, domain, unavailable, message_bytes, table)
     if note:
         LOG.warning("measured transports: %s", note)

@@ -172,9 +172,10 @@ def transport_for(device_type: str) -> tuple[str | None, str]:
 
 def measured_transports(device_type: str) -> list[tuple[str, str]]:
     """Of each table of transports that was kept here: of which ranks, and what it has, or what is wrong with it."""
+    from tokenring.backends.measuring import transfers_key
     from tokenring.planner.transfers import all_kept
 
-    return list(all_kept(device_type))
+    return list(all_kept(device_type, transfers_key))
 
 
 def other_transports(device_type: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.arguments import check_memory_limit, check_topology
+from tokenring.backends.measuring import key_of
 from tokenring.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
@@ -28,7 +29,7 @@ from tokenring.planner.machine import (
     messages_of,
     models_of,
 )  # fmt: skip
-from tokenring.planner.measured import Key, kept, key_of
+from tokenring.planner.measured import Key, kept
 from tokenring.planner.pieces import named_schedule
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Setting
