@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from tokenring.backends.base import Capabilities, Handle, OneSided, Transport
+from tokenring.backends.base import Handle, OneSided, Transport
 from tokenring.backends.choice import PAIRS, Choice, Domain, choose
 from tokenring.backends.control import Control, Controlled
 from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.shm import ShmTransport
 from tokenring.errors import BackendUnavailable
 from tokenring.groups import held
+from tokenring.schedule.target import Capabilities
 
 if TYPE_CHECKING:
     from tokenring.groups import Held
@@ -109,11 +110,12 @@ def choice_of(
     kind: str, domain: Domain, unavailable: Mapping[str, str | None], ranks: int, message_bytes: int | None = None
 ) -> Choice:
     """By the rules, and by the table that was kept here of so many ranks; the reason says where that cannot be used."""
-    from tokenring.planner.transfers import Key, kept
+    from tokenring.backends.measuring import transfers_key
+    from tokenring.planner.transfers import kept
 
     if any(unavailable[name] is not None for name in PAIRS[kind]):
         return choose(kind, domain, unavailable, message_bytes)
-    table, note = kept(Key.here(kind, domain, ranks))
+    table, note = kept(transfers_key(kind, domain, ranks))
     found = choose(kind, domain, unavailable, message_bytes, table)
     if note:
         LOG.warning("measured transports: %s", note)

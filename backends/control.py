@@ -31,8 +31,8 @@ from tokenring.groups import held
 if TYPE_CHECKING:
     import torch
 
-    from tokenring.backends.base import Link
     from tokenring.groups import Held
+    from tokenring.schedule.target import Link
 
 TAG_BYTES = 4  # of an exchange: what it is about
 PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1

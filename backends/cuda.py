@@ -13,7 +13,7 @@ import torch
 
 from tokenring.backends import nccl, nvshmem, symmetric
 from tokenring.backends.auto import Preferring, choice_of
-from tokenring.backends.base import Landing, Link, Transport
+from tokenring.backends.base import Landing, Transport
 from tokenring.backends.choice import ONE_SIDED, TWO_SIDED, Choice, Domain
 from tokenring.backends.meeting import Meeting
 from tokenring.backends.members import this_member
@@ -21,6 +21,7 @@ from tokenring.backends.nccl import NcclTransport
 from tokenring.backends.symm import SymmTransport
 from tokenring.backends.trial import Broken
 from tokenring.errors import BackendUnavailable
+from tokenring.schedule.target import Link
 
 if TYPE_CHECKING:
     from tokenring.groups import Held

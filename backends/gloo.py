@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from tokenring.backends.apart import Apart
-from tokenring.backends.base import Capabilities, Handle
+from tokenring.backends.base import Handle
 from tokenring.backends.control import Control, Controlled, own_store
 from tokenring.backends.lines import CONNECTS, interfaces
 from tokenring.backends.meeting import STORE_SECONDS, StoreSilent, bounded, forget
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.schedule.target import Capabilities
 
 if TYPE_CHECKING:
     from tokenring.groups import Held

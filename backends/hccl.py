@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from tokenring.backends.accelerated import TAG, Accelerated
 from tokenring.backends.apart import Apart
-from tokenring.backends.base import Capabilities, Handle, Link
+from tokenring.backends.base import Handle
 from tokenring.backends.control import Control, own_store
 from tokenring.backends.hccl_environment import (
     CROWDED,
@@ -44,6 +44,7 @@ from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, 
 from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
 from tokenring.schedule.measure import connections
+from tokenring.schedule.target import Capabilities, Link
 
 if TYPE_CHECKING:
     from tokenring.groups import Held

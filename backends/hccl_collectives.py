@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.base import Capabilities, Handle
+from tokenring.backends.base import Handle
 from tokenring.backends.hccl import FIRST_CONTACT, LATE, HcclTransport, Ranks, _Handle
 from tokenring.backends.hccl_environment import MEGABYTE, megabytes
 from tokenring.errors import ConfigurationError
+from tokenring.schedule.target import Capabilities
 
 GROUP_MEGABYTES = 200  # of HCCL_BUFFSIZE where it is not set
 

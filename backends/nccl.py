@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tokenring.backends import driver
 from tokenring.backends.accelerated import TAG, Accelerated, from_the_post
 from tokenring.backends.apart import Apart
-from tokenring.backends.base import Capabilities, Handle, Link
+from tokenring.backends.base import Handle
 from tokenring.backends.control import Control, own_store
 from tokenring.backends.devices import device_of
 from tokenring.backends.meeting import Aside
@@ -37,6 +37,7 @@ from tokenring.backends.watch import Watch, Watched
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.schedule.target import Capabilities, Link
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName

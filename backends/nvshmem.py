@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.base import Capabilities
 from tokenring.backends.devices import Device, device_of
 from tokenring.backends.onesided import signaller
 from tokenring.backends.symm import SymmTransport
+from tokenring.schedule.target import Capabilities
 
 BACKEND = "NVSHMEM"  # what torch calls it
 OPERATORS = ("nvshmem_put_with_signal", "nvshmem_wait_for_signal", "stream_write_value32_")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.base import AttentionKernel, Capabilities, HeadLimited, Transport
+from tokenring.backends.base import AttentionKernel, HeadLimited, Transport
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, UnsupportedError, one_line
 from tokenring.groups import held
+from tokenring.schedule.target import Capabilities
 
 if TYPE_CHECKING:
     from tokenring.groups import Held
@@ -198,9 +199,10 @@ def transport_for(device_type: str) -> tuple[str | None, str]:
 
 def measured_transports(device_type: str) -> list[tuple[str, str]]:
     """Of each table of transports that was kept here: of which ranks, and what it has, or what is wrong with it."""
+    from tokenring.backends.measuring import transfers_key
     from tokenring.planner.transfers import all_kept
 
-    return list(all_kept(device_type))
+    return list(all_kept(device_type, transfers_key))
 
 
 def other_transports(device_type: str) -> dict[str, str]:

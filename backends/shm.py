@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenring.backends.base import Capabilities, Handle
+from tokenring.backends.base import Handle
 from tokenring.backends.boards import SLICE_SECONDS, ShmBoard
 from tokenring.backends.control import Control, Controlled, shared_segment
 from tokenring.backends.segments import Segment
@@ -22,6 +22,7 @@ from tokenring.backends.semaphores import SIZE_BYTES, Semaphore
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.schedule.target import Capabilities
 from tokenring.weak import weakly
 
 if TYPE_CHECKING:

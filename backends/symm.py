@@ -22,15 +22,16 @@ from tokenring.backends import driver, trial
 from tokenring.backends.accelerated import check_movable, elsewhere
 from tokenring.backends.acting import Acting
 from tokenring.backends.apart import Apart
-from tokenring.backends.base import Capabilities, Handle, Landing, Link
+from tokenring.backends.base import Handle, Landing
 from tokenring.backends.control import Control, own_store
 from tokenring.backends.devices import Device, device_of
-from tokenring.backends.mailbox import Mailboxes, lay
 from tokenring.backends.onesided import Line, Memory, Receiving, Sending, Words
 from tokenring.backends.watch import Watch, Watched
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.groups import held
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.schedule.mailboxes import Mailboxes, lay
+from tokenring.schedule.target import Capabilities, Link
 
 if TYPE_CHECKING:
     from tokenring.groups import Held

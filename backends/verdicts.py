@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenring._version import __version__
-from tokenring.topology.cache import cache_folder, write_whole
+from tokenring.planner.kept_files import cache_folder, write_whole
 
 VERSION = 1
 MOST_BYTES = 65536  # of a file: longer ones are not ours

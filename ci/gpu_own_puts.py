@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from tokenring.backends import driver
-from tokenring.backends.base import Capabilities, Landing
+from tokenring.backends.base import Landing
 from tokenring.backends.devices import Device
 from tokenring.backends.onesided import Memory, Receiving, Sending, Words
 from tokenring.backends.symm import CHANNELS
 from tokenring.backends.symmetric import CLEAR
+from tokenring.schedule.target import Capabilities
 
 HEAP_BYTES = 16 << 20
 

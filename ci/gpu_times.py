@@ -27,8 +27,8 @@ from tokenring.mask import Causal
 from tokenring.planner.pieces import named_schedule
 from tokenring.planner.rates_command import candidates
 from tokenring.runtime.autograd import run_backward, run_forward
-from tokenring.runtime.executor import Call
-from tokenring.schedule.ir import Schedule
+from tokenring.runtime.call import Call
+from tokenring.schedule.questions import Schedule
 from tokenring.workload import Workload
 
 RANKS, LENGTH, HEADS, DIM = 8, 65536, 32, 128

@@ -21,7 +21,8 @@ from tokenring.layout import make_layout
 from tokenring.mask import Causal
 from tokenring.planner.pieces import named_schedule
 from tokenring.region import Patch
-from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.call import Call
+from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.schedule.ir import PASSES
 from tokenring.schedule.lower import lower

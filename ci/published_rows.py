@@ -31,7 +31,8 @@ from tokenring.schedule import routes
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.families.basic import GRADIENT_SLACK, at_key
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.routes import Hop, Origin
 from tokenring.workload import Workload
 

@@ -22,13 +22,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from tokenring.backends.base import AttentionKernel, Capabilities
+from tokenring.backends.base import AttentionKernel
 from tokenring.backends.devices import device_of
 from tokenring.runtime.autograd import run_backward, run_forward
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.ir import PASSES, Pass, Schedule
+from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.lower import lower
+from tokenring.schedule.questions import Schedule
+from tokenring.schedule.target import Capabilities
 from tokenring.workload import Workload
 
 T = TypeVar("T")

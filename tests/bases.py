@@ -6,7 +6,7 @@ from tokenring.layout import make_layout
 from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
 from tokenring.schedule import routes
 from tokenring.schedule.build import Pair, Scheme, build
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import at_key, make_schedule
 
 NAMED = ("ring+", "ring-", "tokenring+", "tokenring-", "bidirectional", "direct-kv", "direct-q")

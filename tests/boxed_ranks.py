@@ -15,10 +15,10 @@ from nvshmem_ops import Act, Emulated, Ready
 from symm_ranks import POLL_SECONDS, OnCpu, SegmentMemory, ThreadDevice, ThreadStream, Told
 
 from tokenring.backends.control import Control
-from tokenring.backends.mailbox import BOXES, Mailboxes
 from tokenring.backends.nvshmem import NvshmemTransport
 from tokenring.backends.segments import Segment
 from tokenring.backends.symm import CHANNELS, OwnMemory, SymmTransport
+from tokenring.schedule.mailboxes import BOXES, Mailboxes
 
 NETWORK = 3  # how many things fly at once
 LARGEST_BYTES = {2: 16 << 20}  # of a message of the suite, by ranks

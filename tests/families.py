@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tokenring.layout import make_layout
 from tokenring.mask import Mask
 from tokenring.schedule.families import parse, variants
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import make_schedule
 from tokenring.workload import Workload
 

@@ -22,7 +22,8 @@ from tokenring.planner.interconnect import (
 )
 from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Machine, Messages, constant
-from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import make_schedule
 from tokenring.workload import Workload
 

@@ -10,9 +10,10 @@ import torch
 
 from tokenring.schedule import replay as module
 from tokenring.schedule.calls import Supports, anything
-from tokenring.schedule.ir import PASSES, Pass, Schedule
+from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.lower import lower
 from tokenring.schedule.program import OWN, Attend, Program, Wait
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.replay import Kept, replay
 from tokenring.workload import Workload
 

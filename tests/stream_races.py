@@ -20,10 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tokenring.backends.base import Capabilities
-from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.call import Call
+from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.schedule.ir import Pass
+from tokenring.schedule.target import Capabilities
 
 UNIT_BYTES = 4
 ROUNDS = 3

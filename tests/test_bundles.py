@@ -18,13 +18,15 @@ from tokenring.planner.operations import Await, Compute, Post, operations
 from tokenring.planner.rates import constant
 from tokenring.schedule.bundles import bundles
 from tokenring.schedule.calls import anything
-from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Pass, Schedule
+from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Pass
 from tokenring.schedule.lower import lower
 from tokenring.schedule.measure import program_bytes
 from tokenring.schedule.payload import Records
-from tokenring.schedule.program import Program, Recv, Send, Wait, Way
+from tokenring.schedule.program import Program, Recv, Send, Wait
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.replay import AHEAD, WITH_BUNDLES, replay, replay_schedule
 from tokenring.schedule.storage import storage_of
+from tokenring.schedule.target import Way
 from tokenring.schedule.verify import verify_bundles
 
 ALL = 1 << 40  # bytes: whatever can go together does

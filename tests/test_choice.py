@@ -13,9 +13,10 @@ import torch
 from tokenring.backends import nccl, nvshmem, symmetric
 from tokenring.backends.choice import DOMAINS, PAIRS, RULES, Domain, Rule, Spread, choose, size_text
 from tokenring.backends.cuda import choice_here, unavailable
+from tokenring.backends.measuring import transfers_key
 from tokenring.doctor.probes import _choice
 from tokenring.errors import ConfigurationError
-from tokenring.planner.transfers import Key, Sample, Transfers, keep
+from tokenring.planner.transfers import Sample, Transfers, keep
 
 ALL: dict[str, str | None] = {"symm": None, "nccl": None}
 BOTH: dict[str, str | None] = {"shm": None, "gloo": None}
@@ -259,10 +260,10 @@ def test_doctor_with_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """Of as many ranks as there are GPUs: it decides. Of another number of ranks: it is shown."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpus(monkeypatch, 4, lambda a, b: True)
-    keep(Key.here("cuda", "reached", 2), SLOWER)
+    keep(transfers_key("cuda", "reached", 2), SLOWER)
     assert _choice("cuda")["transport"]["name"] == "symm"
-    keep(Key.here("cuda", "reached", 4), FASTER)
-    keep(replace(Key.here("cuda", "reached", 4), device="another GPU"), ALIKE)  # says nothing of these
+    keep(transfers_key("cuda", "reached", 4), FASTER)
+    keep(replace(transfers_key("cuda", "reached", 4), device="another GPU"), ALIKE)  # says nothing of these
     said = _choice("cuda")
     why = "measured: nccl 41 µs against symm 77 µs at 1 MB; nccl between machines"
     assert said["transport"] == {"name": "nccl", "why": why}
@@ -270,7 +271,7 @@ def test_doctor_with_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert {each["why"] for each in said["measured"]} == {
         "taken: nccl; symm/nccl in µs: 1 MB 77/41", "taken: symm; symm/nccl in µs: 1 MB 41/77"
     }  # fmt: skip
-    (tmp_path / "tokenring" / Key.here("cuda", "reached", 4).file_name).write_text("{")
+    (tmp_path / "tokenring" / transfers_key("cuda", "reached", 4).file_name).write_text("{")
     said = _choice("cuda")
     assert said["transport"]["name"] == "symm" and "is not used: it is no table" in said["transport"]["why"]
     assert any("is not used: it is no table of transports" in each["why"] for each in said["measured"])

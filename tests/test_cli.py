@@ -20,8 +20,8 @@ from tokenring.cli import main
 from tokenring.console import read_options
 from tokenring.mask import Causal, Documents
 from tokenring.named import schedule
-from tokenring.schedule.ir import Schedule
 from tokenring.schedule.picture import to_svg
+from tokenring.schedule.questions import Schedule
 
 COMMAND = "import sys; from tokenring.cli import main; sys.exit(main(sys.argv[1:]))"
 GIVEN = ["--ranks", "4", "--mask", "causal"]

@@ -14,7 +14,8 @@ from tokenring.backends.kernels.choice import default_order
 from tokenring.backends.kernels.choosing import Choosing, for_device
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.kernels.reference import Reference
-from tokenring.planner.measured import kept, key_of
+from tokenring.backends.measuring import key_of
+from tokenring.planner.measured import kept
 from tokenring.planner.rates_command import main as rates_main
 
 

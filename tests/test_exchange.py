@@ -17,10 +17,11 @@ from tokenring.backends.registry import TRANSPORTS, transport_capabilities
 from tokenring.cli import main
 from tokenring.errors import ScheduleError
 from tokenring.schedule.exchange import exchanges
-from tokenring.schedule.ir import PASSES, Pass, Schedule
+from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.lower import lower
-from tokenring.schedule.measure import contacts, links, peak_bytes, staged_bytes
+from tokenring.schedule.measure import contacts, links, staged_bytes
 from tokenring.schedule.program import ALL_GATHER, ALL_TO_ALL, Attend, Program, Recv, Send, Wait
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.replay import Kept, replay
 from tokenring.schedule.storage import storage_of
 from tokenring.schedule.verify import verify_collectives
@@ -253,10 +254,10 @@ def test_a_group_in_place_of_all_its_pairs() -> None:
     able = transport_capabilities("hccl/collectives")
     assert contacts(schedule, able).links == frozenset() and contacts(schedule, able).groups == {tuple(range(8))}
     assert contacts(schedule, transport_capabilities("hccl")).links == links(schedule)
-    apart, bare = (peak_bytes(schedule, size, "forward", transport) for transport in ("hccl", None))
+    apart, bare = (schedule.peak_bytes(size, "forward", transport) for transport in ("hccl", None))
     assert apart - bare == 28 * 40 * MB
     staged = max(staged_bytes(schedule, size, each) for each in together(schedule, "forward"))
-    assert peak_bytes(schedule, size, "forward", "hccl/collectives") - bare == 400 * MB + staged
+    assert schedule.peak_bytes(size, "forward", "hccl/collectives") - bare == 400 * MB + staged
     row = 1 * 1 * 2 * 2  # one head of 2 channels in bf16
     assert staged == 2 * 7 * 64 * 2 * row  # of K and V: what 7 others are given, and what they give
 

@@ -13,7 +13,7 @@ from families import make
 
 import tokenring as tr
 from tokenring.layout import make_layout
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import make_schedule
 from tokenring.workload import Workload
 

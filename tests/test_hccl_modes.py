@@ -16,7 +16,7 @@ from ranks import Here
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, PeerLost, attention, shard
-from tokenring.attention import make_request
+from tokenring.inputs import make_request
 from tokenring.planner.interconnect import full_mesh
 from tokenring.planner.plan import Plan
 

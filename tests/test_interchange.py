@@ -18,8 +18,9 @@ from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
 from tokenring.named import schedule
 from tokenring.schedule import interchange, routes
 from tokenring.schedule.build import Pair, Scheme, build
-from tokenring.schedule.interchange import from_json, to_json
-from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Move, Schedule, Tile
+from tokenring.schedule.interchange import to_json
+from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Move, Tile
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import SCHEMES, at_key
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "schedule-json.md"
@@ -92,18 +93,18 @@ class TestRoundTrip:
     @settings(max_examples=60, deadline=None)
     @given(schedules)
     def test_is_exact(self, made: Schedule) -> None:
-        assert from_json(to_json(made)) == made
+        assert Schedule.from_json(to_json(made)) == made
 
     @pytest.mark.parametrize("made", CUSTOM, ids=lambda made: made.name)
     def test_of_what_no_name_makes(self, made: Schedule) -> None:
-        assert from_json(to_json(made)) == made
+        assert Schedule.from_json(to_json(made)) == made
 
     def test_keeps_a_wrong_order_for_verify_to_refuse(self) -> None:
         made = schedule("ring", ranks=4)
         document = json.loads(to_json(made))
         document["moves"].reverse()
         with pytest.raises(ScheduleError, match="against the order"):
-            from_json(json.dumps(document)).verify()
+            Schedule.from_json(json.dumps(document)).verify()
 
     def test_text(self) -> None:
         """The very text, so that a change of the format is noticed: it needs another version."""
@@ -231,10 +232,10 @@ class TestRefusals:
         changed = document()
         put(changed, path, value)
         if says is None:
-            from_json(json.dumps(changed))
+            Schedule.from_json(json.dumps(changed))
             return
         with pytest.raises(ScheduleError) as refusal:
-            from_json(json.dumps(changed))
+            Schedule.from_json(json.dumps(changed))
         assert str(refusal.value).startswith(says)
 
     @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ class TestRefusals:
     )
     def test_of_no_document(self, text: str, says: str) -> None:
         with pytest.raises(ScheduleError) as refusal:
-            from_json(text)
+            Schedule.from_json(text)
         assert str(refusal.value).startswith(says)
 
     def test_of_a_layout_too_long_to_check(self) -> None:
@@ -263,16 +264,16 @@ class TestRefusals:
         huge = {"name": "mine", "length": 2**50, "chunks": [half, half]}
         changed |= {"world_size": 1, "tiles": [], "moves": [], "returns": [], "q_layout": huge, "kv_layout": huge}
         with pytest.raises(ScheduleError, match=r"q_layout: layout 'mine' is none of ours; .* too many"):
-            from_json(json.dumps(changed))
+            Schedule.from_json(json.dumps(changed))
         huge["chunks"] = [half, {"start": 2**49, "stop": 2**50, "step": 1, "owner": 0}]
-        assert from_json(json.dumps(changed)).q_layout.length == 2**50
+        assert Schedule.from_json(json.dumps(changed)).q_layout.length == 2**50
 
     @pytest.mark.parametrize("length", [2**53, 2**64, 10**400])
     def test_of_lengths_that_no_reader_holds(self, length: int) -> None:
         changed = document()
         changed["kv_layout"]["length"] = length
         with pytest.raises(ScheduleError, match=r"^kv_layout\.length: [0-9.]+ is not between 1 and 9007199254740991$"):
-            from_json(json.dumps(changed))
+            Schedule.from_json(json.dumps(changed))
 
     def test_of_a_name_that_asks_for_too_much(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The name alone must not make us cut a sequence into more chunks than the document lists."""
@@ -280,7 +281,7 @@ class TestRefusals:
         changed = document()
         for layout in (changed["q_layout"], changed["kv_layout"]):
             layout["name"] = "zigzag/4"
-        made = from_json(json.dumps(changed))
+        made = Schedule.from_json(json.dumps(changed))
         assert made.q_layout.name == "zigzag/4"  # a name like any other
         assert Schedule.parse(str(made)) == made
 
@@ -311,10 +312,10 @@ class TestRefusals:
 
     def reads_or_refuses(self, text: str) -> None:
         try:
-            made = from_json(text)
+            made = Schedule.from_json(text)
         except ScheduleError:
             return
-        assert from_json(to_json(made)) == made
+        assert Schedule.from_json(to_json(made)) == made
 
 
 class TestWhatCannotBeWritten:

@@ -21,8 +21,9 @@ from tokenring.mask import Causal
 from tokenring.region import Patch
 from tokenring.schedule.build import build
 from tokenring.schedule.calls import Supports, anything
-from tokenring.schedule.ir import PASSES, Pass, Schedule
+from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.program import Attend, Program
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import make_schedule
 from tokenring.workload import Workload
 

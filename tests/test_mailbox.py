@@ -15,9 +15,7 @@ from captured_world import Device, InWorld, Party
 from cases import Case
 
 from tokenring.backends import symm
-from tokenring.backends.base import Link
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.backends.mailbox import ALIGNED_BYTES, BOXES, Mailboxes, lay
 from tokenring.backends.registry import transport_capabilities
 from tokenring.planner.interconnect import full_mesh
 from tokenring.planner.predict import Setting, predict
@@ -26,6 +24,8 @@ from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS
 from tokenring.schedule.lower import lower
+from tokenring.schedule.mailboxes import ALIGNED_BYTES, BOXES, Mailboxes, lay
+from tokenring.schedule.target import Link
 
 CHANNELS = (REQUESTS, PARTIALS)
 

@@ -24,7 +24,8 @@ from tokenring.backends.kernels.flex import Flex
 from tokenring.backends.kernels.torch_cuda import TorchEfficient
 from tokenring.layout import make_layout
 from tokenring.planner.pieces import named_schedule
-from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.call import Call
+from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.schedule.lower import lower
 

@@ -10,7 +10,7 @@ import pytest
 from tokenring.errors import ConfigurationError
 from tokenring.mask import Causal
 from tokenring.named import schedule
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.workload import Workload
 
 MADE = schedule("tokenring", ranks=4, mask=Causal(), length=64)

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tokenring import ContextParallel, attention, shard
-from tokenring.attention import make_request
 from tokenring.backends.base import AttentionKernel
 from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.inputs import make_request
 from tokenring.region import Patch
 from tokenring.runtime.autograd import OwnTensors
-from tokenring.runtime.executor import Call
+from tokenring.runtime.call import Call
 from tokenring.schedule.ir import PASSES, Kind, Pass
 from tokenring.schedule.lower import lower
 from tokenring.schedule.measure import aligned, scratch_bytes, slot_bytes

@@ -13,10 +13,11 @@ from nvshmem_ops import Emulated, Operators
 from plays import CHANNELS, MESSAGES, Parts, Play, played
 from stream_world import FakeMemory, Refused
 
-from tokenring.backends import mailbox, onesided
-from tokenring.backends.base import Link
-from tokenring.backends.mailbox import ALIGNED_BYTES, Mailboxes
+from tokenring.backends import onesided
 from tokenring.backends.onesided import Receiving, Sending
+from tokenring.schedule import mailboxes as mailbox
+from tokenring.schedule.mailboxes import ALIGNED_BYTES, Mailboxes
+from tokenring.schedule.target import Link
 
 SEEDS = range(15)
 

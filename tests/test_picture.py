@@ -11,8 +11,9 @@ from test_interchange import CUSTOM, LAYOUTS, MASKS, named, relayed, ulysses, un
 from tokenring.layout import zigzag
 from tokenring.mask import Causal, Documents
 from tokenring.named import schedule
-from tokenring.schedule.ir import PASSES, Pass, Schedule
+from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.picture import PARTIAL, REQUEST, to_svg
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import SCHEMES
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -21,8 +21,9 @@ from tokenring.planner.large import Task, figures
 from tokenring.planner.plan import Plan
 from tokenring.planner.predict import Setting, predict
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.ir import PASSES, Schedule
+from tokenring.schedule.ir import PASSES
 from tokenring.schedule.measure import connections, links
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import make_schedule
 
 A2 = ("--topology", "preset:atlas-800t-a2", "--seq", "16k", "--heads", "8", "--mask", "full")

@@ -19,7 +19,8 @@ from tokenring.planner.plan import Forecast
 from tokenring.planner.predict import predict
 from tokenring.planner.select import mb_text
 from tokenring.planner.visible import is_even, most_of_own_rows
-from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.questions import Schedule
 from tokenring.workload import Workload
 
 FEW = ("usp/4", "double-ring/4", "relay/4", "ring")

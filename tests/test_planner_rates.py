@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tokenring.backends import measuring as measured
 from tokenring.backends.kernels.reference import Reference
+from tokenring.backends.measuring import key_of, measured_rates
 from tokenring.backends.registry import make_kernel
 from tokenring.cli import main
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.layout import make_layout
 from tokenring.mask import Mask
-from tokenring.planner import measured
-from tokenring.planner.measured import Key, keep, kept, key_of, measured_rates, read_table
+from tokenring.planner.measured import Key, keep, kept, read_table
 from tokenring.planner.planner import Planner
 from tokenring.planner.rates import Rates
 from tokenring.region import Patch

@@ -19,7 +19,8 @@ from tokenring.planner.operations import Await, Compute, Operation, Post
 from tokenring.planner.predict import Setting, least_seconds, predict, wire_bytes
 from tokenring.planner.rates import Machine, Messages, Rates, constant
 from tokenring.planner.simulate import Outcome, simulate
-from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.questions import Schedule
 
 RANKS, TOKENS = 4, 256
 SIZE = workload(RANKS, (4, 4), TOKENS)

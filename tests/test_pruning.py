@@ -35,7 +35,8 @@ from tokenring.mask import Causal, Full
 from tokenring.named import schedule
 from tokenring.schedule import routes
 from tokenring.schedule.build import Pair, Scheme, build
-from tokenring.schedule.ir import Kind, Pass, Schedule
+from tokenring.schedule.ir import Kind, Pass
+from tokenring.schedule.questions import Schedule
 from tokenring.workload import Workload
 
 WORLDS = range(2, 9)

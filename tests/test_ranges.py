@@ -15,7 +15,7 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from tokenring import ContextParallel, attention, shard
-from tokenring.attention import make_request
+from tokenring.inputs import make_request
 from tokenring.request import Request
 from tokenring.runtime import ranges
 from tokenring.runtime.names import range_names

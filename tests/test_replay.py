@@ -14,8 +14,9 @@ from program_mutants import KINDS, Mutant, drop, move_up, peer, posts, wait_of
 from programs import lower_all
 
 from tokenring.errors import ScheduleError
-from tokenring.schedule.ir import PASSES, Pass, Schedule
+from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.program import Fill, Merge, Program, Recv, Send
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.replay import Kept, replay, replay_schedule
 from tokenring.workload import Workload
 

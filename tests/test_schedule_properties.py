@@ -20,8 +20,9 @@ from tokenring.layout import Layout, contiguous, striped
 from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
 from tokenring.schedule import routes
 from tokenring.schedule.build import Pair, Scheme, build, dense
-from tokenring.schedule.ir import Move, Schedule, Tile
+from tokenring.schedule.ir import Move, Tile
 from tokenring.schedule.passes import fuse, order, prune
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.verify import verify
 from tokenring.workload import Workload
 

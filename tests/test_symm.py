@@ -25,12 +25,12 @@ import tokenring as tr
 from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
 from tokenring.backends import symmetric
 from tokenring.backends.cuda import CudaTransport, choice_here
-from tokenring.backends.mailbox import BOXES
 from tokenring.backends.nccl import NcclTransport
 from tokenring.backends.onesided import Receiving
 from tokenring.backends.registry import make_transport, transport_capabilities, transport_class
 from tokenring.planner.interconnect import full_mesh
 from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.schedule.mailboxes import BOXES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 

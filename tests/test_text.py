@@ -11,7 +11,7 @@ from tokenring.errors import ScheduleError
 from tokenring.layout import contiguous
 from tokenring.mask import Causal, Full, Mask
 from tokenring.named import schedule
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.text import ranges
 
 LEGEND = """\

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tokenring.topology.cache import cache_folder, cached, fingerprint
+from tokenring.planner.kept_files import cache_folder
+from tokenring.topology.cache import cached, fingerprint
 from tokenring.topology.facts import Device, Facts, Link, Note, Origin
 from tokenring.topology.sources import read
 

@@ -22,6 +22,7 @@ from test_choice import BOTH, MB, rows
 
 from tokenring.backends.auto import choice_of
 from tokenring.backends.choice import Choice, choose
+from tokenring.backends.measuring import transfers_key
 from tokenring.cli import main
 from tokenring.doctor.examine import examine
 from tokenring.doctor.report import report
@@ -115,7 +116,7 @@ def measured(here: Here, seconds: float) -> Measured | None:
 def test_ranks_measure_both(world_size: int, ranks: RankPools) -> None:
     first, *others = ranks(world_size)(measured, 1e-6)
     assert first is not None and others == [None] * (world_size - 1)
-    assert first.key == Key.here("cpu", "reached", world_size) and not first.left_out
+    assert first.key == transfers_key("cpu", "reached", world_size) and not first.left_out
     assert list(first.transfers.samples) == ["shm", "gloo"]
     assert {len(each) for each in first.transfers.samples.values()} == {1}, "no larger ones in so little time"
     assert Measured.from_json(first.to_json()) == first
@@ -185,7 +186,7 @@ def test_the_command_on_processes(whose: str, tmp_path: Path) -> None:
     command = [sys.executable, *COMMANDS[whose], "--device", "cpu", "--seconds", "0.0001"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(90))
     assert done.returncode == 0, done.stderr
-    key = Key.here("cpu", "reached", 2)
+    key = transfers_key("cpu", "reached", 2)
     path = tmp_path / "tokenring" / key.file_name
     assert done.stdout.startswith(f"{key}\n\nmessage  ") and done.stdout.endswith(f"\nkept in {path}\n")
     found, note = kept(key, {"XDG_CACHE_HOME": str(tmp_path)})

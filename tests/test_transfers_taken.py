@@ -21,11 +21,12 @@ from test_transfers import CROSSING, GLOO, KEY, SHM
 
 import tokenring as tr
 from tokenring import ContextParallel
-from tokenring.backends import cuda
+from tokenring.backends import cuda, measuring
 from tokenring.backends.auto import Preferring, choice_of
 from tokenring.backends.choice import Choice
+from tokenring.backends.measuring import transfers_key
 from tokenring.backends.registry import make_transport
-from tokenring.planner.transfers import Key, Transfers, keep, to_json
+from tokenring.planner.transfers import Transfers, keep, to_json
 from tokenring.workload import Workload
 
 # ---------- "auto" on the CPU
@@ -43,13 +44,13 @@ def keeps(here: Here, tables: dict[int, str], home: str) -> None:
     """A cache of its own for each rank, with these tables in it."""
     os.environ["XDG_CACHE_HOME"] = f"{home}/{here.rank}"
     if here.rank in tables:
-        path = keep(Key.here("cpu", "reached", here.world_size), SHM)
+        path = keep(transfers_key("cpu", "reached", here.world_size), SHM)
         assert path is not None
         path.write_text(tables[here.rank])
 
 
 def text(transfers: Transfers, ranks: int = 2) -> str:
-    return to_json(Key.here("cpu", "reached", ranks), transfers)
+    return to_json(transfers_key("cpu", "reached", ranks), transfers)
 
 
 def goes_by(here: Here, tables: dict[int, str], home: str, tokens: int) -> tuple[str, str, list[str], Local]:
@@ -176,7 +177,7 @@ def on_cuda(here: Here, tables: dict[int, str], home: str, message_bytes: int) -
     symm_ranks.register()
     os.environ["XDG_CACHE_HOME"] = f"{home}/{here.rank}"
     key = replace(KEY, kind="cuda", ranks=here.world_size)
-    Key.here = staticmethod(lambda kind, domain, ranks: replace(key, domain=domain))  # type: ignore[method-assign]
+    measuring.transfers_key = lambda kind, domain, ranks: replace(key, domain=domain)
     cuda._facts = lambda: {"boot_id": "", "device": None, "symm": None, "nccl": None}
     if here.rank in tables:
         path = keep(key, SHM)

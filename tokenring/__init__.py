@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from tokenring.named import schedule
     from tokenring.planner.plan import Plan
     from tokenring.schedule.build import Scheme
-    from tokenring.schedule.ir import Block, Move, Schedule, Tile
+    from tokenring.schedule.ir import Block, Move, Tile
+    from tokenring.schedule.questions import Schedule
     from tokenring.sharding import positions, shard, unshard
     from tokenring.topology.ranks import Topology
     from tokenring.workload import Workload
@@ -85,7 +86,8 @@ _MODULES = {
     "named": "schedule",
     "planner.plan": "Plan",
     "schedule.build": "Scheme",
-    "schedule.ir": "Block Move Schedule Tile",
+    "schedule.ir": "Block Move Tile",
+    "schedule.questions": "Schedule",
     "sharding": "positions shard unshard",
     "topology.ranks": "Topology",
     "workload": "Workload",

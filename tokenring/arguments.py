@@ -11,7 +11,7 @@ from tokenring.layout import Layout, as_integer
 from tokenring.mask import Mask
 
 if TYPE_CHECKING:
-    from tokenring.schedule.ir import Schedule
+    from tokenring.schedule.questions import Schedule
 
 LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
 MOST_SECONDS = 1e9  # above, clocks overflow

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from tokenring.attention import call_inputs, check_context, ordered, prepared
+from tokenring.attention import ordered, prepared
 from tokenring.backends.base import Capturable, Transport
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
 from tokenring.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.inputs import call_inputs, check_context
 from tokenring.mask import Mask
 from tokenring.order import Order, in_order, out_in_order, warn_if_swapped
 from tokenring.request import Request

@@ -17,7 +17,7 @@ from tokenring.limits import check_size
 from tokenring.topology.plain import plain, plain_lines
 
 if TYPE_CHECKING:
-    from tokenring.schedule.ir import Schedule
+    from tokenring.schedule.questions import Schedule
     from tokenring.workload import Workload
 
 INTERRUPTED = 130
@@ -172,7 +172,7 @@ def _build(options: argparse.Namespace) -> Schedule:
 
 
 def _read(options: argparse.Namespace, stdin: TextIO) -> Schedule:
-    from tokenring.schedule.ir import Schedule
+    from tokenring.schedule.questions import Schedule
 
     for name in BUILD_OPTIONS:
         if getattr(options, name) is not None:

@@ -32,7 +32,8 @@ from tokenring.runtime.refusal import refusing
 from tokenring.runtime.trace import Agree, Event, Trace
 from tokenring.runtime.turn import share_turn, turn_of
 from tokenring.schedule.build import Scheme, build
-from tokenring.schedule.ir import Pass, Schedule
+from tokenring.schedule.ir import Pass
+from tokenring.schedule.questions import Schedule
 from tokenring.weak import weakly
 from tokenring.workload import Workload
 
@@ -379,7 +380,7 @@ class ContextParallel:
         from tokenring.runtime.collective import connect
         from tokenring.runtime.executor import Executor
         from tokenring.schedule.lower import lower
-        from tokenring.schedule.program import Way
+        from tokenring.schedule.target import Way
 
         schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
         if reason := no_kernel(self, request, direction):

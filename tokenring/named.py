@@ -9,7 +9,7 @@ from tokenring.layout import Layout, as_integer, make_layout, read_name
 from tokenring.mask import Mask
 from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import make_schedule
 
 NOMINAL_TOKENS = 64  # of a chunk

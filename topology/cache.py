@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from tokenring._version import __version__
 from tokenring.errors import ConfigurationError, TopologyError
+from tokenring.planner.kept_files import cache_folder, write_whole
 from tokenring.topology.facts import Facts, Note, Origin
 from tokenring.topology.schema import MAX_CHARACTERS, from_json, to_json
 from tokenring.topology.sources import REGISTRY
@@ -34,15 +34,6 @@ DRIVERS = (
     "usr/local/Ascend/driver/version.info",
     "opt/rocm/.info/version",
 )
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Where the files are, by the XDG rules; None where there is no home."""
-    asked = environment.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(asked):  # the rules say to ignore others
-        return Path(asked) / "tokenring"
-    home = environment.get("HOME", "")
-    return Path(home) / ".cache" / "tokenring" if os.path.isabs(home) else None
 
 
 def fingerprint(host: str, root: Path = Path("/")) -> str:
@@ -98,20 +89,6 @@ def _read(path: Path, mark: str) -> list[Facts]:
 def _first_line(mark: str, document: str) -> str:
     digest = hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{WORD} {VERSION} {mark} {digest}\n"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: ranks of two jobs may write at once, and readers must never see half."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _is_whole(facts: Iterable[Facts]) -> bool:

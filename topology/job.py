@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError, TokenRingError, TopologyError
-from tokenring.topology.cache import cache_folder, cached, fingerprint
+from tokenring.planner.kept_files import cache_folder
+from tokenring.topology.cache import cached, fingerprint
 from tokenring.topology.facts import Device, Facts, Note, Origin
 from tokenring.topology.graph import merge
 from tokenring.topology.nvml import read_nvml

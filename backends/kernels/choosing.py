@@ -55,7 +55,8 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
     where = f"for compute capability {capability[0]}.{capability[1]}"
 
     def table(name: str, head_dim: int, dtype: torch.dtype) -> Table | None:
-        from tokenring.planner.measured import kept, key_of
+        from tokenring.backends.measuring import key_of
+        from tokenring.planner.measured import kept
 
         kernel = chosen.kernel(name)
         if kernel is None or not has_device(device.type):

@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 from pairwise import sample
 
-from tokenring.backends.base import Capabilities
 from tokenring.backends.registry import transport_capabilities
 from tokenring.emulate.shapes import Shape
 from tokenring.layout import Layout, make_layout
@@ -20,6 +19,7 @@ from tokenring.planner.predict import Setting, busiest, predict
 from tokenring.planner.visible import visible_pairs
 from tokenring.schedule.ir import PASSES, Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
+from tokenring.schedule.target import Capabilities
 from tokenring.workload import Workload
 
 LEAST_CELLS = 48

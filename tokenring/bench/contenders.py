@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenring.backends.base import IDEAL
 from tokenring.backends.registry import kernel_for_planning, transport_capabilities
 from tokenring.bench.candidates import emulated
 from tokenring.bench.results import Case
@@ -22,6 +21,7 @@ from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.families.registry import FAMILIES, misfit, parse
 from tokenring.schedule.ir import PASSES
 from tokenring.schedule.schemes import SCHEMES
+from tokenring.schedule.target import IDEAL
 from tokenring.topology.ranks import Topology
 from tokenring.workload import Workload
 

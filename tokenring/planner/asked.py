@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from tokenring.arguments import check_name
-from tokenring.backends.base import IDEAL
 from tokenring.backends.registry import TRANSPORTS, bounded, kernel_class, transport_capabilities
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import make_layout
@@ -28,6 +27,7 @@ from tokenring.planner.rates import Machine, Rates, constant
 from tokenring.planner.wiring import interconnect_of
 from tokenring.schedule.calls import anything
 from tokenring.schedule.ir import Pass
+from tokenring.schedule.target import IDEAL
 from tokenring.topology.ranks import Topology
 from tokenring.workload import Workload
 

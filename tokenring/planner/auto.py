@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tokenring.backends.base import Capabilities
 from tokenring.collection import no_collection
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.layout import Layout
@@ -24,7 +23,8 @@ from tokenring.planner.predict import Setting
 from tokenring.planner.select import Choice, Judged, Judgement, decide, judge, mb_text
 from tokenring.planner.visible import UNEVEN, is_even, most_of_own_rows, own_pairs, visible_pairs, visible_share
 from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
+from tokenring.schedule.target import Capabilities
 
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 IN_THE_COMMAND = f"ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.planner.plan import Candidate, Forecast, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.select import SAME, mb_text, time_text
 from tokenring.schedule.measure import most_connected
+from tokenring.schedule.target import Capabilities
 
 if TYPE_CHECKING:
     from tokenring.groups import Held

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tokenring.layout import Layout
 from tokenring.mask import Mask
 from tokenring.schedule.families.registry import check_heads
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.schemes import make_schedule
 from tokenring.workload import Workload
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tokenring.errors import ConfigurationError
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.workload import Workload
 
 VERSION = 1

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.arguments import check_memory_limit, check_topology
-from tokenring.backends.base import IDEAL
+from tokenring.backends.measuring import key_of
 from tokenring.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.groups import held
@@ -30,20 +30,23 @@ from tokenring.planner.machine import (
     messages_of,
     models_of,
 )  # fmt: skip
-from tokenring.planner.measured import Key, kept, key_of
+from tokenring.planner.measured import Key, kept
 from tokenring.planner.pieces import named_schedule
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Setting
 from tokenring.planner.rates import Machine, Rates
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.schemes import make_schedule
+from tokenring.schedule.target import IDEAL
 from tokenring.topology.facts import PROCESS
 from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
-    from tokenring.backends.base import AttentionKernel, Capabilities, Transport
+
+    from tokenring.backends.base import AttentionKernel, Transport
     from tokenring.groups import Held
     from tokenring.request import Request
+    from tokenring.schedule.target import Capabilities
 
 LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"

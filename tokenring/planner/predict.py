@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenring.backends.base import IDEAL, Capabilities
 from tokenring.planner.interconnect import Interconnect
 from tokenring.planner.operations import Compute, Costs, Operation
 from tokenring.planner.rates import Machine
@@ -18,6 +17,7 @@ from tokenring.schedule.lower import agenda_of, lower_agenda
 from tokenring.schedule.measure import Pools, contacts, held, kept_bytes, link_bytes
 from tokenring.schedule.program import Program
 from tokenring.schedule.storage import Storage, storage_of
+from tokenring.schedule.target import IDEAL, Capabilities
 from tokenring.workload import Workload
 
 FEW_RANKS = 16  # up to which wires are shared out anew for every transfer

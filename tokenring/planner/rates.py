@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError
 from tokenring.region import Patch
 from tokenring.schedule.ir import Pass
 from tokenring.schedule.measure import FLOPS_PER_PAIR
+from tokenring.schedule.target import Capabilities
 
 Sample = tuple[int, float]  # tokens on the shorter side of a square tile, TFLOP/s
 

@@ -17,11 +17,12 @@ import torch
 from tokenring.backends.base import AttentionKernel
 from tokenring.backends.devices import accelerator_types
 from tokenring.backends.kernels.choosing import Choosing, refuses
+from tokenring.backends.measuring import SECONDS, key_of, measured_rates
 from tokenring.backends.registry import make_kernel
 from tokenring.console import Console, Parser, read_options
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.planner.asked import DTYPES
-from tokenring.planner.measured import SECONDS, keep, key_of, measured_rates
+from tokenring.planner.measured import keep
 from tokenring.planner.rates import Rates
 
 MOST = {"dim": 4096, "threads": 4096, "seconds": 3600}

@@ -9,7 +9,7 @@ from tokenring.planner.bound import Bound
 from tokenring.planner.plan import Candidate, Forecast, Plan
 from tokenring.planner.predict import Prediction
 from tokenring.planner.select import mb_text, time_text
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 from tokenring.workload import Workload
 
 COLUMNS = ("schedule", "time", "compute", "exposed", "worst wire", "memory", "× bound")

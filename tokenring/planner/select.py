@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tokenring.backends.base import Capabilities
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.planner.bound import Bound
 from tokenring.planner.memory import least_bytes, needs, smallest
 from tokenring.planner.plan import Candidate, Plan
 from tokenring.planner.predict import Busiest, Least, Prediction, Setting, least_seconds, predict
-from tokenring.schedule.ir import Schedule
 from tokenring.schedule.measure import Held, most_connected
+from tokenring.schedule.questions import Schedule
+from tokenring.schedule.target import Capabilities
 
 SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
 RISK = 0.1  # of the time for which the busiest wire alone is at work: where predictions fall short, it is there

@@ -10,22 +10,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from tokenring.backends.choice import DOMAINS, PAIRS, Domain, Spread, choose, size_text, time_text
-from tokenring.backends.devices import device_of
-from tokenring.console import machine
 from tokenring.errors import MOST_SAID, ConfigurationError, one_line
-from tokenring.planner.measured import keep_document
+from tokenring.planner.kept_files import cache_folder, keep_document
 from tokenring.planner.rates import interpolate
-from tokenring.topology.cache import cache_folder
 
 VERSION = 1
 FILES = "transports-*.json"
@@ -49,12 +44,6 @@ class Key:
     domain: Domain
     ranks: int
     torch: str
-
-    @staticmethod
-    def here(kind: str, domain: Domain, ranks: int) -> Key:
-        """Of so many ranks, of which this process is one, or could be."""
-        name = machine() if kind == "cpu" else device_of(kind).name
-        return Key(kind, name, domain, ranks, torch.__version__)
 
     @property
     def file_name(self) -> str:
@@ -175,8 +164,13 @@ def not_used(path: Path, error: Exception) -> str:
     return f"{path} is not used: {error}; `tokenring rates --transports` makes another"
 
 
-def all_kept(kind: str, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """Of each table of this machine's devices of a kind: of which ranks, and what it has; of others, what is wrong."""
+def all_kept(
+    kind: str, key_of: Callable[[str, Domain, int], Key], environment: Mapping[str, str] = os.environ
+) -> Iterator[tuple[str, str]]:
+    """Of each table of this machine's devices of a kind: of which ranks, and what it has; of others, what is wrong.
+
+    key_of: the key of this machine's table for a kind, a domain and a number of ranks.
+    """
     folder = cache_folder(environment)
     for path in sorted(folder.glob(FILES)) if folder is not None else ():
         try:
@@ -184,7 +178,7 @@ def all_kept(kind: str, environment: Mapping[str, str] = os.environ) -> Iterator
         except ConfigurationError as error:
             yield path.name, not_used(path, error)
             continue
-        if key == Key.here(kind, key.domain, key.ranks):
+        if key == key_of(kind, key.domain, key.ranks):
             yield f"{key.ranks} ranks, {DOMAINS[key.domain]}", f"{taken(key, transfers)}; {_medians(transfers)}"
 
 

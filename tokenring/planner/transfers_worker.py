@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tokenring.backends.base import Grouping, Placing, Transport
 from tokenring.backends.choice import PAIRS, Domain, size_text
 from tokenring.backends.devices import device_of
+from tokenring.backends.measuring import transfers_key
 from tokenring.backends.meeting import Meeting
 from tokenring.backends.registry import make_transport
 from tokenring.errors import BackendUnavailable, one_line
@@ -90,7 +91,7 @@ def measure(group: ProcessGroup, case: Case, tell: Tell = quiet) -> Measured | N
     domain = _domain(case.kind, group, left_out)
     if dist.get_rank(group):
         return None
-    return Measured(Key.here(case.kind, domain, dist.get_world_size(group)), Transfers(samples), left_out)
+    return Measured(transfers_key(case.kind, domain, dist.get_world_size(group)), Transfers(samples), left_out)
 
 
 def _own_device(kind: str) -> torch.device:

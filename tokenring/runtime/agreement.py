@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tokenring.backends.base import Deferring, Transport
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.layout import Layout
-from tokenring.schedule.ir import Schedule
+from tokenring.schedule.questions import Schedule
 
 REFUSED = "refused"  # the field of a rank that makes no call, with the reason
 

@@ -11,8 +11,9 @@ from tokenring.context import ContextParallel
 from tokenring.errors import UnsupportedError
 from tokenring.request import Request
 from tokenring.runtime.agreement import beginning
+from tokenring.runtime.call import Call
 from tokenring.runtime.derivatives import FORWARD_MODE, first, refuse_batched
-from tokenring.runtime.executor import Call, Executor
+from tokenring.runtime.executor import Executor
 from tokenring.runtime.refusal import refusing
 from tokenring.runtime.results import Changes
 from tokenring.runtime.trace import Trace

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tokenring.backends.base import CollectiveTransport, Handle, Transport
+from tokenring.runtime.call import Call, Step
 from tokenring.runtime.pool import Landed, Views
 from tokenring.schedule.measure import contacts
 from tokenring.schedule.program import ALL_GATHER, BUNDLE, Collective, Recv, Send
 from tokenring.schedule.verify import verify_bundles, verify_collectives
 
 if TYPE_CHECKING:
-    from tokenring.runtime.executor import Call
     from tokenring.schedule.ir import Pass, Schedule
 
-Data = Callable[["Call"], torch.Tensor]  # a message's bytes, wherever they lie
-Step = Callable[["Call"], None]
+Data = Callable[[Call], torch.Tensor]  # a message's bytes, wherever they lie
 
 
 def connect(transport: Transport, schedule: Schedule, direction: Pass, device: torch.device) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from tokenring.context import ContextParallel
 from tokenring.errors import UnsupportedError
+from tokenring.inputs import check_tensors, request_of
 from tokenring.mask import Mask
 from tokenring.request import Request
 from tokenring.runtime.autograd import GRADIENT_OF_LSE, run_backward, run_forward
@@ -181,8 +182,6 @@ def _request(
     training: bool,
     differentiable: bool,
 ) -> Request:
-    from tokenring.attention import check_tensors, request_of
-
     check_tensors(q, k, v)
     mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
     return request_of(q, k, v, cp, mask, scale, training, differentiable)

@@ -7,16 +7,16 @@ its views already made. Running it is a loop over these functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from tokenring.backends.base import AttentionKernel, Handle, PackingKernel, Transport
+from tokenring.backends.base import AttentionKernel, PackingKernel, Transport
 from tokenring.backends.mergers import merger_for
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.agreement import Disagreement, settle
+from tokenring.runtime.call import Call, Step
 from tokenring.runtime.collective import Collectives
 from tokenring.runtime.masking import holding
 from tokenring.runtime.merge import accepting, copying
@@ -24,7 +24,7 @@ from tokenring.runtime.names import range_names
 from tokenring.runtime.packing import patches, spanned, together
 from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
 from tokenring.runtime.posting import grouped, placed, settled
-from tokenring.runtime.ranges import ranged, run_steps
+from tokenring.runtime.ranges import profiling, ranged, run_steps
 from tokenring.runtime.scaling import folded
 from tokenring.runtime.streams import on_streams
 from tokenring.runtime.trace import Trace
@@ -49,17 +49,6 @@ from tokenring.workload import Workload
 GRADIENTS: dict[str, tuple[str, ...]] = {"q_partial": ("dq",), "kv_partial": ("dk", "dv")}
 
 
-@dataclass
-class Call:
-    """The tensors of one call. `own` holds q, k, v, dout [B, T, H, D] and lse, delta [B, H, T] by name."""
-
-    own: dict[str, torch.Tensor]
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)  # slot → bytes that outlive the pass
-    outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # slot → field → [T, B, H, ...]
-    handles: dict[int, Handle] = field(default_factory=dict)
-
-
-Step = Callable[[Call], None]
 Made = tuple[torch.Tensor, ...]  # what a kernel returns
 Sink = Callable[[Call, Made], None]
 Operands = Callable[[Call], tuple[tuple[Any, ...], dict[str, torch.Tensor]]]  # by position, by name
@@ -112,7 +101,8 @@ class Executor:
         self._begin()
         if self.streams is not None:
             self.streams.begin()
-        run_steps(self, call, trace)
+        named = self.ranged_steps if profiling() else None
+        run_steps(self.program, self.instructions, self.steps, named, call, trace)
         settle(self.transport)  # if it has waited for nobody
 
     @cached_property

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakValueDictionary
 
 from tokenring.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from tokenring.context import ContextParallel
-
 # State of the process: a graph of torch.compile outlives every frame that could hand it one. It holds nobody alive.
 _numbers = itertools.count(1)
-_contexts: WeakValueDictionary[str, ContextParallel] = WeakValueDictionary()
+_contexts: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def new_handle(cp: ContextParallel) -> str:
+def new_handle(cp: object) -> str:
     """A name for a context, no other's in this process. A text, which torch.compile never takes for a size."""
     handle = f"cp{next(_numbers)}"
     _contexts[handle] = cp
     return handle
 
 
-def context_of(handle: str) -> ContextParallel:
+def context_of(handle: str) -> Any:
     """The context. Raises ConfigurationError when nobody holds it any more."""
     found = _contexts.get(handle)
     if found is None:

@@ -7,51 +7,63 @@ a pass asks once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.profiler import record_function
 
 from tokenring.backends.devices import device_of
+from tokenring.runtime.call import Call, Step
 from tokenring.runtime.trace import Event, Trace
-
-if TYPE_CHECKING:
-    from tokenring.runtime.executor import Call, Executor
-
-C = TypeVar("C")
-Step = Callable[[C], None]
+from tokenring.schedule.program import Instruction, Program
 
 
-def run_steps(executor: Executor, call: Call, trace: Trace | None) -> None:
-    """All steps of a program, in order."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        _loop(executor, executor.steps, call, trace)
+def profiling() -> bool:
+    """Whether a profiler of torch is at work."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def run_steps(
+    program: Program,
+    instructions: Sequence[tuple[Instruction, int]],
+    steps: Sequence[Step],
+    named: Sequence[Step] | None,
+    call: Call,
+    trace: Trace | None,
+) -> None:
+    """All steps of a program, in order; named: the same in ranges, where a profiler is at work."""
+    if named is None:
+        _loop(program, instructions, steps, call, trace)
         return
-    with record_function(f"tokenring {executor.program.direction}"):
-        _loop(executor, executor.ranged_steps, call, trace)
+    with record_function(f"tokenring {program.direction}"):
+        _loop(program, instructions, named, call, trace)
 
 
-def _loop(executor: Executor, steps: Sequence[Step[Call]], call: Call, trace: Trace | None) -> None:
+def _loop(
+    program: Program,
+    instructions: Sequence[tuple[Instruction, int]],
+    steps: Sequence[Step],
+    call: Call,
+    trace: Trace | None,
+) -> None:
     if trace is None:
         for step in steps:
             step(call)
         return
-    program = executor.program
     clock = device_of(next(iter(call.own.values()))).stream_clock  # moves on other streams go on
-    for step, (instruction, number) in zip(steps, executor.instructions, strict=True):
+    for step, (instruction, number) in zip(steps, instructions, strict=True):
         began = clock()
         step(call)
         trace.events.append(Event(program.rank, program.direction, number, instruction, began, clock()))
 
 
-def ranged(steps: Sequence[Step[C]], names: Sequence[str]) -> list[Step[C]]:
+def ranged(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
     """The steps, each in a range of its name."""
     return [_ranged(step, name) for step, name in zip(steps, names, strict=True)]
 
 
-def _ranged(step: Step[C], name: str) -> Step[C]:
-    def run(call: C) -> None:
+def _ranged(step: Step, name: str) -> Step:
+    def run(call: Call) -> None:
         with record_function(name):
             step(call)
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from tokenring.layout import Layout
 from tokenring.mask import Mask
-from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
+from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Kind, Move, Tile
 from tokenring.schedule.passes import fuse, keep_for_last, order, prune
+from tokenring.schedule.questions import Schedule
 from tokenring.schedule.routes import Gather, Hop, Origin, Return, return_direct, stay
 
 

@@ -17,8 +17,7 @@ from tokenring.layout import Layout, Positions
 from tokenring.mask import Mask
 
 if TYPE_CHECKING:
-    from tokenring.schedule.program import Program
-    from tokenring.workload import Workload
+    from typing_extensions import Self
 
 Kind = Literal["q", "kv", "q_partial", "kv_partial"]
 KINDS: tuple[Kind, ...] = ("q", "kv", "q_partial", "kv_partial")
@@ -165,75 +164,8 @@ class Schedule:
         """Whether a partial travels in fp32, on its whole way: one that a relay adds, or adds to, does."""
         return move.block in self._wide_partials
 
-    # What users ask a schedule; each import is made here so that the data type itself stays light.
-
-    def verify(self) -> Schedule:
-        """Prove both passes; returns the schedule itself. Raises ScheduleError with step, rank and block."""
-        from tokenring.schedule.verify import verify
-
-        verify(self)
-        return self
-
-    def link_bytes(self, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
-        """Payload bytes that each (source, destination) link carries in a pass."""
-        from tokenring.schedule.measure import link_bytes
-
-        return link_bytes(self, workload, direction)
-
-    def peak_bytes(self, workload: Workload, direction: Pass = "forward", transport: str | None = None) -> int:
-        """Bytes of the buffer pool at the rank that needs most: slots and fp32 accumulators.
-
-        With a transport by name, also what it needs more: for its connections, for messages that go or land apart.
-        """
-        from tokenring.schedule.measure import peak_bytes
-
-        return peak_bytes(self, workload, direction, transport)
-
-    def flops(self, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
-        """Floating-point operations of each rank's tiles in a pass, visible pairs only."""
-        from tokenring.schedule.measure import flops
-
-        return flops(self, workload, direction)
-
-    def program(self, workload: Workload, rank: int, direction: Pass = "forward") -> Program:
-        """What one rank does in a pass, instruction by instruction."""
-        from tokenring.schedule.lower import lower
-
-        return lower(self, rank, direction, workload)
-
-    def to_json(self) -> str:
-        """The schedule as documented JSON (docs/schedule-json.md)."""
-        from tokenring.schedule.interchange import to_json
-
-        return to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> Schedule:
-        """The schedule that to_json wrote. Raises ScheduleError."""
-        from tokenring.schedule.interchange import from_json
-
-        return from_json(_text("from_json", text))
-
-    def __str__(self) -> str:
-        from tokenring.schedule.text import to_text
-
-        return to_text(self)
-
-    @staticmethod
-    def parse(text: str) -> Schedule:
-        """The schedule that str() printed. Raises ScheduleError."""
-        from tokenring.schedule.text import parse
-
-        return parse(_text("parse", text))
-
-    def replace(self, **changes: object) -> Schedule:
+    def replace(self, **changes: object) -> Self:
         """A copy with some fields changed; not verified."""
         if unknown := changes.keys() - {field.name for field in fields(self)}:
             raise ConfigurationError(f"a schedule has no {min(unknown)!r} to replace")
         return replace(self, **changes)  # type: ignore[arg-type]
-
-
-def _text(reader: str, given: object) -> str:
-    if not isinstance(given, str):
-        raise ConfigurationError(f"Schedule.{reader} reads a str, not one of type {type(given).__name__}")
-    return given

@@ -22,19 +22,9 @@ from tokenring.schedule.calls import Call, Supports, anything
 from tokenring.schedule.exchange import Exchange, exchanges
 from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Pass, Schedule, Tile
 from tokenring.schedule.payload import Records, check_workload
-from tokenring.schedule.program import (
-    OWN,
-    Attend,
-    Collective,
-    Pack,
-    Program,
-    Recv,
-    Send,
-    Slot,
-    Span,
-    Way,
-)  # fmt: skip
+from tokenring.schedule.program import OWN, Attend, Collective, Pack, Program, Recv, Send, Slot, Span
 from tokenring.schedule.storage import Group, Message, Slab, Storage, storage_of
+from tokenring.schedule.target import Way
 from tokenring.workload import Workload
 
 

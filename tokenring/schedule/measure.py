@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from tokenring.schedule.calls import Supports
 from tokenring.schedule.exchange import exchanges
 from tokenring.schedule.ir import PARTIALS, PASSES, Pass, Schedule
+from tokenring.schedule.lower import lower
+from tokenring.schedule.mailboxes import lay
 from tokenring.schedule.payload import STATISTIC_BYTES, Records, check_workload
 from tokenring.schedule.program import ALL_GATHER, BUNDLE, Collective, Program, Recv, Send
 from tokenring.schedule.storage import storage_of
+from tokenring.schedule.target import Capabilities, Link
 from tokenring.workload import Workload
-
-if TYPE_CHECKING:
-    from tokenring.backends.base import Capabilities, Link
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
 
@@ -190,19 +191,10 @@ def aligned(nbytes: int) -> int:
 
 
 def peak_bytes(
-    schedule: Schedule, workload: Workload, direction: Pass = "forward", transport: str | None = None
+    schedule: Schedule, workload: Workload, direction: Pass, able: Capabilities, supports: Supports
 ) -> int:
-    """The pool of the rank that needs most, and what the transport's connections or boxes take there.
-
-    Without a transport, what the schedule itself needs: receives posted early, every message by itself.
-    """
-    from tokenring.backends.base import IDEAL
-    from tokenring.backends.registry import kernel_for_planning, transport_capabilities
-    from tokenring.schedule.lower import lower
-
+    """The pool of the rank that needs most, and what the connections or boxes of such a transport take there."""
     check_workload(schedule, workload, direction)
-    able = IDEAL if transport is None else transport_capabilities(transport)
-    supports = kernel_for_planning().supports_patch
     pools = Pools(schedule, workload, able)
     for rank in range(schedule.world_size):
         pools.add(lower(schedule, rank, direction, workload, supports, *able.way))
@@ -229,8 +221,6 @@ class Pools:
 
     def nbytes(self) -> list[int]:
         """Of each rank."""
-        from tokenring.backends.mailbox import lay
-
         boxes = lay(self._messages).nbytes
         return [own + boxes for own in self._own]
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import product
+from typing import TypeVar
 
 from tokenring.schedule.ir import PARTIALS, Block, Move, Schedule, Tile
 
+S = TypeVar("S", bound=Schedule)
 
-def fuse(schedule: Schedule) -> Schedule:
+
+def fuse(schedule: S) -> S:
     """One tile for tiles of one rank, step and head group that together are all q × all kv of theirs."""
     groups: dict[tuple[int, int, int], list[Tile]] = defaultdict(list)
     for tile in schedule.tiles:
@@ -27,7 +30,7 @@ def _sequence_order(schedule: Schedule, parts: set[tuple[Block, ...]]) -> tuple[
     return tuple(sorted({block for part in parts for block in part}, key=schedule.positions))
 
 
-def prune(schedule: Schedule) -> Schedule:
+def prune(schedule: S) -> S:
     """Drop tiles that the mask hides, then moves that bring what no tile needs or carry what no tile made."""
     sees = _visibility(schedule)
     tiles = []
@@ -85,7 +88,7 @@ def _fed_partials(schedule: Schedule, tiles: list[Tile]) -> set[Move]:
     return kept
 
 
-def keep_for_last(schedule: Schedule) -> Schedule:
+def keep_for_last(schedule: S) -> S:
     """Cut each rank's local tile in two and compute the second half last.
 
     While a rank computes the first half its first blocks arrive; while it computes the second, the last partials
@@ -144,7 +147,7 @@ def _seen(tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...], sees: _visibi
     return tile._replace(q=kept, kv=tuple(b for b in kv if any(sees(a, b) for a in kept)))
 
 
-def order(schedule: Schedule) -> Schedule:
+def order(schedule: S) -> S:
     """One total order: by step, lower rank sending first, first pieces first, then by ranks and block."""
     moves = sorted(schedule.moves, key=move_order)
     tiles = sorted(schedule.tiles, key=tile_order)

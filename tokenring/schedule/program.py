@@ -12,15 +12,6 @@ OWN = -1  # "slot" of the rank's own tensors
 ALL_TO_ALL, ALL_GATHER, BUNDLE = "all-to-all", "all-gather", "bundle"
 
 
-class Way(NamedTuple):
-    """For which kind of transport a program is made; see `lower`."""
-
-    early_receives: bool = True
-    collectives: bool = False
-    bundle_bytes: int = 0
-    ahead_bytes: int = 0
-
-
 class Slot(NamedTuple):
     """A buffer of so many token records. Accumulators of a rank's own result hold all heads.
 

@@ -37,22 +37,10 @@ from tokenring.schedule.contents import (
 from tokenring.schedule.ir import PASSES, REQUEST_OF, Kind, Schedule, Tile
 from tokenring.schedule.lower import agenda_of, lower_agenda
 from tokenring.schedule.pairs import Pairs, Tally
-from tokenring.schedule.program import (
-    OWN,
-    Attend,
-    Fill,
-    Merge,
-    Pack,
-    Program,
-    Recv,
-    Release,
-    Send,
-    Span,
-    Wait,
-    Way,
-)  # fmt: skip
+from tokenring.schedule.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Release, Send, Span, Wait
 from tokenring.schedule.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.schedule.storage import Storage
+from tokenring.schedule.target import Way
 from tokenring.workload import Workload
 
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group

@@ -19,7 +19,8 @@ from tokenring.schedule.families.basic import (
 )
 from tokenring.schedule.families.change import arranged
 from tokenring.schedule.families.registry import FAMILIES, SMALL_TILE_TOKENS, Named, check_fit, parse
-from tokenring.schedule.ir import REQUESTS, Schedule
+from tokenring.schedule.ir import REQUESTS
+from tokenring.schedule.questions import Schedule
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "ring": ring,

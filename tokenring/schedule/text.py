@@ -35,13 +35,6 @@ def to_text(schedule: Schedule) -> str:
     return "\n".join([*header, *_legend(schedule), *_grid(schedule)])
 
 
-def parse(text: str) -> Schedule:
-    """The schedule that to_text printed; not verified. Raises ScheduleError with line and column."""
-    from tokenring.schedule.text_parse import parse_text
-
-    return parse_text(text)
-
-
 def _header(schedule: Schedule) -> Iterator[tuple[str, ...]]:
     yield "schedule", word(schedule.name)
     yield "ranks", str(schedule.world_size)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 import tokenring as tr
-from tokenring.attention import make_request
 from tokenring.backends.base import AttentionKernel, Tiles
 from tokenring.backends.devices import device_of
 from tokenring.backends.members import this_member
@@ -27,6 +26,7 @@ from tokenring.bench.results import Case
 from tokenring.bench.worker import machine_of
 from tokenring.collection import no_collection
 from tokenring.context import ContextParallel
+from tokenring.inputs import make_request
 from tokenring.mask import Mask, parse_mask
 from tokenring.ranks import Tell, process_group, quiet, serve
 from tokenring.request import Request

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tokenring.backends.base import Link
+from tokenring.schedule.target import Link
 
 BOXES = 2  # of a line: one message waits to be taken out while the next one comes
 ALIGNED_BYTES = 256  # copies of whole lines, whatever copies them

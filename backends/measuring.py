@@ -1,0 +1,150 @@
+"""Measure what this machine's kernels and transports do, and name the tables that are kept of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+
+from tokenring.backends.base import AttentionKernel
+from tokenring.backends.choice import Domain
+from tokenring.backends.devices import Device, device_of
+from tokenring.backends.mergers import merger_for
+from tokenring.console import machine
+from tokenring.errors import UnsupportedError
+from tokenring.planner.measured import Key
+from tokenring.planner.rates import Rates, Sample
+from tokenring.planner.transfers import Key as TransfersKey
+from tokenring.region import Patch
+from tokenring.schedule.ir import PASSES, Pass
+from tokenring.schedule.measure import FLOPS_PER_PAIR
+
+HEADS = 8
+SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens on a side of a square tile
+ROUNDS = 5
+SECONDS = 1.0  # of one call of a pass: larger tiles are not measured
+QUEUED_SECONDS, MOST_QUEUED = 0.02, 50  # calls between two readings of the clock
+KNOWN = 4  # times a call's own cost: above, the rest is the kernel's
+COPY_BYTES = 64 << 20
+
+
+def transfers_key(kind: str, domain: Domain, ranks: int) -> TransfersKey:
+    """Name the table of transports between so many ranks, of which this process is one, or could be."""
+    name = machine() if kind == "cpu" else device_of(kind).name
+    return TransfersKey(kind, name, domain, ranks, torch.__version__)
+
+
+def key_of(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Key:
+    """Name the table of such calls on this machine, with as many threads as this process has."""
+    name = device_of(device).name
+    if device.type == "cpu":
+        name += f", {torch.get_num_threads()} threads"
+    return Key(name, kernel.name, str(dtype).removeprefix("torch."), head_dim, torch.__version__)
+
+
+def measured_rates(
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, seconds: float = SECONDS
+) -> Rates:
+    """Time square, full tiles of `HEADS` heads forward and backward, doubling until a call takes `seconds`.
+
+    The shortest tile's call, less what its flops take at the rate of the longest, is what a call costs by itself.
+    Raises UnsupportedError for what the kernel cannot compute.
+    """
+    if reason := kernel.supports(head_dim, dtype):
+        raise UnsupportedError(f"kernel {kernel.name!r} cannot be measured: {reason}")
+    clock = device_of(device)
+    found = {d: list(_samples(kernel, device, dtype, head_dim, d, clock, seconds)) for d in PASSES}
+    calls = min(_call_seconds(found[direction], head_dim, direction) for direction in PASSES)
+    forward, backward = (_without_call(found[direction], head_dim, direction, calls) for direction in PASSES)
+    copy_gbs, operation = _copies(device, clock)
+    source = f"measured: {key_of(kernel, device, dtype, head_dim)}"
+    return Rates(source, forward, backward, calls, copy_gbs, operation)
+
+
+def _samples(
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, direction: Pass, clock: Device,
+    limit: float,
+) -> Iterator[tuple[int, float]]:  # fmt: skip
+    """Tokens on a side, and the seconds of a call."""
+    for side in SIDES:
+        try:
+            taken = timed(_call(kernel, device, dtype, head_dim, side, direction), clock)
+        except torch.OutOfMemoryError:  # what is measured so far will do
+            return
+        yield side, taken
+        if 4 * taken > limit:  # what the next one would take
+            return
+
+
+def _call(
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, side: int, direction: Pass
+) -> Callable[[], object]:
+    made = torch.Generator().manual_seed(side)
+    q, k, v, dout = (torch.randn(1, HEADS, side, head_dim, generator=made).to(device, dtype) for _ in range(4))
+    patch, scale = Patch(0, side, 0, side), 1 / math.sqrt(head_dim)
+    if direction == "forward":
+        return lambda: kernel.forward(q, k, v, patch=patch, scale=scale)
+    out, lse = kernel.forward(q, k, v, patch=patch, scale=scale)
+    return lambda: kernel.backward(dout, q, k, v, lse, None, out=out, patch=patch, scale=scale)
+
+
+def timed(call: Callable[[], object], clock: Device) -> float:
+    """Seconds of a call among others: the median of some rounds, after a warm-up.
+
+    Short calls are queued one after another, as schedules do: between two readings of the clock a device that works
+    behind the host's back would be waited for each time.
+    """
+    call()
+    began = clock.clock()
+    call()
+    many = max(1, min(MOST_QUEUED, round(QUEUED_SECONDS / max(clock.clock() - began, 1e-9))))
+    taken = []
+    for _ in range(ROUNDS):
+        began = clock.clock()
+        for _ in range(many):
+            call()
+        taken.append((clock.clock() - began) / many)
+    return median(taken)
+
+
+def _flops(side: int, head_dim: int, direction: Pass) -> float:
+    return float(FLOPS_PER_PAIR[direction] * HEADS * head_dim * side * side)
+
+
+def _call_seconds(found: list[tuple[int, float]], head_dim: int, direction: Pass) -> float:
+    """What a call takes whatever its size."""
+    (small, least), (large, most) = found[0], found[-1]
+    rate = _flops(large, head_dim, direction) / most
+    return max(0.0, least - _flops(small, head_dim, direction) / rate)
+
+
+def _without_call(
+    found: list[tuple[int, float]], head_dim: int, direction: Pass, call_seconds: float
+) -> tuple[Sample, ...]:
+    """TFLOP/s by side, so that a call and its flops together take what was measured.
+
+    Where a call takes little longer than any, nothing is known of the rate: it is at most that of the longer ones.
+    """
+    rates = {
+        side: _flops(side, head_dim, direction) / max(taken - call_seconds, 0.05 * taken) / 1e12
+        for side, taken in found
+    }
+    side, taken = found[-1]
+    known = [rates[side] for side, taken in found if taken > KNOWN * call_seconds]
+    known = known or [_flops(side, head_dim, direction) / taken / 1e12]
+    return tuple((side, min(rate, max(known))) for side, rate in rates.items())
+
+
+def _copies(device: torch.device, clock: Device) -> tuple[float, float]:
+    """GB/s that a copy reads and writes together, and the seconds of a small merge."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    gbs = 2 * COPY_BYTES / timed(lambda: target.copy_(source), clock) / 1e9
+    out, lse = torch.zeros(16, 1, HEADS, 64, device=device), torch.zeros(16, 1, HEADS, device=device)
+    scratch = torch.zeros(2, 16, 1, HEADS, device=device)
+    merge_ = merger_for(device, 64).merge_
+    return gbs, timed(lambda: merge_(out, lse, out, lse, scratch), clock)
+
+

@@ -1,0 +1,46 @@
+"""Where what was probed or measured on this machine is kept for its user, and how a file is written there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from tokenring.errors import ConfigurationError
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path | None:
+    """Where the files are, by the XDG rules; None where there is no home."""
+    asked = environment.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(asked):  # the rules say to ignore others
+        return Path(asked) / "tokenring"
+    home = environment.get("HOME", "")
+    return Path(home) / ".cache" / "tokenring" if os.path.isabs(home) else None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all: ranks of two jobs may write at once, and readers must never see half."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def keep_document(name: str, text: str, environment: Mapping[str, str]) -> Path | None:
+    """Write a file of what was measured into the user's cache. Raises ConfigurationError."""
+    folder = cache_folder(environment)
+    if folder is None:
+        return None
+    try:
+        write_whole(folder / name, text)
+    except OSError as error:
+        raise ConfigurationError(f"cannot keep rates in {folder}: {error.strerror}: who may write there?") from None
+    return folder / name
