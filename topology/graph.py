@@ -251,11 +251,11 @@ def _take_link(link: Link, names: Mapping[str, str], links: dict[_Ends, _Named])
     if key not in links:
         links[key] = (a, b, link)
         return
-    *ends, known = links[key]
+    first, second, known = links[key]
     count = link.count if known.count is None else known.count
     bandwidth_gbs = link.bandwidth_gbs if known.bandwidth_gbs is None else known.bandwidth_gbs
     both = replace(known, count=count, bandwidth_gbs=bandwidth_gbs, switched=known.switched or link.switched)
-    links[key] = (*ends, both)
+    links[key] = (first, second, both)
 
 
 def _edges(
