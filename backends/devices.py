@@ -101,7 +101,7 @@ class Cpu:
 
     @property
     def name(self) -> str:
-        from tokenring.console import processor
+        from tokenring.display.console import processor
 
         return processor()
 

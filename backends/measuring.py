@@ -8,18 +8,18 @@ from statistics import median
 
 import torch
 
-from tokenring.backends.base import AttentionKernel
-from tokenring.backends.choice import Domain
 from tokenring.backends.devices import Device, device_of
-from tokenring.backends.mergers import merger_for
-from tokenring.console import machine
+from tokenring.backends.interfaces import AttentionKernel
+from tokenring.backends.merging.mergers import merger_for
+from tokenring.display.console import machine
 from tokenring.errors import UnsupportedError
-from tokenring.planner.measured import Key
-from tokenring.planner.rates import Rates, Sample
-from tokenring.planner.transfers import Key as TransfersKey
-from tokenring.region import Patch
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.measure import FLOPS_PER_PAIR
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.footprint import FLOPS_PER_PAIR
+from tokenring.sequence.region import Patch
+from tokenring.tables.kernel_rates import Key
+from tokenring.tables.rates import Rates, Sample
+from tokenring.tables.transport_choice import Domain
+from tokenring.tables.transport_times import Key as TransfersKey
 
 HEADS = 8
 SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens on a side of a square tile

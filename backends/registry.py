@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.base import AttentionKernel, HeadLimited, Transport
+from tokenring.backends.interfaces import AttentionKernel, HeadLimited, Transport
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, UnsupportedError, one_line
-from tokenring.groups import held
-from tokenring.schedule.target import Capabilities
+from tokenring.launch.groups import held
+from tokenring.lowering.target import Capabilities
 
 if TYPE_CHECKING:
-    from tokenring.groups import Held
-    from tokenring.schedule.ir import Pass
-    from tokenring.workload import Workload
+    from tokenring.ir.schedule_data import Pass
+    from tokenring.launch.groups import Held
+    from tokenring.sequence.workload import Workload
 
 LOG = logging.getLogger("tokenring")
 TRANSPORTS = {
-    "gloo": "tokenring.backends.gloo:GlooTransport",
-    "shm": "tokenring.backends.shm:ShmTransport",
-    "hccl": "tokenring.backends.hccl:HcclTransport",
-    "hccl/channel": "tokenring.backends.hccl:HcclChannelTransport",
-    "hccl/pair": "tokenring.backends.hccl:HcclPairTransport",
-    "hccl/collectives": "tokenring.backends.hccl_collectives:HcclCollectivesTransport",
-    "cuda": "tokenring.backends.cuda:CudaTransport",
-    "symm": "tokenring.backends.symm:SymmTransport",
-    "nccl": "tokenring.backends.nccl:NcclTransport",
-    "nvshmem": "tokenring.backends.nvshmem:NvshmemTransport",
+    "gloo": "tokenring.backends.transports.gloo:GlooTransport",
+    "shm": "tokenring.backends.transports.shm:ShmTransport",
+    "hccl": "tokenring.backends.transports.hccl:HcclTransport",
+    "hccl/channel": "tokenring.backends.transports.hccl:HcclChannelTransport",
+    "hccl/pair": "tokenring.backends.transports.hccl:HcclPairTransport",
+    "hccl/collectives": "tokenring.backends.transports.hccl_collectives:HcclCollectivesTransport",
+    "cuda": "tokenring.backends.transports.auto_cuda:CudaTransport",
+    "symm": "tokenring.backends.transports.symm:SymmTransport",
+    "nccl": "tokenring.backends.transports.nccl:NcclTransport",
+    "nvshmem": "tokenring.backends.transports.nvshmem:NvshmemTransport",
 }
 BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
 OF_DEVICE = {"npu": "hccl", "cuda": "cuda"}  # what "auto" takes for tensors there
@@ -49,7 +49,7 @@ KERNELS = {
     "flex": "tokenring.backends.kernels.flex:Flex",
 }
 FASTEST = {"cpu": "cpu-flash", "npu": "npu-fusion"}  # by device type; reference elsewhere
-SEVERAL = {"cuda": "tokenring.backends.kernels.choosing:for_device"}  # where "auto" chooses for each tile
+SEVERAL = {"cuda": "tokenring.backends.kernels.auto:for_device"}  # where "auto" chooses for each tile
 HOMES = {name: kind for kind, name in FASTEST.items()} | dict.fromkeys(
     ("torch-flash", "torch-cudnn", "torch-efficient", "flash-attn", "flash-attn-3", "flash-attn-4", "flex"), "cuda"
 )  # the only device type that a kernel computes on
@@ -103,7 +103,7 @@ def make_transport(
     message_bytes: of the messages that are expected, where known: those that choose among several may go by it.
     """
     if name == "auto":
-        from tokenring.backends.auto import AutoTransport
+        from tokenring.backends.transports.auto import AutoTransport
 
         try:
             return AutoTransport(group, timeout_seconds, message_bytes)
@@ -139,7 +139,7 @@ def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, di
     """
     if device.type not in SEVERAL:
         return None
-    from tokenring.backends.kernels.trial import Kind, fault, tries
+    from tokenring.backends.kernels.numeric_trial import Kind, fault, tries
 
     if not tries(device):
         return None
@@ -188,7 +188,7 @@ def transport_for(device_type: str) -> tuple[str | None, str]:
     if device_type == "cpu":
         return "shm", "ranks of one machine share memory; gloo where they do not, or where there is no room"
     if device_type == "cuda":
-        from tokenring.backends.cuda import choice_here
+        from tokenring.backends.transports.auto_cuda import choice_here
 
         return choice_here()
     name = OF_DEVICE.get(device_type)
@@ -200,7 +200,7 @@ def transport_for(device_type: str) -> tuple[str | None, str]:
 def measured_transports(device_type: str) -> list[tuple[str, str]]:
     """Of each table of transports that was kept here: of which ranks, and what it has, or what is wrong with it."""
     from tokenring.backends.measuring import transfers_key
-    from tokenring.planner.transfers import all_kept
+    from tokenring.tables.transport_times import all_kept
 
     return list(all_kept(device_type, transfers_key))
 
@@ -209,7 +209,7 @@ def other_transports(device_type: str) -> dict[str, str]:
     """The other transports for tensors of a device type: that they can be asked for, or why not. Nothing is started."""
     if device_type != "cuda":
         return {}
-    from tokenring.backends.cuda import unavailable
+    from tokenring.backends.transports.auto_cuda import unavailable
 
     taken, _ = transport_for(device_type)
     found = {name: why for name, why in unavailable().items() if name != taken}

@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
-from tokenring.cli import main as cli
+from tokenring.cli.main import main as cli
 from tokenring.errors import TokenRingError
-from tokenring.layout import make_layout
-from tokenring.mask import parse_mask
+from tokenring.ir.schedule_data import PASSES, Schedule
+from tokenring.lowering.lower import lower
 from tokenring.schedule.families import variants
-from tokenring.schedule.ir import PASSES, Schedule
-from tokenring.schedule.lower import lower
-from tokenring.schedule.schemes import make_schedule
-from tokenring.workload import Workload
+from tokenring.schedule.names import make_schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import parse_mask
+from tokenring.sequence.workload import Workload
 
 RENAMED: dict[str, str] = {}  # a class's name now → its name when the first digests were taken
 DROPPED = ("Release",)

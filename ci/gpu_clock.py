@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tokenring.backends.base import AttentionKernel, Tiles
 from tokenring.backends.devices import device_of
-from tokenring.region import Patch
-from tokenring.runtime.masking import held
+from tokenring.backends.interfaces import AttentionKernel, Tiles
+from tokenring.runtime.bound_kernel import held
+from tokenring.sequence.region import Patch
 
 Tensors = tuple[torch.Tensor, ...]
 Work = Callable[[], object]

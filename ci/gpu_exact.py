@@ -11,15 +11,15 @@ from gpu_clock import Tensors, one_call
 from gpu_report import Report, Shares, guarded
 from virtual_ranks import Workers, both_passes
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.registry import make_kernel
 from tokenring.errors import one_line
-from tokenring.layout import Positions, make_layout
-from tokenring.mask import Causal
-from tokenring.planner.pieces import named_schedule
 from tokenring.schedule.families import variants
-from tokenring.workload import Workload
+from tokenring.schedule.pieces import named_schedule
+from tokenring.sequence.layout import Positions, make_layout
+from tokenring.sequence.mask import Causal
+from tokenring.sequence.workload import Workload
 
 LIMIT = 1.5  # × the error of one call
 RANKS = (8, 4, 2)

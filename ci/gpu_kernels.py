@@ -27,11 +27,11 @@ from gpu_clock import one_call_seconds
 from gpu_report import Report, Shares, guarded
 from oracle import attention64, relative_error
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.backends.registry import HOMES, make_kernel
 from tokenring.errors import one_line
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 RATIO = 1.5  # × the error of torch's own call on the same tile
 LENGTH, HEADS, DIM = 65536, 32, 128

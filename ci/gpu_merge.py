@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_clock import in_turn
 
-from tokenring.backends.base import Merger
-from tokenring.backends.mergers import choose_merger, trial
+from tokenring.backends.interfaces import Merger
+from tokenring.backends.merging.mergers import choose_merger, trial
 
 ENOUGH = 0.85  # of a copy's bandwidth
 CALLS, ROUNDS = 20, 9  # calls between two looks at the clock; the median of so many rounds counts
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 def measure(device: torch.device, sizes: Sizes, merger: Merger | None = None) -> list[Rate]:
     """Each layout; the merger that the device gets, unless another is given."""
-    from tokenring.runtime.merge import TorchMerger
+    from tokenring.backends.merging.torch_merger import TorchMerger
 
     merger = choose_merger(device, sizes.head_dim).merger if merger is None else merger
     plain, made = TorchMerger(), []
@@ -102,7 +102,7 @@ def repeated(device: torch.device, sizes: Sizes, times: int = 20) -> str | None:
 
     A kernel whose warps overtake each other is wrong in some rows and in some runs, which a trial of few rows misses.
     """
-    from tokenring.runtime.merge import TorchMerger
+    from tokenring.backends.merging.torch_merger import TorchMerger
 
     merger, rows = choose_merger(device, sizes.head_dim).merger, sizes.rows
     generator = torch.Generator(device).manual_seed(0)
@@ -152,7 +152,7 @@ def run(report: Callable[[str, str, str, bool | None], None]) -> None:
 
 def sweep(device: torch.device, sizes: Sizes) -> list[str]:
     """Other blocks: a line for each."""
-    from tokenring.backends.kernels.merge_triton import TritonMerger
+    from tokenring.backends.merging.triton import TritonMerger
 
     lines = []
     for elements in (1024, 2048, 4096, 8192, 16384):

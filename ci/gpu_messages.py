@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 
 SIZE, COUNT = 1 << 20, 100
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from gpu_programs import worst_error
 from gpu_team import NotHere as NotHere
 
-from tokenring.backends.nccl import NcclTransport
+from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.errors import TokenRingError
-from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 
 DEVICE = "cuda"
 SCHEDULES = ("ring", "tokenring", "direct-kv")

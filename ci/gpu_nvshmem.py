@@ -12,8 +12,8 @@ from gpu_messages import whole_messages
 from gpu_programs import worst_error
 from gpu_team import NotHere
 
-from tokenring.backends import nvshmem
-from tokenring.backends.nvshmem import NvshmemTransport
+from tokenring.backends.transports import nvshmem
+from tokenring.backends.transports.nvshmem import NvshmemTransport
 
 NVSHMEM_RANKS = 2
 SCHEDULES = ("ring", "tokenring", "direct-kv")

@@ -1,6 +1,6 @@
 """Messages that move inside one GPU, for the host's time of a step: what `symm` queues for a put, a signal, a wait.
 
-Protocol and streams are those of transport symm (backends/onesided.py); all peers are this rank itself, and no wait
+Protocol and streams are those of transport symm (backends/transports/onesided.py); all peers are this rank itself, and no wait
 ever waits. What symm does beside that on the host (its watch, its checks of places) is not in it. Not yet run on a GPU.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from tokenring.backends import driver
-from tokenring.backends.base import Landing
 from tokenring.backends.devices import Device
-from tokenring.backends.onesided import Memory, Receiving, Sending, Words
-from tokenring.backends.symm import CHANNELS
-from tokenring.backends.symmetric import CLEAR
-from tokenring.schedule.target import Capabilities
+from tokenring.backends.interfaces import Landing
+from tokenring.backends.transports import driver
+from tokenring.backends.transports.onesided import Memory, Receiving, Sending, Words
+from tokenring.backends.transports.symm import CHANNELS
+from tokenring.backends.transports.symmetric import CLEAR
+from tokenring.lowering.target import Capabilities
 
 HEAP_BYTES = 16 << 20
 

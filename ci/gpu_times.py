@@ -17,19 +17,19 @@ from gpu_report import Report, guarded
 from own_time import Idle, Nothing
 from virtual_ranks import Bound, bind
 
-from tokenring.backends import symmetric
-from tokenring.backends.base import AttentionKernel
+from tokenring.api.autograd import run_backward, run_forward
 from tokenring.backends.devices import device_of
+from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.registry import make_kernel
+from tokenring.backends.transports import symmetric
+from tokenring.cli.rates.command import candidates
 from tokenring.errors import one_line
-from tokenring.layout import Positions, make_layout
-from tokenring.mask import Causal
-from tokenring.planner.pieces import named_schedule
-from tokenring.planner.rates_command import candidates
-from tokenring.runtime.autograd import run_backward, run_forward
 from tokenring.runtime.call import Call
-from tokenring.schedule.questions import Schedule
-from tokenring.workload import Workload
+from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import Positions, make_layout
+from tokenring.sequence.mask import Causal
+from tokenring.sequence.workload import Workload
 
 RANKS, LENGTH, HEADS, DIM = 8, 65536, 32, 128
 SCHEDULES = ("ring", "tokenring", "direct-q", "ulysses")

@@ -34,12 +34,12 @@ from gpu_smoke import captured_calls, smoked  # noqa: E402
 from gpu_team import Check, Heard, Kind, Leaves, Teams  # noqa: E402
 
 from tokenring import PeerLost  # noqa: E402
-from tokenring.backends import nccl, nvshmem, symmetric  # noqa: E402
-from tokenring.backends.choice import size_text, time_text  # noqa: E402
 from tokenring.backends.devices import device_of  # noqa: E402
-from tokenring.backends.symm import SymmTransport  # noqa: E402
-from tokenring.planner.transfers_worker import samples_of  # noqa: E402
-from tokenring.schedule.ir import REQUESTS  # noqa: E402
+from tokenring.backends.transports import nccl, nvshmem, symmetric  # noqa: E402
+from tokenring.backends.transports.symm import SymmTransport  # noqa: E402
+from tokenring.cli.rates.transports_worker import samples_of  # noqa: E402
+from tokenring.ir.schedule_data import REQUESTS  # noqa: E402
+from tokenring.tables.transport_choice import size_text, time_text  # noqa: E402
 
 MOVED_BYTES = 64 << 20
 SLOWER_AT_MOST = 1.02

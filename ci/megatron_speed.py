@@ -5,7 +5,7 @@
 
 Two models of the same weights take turns, forward and backward, in one order and then the other; a step's time is that
 of its slowest rank. Gradients are compared first. ring-flash-attn computes with the CPU kernel that ours takes, through
-the stand-in of tokenring.bench. Prints medians in ms, their quotient, and the quotients' spread over rounds.
+the stand-in of tokenring.cli.bench. Prints medians in ms, their quotient, and the quotients' spread over rounds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenring.bench.peers import ring_flash_function
-from tokenring.collection import no_collection
+from tokenring.cli.bench.peers import ring_flash_function
+from tokenring.gc_pause import no_collection
 from tokenring.integrations.megatron import use_tokenring
 
 VOCABULARY = 256

@@ -18,16 +18,16 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from tokenring.errors import ConfigurationError  # noqa: E402
-from tokenring.layout import make_layout  # noqa: E402
-from tokenring.mask import Causal, Full, Mask  # noqa: E402
-from tokenring.planner.auto import Call, call_bound, plan_call  # noqa: E402
-from tokenring.planner.bound import is_attainable  # noqa: E402
-from tokenring.planner.machine import machine_of_preset  # noqa: E402
-from tokenring.planner.models import MODELS, ModelHeads  # noqa: E402
-from tokenring.planner.predict import Setting  # noqa: E402
-from tokenring.planner.presets import PRESETS, preset  # noqa: E402
-from tokenring.planner.wiring import interconnect_of  # noqa: E402
-from tokenring.schedule.ir import PASSES  # noqa: E402
+from tokenring.ir.schedule_data import PASSES  # noqa: E402
+from tokenring.planner.bounds.bound import is_attainable  # noqa: E402
+from tokenring.planner.choosing.auto import Call, call_bound, plan_call  # noqa: E402
+from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
+from tokenring.planner.machines.machine import machine_of_preset  # noqa: E402
+from tokenring.planner.machines.models import MODELS, ModelHeads  # noqa: E402
+from tokenring.planner.machines.presets import PRESETS, preset  # noqa: E402
+from tokenring.planner.simulation.predict import Setting  # noqa: E402
+from tokenring.sequence.layout import make_layout  # noqa: E402
+from tokenring.sequence.mask import Causal, Full, Mask  # noqa: E402
 
 
 def call_of(name: str, model: ModelHeads, mask: Mask, tokens: int) -> Call:

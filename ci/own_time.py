@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.layout import make_layout
-from tokenring.mask import Causal
-from tokenring.planner.pieces import named_schedule
-from tokenring.region import Patch
+from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.lower import lower
 from tokenring.runtime.call import Call
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.ir import PASSES
-from tokenring.schedule.lower import lower
-from tokenring.schedule.schemes import SCHEMES
-from tokenring.workload import Workload
+from tokenring.schedule.names import SCHEMES
+from tokenring.schedule.pieces import named_schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Causal
+from tokenring.sequence.region import Patch
+from tokenring.sequence.workload import Workload
 
 CPU = torch.device("cpu")
 Results = tuple[torch.Tensor, ...]

@@ -24,13 +24,13 @@ sys.path.insert(0, str(REPO))
 
 import torch  # noqa: E402
 
-from tokenring.planner.large import FEW_HOSTS, Task, figures  # noqa: E402
-from tokenring.planner.machine import machine_of_preset  # noqa: E402
-from tokenring.planner.predict import Setting  # noqa: E402
-from tokenring.planner.presets import preset  # noqa: E402
-from tokenring.planner.wiring import interconnect_of  # noqa: E402
-from tokenring.svg import box, opening, style, text_at  # noqa: E402
-from tokenring.workload import Workload  # noqa: E402
+from tokenring.display.svg import box, opening, style, text_at  # noqa: E402
+from tokenring.planner.choosing.scale_out import FEW_HOSTS, Task, figures  # noqa: E402
+from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
+from tokenring.planner.machines.machine import machine_of_preset  # noqa: E402
+from tokenring.planner.machines.presets import preset  # noqa: E402
+from tokenring.planner.simulation.predict import Setting  # noqa: E402
+from tokenring.sequence.workload import Workload  # noqa: E402
 
 STRAIGHT = ("ring", "tokenring", "bidirectional", "usp/8", "double-ring/8", "relay/8", "reduced/8")
 

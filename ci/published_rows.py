@@ -16,25 +16,25 @@ from typing import Any
 
 import torch
 
-from tokenring.layout import Layout, Positions, make_layout
-from tokenring.mask import Causal, Documents, Full, Mask
-from tokenring.planner.devices import DeviceFigures, device_figures
-from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.machine import device_rates, machine_of_preset
-from tokenring.planner.predict import Setting, predict
-from tokenring.planner.presets import find, preset
-from tokenring.planner.rates import Machine, Rates
-from tokenring.planner.simulate import Outcome
-from tokenring.planner.wiring import interconnect_of
-from tokenring.region import Patch
+from tokenring.ir.schedule_data import Pass
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.machines.devices import DeviceFigures, device_figures
+from tokenring.planner.machines.machine import device_rates, machine_of_preset
+from tokenring.planner.machines.presets import find, preset
+from tokenring.planner.simulation.predict import Setting, predict
+from tokenring.planner.simulation.simulate import Outcome
 from tokenring.schedule import routes
-from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.families.basic import GRADIENT_SLACK, at_key
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.ir import Pass
-from tokenring.schedule.questions import Schedule
 from tokenring.schedule.routes import Hop, Origin
-from tokenring.workload import Workload
+from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import Scheme, build
+from tokenring.sequence.layout import Layout, Positions, make_layout
+from tokenring.sequence.mask import Causal, Documents, Full, Mask
+from tokenring.sequence.region import Patch
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Machine, Rates
 
 Row = dict[str, Any]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -47,7 +47,7 @@ def run_rank(spec: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import tokenring as tr
-    from tokenring.schedule.ir import PASSES
+    from tokenring.ir.schedule_data import PASSES
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -23,8 +23,8 @@ from statistics import median
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")]
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
-from tokenring.backends.door import Door  # noqa: E402
-from tokenring.backends.lines import Lines  # noqa: E402
+from tokenring.backends.control.listener import Door  # noqa: E402
+from tokenring.backends.control.sockets import Lines  # noqa: E402
 
 SECONDS = 60.0
 NAME = "0123456789abcdef"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.backends.registry import make_transport
-from tokenring.schedule.ir import REQUESTS
+from tokenring.ir.schedule_data import REQUESTS
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 26)
 NAMES = ("shm", "gloo")

@@ -22,16 +22,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.api.autograd import run_backward, run_forward
 from tokenring.backends.devices import device_of
-from tokenring.runtime.autograd import run_backward, run_forward
+from tokenring.backends.interfaces import AttentionKernel
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.lower import lower
+from tokenring.lowering.target import Capabilities
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.lower import lower
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.target import Capabilities
-from tokenring.workload import Workload
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.workload import Workload
 
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenring import svg
-from tokenring.demo.data import VOCABULARY, Text, text_tokens
+from tokenring.cli.demo.data import VOCABULARY, Text, text_tokens
+from tokenring.display import svg
 from tokenring.integrations.megatron import use_tokenring
 
 LAYERS, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 128

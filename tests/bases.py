@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tokenring.layout import make_layout
-from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
 from tokenring.schedule import routes
-from tokenring.schedule.build import Pair, Scheme, build
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.schemes import at_key, make_schedule
+from tokenring.schedule.names import at_key, make_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import Pair, Scheme, build
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
 
 NAMED = ("ring+", "ring-", "tokenring+", "tokenring-", "bidirectional", "direct-kv", "direct-q")
 CHUNKS_A_RANK = {"contiguous": 1, "zigzag": 2, "striped": 1, "zigzag/2": 4, "contiguous/2": 2, "striped/2": 2}

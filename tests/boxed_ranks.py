@@ -14,11 +14,11 @@ import torch
 from nvshmem_ops import Act, Emulated, Ready
 from symm_ranks import POLL_SECONDS, OnCpu, SegmentMemory, ThreadDevice, ThreadStream, Told
 
-from tokenring.backends.control import Control
-from tokenring.backends.nvshmem import NvshmemTransport
-from tokenring.backends.segments import Segment
-from tokenring.backends.symm import CHANNELS, OwnMemory, SymmTransport
-from tokenring.schedule.mailboxes import BOXES, Mailboxes
+from tokenring.backends.control.control import Control
+from tokenring.backends.control.segments import Segment
+from tokenring.backends.transports.nvshmem import NvshmemTransport
+from tokenring.backends.transports.symm import CHANNELS, OwnMemory, SymmTransport
+from tokenring.lowering.mailboxes import BOXES, Mailboxes
 
 NETWORK = 3  # how many things fly at once
 LARGEST_BYTES = {2: 16 << 20}  # of a message of the suite, by ranks

@@ -32,10 +32,10 @@ from stream_world import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tokenring.backends.onesided import Words
-from tokenring.backends.symm import CHANNELS, SymmTransport
+from tokenring.backends.transports.onesided import Words
+from tokenring.backends.transports.symm import CHANNELS, SymmTransport
 from tokenring.errors import PeerLost
-from tokenring.groups import HeldGroup
+from tokenring.launch.groups import HeldGroup
 
 SECONDS = 60.0
 T = TypeVar("T")

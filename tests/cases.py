@@ -28,10 +28,10 @@ from tokenring import (
     attention,
     shard,
 )
-from tokenring.layout import make_layout
-from tokenring.planner.pieces import named_schedule
-from tokenring.schedule.ir import PASSES
-from tokenring.schedule.schemes import make_schedule
+from tokenring.ir.schedule_data import PASSES
+from tokenring.schedule.names import make_schedule
+from tokenring.schedule.pieces import named_schedule
+from tokenring.sequence.layout import make_layout
 
 SCHEDULES = ("ring+", "ring-", "tokenring+", "tokenring-", "bidirectional", "direct-kv", "direct-q")
 LAYOUTS = ("contiguous", "zigzag", "striped", "zigzag/2", "contiguous/4")

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from oracle import attention64, relative_error
 
-from tokenring.backends.base import AttentionKernel
-from tokenring.region import Patch
+from tokenring.backends.interfaces import AttentionKernel
+from tokenring.sequence.region import Patch
 
 # Largest error of (out, dq, dk, dv) by the dtype of the result; lse is fp32 always.
 LIMITS = {torch.float32: (2e-6, 5e-6), torch.bfloat16: (4e-3, 6e-3), torch.float16: (6e-4, 1e-3)}

@@ -15,7 +15,7 @@ from ascend.ranks import NpuPools
 from patience import measured_stretch, patient, ran_and_waited, set_stretch
 from ranks import RankPools
 
-from tokenring.launch import ENDING_SIGNALS
+from tokenring.launch.processes import ENDING_SIGNALS
 
 torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take many times longer
 

@@ -11,7 +11,7 @@ import torch
 from cases import LAYOUTS, Case
 
 from tokenring import Causal, Documents, Full, Mask, Scheme, SlidingWindow
-from tokenring.schedule.schemes import SCHEMES
+from tokenring.schedule.names import SCHEMES
 
 BY_NAME = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "auto", "auto:ring,direct-q")
 AS_SCHEMES = ("ring+", "ring-", "tokenring+", "tokenring-", "direct-kv fused", "direct-q fused")

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from machines import transport_name
 from ranks import PEER_SECONDS
 
-from tokenring.backends.base import Transport
+from tokenring.backends.interfaces import Transport
 from tokenring.backends.registry import make_transport
-from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 
 CHANNELS: tuple[str, ...] = (REQUESTS, PARTIALS)
 

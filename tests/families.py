@@ -9,12 +9,12 @@ from functools import cache
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from tokenring.layout import make_layout
-from tokenring.mask import Mask
 from tokenring.schedule.families import parse, variants
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.schemes import make_schedule
-from tokenring.workload import Workload
+from tokenring.schedule.names import make_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.workload import Workload
 
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
 OPTIONS = ("", "/late", "/keep", "/regather")

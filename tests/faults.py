@@ -33,9 +33,9 @@ from patience import patient, set_stretch, stretch
 from ranks import PRELOADED
 
 from tokenring import Causal, ContextParallel, PeerLost, attention, shard
-from tokenring.backends.control import MAY_WAIT
+from tokenring.backends.control.control import MAY_WAIT
+from tokenring.backends.control.segments import FOLDER, PREFIX
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.backends.segments import FOLDER, PREFIX
 
 WORLD_SIZE = 4
 LIMIT_SECONDS = 3.0  # timeout_seconds of the ranks

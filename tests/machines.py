@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from tokenring.backends import control, members
+from tokenring.backends.control import control
+from tokenring.backends.control import process_info as members
 
 APART = "gloo, apart"  # the name of a transport between such ranks
 

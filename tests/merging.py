@@ -19,7 +19,7 @@ from importlib import import_module
 import torch
 from oracle import relative_error
 
-from tokenring.backends.base import Merger
+from tokenring.backends.interfaces import Merger
 
 INF = math.inf
 LSES = [  # of what is there, and of what comes

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tokenring.layout import zigzag
+from tokenring.sequence.layout import zigzag
 
 OURS = "tokenring.integrations.mindspeed"
 DPA = "megatron.core.transformer.dot_product_attention"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Move, Tile
-from tokenring.schedule.passes import order
-from tokenring.schedule.questions import Schedule
+from tokenring.ir.passes import order
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Move, Tile
+from tokenring.schedule.schedule import Schedule
 
 
 class Mutant(NamedTuple):

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from tokenring.errors import TopologyError
-from tokenring.topology.graph import merge
-from tokenring.topology.picture import to_svg
-from tokenring.topology.report import report
-from tokenring.topology.schema import from_json, is_document, to_json
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.schema import from_json, is_document, to_json
+from tokenring.topology.model.verdict import CLASSES, classify
+from tokenring.topology.report.picture import to_svg
+from tokenring.topology.report.text import report
 from tokenring.topology.sources import read, recognise
-from tokenring.topology.verdict import CLASSES, classify
 
 DATA = Path(__file__).parent / "data" / "topology"
 SPLICES = (

@@ -17,9 +17,9 @@ from ascend.hccl_streams import Batch, Entry, GroupStream
 from ranks import Here
 
 from tokenring.backends import registry
-from tokenring.backends.control import own_store
-from tokenring.backends.hccl import HcclTransport
-from tokenring.backends.nccl import NcclTransport
+from tokenring.backends.control.control import own_store
+from tokenring.backends.transports.hccl import HcclTransport
+from tokenring.backends.transports.nccl import NcclTransport
 
 NAME = "nccl on npu"
 

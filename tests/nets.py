@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tokenring.layout import make_layout
-from tokenring.mask import Mask
-from tokenring.planner.auto import Call
-from tokenring.planner.interconnect import (
+from tokenring.ir.schedule_data import Pass
+from tokenring.planner.choosing.auto import Call
+from tokenring.planner.interconnects.interconnect import (
     Interconnect,
     full_mesh,
     mesh_fabric,
@@ -20,12 +19,13 @@ from tokenring.planner.interconnect import (
     two_node,
     with_network,
 )
-from tokenring.planner.predict import Setting
-from tokenring.planner.rates import Machine, Messages, constant
-from tokenring.schedule.ir import Pass
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.schemes import make_schedule
-from tokenring.workload import Workload
+from tokenring.planner.simulation.predict import Setting
+from tokenring.schedule.names import make_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Machine, Messages, constant
 
 BOTH: tuple[Pass, ...] = ("forward", "backward")
 FREE = 1e9  # TFLOP/s: kernels take no time

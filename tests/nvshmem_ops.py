@@ -16,7 +16,7 @@ import torch
 from stream_world import POISON, FakeDevice, Operation, Queue, Refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenring.backends.nvshmem import NvshmemMemory
+from tokenring.backends.transports.nvshmem import NvshmemMemory
 
 Act = Callable[[], object]
 Ready = Callable[[], bool]

@@ -17,10 +17,10 @@ import torch
 from nvshmem_ops import Emulated, Operators, Streams
 from stream_world import POISON, Event, FakeDevice, FakeMemory, Refused, Stream, World
 
-from tokenring.backends.onesided import Receiving, Sending, Words
-from tokenring.schedule import mailboxes as mailbox
-from tokenring.schedule.mailboxes import Mailboxes
-from tokenring.schedule.target import Link
+from tokenring.backends.transports.onesided import Receiving, Sending, Words
+from tokenring.lowering import mailboxes as mailbox
+from tokenring.lowering.mailboxes import Mailboxes
+from tokenring.lowering.target import Link
 
 CHANNELS = ("requests", "partials")
 SIZE, SLOTS, SOURCES = 8, 3, 2  # bytes of a message; places of a rank to receive into, and to send from

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenring.schedule.program import (
+from tokenring.lowering.program import (
     OWN,
     Attend,
     Instruction,
@@ -23,7 +23,7 @@ from tokenring.schedule.program import (
     Send,
     Span,
     Wait,
-)  # fmt: skip
+)
 
 
 class Mutant(NamedTuple):

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tokenring.schedule import replay as module
-from tokenring.schedule.calls import Supports, anything
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.lower import lower
-from tokenring.schedule.program import OWN, Attend, Program, Wait
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.replay import Kept, replay
-from tokenring.workload import Workload
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.calls import Supports, anything
+from tokenring.lowering.lower import lower
+from tokenring.lowering.program import OWN, Attend, Program, Wait
+from tokenring.proof import replay as module
+from tokenring.proof.replay import Kept, replay
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.workload import Workload
 
 
 def lower_all(

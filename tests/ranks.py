@@ -39,21 +39,21 @@ import torch.distributed as dist
 from patience import patient, set_stretch, stretch
 
 from tokenring import ContextParallel
-from tokenring.backends.base import Transport
+from tokenring.backends.interfaces import Transport
 
 PRELOADED = [
     "numpy",
     "pytest",
     "torch.distributed.device_mesh",
     "torch.utils.checkpoint",
-    "tokenring.backends.gloo",
-    "tokenring.backends.shm",
+    "tokenring.backends.transports.gloo",
+    "tokenring.backends.transports.shm",
     "tokenring.runtime.agreement",
     "tokenring.backends.kernels.cpu_flash",
-    "tokenring.planner.auto",
+    "tokenring.planner.choosing.auto",
     "tokenring.runtime.executor",
-    "tokenring.schedule.lower",
-    "tokenring.schedule.verify",
+    "tokenring.lowering.lower",
+    "tokenring.proof.verify",
 ]
 # Limits of a quiet machine; see `patience`.
 CALL_SECONDS = 60.0  # a call on ranks; below pytest's limit for a test

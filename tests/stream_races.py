@@ -20,11 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.target import Capabilities
 from tokenring.runtime.call import Call
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.ir import Pass
-from tokenring.schedule.target import Capabilities
 
 UNIT_BYTES = 4
 ROUNDS = 3

@@ -23,17 +23,17 @@ import torch.distributed as dist
 from patience import patient
 
 from tokenring.backends import registry
-from tokenring.backends.base import Handle
-from tokenring.backends.choice import ONE_SIDED, Choice
-from tokenring.backends.control import Control, shared_segment
-from tokenring.backends.cuda import CudaTransport
+from tokenring.backends.control.control import Control, shared_segment
+from tokenring.backends.control.segments import Segment
 from tokenring.backends.devices import Memory as DeviceMemory
-from tokenring.backends.gloo import GlooTransport
-from tokenring.backends.onesided import Line, Queued
-from tokenring.backends.segments import Segment
-from tokenring.backends.symm import OwnMemory, SymmTransport
+from tokenring.backends.interfaces import Handle
+from tokenring.backends.transports.auto_cuda import CudaTransport
+from tokenring.backends.transports.gloo import GlooTransport
+from tokenring.backends.transports.onesided import Line, Queued
+from tokenring.backends.transports.symm import OwnMemory, SymmTransport
 from tokenring.errors import ConfigurationError
-from tokenring.weak import weakly
+from tokenring.tables.transport_choice import ONE_SIDED, Choice
+from tokenring.weak_method import weakly
 
 POLL_SECONDS = 0.0002
 LATE_SECONDS = 0.0005  # at most, before each thing that a thread does

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._C import _distributed_c10d
 
-from tokenring.backends import driver
+from tokenring.backends.transports import driver
 
 c10d: Any = _distributed_c10d  # whose names of groups are a type of their own in the stubs
 STREAM, ASIDE, DEVICE = 77, 88, 3

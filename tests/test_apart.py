@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tokenring.backends import apart
-from tokenring.backends.apart import Apart
+from tokenring.backends.control import dissemination as apart
+from tokenring.backends.control.dissemination import Apart
 
 SECONDS = 5.0
 

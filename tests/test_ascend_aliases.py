@@ -23,7 +23,8 @@ from ranks import Here
 from vendor import NO_CANN, REPO, torch_npu
 
 from tokenring import Causal, ContextParallel, attention
-from tokenring.backends import devices, mergers, registry
+from tokenring.backends import devices, registry
+from tokenring.backends.merging import mergers
 
 Spoil = Callable[[pytest.MonkeyPatch], None]
 
@@ -136,7 +137,7 @@ def under_aliases(here: Here, spoil: Spoil | None) -> None:
 
 # ---------- 16: the wheel without CANN
 
-DOCTOR = "from tokenring.cli import main; import sys; sys.exit(main(['doctor', '--json']))"
+DOCTOR = "from tokenring.cli.main import main; import sys; sys.exit(main(['doctor', '--json']))"
 IMPORT = "import tokenring; print(tokenring.__version__); tokenring.attention"
 
 

@@ -19,9 +19,9 @@ from patience import patient
 from ranks import Here
 
 import tokenring as tr
-from tokenring.backends.base import Handle
-from tokenring.backends.hccl import HcclTransport
-from tokenring.schedule.target import Capabilities
+from tokenring.backends.interfaces import Handle
+from tokenring.backends.transports.hccl import HcclTransport
+from tokenring.lowering.target import Capabilities
 
 KEPT = "in batches"  # in a rank's memory
 

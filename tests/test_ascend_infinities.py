@@ -18,10 +18,10 @@ from ranks import Here
 from test_ascend_runs import runs
 
 from tokenring import Causal, ContextParallel, Full, UnsupportedError, attention
-from tokenring.backends import mergers
-from tokenring.backends.kernels.merge_finite import FiniteMerger
-from tokenring.backends.mergers import choose_merger, merge_refusal, trial
-from tokenring.runtime.merge import TorchMerger
+from tokenring.backends.merging import mergers
+from tokenring.backends.merging.finite import FiniteMerger
+from tokenring.backends.merging.mergers import choose_merger, merge_refusal, trial
+from tokenring.backends.merging.torch_merger import TorchMerger
 
 WITHOUT_UPDATE = "without npu_attention_update"
 Fault = Callable[..., Any]

@@ -17,15 +17,15 @@ from conformance import PATCHES, TILES, Tile, check, operands, patch
 from oracle import attention64, relative_error
 from ranks import Here
 
-from tokenring.backends.base import Tiles
+from tokenring.backends.interfaces import Tiles
+from tokenring.backends.kernels.delta import whole_out
 from tokenring.backends.kernels.npu_fusion import LARGEST_HEAD_DIM, MASK_BYTES, NpuFusion
 from tokenring.backends.kernels.npu_masks import common_mode
 from tokenring.backends.kernels.npu_rows import statistics
 from tokenring.backends.kernels.npu_trials import packs_in_token_order
-from tokenring.backends.kernels.whole_out import whole_out
 from tokenring.backends.registry import make_kernel
 from tokenring.errors import BackendUnavailable
-from tokenring.region import Patch, tidy
+from tokenring.sequence.region import Patch, tidy
 
 BY_NAME = {tile.name: tile for tile in TILES}
 

@@ -19,9 +19,9 @@ from ranks import Here
 from test_ascend_runs import LIMITS, context, runs
 
 from tokenring import Causal, Full, Mask, attention
-from tokenring.backends.kernels import merge_npu
-from tokenring.backends.kernels.merge_npu import OPERATOR, UpdateMerger, memory_order
-from tokenring.backends.mergers import choose_merger
+from tokenring.backends.merging import npu as merge_npu
+from tokenring.backends.merging.mergers import choose_merger
+from tokenring.backends.merging.npu import OPERATOR, UpdateMerger, memory_order
 
 HEAD_DIM = 16
 FITTING = {  # cases of the suite in which the operator is called

@@ -19,9 +19,9 @@ from test_ascend_kernel import npu_kernel
 from tokenring.backends.kernels import npu_packed
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.kernels.npu_packed import Packing
-from tokenring.region import Patch
-from tokenring.runtime.packing import patches, together
-from tokenring.schedule.program import Attend, Instruction, Span, Wait
+from tokenring.lowering.program import Attend, Instruction, Span, Wait
+from tokenring.runtime.call_groups import patches, together
+from tokenring.sequence.region import Patch
 
 WITHOUT_LAYOUT, WITH_LAYOUT = "op-plugin 7.1.0", "2.9.1"  # whether the statistics can be asked for in token order
 REST = 3  # columns that all rows see elsewhere

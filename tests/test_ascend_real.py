@@ -25,10 +25,10 @@ from test_ascend_kernel import BY_NAME
 from test_ascend_packed import CASES, Checked, tile_of
 from test_ascend_schemas import BAD_CALLS, canonical
 
-from tokenring.backends.hccl import HcclTransport
 from tokenring.backends.kernels import npu_fusion, npu_masks
 from tokenring.backends.kernels.npu_fusion import NpuFusion
-from tokenring.region import Patch
+from tokenring.backends.transports.hccl import HcclTransport
+from tokenring.sequence.region import Patch
 
 FOLDER = os.environ.get("TOKENRING_TORCH_NPU")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="TOKENRING_TORCH_NPU names no folder with a real torch_npu")

@@ -23,8 +23,8 @@ from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWin
 from tokenring.backends.kernels import npu_trials
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.kernels.npu_packed import Packing
-from tokenring.runtime.merge import merge_
-from tokenring.schedule.program import Attend
+from tokenring.backends.merging.torch_merger import merge_
+from tokenring.lowering.program import Attend
 
 LENGTH = 48
 DOCUMENTS = Documents([0, 7, 20, 21, 44])
@@ -132,7 +132,7 @@ def accumulated(here: Here) -> tuple[set[torch.dtype], set[torch.dtype]]:
         return torch.Tensor.add_(x, other)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tokenring.runtime.merge.merge_", merge)
+        patched.setattr("tokenring.backends.merging.torch_merger.merge_", merge)
         patched.setattr(NpuTensor, "add_", add, raising=False)
         runs(here, "2.13.0", "ring", "zigzag", Full(), (4, 2), torch.bfloat16)
     return merged, added

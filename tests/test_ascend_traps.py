@@ -24,9 +24,9 @@ from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.kernels.npu_operator import find
 from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
 from tokenring.backends.kernels.reference import dense_mask
+from tokenring.backends.merging.torch_merger import merge_
 from tokenring.errors import BackendUnavailable
-from tokenring.region import Patch
-from tokenring.runtime.merge import merge_
+from tokenring.sequence.region import Patch
 
 Spoil = Callable[[pytest.MonkeyPatch], None]
 

@@ -19,7 +19,7 @@ from test_ascend_packed import CASES, Checked, tile_of
 from test_ascend_runs import runs
 
 from tokenring import Causal, Documents
-from tokenring.backends.base import Tiles
+from tokenring.backends.interfaces import Tiles
 from tokenring.backends.kernels import npu_trials
 from tokenring.backends.registry import make_kernel
 

@@ -13,7 +13,7 @@ from ranks import Here, RankPools
 from torch.utils.checkpoint import checkpoint
 
 from tokenring import ContextParallel, UnsupportedError, attention, plan, shard
-from tokenring.schedule.schemes import FAMILIES, SCHEMES
+from tokenring.schedule.names import FAMILIES, SCHEMES
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -26,16 +26,16 @@ from patience import patient
 from ranks import Here, RankPools
 
 import tokenring as tr
-from tokenring.bench.candidates import Candidate, NotInstalled, Runner, Setting, one_process, our_candidates
-from tokenring.bench.command import main
-from tokenring.bench.contenders import contenders
-from tokenring.bench.peers import PEERS, peer_candidates
-from tokenring.bench.race import make_inputs, order, race
-from tokenring.bench.reference import errors, reference, reference_dtype
-from tokenring.bench.results import FAILED, MEASURED, MISSING, OURS, PEER, SKIPPED, WRONG, Case, Entry, Report
+from tokenring.cli.bench.candidates import Candidate, NotInstalled, Runner, Setting, one_process, our_candidates
+from tokenring.cli.bench.command import main
+from tokenring.cli.bench.contenders import contenders
+from tokenring.cli.bench.peers import PEERS, peer_candidates
+from tokenring.cli.bench.race import make_inputs, order, race
+from tokenring.cli.bench.reference import errors, reference, reference_dtype
+from tokenring.cli.bench.results import FAILED, MEASURED, MISSING, OURS, PEER, SKIPPED, WRONG, Case, Entry, Report
 from tokenring.errors import ConfigurationError
-from tokenring.mask import parse_mask
-from tokenring.schedule.schemes import SCHEMES
+from tokenring.schedule.names import SCHEMES
+from tokenring.sequence.mask import parse_mask
 
 CASE = Case(
     seq_len=128, heads=4, kv_heads=4, head_dim=16, dtype="float32", mask="causal", batch=1, backward=True,
@@ -354,5 +354,5 @@ def test_ranks_under_torchrun_are_refused() -> None:
 
 
 def test_importing_tokenring_leaves_the_benchmark_alone() -> None:
-    code = "import sys, tokenring.cli; sys.exit(any(name.startswith('tokenring.bench') for name in sys.modules))"
+    code = "import sys, tokenring.cli.main; sys.exit(any(name.startswith('tokenring.cli.bench') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=patient(60)).returncode == 0

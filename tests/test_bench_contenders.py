@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from tokenring.bench.contenders import MOST, contenders
-from tokenring.bench.results import Case
+from tokenring.cli.bench.contenders import MOST, contenders
+from tokenring.cli.bench.results import Case
 from tokenring.emulate.shapes import Shape
-from tokenring.planner import auto
+from tokenring.planner.choosing import auto
 from tokenring.schedule.families.registry import FAMILIES, parse
-from tokenring.schedule.schemes import SCHEMES
+from tokenring.schedule.names import SCHEMES
 
 CASE = Case(
     seq_len=1024, heads=8, kv_heads=8, head_dim=64, dtype="float32", mask="full", batch=1, backward=False,

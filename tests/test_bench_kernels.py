@@ -12,9 +12,9 @@ from oracle import allowed, attention64
 
 import tokenring as tr
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.bench import flash_attn_cpu, torch_ring
-from tokenring.bench.peers import sleeping_instead
-from tokenring.bench.sleeping import Sleeping
+from tokenring.cli.bench import flash_attn_cpu, torch_ring
+from tokenring.cli.bench.peers import sleeping_instead
+from tokenring.cli.bench.sleeping import Sleeping
 
 
 def test_stand_in_computes_attention() -> None:

@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenring.bench.picture import to_svg
-from tokenring.bench.results import FAILED, MISSING, ONE, OURS, PEER, SKIPPED, WRONG, Case, Entry, Machine, Report
-from tokenring.bench.table import bytes_text, case_text, ms, table
-from tokenring.console import Ink
+from tokenring.cli.bench.picture import to_svg
+from tokenring.cli.bench.results import FAILED, MISSING, ONE, OURS, PEER, SKIPPED, WRONG, Case, Entry, Machine, Report
+from tokenring.cli.bench.table import bytes_text, case_text, ms, table
+from tokenring.display.console import Ink
 
 DATA = Path(__file__).parent / "data"
 CASE = Case(

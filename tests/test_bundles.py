@@ -11,23 +11,23 @@ from programs import reads_early, rearranged, replays_with_collectives, size_of
 from ranks import Here, RankPools
 
 from tokenring import Causal, Full, Mask, attention
-from tokenring.backends.base import Handle
+from tokenring.backends.interfaces import Handle
 from tokenring.backends.registry import TRANSPORTS, transport_capabilities
 from tokenring.errors import ScheduleError
-from tokenring.planner.operations import Await, Compute, Post, operations
-from tokenring.planner.rates import constant
-from tokenring.schedule.bundles import bundles
-from tokenring.schedule.calls import anything
-from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS, Pass
-from tokenring.schedule.lower import lower
-from tokenring.schedule.measure import program_bytes
-from tokenring.schedule.payload import Records
-from tokenring.schedule.program import Program, Recv, Send, Wait
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.replay import AHEAD, WITH_BUNDLES, replay, replay_schedule
-from tokenring.schedule.storage import storage_of
-from tokenring.schedule.target import Way
-from tokenring.schedule.verify import verify_bundles
+from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS, Pass
+from tokenring.lowering.bundles import bundles
+from tokenring.lowering.calls import anything
+from tokenring.lowering.footprint import program_bytes
+from tokenring.lowering.lower import lower
+from tokenring.lowering.program import Program, Recv, Send, Wait
+from tokenring.lowering.records import Records
+from tokenring.lowering.storage import storage_of
+from tokenring.lowering.target import Way
+from tokenring.planner.simulation.operations import Await, Compute, Post, operations
+from tokenring.proof.replay import AHEAD, WITH_BUNDLES, replay, replay_schedule
+from tokenring.proof.verify import verify_bundles
+from tokenring.schedule.schedule import Schedule
+from tokenring.tables.rates import constant
 
 ALL = 1 << 40  # bytes: whatever can go together does
 

@@ -16,14 +16,14 @@ from oracle import Attention
 from stream_world import Refused
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tokenring.backends import onesided, symm
+from tokenring.api.autograd import run_backward, run_forward
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.runtime.autograd import run_backward, run_forward
+from tokenring.backends.transports import onesided, symm
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.lower import lower
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import Streams
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.lower import lower
 
 module: Any = import_module("tokenring.capture")  # tokenring.capture is the function
 CPU = torch.device("cpu")

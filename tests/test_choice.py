@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenring.backends import nccl, nvshmem, symmetric
-from tokenring.backends.choice import DOMAINS, PAIRS, RULES, Domain, Rule, Spread, choose, size_text
-from tokenring.backends.cuda import choice_here, unavailable
 from tokenring.backends.measuring import transfers_key
-from tokenring.doctor.probes import _choice
+from tokenring.backends.transports import nccl, nvshmem, symmetric
+from tokenring.backends.transports.auto_cuda import choice_here, unavailable
+from tokenring.cli.doctor.probes import _choice
 from tokenring.errors import ConfigurationError
-from tokenring.planner.transfers import Sample, Transfers, keep
+from tokenring.tables.transport_choice import DOMAINS, PAIRS, RULES, Domain, Rule, Spread, choose, size_text
+from tokenring.tables.transport_times import Sample, Transfers, keep
 
 ALL: dict[str, str | None] = {"symm": None, "nccl": None}
 BOTH: dict[str, str | None] = {"shm": None, "gloo": None}

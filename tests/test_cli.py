@@ -14,16 +14,16 @@ from typing import NamedTuple, NoReturn
 import pytest
 from patience import patient
 
-from tokenring import cli
 from tokenring._version import __version__
-from tokenring.cli import main
-from tokenring.console import read_options
-from tokenring.mask import Causal, Documents
-from tokenring.named import schedule
-from tokenring.schedule.picture import to_svg
-from tokenring.schedule.questions import Schedule
+from tokenring.cli import main as cli
+from tokenring.cli.main import main
+from tokenring.display.console import read_options
+from tokenring.ir.picture import to_svg
+from tokenring.schedule.by_name import schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.mask import Causal, Documents
 
-COMMAND = "import sys; from tokenring.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys; from tokenring.cli.main import main; sys.exit(main(sys.argv[1:]))"
 GIVEN = ["--ranks", "4", "--mask", "causal"]
 
 
@@ -213,9 +213,9 @@ def test_demo_gets_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
         print("demo", argv)
         return 3
 
-    module = ModuleType("tokenring.demo")
+    module = ModuleType("tokenring.cli.demo")
     monkeypatch.setattr(module, "main", demo, raising=False)
-    monkeypatch.setitem(sys.modules, "tokenring.demo", module)
+    monkeypatch.setitem(sys.modules, "tokenring.cli.demo", module)
     assert run("demo", "--ranks", "2", "--help") == Result(3, "demo ['--ranks', '2', '--help']\n", "")
 
 

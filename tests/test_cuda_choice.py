@@ -13,15 +13,15 @@ from conformance import PATCHES, Tile, check, operands, patch
 from cuda_ops.aten import calls, operators
 
 from tokenring.backends import registry
-from tokenring.backends.base import AttentionKernel
-from tokenring.backends.kernels.choice import ORDERS, default_order, ranked
-from tokenring.backends.kernels.choosing import REFUSALS, Choosing, refuses
+from tokenring.backends.interfaces import AttentionKernel
+from tokenring.backends.kernels.auto import REFUSALS, Choosing, refuses
 from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.backends.kernels.order import ORDERS, default_order, ranked
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
 from tokenring.errors import BackendUnavailable, UnsupportedError
-from tokenring.planner.rates import Rates
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
+from tokenring.tables.rates import Rates
 
 FAST = Rates("by hand", ((64, 100.0), (4096, 500.0)), ((64, 50.0), (4096, 300.0)))
 SLOW = Rates("by hand", ((64, 200.0), (4096, 250.0)), ((64, 20.0), (4096, 400.0)))

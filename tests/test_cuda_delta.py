@@ -8,9 +8,9 @@ from cuda_ops.aten import operators
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tokenring.backends.kernels.delta import lean_stand_in, stand_in
 from tokenring.backends.kernels.torch_cuda import TorchFlash
-from tokenring.backends.kernels.whole_out import lean_stand_in, stand_in
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 ROWS, BYTES_AN_ELEMENT = 512, 12
 HALF = (torch.bfloat16, torch.float16)

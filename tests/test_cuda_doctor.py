@@ -7,10 +7,10 @@ import torch
 from cuda_ops.packages import installed
 
 from tokenring.backends import registry
-from tokenring.backends.kernels.choice import default_order
-from tokenring.backends.kernels.choosing import Choosing
-from tokenring.doctor.probes import _kernels
-from tokenring.planner.rates import Rates
+from tokenring.backends.kernels.auto import Choosing
+from tokenring.backends.kernels.order import default_order
+from tokenring.cli.doctor.probes import _kernels
+from tokenring.tables.rates import Rates
 
 CUDA = torch.device("cuda")
 

@@ -17,7 +17,7 @@ from oracle import attention64, relative_error
 
 from tokenring.backends.kernels.flex import BLOCK, Flex, block_mask, blocks
 from tokenring.backends.kernels.masks import Masks
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 CPU = torch.device("cpu")
 

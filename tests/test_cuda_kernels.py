@@ -17,11 +17,11 @@ from cuda_ops.packages import RELEASES, installed
 
 from tokenring.backends.kernels import flash_attn
 from tokenring.backends.kernels.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
-from tokenring.backends.kernels.tiles import HALF, TileKernel, aligned, packed
+from tokenring.backends.kernels.flash_common import HALF, TileKernel, aligned, packed
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
 from tokenring.backends.registry import KERNELS, make_kernel
 from tokenring.errors import BackendUnavailable, UnsupportedError
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 SLACK = 1.5  # × the limits: tiles made for fp32 are small, or have large scores, for bf16
 PACKAGES = {"flash-attn": FlashAttn2, "flash-attn-3": FlashAttn3, "flash-attn-4": FlashAttn4}

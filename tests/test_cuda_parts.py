@@ -9,10 +9,10 @@ import torch
 from conformance import PATCHES, visible
 from cuda_ops import golden
 
-from tokenring.backends.kernels import parts as module
-from tokenring.backends.kernels.parts import Part, parts
-from tokenring.backends.kernels.windows import second_version, window
-from tokenring.region import Patch
+from tokenring.backends.kernels import decompose as module
+from tokenring.backends.kernels.decompose import Part, parts
+from tokenring.backends.kernels.flash_window import second_version, window
+from tokenring.sequence.region import Patch
 
 
 def square(patch: Patch) -> bool:

@@ -10,13 +10,13 @@ import torch
 from test_cuda_choice import NO_CUDNN, Refusing, choosing
 
 from tokenring.backends import registry
-from tokenring.backends.kernels.choice import default_order
-from tokenring.backends.kernels.choosing import Choosing, for_device
+from tokenring.backends.kernels.auto import Choosing, for_device
 from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.backends.kernels.order import default_order
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.measuring import key_of
-from tokenring.planner.measured import kept
-from tokenring.planner.rates_command import main as rates_main
+from tokenring.cli.rates.command import main as rates_main
+from tokenring.tables.kernel_rates import kept
 
 
 def test_auto_on_cuda_chooses() -> None:
@@ -49,7 +49,7 @@ def test_kept_tables_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     cpu = torch.device("cpu")
     chosen = for_device(cpu, lambda name: Reference() if name == "reference" else CpuFlash())
     chosen.order = ("torch-efficient", "reference")
-    monkeypatch.setattr("tokenring.planner.rates_command.make_kernel", lambda name, device: chosen)
+    monkeypatch.setattr("tokenring.cli.rates.command.make_kernel", lambda name, device: chosen)
     assert rates_main(["--device", "cpu", "--dtype", "fp32", "--dim", "16", "--seconds", "0.001"]) == 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def test_a_kernel_that_cannot_be_measured_is_left_out(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     chosen = choosing(Refusing("torch-cudnn", NO_CUDNN), Refusing("torch-flash"))
-    monkeypatch.setattr("tokenring.planner.rates_command.make_kernel", lambda name, device: chosen)
+    monkeypatch.setattr("tokenring.cli.rates.command.make_kernel", lambda name, device: chosen)
     assert rates_main(["--device", "cpu", "--dtype", "fp32", "--dim", "16", "--seconds", "0.001"]) == 0
     said = capsys.readouterr().out
     assert "torch-cudnn is left out: cuDNN Frontend error" in said and said.count("kept in") == 2

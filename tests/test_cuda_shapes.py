@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenring import Causal, Documents, Mask
 from tokenring.backends.kernels import torch_cuda
-from tokenring.backends.kernels.choosing import Choosing
+from tokenring.backends.kernels.auto import Choosing
 from tokenring.backends.kernels.torch_cuda import MOST_IRREGULAR, MOST_SHAPES, TorchCudnn, TorchFlash
-from tokenring.layout import make_layout
-from tokenring.region import Patch
-from tokenring.schedule.lower import lower
-from tokenring.schedule.program import Attend
-from tokenring.schedule.schemes import make_schedule
-from tokenring.workload import Workload
+from tokenring.lowering.lower import lower
+from tokenring.lowering.program import Attend
+from tokenring.schedule.names import make_schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.region import Patch
+from tokenring.sequence.workload import Workload
 
 RANKS, LENGTH, HALF = 4, 2048, torch.bfloat16
 WORKLOAD = Workload(1, LENGTH, LENGTH, 2, 1, 8, HALF)

@@ -16,18 +16,20 @@ from cuda_ops.broken import BREAKS, FORWARD, WRONG, raising, top_left
 from cuda_ops.packages import RELEASES, installed
 from test_cuda_kernels import PACKAGES
 
-from tokenring.backends import registry, verdicts
-from tokenring.backends.base import AttentionKernel, Tiles
-from tokenring.backends.kernels import choosing, trial
-from tokenring.backends.kernels.choosing import Choosing
+from tokenring.backends import registry
+from tokenring.backends.interfaces import AttentionKernel, Tiles
+from tokenring.backends.kernels import auto as choosing
+from tokenring.backends.kernels import numeric_trial as trial
+from tokenring.backends.kernels.auto import Choosing
 from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.backends.kernels.numeric_trial import TILES, Kind, fault
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
-from tokenring.backends.kernels.trial import TILES, Kind, fault
-from tokenring.backends.verdicts import Verdicts
-from tokenring.doctor.probes import _kernels
-from tokenring.region import Patch
-from tokenring.schedule.ir import PASSES, Pass
+from tokenring.cli.doctor.probes import _kernels
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.sequence.region import Patch
+from tokenring.tables import trial_verdicts as verdicts
+from tokenring.tables.trial_verdicts import Verdicts
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
 SQUARE = Patch(0, 128, 0, 128, None, 0)

@@ -16,17 +16,18 @@ from ranks import Here, RankPools
 from test_cuda_trial import for_tests
 
 from tokenring import Causal, attention
-from tokenring.backends import registry, verdicts
-from tokenring.backends.base import AttentionKernel, Tiles
-from tokenring.backends.kernels import trial
-from tokenring.backends.kernels.choosing import Choosing
+from tokenring.backends import registry
+from tokenring.backends.interfaces import AttentionKernel, Tiles
+from tokenring.backends.kernels import numeric_trial as trial
+from tokenring.backends.kernels.auto import Choosing
+from tokenring.backends.kernels.numeric_trial import Kind, fault
 from tokenring.backends.kernels.torch_cuda import MOST_IRREGULAR, TorchCudnn, TorchEfficient, TorchFlash
-from tokenring.backends.kernels.trial import Kind, fault
-from tokenring.backends.verdicts import Verdicts
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.region import Patch
-from tokenring.schedule.ir import PASSES
-from tokenring.workload import Workload
+from tokenring.ir.schedule_data import PASSES
+from tokenring.sequence.region import Patch
+from tokenring.sequence.workload import Workload
+from tokenring.tables import trial_verdicts as verdicts
+from tokenring.tables.trial_verdicts import Verdicts
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
 LENGTH, HEAD_DIM = 256, 40

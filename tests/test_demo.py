@@ -21,17 +21,15 @@ from patience import patient
 from ranks import Here, RankPools
 
 import tokenring as tr
-from tokenring.demo.check import check
-from tokenring.demo.command import main
-from tokenring.demo.data import Batch, Text, text_tokens
-from tokenring.demo.model import ModelConfig, Transformer
-from tokenring.demo.results import (
-    Checked,
-)
-from tokenring.demo.train import split_attention
+from tokenring.cli.demo.check import check
+from tokenring.cli.demo.command import main
+from tokenring.cli.demo.data import Batch, Text, text_tokens
+from tokenring.cli.demo.model import ModelConfig, Transformer
+from tokenring.cli.demo.results import Checked
+from tokenring.cli.demo.train import split_attention
 from tokenring.errors import ConfigurationError
-from tokenring.follow import CommandFailed, Interrupted, write_at_last
-from tokenring.launch import Interrupts
+from tokenring.launch.follow import CommandFailed, Interrupted, write_at_last
+from tokenring.launch.processes import Interrupts
 
 MARKER = "TOKENRING_DEMO_TEST"
 # A shell starts what runs in the background with Ctrl-C ignored, and so its tests.
@@ -216,7 +214,7 @@ def test_options_that_do_not_fit(arguments: list[str], says: str) -> None:
 
 
 def test_importing_tokenring_leaves_the_demo_alone() -> None:
-    code = "import sys, tokenring.cli; sys.exit(any(name.startswith('tokenring.demo') for name in sys.modules))"
+    code = "import sys, tokenring.cli.main; sys.exit(any(name.startswith('tokenring.cli.demo') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=patient(60)).returncode == 0
 
 

@@ -8,22 +8,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenring.console import Ink
-from tokenring.demo.console import Console, is_landmark, progress_bar, progress_line
-from tokenring.demo.report import link_matrix, schedule_text, split_text, timeline, training_text
-from tokenring.demo.results import (
-    Checked,
-    Measured,
-    Pass,
-    Stepped,
-    from_line,
-    to_line,
-    training_complaint,
-)
-from tokenring.follow import Failed, failure_text
-from tokenring.svg import axis_step
-from tokenring.tracing.picture import to_svg
-from tokenring.tracing.record import Bar, Message, Stretch
+from tokenring.cli.demo.console import Console, is_landmark, progress_bar, progress_line
+from tokenring.cli.demo.report import link_matrix, schedule_text, split_text, timeline, training_text
+from tokenring.cli.demo.results import Checked, Measured, Pass, Stepped, from_line, to_line, training_complaint
+from tokenring.cli.trace.picture import to_svg
+from tokenring.cli.trace.record import Bar, Message, Stretch
+from tokenring.display.console import Ink
+from tokenring.display.svg import axis_step
+from tokenring.launch.follow import Failed, failure_text
 
 CHECKED = Checked(5.5, 5.5, {"a.weight": 1e-7, "b.weight": 2e-6}, 1.0)
 

@@ -13,10 +13,10 @@ from patience import patient
 
 from tokenring.backends import devices
 from tokenring.backends.devices import Accelerator, Cpu, Device, Memory, accelerator_types, device_of, has_device
-from tokenring.bench.candidates import Runner
-from tokenring.bench.race import timed_call
+from tokenring.cli.bench.candidates import Runner
+from tokenring.cli.bench.race import timed_call
 from tokenring.errors import BackendUnavailable
-from tokenring.topology.seat import this_seat
+from tokenring.topology.probing.device_identity import this_seat
 
 
 def work_seconds() -> float:

@@ -12,9 +12,9 @@ from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools
 
 from tokenring import Causal, ConfigurationError, ContextParallel, Documents, Full, Mask, SlidingWindow, attention
-from tokenring.backends.base import Transport
-from tokenring.backends.gloo import GlooTransport
+from tokenring.backends.interfaces import Transport
 from tokenring.backends.registry import make_transport
+from tokenring.backends.transports.gloo import GlooTransport
 
 WORLD_SIZE = 4
 

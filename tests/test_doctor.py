@@ -12,11 +12,11 @@ import torch
 import vendor
 from vendor import ABORT, ALIASES, CLASH, EMULATED, EXIT, HANG, NO_CANN, STUB_TORCH, UNLIKE, WORKS, tokenring, torch_npu
 
-from tokenring import cli
-from tokenring.doctor import ask, examine
-from tokenring.doctor.findings import Findings
-from tokenring.doctor.probes import OPERATORS
-from tokenring.doctor.report import report
+from tokenring.cli import main as cli
+from tokenring.cli.doctor import ask, examine
+from tokenring.cli.doctor.findings import Findings
+from tokenring.cli.doctor.probes import OPERATORS
+from tokenring.cli.doctor.report import report
 
 
 def doctor(folder: Path, *options: str, **environment: str) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_what_is_left_of_a_device_without_operators(tmp_path: Path) -> None:
 
 
 def test_nothing_of_torch_is_imported_by_the_command_itself(tmp_path: Path) -> None:
-    code = "import sys, tokenring.cli, tokenring.doctor.command; print('torch' in sys.modules)"
+    code = "import sys, tokenring.cli.main, tokenring.cli.doctor.command; print('torch' in sys.modules)"
     assert vendor.run(tmp_path, "-c", code).out == "False\n"
 
 
@@ -263,7 +263,7 @@ def test_report_in_full() -> None:
 
 def full_findings() -> Findings:
     """An A2 server on which all but one thing is well."""
-    from tokenring.doctor import findings as f
+    from tokenring.cli.doctor import findings as f
 
     return Findings(
         "0.1.0", "3.11.7", "Linux aarch64", "2.9.1+cpu",
@@ -287,7 +287,7 @@ def test_names_of_others_are_shown_as_text() -> None:
 
 
 def test_output_goes_to_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tokenring.doctor.command.examine", lambda *_: full_findings())
+    monkeypatch.setattr("tokenring.cli.doctor.command.examine", lambda *_: full_findings())
     out = StringIO()
     assert cli.main(["doctor", "-o", str(tmp_path / "a.txt")], out, StringIO()) == 0
     assert out.getvalue() == ""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tokenring.cli import main
-from tokenring.doctor import examine
-from tokenring.doctor.ask import Answer
-from tokenring.doctor.findings import Cann, Findings, TorchNpu
+from tokenring.cli.doctor import examine
+from tokenring.cli.doctor.ask import Answer
+from tokenring.cli.doctor.findings import Cann, Findings, TorchNpu
+from tokenring.cli.main import main
 
 WANTED = """\
           other      symm: moves CUDA tensors; torch sees no CUDA device here

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_topology_dumps import SHARED
 
-from tokenring.doctor.cann import find_cann, set_env_of
-from tokenring.doctor.explain import explain, import_failure, last_line, mismatch
-from tokenring.doctor.variables import variables
+from tokenring.cli.doctor.cann import find_cann, set_env_of
+from tokenring.cli.doctor.variables import variables
+from tokenring.imports import explain, import_failure, last_line, mismatch
 
 # ---------- variables
 

@@ -16,8 +16,8 @@ import pytest
 from test_lines import SECONDS, Place
 from test_lines import connected as connected  # the fixture
 
-from tokenring.backends import door as doors
-from tokenring.backends.door import Door
+from tokenring.backends.control import listener as doors
+from tokenring.backends.control.listener import Door
 from tokenring.errors import PeerLost
 
 CARD, OTHER = b"card 1", b"card 2"

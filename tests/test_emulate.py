@@ -15,12 +15,12 @@ import pytest
 import torch
 from patience import patient
 
-from tokenring.bench.results import MEASURED, Report
-from tokenring.bench.sleeping import Sleeping
+from tokenring.cli.bench.results import MEASURED, Report
+from tokenring.cli.bench.sleeping import Sleeping
 from tokenring.emulate import Emulated, build, guardian
 from tokenring.emulate.net import NUMBERS
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 HERE = {"PYTHONPATH": str(Path(__file__).resolve().parent) + os.pathsep + os.environ.get("PYTHONPATH", "")}
 GONE_SECONDS = 20.0

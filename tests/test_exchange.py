@@ -14,17 +14,17 @@ from test_planner_hccl import A2, printed
 
 from tokenring import Causal, Full, Mask
 from tokenring.backends.registry import TRANSPORTS, transport_capabilities
-from tokenring.cli import main
+from tokenring.cli.main import main
 from tokenring.errors import ScheduleError
-from tokenring.schedule.exchange import exchanges
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.lower import lower
-from tokenring.schedule.measure import contacts, links, staged_bytes
-from tokenring.schedule.program import ALL_GATHER, ALL_TO_ALL, Attend, Program, Recv, Send, Wait
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.replay import Kept, replay
-from tokenring.schedule.storage import storage_of
-from tokenring.schedule.verify import verify_collectives
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.exchanges import exchanges
+from tokenring.lowering.footprint import contacts, links, staged_bytes
+from tokenring.lowering.lower import lower
+from tokenring.lowering.program import ALL_GATHER, ALL_TO_ALL, Attend, Program, Recv, Send, Wait
+from tokenring.lowering.storage import storage_of
+from tokenring.proof.replay import Kept, replay
+from tokenring.proof.verify import verify_collectives
+from tokenring.schedule.schedule import Schedule
 
 Found = list[tuple[int, str, str, tuple[int, ...], int]]
 EVERYBODY = (0, 1, 2, 3)

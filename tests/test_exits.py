@@ -22,8 +22,8 @@ from ranks import PEER_SECONDS, Here, RankPools
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, PeerLost, attention, unshard
-from tokenring.groups import HeldGroup
 from tokenring.integrations.megatron.contexts import contexts_of
+from tokenring.launch.groups import HeldGroup
 
 Kept = list[Any]
 

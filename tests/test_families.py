@@ -13,12 +13,12 @@ from test_verify import check_refused, spread
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
-from tokenring.layout import make_layout
-from tokenring.schedule.build import build
+from tokenring.ir.schedule_data import PARTIALS
 from tokenring.schedule.families import FAMILIES, arranged, in_pieces, mirrored, parse, variants
 from tokenring.schedule.families.cycles import hamiltonian
-from tokenring.schedule.ir import PARTIALS
-from tokenring.workload import Workload
+from tokenring.schedule.scheme import build
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.workload import Workload
 
 FACTORS = {
     "layout": ("contiguous", "zigzag", "striped"),

@@ -12,10 +12,10 @@ import pytest
 from families import make
 
 import tokenring as tr
-from tokenring.layout import make_layout
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.schemes import make_schedule
-from tokenring.workload import Workload
+from tokenring.schedule.names import make_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.workload import Workload
 
 
 def schedule_of(name: str, ranks: int, mask: tr.Mask | None = None) -> Schedule:

@@ -12,9 +12,9 @@ from oracle import relative_error
 from ranks import Here, RankPools
 from test_exactness import bf16_limits
 
-from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.families import FAMILIES, arranged, parse
 from tokenring.schedule.families.basic import direct_kv, direct_q
+from tokenring.schedule.scheme import Scheme, build
 
 CHUNKS = {"contiguous": 1, "zigzag": 2, "striped": 1}
 FACTORS = {

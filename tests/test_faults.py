@@ -9,7 +9,7 @@ from faults import KINDS, LIMIT_SECONDS, PASSES, SCHEDULES, WORLD_SIZE, Case, Fo
 from machines import APART
 from patience import patient
 
-from tokenring.backends.control import MAY_WAIT
+from tokenring.backends.control.control import MAY_WAIT
 
 WAYS = tuple(product(("gloo", "shm"), PASSES))
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenring import follow
 from tokenring.errors import ConfigurationError
-from tokenring.follow import LAST_WORDS_SECONDS, CommandFailed, Failed
-from tokenring.launch import Interrupts
+from tokenring.launch import follow
+from tokenring.launch.follow import LAST_WORDS_SECONDS, CommandFailed, Failed
+from tokenring.launch.processes import Interrupts
 
 
 class Clock:

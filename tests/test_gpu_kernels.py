@@ -14,7 +14,7 @@ from cuda_ops import aten
 from cuda_ops.aten import operators
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchFlash
 from tokenring.errors import BackendUnavailable
 

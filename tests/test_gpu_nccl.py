@@ -15,7 +15,7 @@ from patience import patient
 from ranks import Here
 
 from tokenring import attention
-from tokenring.backends.nccl import NcclTransport
+from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.errors import PeerLost
 
 REPO = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from symm_ranks import ThreadDevice
 
 from tokenring import UnsupportedError
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.schedule.program import Attend, Merge, Recv, Send
+from tokenring.lowering.program import Attend, Merge, Recv, Send
 
 REPO = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

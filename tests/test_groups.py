@@ -14,9 +14,9 @@ from ranks import Here, RankPools
 from torch.distributed.device_mesh import init_device_mesh
 
 from tokenring import ContextParallel, attention, shard, unshard
-from tokenring.backends.auto import AutoTransport
-from tokenring.backends.gloo import GlooTransport
-from tokenring.backends.shm import ShmTransport
+from tokenring.backends.transports.auto import AutoTransport
+from tokenring.backends.transports.gloo import GlooTransport
+from tokenring.backends.transports.shm import ShmTransport
 
 transports = pytest.mark.parametrize("transport", ["gloo", "shm"])
 

@@ -24,13 +24,13 @@ from ranks import Here, RankError
 
 import tokenring as tr
 from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
-from tokenring.backends.hccl import warm_up_order
-from tokenring.backends.hccl_environment import connection_bytes
 from tokenring.backends.registry import make_transport, transport_capabilities
-from tokenring.planner.interconnect import full_mesh
-from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS
-from tokenring.schedule.measure import connections, links
-from tokenring.schedule.target import Capabilities
+from tokenring.backends.transports.hccl import warm_up_order
+from tokenring.backends.transports.hccl_environment import connection_bytes
+from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS
+from tokenring.lowering.footprint import connections, links
+from tokenring.lowering.target import Capabilities
+from tokenring.planner.interconnects.interconnect import full_mesh
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
 BUFFER = 40 * MEGABYTE

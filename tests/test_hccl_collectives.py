@@ -23,11 +23,11 @@ from test_exchange import alone, crossed, together
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel
-from tokenring.backends.base import CollectiveTransport
+from tokenring.backends.interfaces import CollectiveTransport
 from tokenring.backends.registry import make_transport, transport_capabilities
-from tokenring.schedule.ir import PASSES
-from tokenring.schedule.measure import connections, contacts
-from tokenring.schedule.program import ALL_GATHER, Program, Wait
+from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.footprint import connections, contacts
+from tokenring.lowering.program import ALL_GATHER, Program, Wait
 
 COLLECTIVES = "hccl/collectives"
 GROUP, PAIR = 400 * MEGABYTE, 40 * MEGABYTE

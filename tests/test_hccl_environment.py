@@ -18,10 +18,10 @@ from ranks import Here
 from test_hccl_modes import call, context
 
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
-from tokenring.backends import hccl, hccl_environment
-from tokenring.backends.hccl_environment import check_environment, most_communicators, retries
 from tokenring.backends.registry import transport_capabilities
-from tokenring.schedule.measure import most_connected
+from tokenring.backends.transports import hccl, hccl_environment
+from tokenring.backends.transports.hccl_environment import check_environment, most_communicators, retries
+from tokenring.lowering.footprint import most_connected
 
 RETRY = "HCCL_OP_RETRY_ENABLE"
 A3, A2 = "Ascend910_9392", "Ascend910B3"

@@ -22,13 +22,13 @@ from patience import patient
 from ranks import Here
 
 from tokenring import PeerLost
-from tokenring.backends import hccl
-from tokenring.backends.base import Grouping
-from tokenring.backends.hccl import CONNECTION_BYTES
-from tokenring.backends.hccl_environment import watchdog_seconds
-from tokenring.backends.nccl import NcclTransport
+from tokenring.backends.interfaces import Grouping
 from tokenring.backends.registry import make_transport, transport_capabilities
-from tokenring.schedule.ir import REQUESTS
+from tokenring.backends.transports import hccl
+from tokenring.backends.transports.hccl import CONNECTION_BYTES
+from tokenring.backends.transports.hccl_environment import watchdog_seconds
+from tokenring.backends.transports.nccl import NcclTransport
+from tokenring.ir.schedule_data import REQUESTS
 
 COLLECTIVES = "hccl/collectives"
 NPU = "npu"  # no torch.device: only ranks know it

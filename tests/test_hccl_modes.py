@@ -16,9 +16,9 @@ from ranks import Here
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, PeerLost, attention, shard
-from tokenring.inputs import make_request
-from tokenring.planner.interconnect import full_mesh
-from tokenring.planner.plan import Plan
+from tokenring.api.inputs import make_request
+from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.interconnects.interconnect import full_mesh
 
 BUFFER = 40 * MEGABYTE
 CASE = small_case(4, "auto")

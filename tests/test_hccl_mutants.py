@@ -21,7 +21,7 @@ from ranks import Here
 import tokenring as tr
 from tokenring import ContextParallel
 from tokenring.backends.kernels.npu_fusion import NpuFusion
-from tokenring.schedule.program import Attend, Program, Recv, Send, Wait
+from tokenring.lowering.program import Attend, Program, Recv, Send, Wait
 
 
 def broken(here: Here, case: Case, transport: str, at: int, change: Change | None) -> str:

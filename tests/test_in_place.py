@@ -12,9 +12,9 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring import ConfigurationError, attention, shard, unshard
-from tokenring.layout import zigzag
 from tokenring.runtime.results import Changes
 from tokenring.runtime.trace import Agree
+from tokenring.sequence.layout import zigzag
 
 LENGTH, HEADS, DIM = 48, (4, 2), 16
 LIMITS = {torch.float32: 5e-6, torch.bfloat16: 2e-2}

@@ -15,9 +15,9 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, UnsupportedError
-from tokenring.backends.base import AttentionKernel, Transport
-from tokenring.backends.gloo import GlooTransport
+from tokenring.backends.interfaces import AttentionKernel, Transport
 from tokenring.backends.kernels.reference import Reference
+from tokenring.backends.transports.gloo import GlooTransport
 
 LAYOUTS = "choose one of contiguous, zigzag, striped, or cut one finer, as in 'zigzag/2'"
 SCHEDULES = (

@@ -20,12 +20,12 @@ from ranks import Here, RankPools
 from test_mindspeed import ASKED, attentions, parsed
 from test_mindspeed import arguments as made_with
 
-from tokenring.context import TIMEOUT_SECONDS
+from tokenring.api.context import TIMEOUT_SECONDS
 from tokenring.errors import ConfigurationError
 from tokenring.integrations.megatron import add_arguments, options_of
 from tokenring.integrations.megatron.arguments import OPTIONS
 from tokenring.integrations.megatron.options import FLAGS, flag_of, framework_seconds, options_said
-from tokenring.topology.ranks import Topology
+from tokenring.topology.model.ranks import Topology
 
 REPO = Path(__file__).resolve().parent.parent
 GIVEN = {

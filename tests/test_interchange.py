@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenring.errors import ScheduleError
-from tokenring.layout import Layout, Positions, zigzag
-from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
-from tokenring.named import schedule
-from tokenring.schedule import interchange, routes
-from tokenring.schedule.build import Pair, Scheme, build
-from tokenring.schedule.interchange import to_json
-from tokenring.schedule.ir import PARTIALS, REQUESTS, Block, Move, Tile
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.schemes import SCHEMES, at_key
+from tokenring.ir import json as interchange
+from tokenring.ir.json import to_json
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Move, Tile
+from tokenring.schedule import routes
+from tokenring.schedule.by_name import schedule
+from tokenring.schedule.names import SCHEMES, at_key
+from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import Pair, Scheme, build
+from tokenring.sequence.layout import Layout, Positions, zigzag
+from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "schedule-json.md"
 LAYOUTS = ("zigzag", "contiguous", "striped")

@@ -17,8 +17,8 @@ from test_scales import at_home
 
 import tokenring as tr
 from tokenring import ContextParallel, Documents, Full, Mask, SlidingWindow, attention
-from tokenring.layout import Layout, make_layout
-from tokenring.schedule.calls import _patches
+from tokenring.lowering.calls import _patches
+from tokenring.sequence.layout import Layout, make_layout
 
 LENGTH = 48
 ALIGNED, UNEVEN = (0, 8, 16, 24, 40, 44), (0, 5, 12, 13, 24, 36, 44)  # with chunks of "zigzag/2" on 3 ranks; with none

@@ -10,11 +10,11 @@ import torch
 from conformance import PATCHES, TILES, Tile, check, operands, patch, visible
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenring.backends.base import AttentionKernel
+from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.cpu_flash import BAND_ROWS, CpuFlash
+from tokenring.backends.kernels.delta import stand_in
 from tokenring.backends.kernels.reference import Reference, dense_mask
-from tokenring.backends.kernels.whole_out import stand_in
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

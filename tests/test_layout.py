@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenring.errors import ConfigurationError
-from tokenring.layout import (
+from tokenring.sequence.layout import (
     LAYOUTS,
     Layout,
     Positions,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tokenring.cli import main
-from tokenring.limits import MADE_RANKS, MADE_TILES, MOST_PROCESSES, PROCESS_BYTES
+from tokenring.api.limits import MADE_RANKS, MADE_TILES, MOST_PROCESSES, PROCESS_BYTES
+from tokenring.cli.main import main
 
 MANY = "99999"
 HUGE = "1" + 30 * "0"
@@ -44,7 +44,7 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_processes_than_a_machine_starts(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, large_machine: None
 ) -> None:
-    for work in ("tokenring.ranks._Job", "tokenring.demo.command.Demo"):
+    for work in ("tokenring.launch.command._Job", "tokenring.cli.demo.command.Demo"):
         monkeypatch.setattr(work, no_work)
     said = said_by([*words, "--ranks", MANY])
     assert f"--ranks {MANY}: at most {MOST_PROCESSES} are started on this machine" in said
@@ -58,7 +58,7 @@ def test_less_memory_starts_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_torchrun_are_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenring.ranks import ranks_wanted
+    from tokenring.launch.command import ranks_wanted
 
     assert ranks_wanted(None, 99999) == 99999
 
@@ -74,7 +74,7 @@ def test_ranks_of_torchrun_are_those_that_there_are(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_schedules_that_take_minutes(words: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenring.named.schedule", no_work)
+    monkeypatch.setattr("tokenring.schedule.by_name.schedule", no_work)
     assert wanted in said_by(["schedule", *words])
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
-from tokenring.backends import lines
-from tokenring.backends.door import Door
-from tokenring.backends.lines import Lines, own_address
+from tokenring.backends.control import sockets as lines
+from tokenring.backends.control.listener import Door
+from tokenring.backends.control.sockets import Lines, own_address
 
 SECONDS = 5.0
 

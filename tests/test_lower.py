@@ -16,16 +16,16 @@ from pairwise import sample
 from patience import patient
 from programs import check_both_passes, lower_all
 
-from tokenring.layout import make_layout
-from tokenring.mask import Causal
-from tokenring.region import Patch
-from tokenring.schedule.build import build
-from tokenring.schedule.calls import Supports, anything
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.program import Attend, Program
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.schemes import make_schedule
-from tokenring.workload import Workload
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.calls import Supports, anything
+from tokenring.lowering.program import Attend, Program
+from tokenring.schedule.names import make_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import build
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Causal
+from tokenring.sequence.region import Patch
+from tokenring.sequence.workload import Workload
 
 DTYPES = (torch.float32, torch.bfloat16)
 KINDS = ("q", "kv", "q_partial", "kv_partial")

@@ -14,18 +14,18 @@ import torch
 from captured_world import Device, InWorld, Party
 from cases import Case
 
-from tokenring.backends import symm
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.registry import transport_capabilities
-from tokenring.planner.interconnect import full_mesh
-from tokenring.planner.predict import Setting, predict
-from tokenring.planner.rates import Machine, constant
+from tokenring.backends.transports import symm
+from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS
+from tokenring.lowering.lower import lower
+from tokenring.lowering.mailboxes import ALIGNED_BYTES, BOXES, Mailboxes, lay
+from tokenring.lowering.target import Link
+from tokenring.planner.interconnects.interconnect import full_mesh
+from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.ir import PARTIALS, PASSES, REQUESTS
-from tokenring.schedule.lower import lower
-from tokenring.schedule.mailboxes import ALIGNED_BYTES, BOXES, Mailboxes, lay
-from tokenring.schedule.target import Link
+from tokenring.tables.rates import Machine, constant
 
 CHANNELS = (REQUESTS, PARTIALS)
 

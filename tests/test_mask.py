@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenring.errors import ConfigurationError
-from tokenring.layout import Positions
-from tokenring.mask import LIMIT, Causal, Documents, Full, Mask, SlidingWindow, parse_mask
-from tokenring.region import Region
+from tokenring.sequence.layout import Positions
+from tokenring.sequence.mask import LIMIT, Causal, Documents, Full, Mask, SlidingWindow, parse_mask
+from tokenring.sequence.region import Region
 
 STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 END = 40

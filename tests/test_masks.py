@@ -19,15 +19,15 @@ from ranks import Here
 from tokenring import Causal, ContextParallel, Documents, SlidingWindow, Workload, attention
 from tokenring.backends.devices import Cpu
 from tokenring.backends.kernels import flex, masks, torch_cuda
-from tokenring.backends.kernels.choosing import Choosing
+from tokenring.backends.kernels.auto import Choosing
 from tokenring.backends.kernels.flex import Flex
 from tokenring.backends.kernels.torch_cuda import TorchEfficient
-from tokenring.layout import make_layout
-from tokenring.planner.pieces import named_schedule
+from tokenring.lowering.lower import lower
 from tokenring.runtime.call import Call
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.lower import lower
+from tokenring.schedule.pieces import named_schedule
+from tokenring.sequence.layout import make_layout
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, DIM = 32, 2, 16

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tokenring.errors import ConfigurationError
-from tokenring.mask import Causal
-from tokenring.named import schedule
-from tokenring.schedule.questions import Schedule
-from tokenring.workload import Workload
+from tokenring.schedule.by_name import schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.mask import Causal
+from tokenring.sequence.workload import Workload
 
 MADE = schedule("tokenring", ranks=4, mask=Causal(), length=64)
 SIZE = Workload(1, 64, 64, 2, 1, 8)

@@ -13,8 +13,8 @@ from machines import APART, transport_name
 from ranks import Here, RankPools
 
 from tokenring import ContextParallel, PeerLost, attention
-from tokenring.backends import meeting as meetings
-from tokenring.backends.meeting import Meeting
+from tokenring.backends.control import store_gather as meetings
+from tokenring.backends.control.store_gather import Meeting
 
 SECONDS = 1.0  # of a wait in vain
 LATE = 1  # the rank that is late

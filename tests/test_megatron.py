@@ -18,8 +18,8 @@ from mcore.world import load
 from ranks import RankPools, Ranks
 
 import tokenring as tr
-from tokenring.layout import zigzag
 from tokenring.schedule.families.registry import misfit, variants
+from tokenring.sequence.layout import zigzag
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a version waits until it is loaded
 LOAD_SECONDS = 240

@@ -18,7 +18,7 @@ from ranks import Here, RankPools
 from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, attention
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.megatron.packed import LastPacking, Packing, attend_packed, packing_of
-from tokenring.layout import zigzag
+from tokenring.sequence.layout import zigzag
 
 EXACT = 2e-6
 FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"

@@ -27,8 +27,8 @@ from tokenring.integrations.megatron.groups import SELF, group_of_call, group_of
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.schedules import schedule_of_layer
 from tokenring.integrations.megatron.version import check_known
-from tokenring.layout import zigzag
-from tokenring.topology.ranks import full_mesh
+from tokenring.sequence.layout import zigzag
+from tokenring.topology.model.ranks import full_mesh
 
 EXACT = 2e-6
 

@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tokenring import ContextParallel, attention, shard
-from tokenring.backends.base import AttentionKernel
+from tokenring.api.autograd import OwnTensors
+from tokenring.api.inputs import make_request
+from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.inputs import make_request
-from tokenring.region import Patch
-from tokenring.runtime.autograd import OwnTensors
+from tokenring.ir.schedule_data import PASSES, Kind, Pass
+from tokenring.lowering.footprint import aligned, scratch_bytes, slot_bytes
+from tokenring.lowering.lower import lower
+from tokenring.lowering.records import Records
 from tokenring.runtime.call import Call
-from tokenring.schedule.ir import PASSES, Kind, Pass
-from tokenring.schedule.lower import lower
-from tokenring.schedule.measure import aligned, scratch_bytes, slot_bytes
-from tokenring.schedule.payload import Records
+from tokenring.sequence.region import Patch
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -19,9 +19,9 @@ import torch
 from merging import CASES, check, check_softmax, suite
 from patience import patient
 
-from tokenring.backends import mergers
-from tokenring.backends.mergers import LIMIT, choose_merger, merger_for, trial
-from tokenring.runtime.merge import TorchMerger, accepting, merge_
+from tokenring.backends.merging import mergers
+from tokenring.backends.merging.mergers import LIMIT, choose_merger, merger_for, trial
+from tokenring.backends.merging.torch_merger import TorchMerger, accepting, merge_
 
 TESTS = Path(__file__).parent
 TRITONS_HOME = ("linux", "x86_64")  # as pyproject.toml says of it

@@ -27,14 +27,14 @@ from test_watch import FakeControl
 
 import tokenring as tr
 from tokenring import ConfigurationError, PeerLost
-from tokenring.backends import accelerated
-from tokenring.backends.base import Grouping
-from tokenring.backends.nccl import NcclTransport, _abort, limit_seconds
+from tokenring.backends.control.watch import Watch
+from tokenring.backends.interfaces import Grouping
 from tokenring.backends.registry import make_transport
-from tokenring.backends.watch import Watch
-from tokenring.runtime.posting import last_posts
-from tokenring.schedule.ir import PARTIALS, REQUESTS
-from tokenring.schedule.program import Merge, Pack, Program, Recv, Send, Span, Wait
+from tokenring.backends.transports import accelerated
+from tokenring.backends.transports.nccl import NcclTransport, _abort, limit_seconds
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.lowering.program import Merge, Pack, Program, Recv, Send, Span, Wait
+from tokenring.runtime.message_groups import last_posts
 
 SILENT_SECONDS = 4.0
 NPU = "npu"

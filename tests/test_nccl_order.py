@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tokenring.backends.nccl import NcclTransport, Post
-from tokenring.runtime.posting import last_posts
-from tokenring.schedule.ir import PARTIALS, REQUESTS
-from tokenring.schedule.program import Pack, Recv, Send, Span, Wait
+from tokenring.backends.transports.nccl import NcclTransport, Post
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.lowering.program import Pack, Recv, Send, Span, Wait
+from tokenring.runtime.message_groups import last_posts
 
 RANKS, MESSAGES, SEEDS = 4, 40, range(200)
 SPAN = Span(0, 0, 1)

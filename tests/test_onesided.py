@@ -13,11 +13,11 @@ from nvshmem_ops import Emulated, Operators
 from plays import CHANNELS, MESSAGES, Parts, Play, played
 from stream_world import FakeMemory, Refused
 
-from tokenring.backends import onesided
-from tokenring.backends.onesided import Receiving, Sending
-from tokenring.schedule import mailboxes as mailbox
-from tokenring.schedule.mailboxes import ALIGNED_BYTES, Mailboxes
-from tokenring.schedule.target import Link
+from tokenring.backends.transports import onesided
+from tokenring.backends.transports.onesided import Receiving, Sending
+from tokenring.lowering import mailboxes as mailbox
+from tokenring.lowering.mailboxes import ALIGNED_BYTES, Mailboxes
+from tokenring.lowering.target import Link
 
 SEEDS = range(15)
 

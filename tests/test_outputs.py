@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mutations import DATA
 
-from tokenring.cli import main
+from tokenring.cli.main import main
 
 DUMP = str(DATA / "npu-910b.txt")
 PLAN = ("plan", "--topology", "preset:hgx-h100", "--seq", "4k")
@@ -51,9 +51,9 @@ def test_a_suffix_that_is_not_written(
     option: str, known: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for work in (
-        "tokenring.cli._build", "tokenring.doctor.command.examine", "tokenring.topology.command.read_file",
-        "tokenring.ranks._Job", "tokenring.planner.command.ask", "tokenring.planner.command.sweep",
-        "tokenring.demo.command.Demo",
+        "tokenring.cli.main._build", "tokenring.cli.doctor.command.examine", "tokenring.cli.topology.read_file",
+        "tokenring.launch.command._Job", "tokenring.cli.plan.command.ask", "tokenring.cli.plan.command.sweep",
+        "tokenring.cli.demo.command.Demo",
     ):  # fmt: skip
         monkeypatch.setattr(work, no_work)
     path = tmp_path / "x.png"
@@ -77,7 +77,7 @@ def test_a_schedule_is_written_as_its_file_says(suffix: str, begins: str, tmp_pa
 def test_a_diagnosis_is_written_as_its_file_says(tmp_path: Path) -> None:
     path = tmp_path / "it.json"
     assert run("doctor", "-o", str(path)) == (0, "")
-    assert json.loads(path.read_text(encoding="utf-8"))["format"] == "tokenring.doctor"
+    assert json.loads(path.read_text(encoding="utf-8"))["format"] == "tokenring.cli.doctor"
 
 
 @pytest.mark.parametrize(

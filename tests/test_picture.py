@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import pytest
 from test_interchange import CUSTOM, LAYOUTS, MASKS, named, relayed, ulysses, uneven
 
-from tokenring.layout import zigzag
-from tokenring.mask import Causal, Documents
-from tokenring.named import schedule
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.picture import PARTIAL, REQUEST, to_svg
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.schemes import SCHEMES
+from tokenring.ir.picture import PARTIAL, REQUEST, to_svg
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.schedule.by_name import schedule
+from tokenring.schedule.names import SCHEMES
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import zigzag
+from tokenring.sequence.mask import Causal, Documents
 
 SVG = "{http://www.w3.org/2000/svg}"
 

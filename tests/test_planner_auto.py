@@ -16,16 +16,24 @@ from patience import patient
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.planner import auto
-from tokenring.planner.auto import Call, first_names, make, plan_call, restricted
-from tokenring.planner.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring, switch, two_node
-from tokenring.planner.plan import Plan
-from tokenring.planner.predict import Busiest, OfPass, least_seconds, predict
-from tokenring.planner.presets import preset
-from tokenring.planner.rates import Messages
-from tokenring.planner.select import Choice, Judged, Judgement, decide, mb_text, select, time_text, wires_need
-from tokenring.planner.wiring import interconnect_of
-from tokenring.schedule.ir import Pass
+from tokenring.ir.schedule_data import Pass
+from tokenring.planner.choosing import auto
+from tokenring.planner.choosing.auto import Call, first_names, make, plan_call, restricted
+from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.choosing.select import Choice, Judged, Judgement, decide, mb_text, select, time_text, wires_need
+from tokenring.planner.interconnects.interconnect import (
+    Fabric,
+    Interconnect,
+    full_mesh,
+    of_one_host,
+    ring,
+    switch,
+    two_node,
+)
+from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.machines.presets import preset
+from tokenring.planner.simulation.predict import Busiest, OfPass, least_seconds, predict
+from tokenring.tables.rates import Messages
 
 Heads = tuple[int, int]
 

@@ -10,11 +10,10 @@ from families import members
 from nets import BOTH, SHAPES, call, clusters, named, setting, workload
 
 import tokenring as tr
-from tokenring.layout import make_layout
-from tokenring.mask import Mask
-from tokenring.planner.auto import call_bound
-from tokenring.planner.bound import lower_bound
-from tokenring.planner.interconnect import (
+from tokenring.planner.bounds.bound import lower_bound
+from tokenring.planner.bounds.mask_density import own_pairs, visible_pairs
+from tokenring.planner.choosing.auto import call_bound
+from tokenring.planner.interconnects.interconnect import (
     Fabric,
     Interconnect,
     full_mesh,
@@ -23,11 +22,12 @@ from tokenring.planner.interconnect import (
     two_node,
     with_network,
 )
-from tokenring.planner.interconnect import mesh_fabric as mesh
-from tokenring.planner.predict import Setting, busiest, least_seconds, predict
-from tokenring.planner.rates import Rates, constant
-from tokenring.planner.visible import own_pairs, visible_pairs
-from tokenring.workload import Workload
+from tokenring.planner.interconnects.interconnect import mesh_fabric as mesh
+from tokenring.planner.simulation.predict import Setting, busiest, least_seconds, predict
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Rates, constant
 
 FREE = constant(1e9)
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1))

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenring.cli import main
-from tokenring.planner.plan import Plan
-from tokenring.planner.presets import PRESETS
-from tokenring.topology.schema import to_json
+from tokenring.cli.main import main
+from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.machines.presets import PRESETS
+from tokenring.topology.model.schema import to_json
 
 DATA = Path(__file__).parent / "data"
 FEW = ("--seq", "4k", "--heads", "8", "--pass", "forward")
@@ -135,10 +135,10 @@ def test_draws_names_as_text(tmp_path: Path) -> None:
     from nets import call, setting, workload
 
     import tokenring as tr
-    from tokenring.planner.auto import make
-    from tokenring.planner.interconnect import mesh_fabric, of_one_host
-    from tokenring.planner.predict import predict
-    from tokenring.planner.timeline import drawn, timeline
+    from tokenring.cli.plan.timeline import drawn, timeline
+    from tokenring.planner.choosing.auto import make
+    from tokenring.planner.interconnects.interconnect import mesh_fabric, of_one_host
+    from tokenring.planner.simulation.predict import predict
 
     asked = call(setting(of_one_host('<b> & "x" </svg>', mesh_fabric(2, 1.0)), workload(2, (2, 2), 64)), tr.Full())
     found = predict(make(asked, "ring"), asked.setting, record=True)

@@ -12,21 +12,21 @@ import pytest
 import torch
 
 import tokenring as tr
-from tokenring.cli import main
+from tokenring.cli.main import main
 from tokenring.errors import ConfigurationError
-from tokenring.layout import make_layout
-from tokenring.planner import planner
-from tokenring.planner.auto import Call, plan_call
-from tokenring.planner.concurrent import group_net
-from tokenring.planner.interconnect import Interconnect, full_mesh
-from tokenring.planner.plan import Candidate
-from tokenring.planner.planner import Planner
-from tokenring.planner.predict import Setting
-from tokenring.planner.presets import PRESETS, preset
-from tokenring.planner.server import cluster_facts
-from tokenring.planner.wiring import interconnect_of
-from tokenring.topology.graph import Graph, merge
-from tokenring.topology.ranks import Topology
+from tokenring.planner.choosing import planner
+from tokenring.planner.choosing.auto import Call, plan_call
+from tokenring.planner.choosing.plan import Candidate
+from tokenring.planner.choosing.planner import Planner
+from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh
+from tokenring.planner.interconnects.shared_links import group_net
+from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.machines.presets import PRESETS, preset
+from tokenring.planner.machines.server_spec import cluster_facts
+from tokenring.planner.simulation.predict import Setting
+from tokenring.sequence.layout import make_layout
+from tokenring.topology.model.graph import Graph, merge
+from tokenring.topology.model.ranks import Topology
 
 HOSTS, TENSOR, LENGTH, DIM = 4, 8, 8192, 64
 NAME = f"dgx-1-v100*{HOSTS}"  # four NICs for eight devices: two groups share each

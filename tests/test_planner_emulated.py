@@ -10,10 +10,15 @@ from nets import BOTH, call, named, workload
 import tokenring as tr
 from tokenring.emulate.plan import packet_bytes
 from tokenring.emulate.shapes import Shape
-from tokenring.planner.auto import call_bound
-from tokenring.planner.emulated import OVERHEADS, computing_machine, interconnect_of_shape, sleeping_machine
-from tokenring.planner.predict import Setting, least_seconds, predict
-from tokenring.planner.rates import Machine, constant
+from tokenring.planner.choosing.auto import call_bound
+from tokenring.planner.interconnects.emulated import (
+    OVERHEADS,
+    computing_machine,
+    interconnect_of_shape,
+    sleeping_machine,
+)
+from tokenring.planner.simulation.predict import Setting, least_seconds, predict
+from tokenring.tables.rates import Machine, constant
 
 RANKS, TFLOPS = 8, 0.05
 WIDE = Shape("full-mesh", RANKS, 50.0)  # on whose links nothing takes time

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenring.planner.fluid import fair_rates
+from tokenring.planner.simulation.fluid import fair_rates
 
 INFINITE = float("inf")
 TOLERANCE = 1e-6

@@ -6,16 +6,16 @@ import pytest
 from nets import BOTH, clusters, named, setting, workload
 
 from tokenring.errors import ConfigurationError
-from tokenring.planner.fold import FoldedNet, Symmetry, folded, symmetry_of
-from tokenring.planner.operations import Operation, Post, operations
-from tokenring.planner.predict import Setting, predict
-from tokenring.planner.rates import Messages
-from tokenring.planner.simulate import simulate
-from tokenring.schedule.build import Pair, Scheme
+from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.lower import lower
+from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, folded, symmetry_of
+from tokenring.planner.simulation.operations import Operation, Post, operations
+from tokenring.planner.simulation.predict import Setting, predict
+from tokenring.planner.simulation.simulate import simulate
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.ir import Pass
-from tokenring.schedule.lower import lower
 from tokenring.schedule.routes import Hop, Origin, direct
+from tokenring.schedule.scheme import Pair, Scheme
+from tokenring.tables.rates import Messages
 
 LOCAL, HOSTS = 4, 3
 RANKS = LOCAL * HOSTS

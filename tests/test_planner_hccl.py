@@ -11,20 +11,20 @@ from nets import BOTH, clusters, named, setting, workload
 
 import tokenring as tr
 from tokenring import ConfigurationError
-from tokenring.backends.hccl import CONNECTION_BYTES
 from tokenring.backends.registry import transport_capabilities
-from tokenring.cli import main
-from tokenring.layout import contiguous
-from tokenring.planner.fold import folded, symmetry_of
-from tokenring.planner.interconnect import full_mesh
-from tokenring.planner.large import Task, figures
-from tokenring.planner.plan import Plan
-from tokenring.planner.predict import Setting, predict
+from tokenring.backends.transports.hccl import CONNECTION_BYTES
+from tokenring.cli.main import main
+from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.footprint import connections, links
+from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.choosing.scale_out import Task, figures
+from tokenring.planner.choosing.symmetry import folded, symmetry_of
+from tokenring.planner.interconnects.interconnect import full_mesh
+from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.ir import PASSES
-from tokenring.schedule.measure import connections, links
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.schemes import make_schedule
+from tokenring.schedule.names import make_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import contiguous
 
 A2 = ("--topology", "preset:atlas-800t-a2", "--seq", "16k", "--heads", "8", "--mask", "full")
 TRANSPORTS = {"hccl": 1, "hccl/channel": 2, "hccl/pair": 4}  # how many times fewer communicators at most

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from tokenring.planner import server, wiring
-from tokenring.planner.figures import Figure
-from tokenring.planner.presets import PRESETS, preset
-from tokenring.planner.server import Links, Nics, Server, Switch, cluster_facts, full_mesh
-from tokenring.planner.wiring import interconnect_of
-from tokenring.topology.facts import Device, changed
-from tokenring.topology.graph import Edge, Graph, merge
-from tokenring.topology.ranks import Topology
+from tokenring.planner.interconnects import wiring
+from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.machines import server_spec as server
+from tokenring.planner.machines.presets import PRESETS, preset
+from tokenring.planner.machines.server_spec import Links, Nics, Server, Switch, cluster_facts, full_mesh
+from tokenring.planner.machines.sourced import Figure
+from tokenring.topology.model.facts import Device, changed
+from tokenring.topology.model.graph import Edge, Graph, merge
+from tokenring.topology.model.ranks import Topology
 
 GBS = Figure(25.0, "made up", "assumed")
 NIC = Nics(1, GBS)
@@ -67,7 +68,7 @@ def work(monkeypatch: pytest.MonkeyPatch, hosts: int) -> Counter[str]:
 def test_more_equal_hosts_are_little_more_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is classified, renamed by dataclasses.replace or stripped of its host's name once for each host."""
     few = work(monkeypatch, 2)
-    assert few == work(monkeypatch, 64) and few["tokenring.planner.wiring._local"] == 1
+    assert few == work(monkeypatch, 64) and few["tokenring.planner.interconnects.wiring._local"] == 1
 
 
 # ---------- what is alike

@@ -12,13 +12,13 @@ import torch
 from nets import named, setting, workload
 
 import tokenring as tr
-from tokenring.layout import Layout, Positions, make_layout
-from tokenring.mask import Mask, parse_mask
-from tokenring.planner.incoming import _head_group_cost, _spread, _spread_evenly, foreign_bytes, work_bytes
-from tokenring.planner.interconnect import full_mesh
-from tokenring.planner.predict import wire_bytes
-from tokenring.planner.visible import own_pairs, visible_pairs
-from tokenring.workload import Workload
+from tokenring.planner.bounds.cut import _head_group_cost, _spread, _spread_evenly, foreign_bytes, work_bytes
+from tokenring.planner.bounds.mask_density import own_pairs, visible_pairs
+from tokenring.planner.interconnects.interconnect import full_mesh
+from tokenring.planner.simulation.predict import wire_bytes
+from tokenring.sequence.layout import Layout, Positions, make_layout
+from tokenring.sequence.mask import Mask, parse_mask
+from tokenring.sequence.workload import Workload
 
 # ---------- the division of work over heads
 

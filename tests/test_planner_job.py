@@ -20,16 +20,16 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
-from tokenring.layout import make_layout
-from tokenring.planner.aside import Aside
-from tokenring.planner.auto import plan_call
-from tokenring.planner.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring_fabric
-from tokenring.planner.plan import Plan
-from tokenring.planner.planner import Planner
-from tokenring.planner.rates import constant
-from tokenring.request import Request
-from tokenring.topology.ranks import Topology
-from tokenring.topology.ranks import full_mesh as joined
+from tokenring.planner.choosing.auto import plan_call
+from tokenring.planner.choosing.background import Aside
+from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.choosing.planner import Planner
+from tokenring.planner.interconnects.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring_fabric
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.request import Request
+from tokenring.tables.rates import constant
+from tokenring.topology.model.ranks import Topology
+from tokenring.topology.model.ranks import full_mesh as joined
 
 RANKS, LENGTH, HEADS, DIM = 4, 256, 4, 64
 SHORT_SECONDS = 4.0  # of a wait; long enough for a busy machine
@@ -312,8 +312,8 @@ class TestWhatRanksComputeWith:
     """A device whose figures nobody knows does not stop a job: others' are taken, and the reason says so."""
 
     def look(self, model: str | None, device: str) -> tuple[str, tuple[str, ...]]:
-        from tokenring.topology.facts import Device
-        from tokenring.topology.graph import Edge, Graph
+        from tokenring.topology.model.facts import Device
+        from tokenring.topology.model.graph import Edge, Graph
 
         ends = tuple(Device(f"g{each}", "accelerator", index=each, model=model) for each in range(2))
         graph = Graph(ends, (Edge("g0", "g1", "nvlink", 1, 25.0, "published"),))
@@ -339,7 +339,7 @@ class TestWhatRanksComputeWith:
         self, count: int, threads: int, at_once: float | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Four ranks of one machine, with a table of rates for so many threads: so many kernels compute at once."""
-        from tokenring.planner import planner
+        from tokenring.planner.choosing import planner
 
         monkeypatch.setattr(planner, "cores", lambda: count)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -356,7 +356,7 @@ class TestWhatRanksComputeWith:
         assert "no peak of 910a in bfloat16" in self.look("910A", "cuda")[1][1]
 
     def test_each_dtype_has_its_own(self) -> None:
-        from tokenring.planner.presets import preset
+        from tokenring.planner.machines.presets import preset
 
         planner = Planner(None, 8, preset("hgx-h100"), (), None)
         device = torch.device("cuda")

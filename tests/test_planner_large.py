@@ -11,17 +11,17 @@ from nets import BOTH, call, clusters, named, setting, workload
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
-from tokenring.layout import make_layout
-from tokenring.planner import auto
-from tokenring.planner.auto import Call, forecast_call, plan_call, plan_or_forecast
-from tokenring.planner.large import Figures, Task, figures
-from tokenring.planner.plan import Forecast
-from tokenring.planner.predict import predict
-from tokenring.planner.select import mb_text
-from tokenring.planner.visible import is_even, most_of_own_rows
-from tokenring.schedule.ir import Pass
-from tokenring.schedule.questions import Schedule
-from tokenring.workload import Workload
+from tokenring.ir.schedule_data import Pass
+from tokenring.planner.bounds.mask_density import is_even, most_of_own_rows
+from tokenring.planner.choosing import auto
+from tokenring.planner.choosing.auto import Call, forecast_call, plan_call, plan_or_forecast
+from tokenring.planner.choosing.plan import Forecast
+from tokenring.planner.choosing.scale_out import Figures, Task, figures
+from tokenring.planner.choosing.select import mb_text
+from tokenring.planner.simulation.predict import predict
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.workload import Workload
 
 FEW = ("usp/4", "double-ring/4", "relay/4", "ring")
 STRAIGHT = ("ring", "tokenring", "bidirectional", "usp/8", "double-ring/8", "relay/8", "reduced/8")

@@ -10,20 +10,20 @@ import torch
 
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.kernels.npu_fusion import NpuFusion
+from tokenring.cli.plan.command import _parser
+from tokenring.cli.plan.options import ask, where
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.planner.asked import ask, where
-from tokenring.planner.auto import make
-from tokenring.planner.command import _parser
-from tokenring.planner.interconnect import Interconnect
-from tokenring.planner.machine import machine_of_device, machine_of_preset, machine_of_topology
-from tokenring.planner.planner import Planner
-from tokenring.planner.presets import PRESETS, preset
-from tokenring.planner.rates import Machine
-from tokenring.region import Patch
-from tokenring.schedule.calls import calls, split
-from tokenring.schedule.storage import storage_of
-from tokenring.topology.ranks import Topology
-from tokenring.topology.schema import to_json
+from tokenring.lowering.calls import calls, split
+from tokenring.lowering.storage import storage_of
+from tokenring.planner.choosing.auto import make
+from tokenring.planner.choosing.planner import Planner
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.machines.machine import machine_of_device, machine_of_preset, machine_of_topology
+from tokenring.planner.machines.presets import PRESETS, preset
+from tokenring.sequence.region import Patch
+from tokenring.tables.rates import Machine
+from tokenring.topology.model.ranks import Topology
+from tokenring.topology.model.schema import to_json
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

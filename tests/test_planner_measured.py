@@ -13,21 +13,21 @@ from nets import call, setting, workload
 from networks import Network, NetworkLab, bus, islands, mesh, ring, switch
 
 import tokenring as tr
-from tokenring.cli import main
-from tokenring.planner.auto import plan_call
-from tokenring.planner.interconnect import Interconnect, pcie_tree, two_node
-from tokenring.planner.interconnect import full_mesh as mesh_net
-from tokenring.planner.interconnect import switch as switch_net
-from tokenring.planner.machine import CPU
-from tokenring.planner.planner import Planner
-from tokenring.planner.wiring import interconnect_of
-from tokenring.topology.facts import PROCESS, Facts
+from tokenring.cli.main import main
+from tokenring.planner.choosing.auto import plan_call
+from tokenring.planner.choosing.planner import Planner
+from tokenring.planner.interconnects.interconnect import Interconnect, pcie_tree, two_node
+from tokenring.planner.interconnects.interconnect import full_mesh as mesh_net
+from tokenring.planner.interconnects.interconnect import switch as switch_net
+from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.machines.machine import CPU
 from tokenring.topology.measure.infer import infer
 from tokenring.topology.measure.model import Model, facts
 from tokenring.topology.measure.run import topology_of
 from tokenring.topology.measure.survey import Tables, survey
-from tokenring.topology.ranks import Topology
-from tokenring.topology.schema import to_json
+from tokenring.topology.model.facts import PROCESS, Facts
+from tokenring.topology.model.ranks import Topology
+from tokenring.topology.model.schema import to_json
 
 LINK = 0.0125
 
@@ -155,7 +155,7 @@ SMALL = ("--seq", "4k", "--heads", "8", "--mask", "full", "--pass", "forward", "
 def test_the_command_plans_for_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As documented, with no other word; a document that does not say what measured asks for one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    from tokenring.topology.cache import keep_measured
+    from tokenring.topology.probing.cache import keep_measured
 
     made = measured(switch(4, LINK))
     assert {each.model for each in made.accelerators} == {PROCESS}

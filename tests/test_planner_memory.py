@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from tokenring.cli import main
+from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
-from tokenring.layout import zigzag
-from tokenring.mask import Causal, Full, Mask, SlidingWindow
-from tokenring.planner import auto, large, predict, select
-from tokenring.planner.auto import Call, make, plan_or_forecast
-from tokenring.planner.machine import machine_of_preset
-from tokenring.planner.memory import least_bytes, needs, smallest
-from tokenring.planner.predict import Setting
-from tokenring.planner.presets import preset
-from tokenring.planner.wiring import interconnect_of
-from tokenring.schedule.measure import Held
-from tokenring.workload import Workload
+from tokenring.lowering.footprint import Held
+from tokenring.planner.choosing import auto, select
+from tokenring.planner.choosing import scale_out as large
+from tokenring.planner.choosing.auto import Call, make, plan_or_forecast
+from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
+from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.machines.machine import machine_of_preset
+from tokenring.planner.machines.presets import preset
+from tokenring.planner.simulation import predict
+from tokenring.planner.simulation.predict import Setting
+from tokenring.sequence.layout import zigzag
+from tokenring.sequence.mask import Causal, Full, Mask, SlidingWindow
+from tokenring.sequence.workload import Workload
 
 NAMES = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "usp/2", "tiles/2x4")
 

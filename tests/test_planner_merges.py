@@ -10,12 +10,12 @@ from families import make
 from tokenring import Full
 from tokenring.emulate.shapes import Shape
 from tokenring.errors import ConfigurationError
-from tokenring.planner.emulated import OVERHEADS, computing_machine, sleeping_machine
-from tokenring.planner.operations import Compute, operations
-from tokenring.planner.rates import constant
-from tokenring.schedule.ir import Pass
-from tokenring.schedule.lower import lower
-from tokenring.workload import Workload
+from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.lower import lower
+from tokenring.planner.interconnects.emulated import OVERHEADS, computing_machine, sleeping_machine
+from tokenring.planner.simulation.operations import Compute, operations
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import constant
 
 RANKS = 4
 SHAPE = Shape("switch", RANKS, 1.0)

@@ -12,15 +12,15 @@ from test_planner_hccl import A2, printed
 
 from tokenring import ConfigurationError
 from tokenring.backends.registry import BOUNDED, TRANSPORTS, bounded, transport_capabilities
-from tokenring.cli import main
+from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
-from tokenring.layout import contiguous
-from tokenring.mask import Full
-from tokenring.planner.auto import Call, plan_call
-from tokenring.planner.interconnect import full_mesh
-from tokenring.planner.modes import over, within_limit
-from tokenring.planner.plan import Candidate, Forecast, Plan
-from tokenring.planner.predict import Setting
+from tokenring.planner.choosing.auto import Call, plan_call
+from tokenring.planner.choosing.memory_fallback import over, within_limit
+from tokenring.planner.choosing.plan import Candidate, Forecast, Plan
+from tokenring.planner.interconnects.interconnect import full_mesh
+from tokenring.planner.simulation.predict import Setting
+from tokenring.sequence.layout import contiguous
+from tokenring.sequence.mask import Full
 
 SIZE = workload(8, (8, 8), 64)
 SETTING = over(setting(full_mesh(8, 1.0), SIZE, BOTH), transport_capabilities("hccl"))

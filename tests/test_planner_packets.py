@@ -9,13 +9,13 @@ from nets import BOTH, IDEAL, named, workload
 from tokenring.emulate.plan import bucket, packet_bytes
 from tokenring.emulate.shapes import Shape
 from tokenring.errors import ScheduleError
-from tokenring.planner.emulated import interconnect_of_shape
-from tokenring.planner.interconnect import Fabric, Interconnect, of_one_host
-from tokenring.planner.operations import Await, Compute, Operation, Post
-from tokenring.planner.packets import MOST_PACKETS
-from tokenring.planner.predict import Setting, least_seconds, predict
-from tokenring.planner.rates import Machine, Messages, constant
-from tokenring.planner.simulate import Outcome, simulate
+from tokenring.planner.interconnects.emulated import interconnect_of_shape
+from tokenring.planner.interconnects.interconnect import Fabric, Interconnect, of_one_host
+from tokenring.planner.simulation.operations import Await, Compute, Operation, Post
+from tokenring.planner.simulation.packets import MOST_PACKETS
+from tokenring.planner.simulation.predict import Setting, least_seconds, predict
+from tokenring.planner.simulation.simulate import Outcome, simulate
+from tokenring.tables.rates import Machine, Messages, constant
 
 MB = 1e6
 MS = 1e-3  # in which a wire of 1 GB/s carries 1 MB

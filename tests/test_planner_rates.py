@@ -14,16 +14,16 @@ from tokenring.backends import measuring as measured
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.measuring import key_of, measured_rates
 from tokenring.backends.registry import make_kernel
-from tokenring.cli import main
+from tokenring.cli.main import main
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.layout import make_layout
-from tokenring.mask import Mask
-from tokenring.planner.measured import Key, keep, kept, read_table
-from tokenring.planner.planner import Planner
-from tokenring.planner.rates import Rates
-from tokenring.region import Patch
-from tokenring.request import Request
-from tokenring.workload import Workload
+from tokenring.planner.choosing.planner import Planner
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.region import Patch
+from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Workload
+from tokenring.tables.kernel_rates import Key, keep, kept, read_table
+from tokenring.tables.rates import Rates
 
 CPU = torch.device("cpu")
 KEY = Key("a device", "a kernel", "float32", 64, "2.13")

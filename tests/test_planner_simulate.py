@@ -13,14 +13,22 @@ from nets import BOTH, IDEAL, SHAPES, named, setting, workload
 
 import tokenring as tr
 from tokenring.errors import ScheduleError
-from tokenring.mask import Mask
-from tokenring.planner.interconnect import Interconnect, full_mesh, of_one_host, pcie_tree, ring, switch, switch_fabric
-from tokenring.planner.operations import Await, Compute, Operation, Post
-from tokenring.planner.predict import Setting, least_seconds, predict, wire_bytes
-from tokenring.planner.rates import Machine, Messages, Rates, constant
-from tokenring.planner.simulate import Outcome, simulate
-from tokenring.schedule.ir import Pass
-from tokenring.schedule.questions import Schedule
+from tokenring.ir.schedule_data import Pass
+from tokenring.planner.interconnects.interconnect import (
+    Interconnect,
+    full_mesh,
+    of_one_host,
+    pcie_tree,
+    ring,
+    switch,
+    switch_fabric,
+)
+from tokenring.planner.simulation.operations import Await, Compute, Operation, Post
+from tokenring.planner.simulation.predict import Setting, least_seconds, predict, wire_bytes
+from tokenring.planner.simulation.simulate import Outcome, simulate
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.mask import Mask
+from tokenring.tables.rates import Machine, Messages, Rates, constant
 
 RANKS, TOKENS = 4, 256
 SIZE = workload(RANKS, (4, 4), TOKENS)
@@ -263,7 +271,7 @@ class TestPrograms:
 
     def test_no_way(self) -> None:
         from tokenring.errors import ConfigurationError
-        from tokenring.planner.interconnect import Fabric
+        from tokenring.planner.interconnects.interconnect import Fabric
 
         with pytest.raises(ConfigurationError, match="not connected"):
             simulate(of_one_host("cut", Fabric(2, {}, {})), [[send(0, 1)], [receive(0, 0)]], Messages())

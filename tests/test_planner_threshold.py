@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tokenring.cli.plan.threshold import POINTS, SHARE, SHOWN, Place, main, places, share, thresholds
 from tokenring.errors import ConfigurationError
-from tokenring.mask import Causal, Full
-from tokenring.planner.models import MODELS, ModelHeads
-from tokenring.planner.presets import PRESETS
-from tokenring.planner.threshold import POINTS, SHARE, SHOWN, Place, main, places, share, thresholds
+from tokenring.planner.machines.models import MODELS, ModelHeads
+from tokenring.planner.machines.presets import PRESETS
+from tokenring.sequence.mask import Causal, Full
 
 NICS = Place("hgx-h100", over_nics=True)
 

@@ -12,9 +12,8 @@ from test_topology_sources import graph_of
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
-from tokenring.planner.auto import plan_call
-from tokenring.planner.group import context_parallel_group, good_order, heads_of_group, node_sizes
-from tokenring.planner.interconnect import (
+from tokenring.planner.choosing.auto import plan_call
+from tokenring.planner.interconnects.interconnect import (
     Fabric,
     Interconnect,
     full_mesh,
@@ -29,11 +28,12 @@ from tokenring.planner.interconnect import (
     two_node,
     with_network,
 )
-from tokenring.planner.presets import preset
-from tokenring.planner.wiring import ASSUMED, REACHED, interconnect_of
-from tokenring.topology.facts import Device
-from tokenring.topology.graph import Edge, Graph
-from tokenring.topology.ranks import Topology
+from tokenring.planner.interconnects.rank_order import context_parallel_group, good_order, heads_of_group, node_sizes
+from tokenring.planner.interconnects.wiring import ASSUMED, REACHED, interconnect_of
+from tokenring.planner.machines.presets import preset
+from tokenring.topology.model.facts import Device
+from tokenring.topology.model.graph import Edge, Graph
+from tokenring.topology.model.ranks import Topology
 
 
 def way(net: Interconnect, src: int, dst: int) -> list[tuple[str, Any]]:

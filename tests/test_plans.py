@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 import tokenring as tr
-from tokenring.layout import make_layout
-from tokenring.schedule.build import Scheme, build
 from tokenring.schedule.families import at_key, parse
+from tokenring.schedule.names import make_schedule, ring
 from tokenring.schedule.routes import mesh
-from tokenring.schedule.schemes import make_schedule, ring
-from tokenring.workload import Workload
+from tokenring.schedule.scheme import Scheme, build
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.workload import Workload
 
 PLANS: dict[str, str] = {
     "kept Ulysses": "ulysses",
@@ -89,8 +89,8 @@ def test_ulysses_moves_what_the_table_says() -> None:
 
 def test_ulysses_under_zigzag_is_one_causal_kernel_call() -> None:
     """fuse reassembles sequence order where a rank holds all of it."""
-    from tokenring.schedule.lower import lower
-    from tokenring.schedule.program import Attend
+    from tokenring.lowering.lower import lower
+    from tokenring.lowering.program import Attend
 
     whole = make_layout("zigzag", 8, 512)
     schedule = build(scheme_of("ulysses"), whole, whole, tr.Causal())

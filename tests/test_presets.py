@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from test_topology_sources import graph_of
 
-from tokenring.cli import main
+from tokenring.cli.main import main
 from tokenring.errors import ConfigurationError
-from tokenring.planner.figures import Figure
-from tokenring.planner.presets import MAX_HOSTS, PRESETS, Preset, find, preset
-from tokenring.planner.server import NETWORK, Level, Nics, Server, nics_of
-from tokenring.planner.server import topology as server_topology
-from tokenring.topology.bandwidth import published
-from tokenring.topology.facts import PCIE_PATHS, unordered
-from tokenring.topology.graph import Graph, merge
-from tokenring.topology.ranks import Topology
-from tokenring.topology.schema import from_json, to_json
+from tokenring.planner.machines.presets import MAX_HOSTS, PRESETS, Preset, find, preset
+from tokenring.planner.machines.server_spec import NETWORK, Level, Nics, Server, nics_of
+from tokenring.planner.machines.server_spec import topology as server_topology
+from tokenring.planner.machines.sourced import Figure
+from tokenring.topology.model.bandwidth import published
+from tokenring.topology.model.facts import PCIE_PATHS, unordered
+from tokenring.topology.model.graph import Graph, merge
+from tokenring.topology.model.ranks import Topology
+from tokenring.topology.model.schema import from_json, to_json
 from tokenring.topology.sources import read
 
 EACH = pytest.mark.parametrize("known", PRESETS.values(), ids=lambda known: known.name)

@@ -30,14 +30,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tokenring.layout import make_layout
-from tokenring.mask import Causal, Full
-from tokenring.named import schedule
+from tokenring.ir.schedule_data import Kind, Pass
 from tokenring.schedule import routes
-from tokenring.schedule.build import Pair, Scheme, build
-from tokenring.schedule.ir import Kind, Pass
-from tokenring.schedule.questions import Schedule
-from tokenring.workload import Workload
+from tokenring.schedule.by_name import schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import Pair, Scheme, build
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Causal, Full
+from tokenring.sequence.workload import Workload
 
 WORLDS = range(2, 9)
 HALF, ALL = Fraction(1, 2), Fraction(1)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tokenring.layout import Positions
-from tokenring.planner.rates import Rates
-from tokenring.planner.simulate import Outcome, Span
+from tokenring.planner.simulation.simulate import Outcome, Span
+from tokenring.sequence.layout import Positions
+from tokenring.tables.rates import Rates
 
 REPO = Path(__file__).parent.parent
 PAGE = (REPO / "docs/published-compared.md").read_text()
@@ -139,7 +139,7 @@ def test_stripes_of_usp_are_those_of_its_ring() -> None:
 
 @pytest.mark.parametrize("name", ["magi-h100-64-causal-loongtrain-fwd", "burst-a100-8-256k-fwdbwd"])
 def test_schemes_made_here_are_proved(name: str) -> None:
-    from tokenring.schedule.verify import verify
+    from tokenring.proof.verify import verify
 
     row = BY_ID[name]
     if name.startswith("magi"):  # the same on fewer ranks: heads in two, rings of two by two

@@ -15,11 +15,11 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from tokenring import ContextParallel, attention, shard
-from tokenring.inputs import make_request
-from tokenring.request import Request
+from tokenring.api.inputs import make_request
+from tokenring.ir.schedule_data import PASSES
 from tokenring.runtime import ranges
-from tokenring.runtime.names import range_names
-from tokenring.schedule.ir import PASSES
+from tokenring.runtime.labels import range_names
+from tokenring.sequence.request import Request
 
 OURS = "tokenring "
 

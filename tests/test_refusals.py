@@ -17,11 +17,11 @@ from ranks import PEER_SECONDS, Here, RankPools
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, PeerLost, UnsupportedError
 from tokenring.backends import registry
-from tokenring.backends.base import Transport
 from tokenring.backends.devices import Cpu
+from tokenring.backends.interfaces import Transport
 from tokenring.backends.registry import make_transport
-from tokenring.groups import held
 from tokenring.integrations.megatron.contexts import Contexts
+from tokenring.launch.groups import held
 from tokenring.runtime.agreement import Disagreement
 
 WORLD_SIZE = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tokenring.layout import Positions
-from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
-from tokenring.region import Patch, Region, combine, inside, tidy
+from tokenring.sequence.layout import Positions
+from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
+from tokenring.sequence.region import Patch, Region, combine, inside, tidy
 
 STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 bounds = st.none() | st.integers(-40, 40)

@@ -14,11 +14,11 @@ from program_mutants import KINDS, Mutant, drop, move_up, peer, posts, wait_of
 from programs import lower_all
 
 from tokenring.errors import ScheduleError
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.program import Fill, Merge, Program, Recv, Send
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.replay import Kept, replay, replay_schedule
-from tokenring.workload import Workload
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.program import Fill, Merge, Program, Recv, Send
+from tokenring.proof.replay import Kept, replay, replay_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.workload import Workload
 
 BASES = bases()
 CIRCLE = r"step \d, rank \d: waits for ever in a circle, rank \d in step \d for (send|receive) .*: a deadlock"

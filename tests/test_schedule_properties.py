@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from programs import check_both_passes
 
 from tokenring.errors import ScheduleError
-from tokenring.layout import Layout, contiguous, striped
-from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
+from tokenring.ir.passes import fuse, order, prune
+from tokenring.ir.schedule_data import Move, Tile
+from tokenring.proof.verify import verify
 from tokenring.schedule import routes
-from tokenring.schedule.build import Pair, Scheme, build, dense
-from tokenring.schedule.ir import Move, Tile
-from tokenring.schedule.passes import fuse, order, prune
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.verify import verify
-from tokenring.workload import Workload
+from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import Pair, Scheme, build, dense
+from tokenring.sequence.layout import Layout, contiguous, striped
+from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
+from tokenring.sequence.workload import Workload
 
 STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
 

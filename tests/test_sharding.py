@@ -17,8 +17,9 @@ from cases import LAYOUTS
 from ranks import Here, RankPools
 from torch._subclasses import FakeTensorMode
 
-from tokenring import ConfigurationError, ContextParallel, PeerLost, positions, shard, sharding, unshard
-from tokenring.layout import Layout, zigzag
+from tokenring import ConfigurationError, ContextParallel, PeerLost, positions, shard, unshard
+from tokenring.api import sharding
+from tokenring.sequence.layout import Layout, zigzag
 
 LENGTH = 96
 

@@ -24,8 +24,8 @@ from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools, Ranks
 
 from tokenring import BackendUnavailable, ContextParallel
-from tokenring.backends.boards import ShmBoard
-from tokenring.backends.shm import LEAST_HEAP_BYTES, room_bytes
+from tokenring.backends.control.failure_board import ShmBoard
+from tokenring.backends.transports.shm import LEAST_HEAP_BYTES, room_bytes
 
 WORLD_SIZE = 4
 NEW_NAMESPACE, READ_ONLY, PRIVATE, RECURSIVE = 0x20000, 1, 1 << 18, 1 << 14  # of mount(2) and unshare(2)

@@ -10,14 +10,14 @@ from stream_races import CPU, GroupRecorder, Recorder, Rounds, behind_groups_aga
 
 from tokenring import Causal, Workload
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.layout import make_layout
-from tokenring.planner.pieces import named_schedule
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.lower import lower
+from tokenring.lowering.program import OWN, Attend, Instruction, Pack, Recv, Send, Span, Wait
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import START, Streams, post_waits
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.lower import lower
-from tokenring.schedule.program import OWN, Attend, Instruction, Pack, Recv, Send, Span, Wait
+from tokenring.schedule.pieces import named_schedule
+from tokenring.sequence.layout import make_layout
 
 TOKENS, HEADS, DIM = 8, 2, 4  # at each rank
 SCHEDULES = (

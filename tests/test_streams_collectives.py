@@ -16,13 +16,13 @@ from stream_races import CPU, Access, Action, Recorder, Rounds
 
 from tokenring import Full, Workload
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.layout import make_layout
-from tokenring.planner.pieces import named_schedule
+from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.lower import lower
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import Streams
-from tokenring.schedule.ir import PASSES
-from tokenring.schedule.lower import lower
+from tokenring.schedule.pieces import named_schedule
+from tokenring.sequence.layout import make_layout
 
 TOKENS, HEADS, DIM = 8, 3, 4  # at each rank
 Tensors = Mapping[int, torch.Tensor]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tokenring.backends import cuda
-from tokenring.doctor.variables import variables
+from tokenring.backends.transports import auto_cuda as cuda
+from tokenring.cli.doctor.variables import variables
 
 
 class Ranks:

@@ -23,14 +23,14 @@ from ranks import Here, RankError, RankPools
 
 import tokenring as tr
 from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
-from tokenring.backends import symmetric
-from tokenring.backends.cuda import CudaTransport, choice_here
-from tokenring.backends.nccl import NcclTransport
-from tokenring.backends.onesided import Receiving
 from tokenring.backends.registry import make_transport, transport_capabilities, transport_class
-from tokenring.planner.interconnect import full_mesh
-from tokenring.schedule.ir import PARTIALS, REQUESTS
-from tokenring.schedule.mailboxes import BOXES
+from tokenring.backends.transports import symmetric
+from tokenring.backends.transports.auto_cuda import CudaTransport, choice_here
+from tokenring.backends.transports.nccl import NcclTransport
+from tokenring.backends.transports.onesided import Receiving
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.lowering.mailboxes import BOXES
+from tokenring.planner.interconnects.interconnect import full_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 

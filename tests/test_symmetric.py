@@ -17,8 +17,8 @@ import torch
 from symmetric_world import ASIDE, DEVICE, STREAM, Calls, Driver, Symmetric, WithInfo, c10d, install
 from torch._C import _distributed_c10d
 
-from tokenring.backends import driver, symmetric
-from tokenring.backends.symmetric import SymmetricMemory, release_of
+from tokenring.backends.transports import driver, symmetric
+from tokenring.backends.transports.symmetric import SymmetricMemory, release_of
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "ci"))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from mutations import DATA
 
-from tokenring.cli import main
-from tokenring.console import Console, Ink, harmless
+from tokenring.cli.main import main
+from tokenring.display.console import Console, Ink, harmless
 
 EVIL = "a\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202eb"
 RAW = ("\x1b", "\x07", "\x9b", "\r", "\u202e")
@@ -42,8 +42,8 @@ def all_said(*words: str) -> str:
 def test_errors(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     if words[0] == "doctor":
-        monkeypatch.setattr("tokenring.doctor.command.report", lambda found: "")
-        monkeypatch.setattr("tokenring.doctor.command.examine", lambda environment, seconds: None)
+        monkeypatch.setattr("tokenring.cli.doctor.command.report", lambda found: "")
+        monkeypatch.setattr("tokenring.cli.doctor.command.examine", lambda environment, seconds: None)
     said = all_said(*words)
     assert said.startswith("tokenring: ")
     assert not [each for each in RAW if each in said]

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from test_interchange import CUSTOM, relayed, schedules, ulysses
 
 from tokenring.errors import ScheduleError
-from tokenring.layout import contiguous
-from tokenring.mask import Causal, Full, Mask
-from tokenring.named import schedule
-from tokenring.schedule.questions import Schedule
-from tokenring.schedule.text import ranges
+from tokenring.ir.text import ranges
+from tokenring.schedule.by_name import schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import contiguous
+from tokenring.sequence.mask import Causal, Full, Mask
 
 LEGEND = """\
 # A cell: requests sent (kv3>2: kv chunk 3, to rank 2), tiles computed (q × kv), partials sent.

@@ -14,8 +14,8 @@ from ranks import PEER_SECONDS, Here, RankPools
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel
+from tokenring.api.inputs import make_request
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.inputs import make_request
 
 X = torch.ones(1, 8, 2, 16)
 SECONDS = 50.0  # for what must happen; no test waits for it where all is well

@@ -8,7 +8,7 @@ import time
 import pytest
 from mutations import DATA, answer, fixtures, mutate
 
-from tokenring.topology.schema import to_json
+from tokenring.topology.model.schema import to_json
 from tokenring.topology.sources import read
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tokenring.planner.kept_files import cache_folder
-from tokenring.topology.cache import cached, fingerprint
-from tokenring.topology.facts import Device, Facts, Link, Note, Origin
+from tokenring.tables.kept_files import cache_folder
+from tokenring.topology.model.facts import Device, Facts, Link, Note, Origin
+from tokenring.topology.probing.cache import cached, fingerprint
 from tokenring.topology.sources import read
 
 DATA = Path(__file__).parent / "data" / "topology"
@@ -90,7 +90,7 @@ class TestCache:
         assert notes_of(cached(tmp_path, "host", "mark", look)) == []  # and it was replaced
 
     def test_a_document_that_we_cannot_read(self, tmp_path: Path) -> None:
-        from tokenring.topology.cache import _first_line
+        from tokenring.topology.probing.cache import _first_line
 
         look = Looks(dump("nccl-switch.xml"))
         cached(tmp_path, "host", "mark", look)

@@ -9,11 +9,11 @@ import pytest
 from mutations import DATA
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Facts
-from tokenring.topology.graph import Graph, merge
-from tokenring.topology.report import report
+from tokenring.topology.model.facts import Facts
+from tokenring.topology.model.graph import Graph, merge
+from tokenring.topology.model.verdict import Verdict, classify
+from tokenring.topology.report.text import report
 from tokenring.topology.sources import read
-from tokenring.topology.verdict import Verdict, classify
 
 # Each with where what it shows of links ends: after that, only legends and figures beside it are lost.
 FORMATS = {

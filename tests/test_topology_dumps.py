@@ -13,9 +13,9 @@ import pytest
 from test_topology_sources import tally
 
 from tokenring.errors import TopologyError
-from tokenring.topology.graph import merge
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.verdict import CLASSES, classify
 from tokenring.topology.sources import read, recognise
-from tokenring.topology.verdict import CLASSES, classify
 
 REPO = Path(__file__).resolve().parent.parent
 AT_LEAST = 0.97

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tokenring.topology.graph import merge
-from tokenring.topology.report import report
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.verdict import classify
+from tokenring.topology.report.text import report
 from tokenring.topology.sources import read
-from tokenring.topology.verdict import classify
 
 DATA = Path(__file__).parent / "data"
 CASES = {

@@ -19,11 +19,11 @@ from test_topology_dumps import SHARED
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, PeerLost, TopologyError
-from tokenring.topology.facts import Device, Facts, Link, Origin
-from tokenring.topology.graph import merge
-from tokenring.topology.job import gather
-from tokenring.topology.ranks import Topology, seated
-from tokenring.topology.seat import Seat, host_names, physical_id, this_seat
+from tokenring.topology.model.facts import Device, Facts, Link, Origin
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.ranks import Topology, seated
+from tokenring.topology.probing.device_identity import Seat, host_names, physical_id, this_seat
+from tokenring.topology.probing.job import gather
 from tokenring.topology.sources import read
 
 DATA = Path(__file__).parent / "data" / "topology"

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import DATA, fixtures
 
-from tokenring.cli import main
+from tokenring.cli.main import main
+from tokenring.cli.topology import read_file
 from tokenring.errors import TopologyError
-from tokenring.topology.command import read_file
-from tokenring.topology.facts import LINK_KINDS, Device, Facts, Link, Measurement, Note
-from tokenring.topology.graph import merge
-from tokenring.topology.schema import from_json, to_json
-from tokenring.topology.sound import sound
+from tokenring.topology.model.facts import LINK_KINDS, Device, Facts, Link, Measurement, Note
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.sanity import sound
+from tokenring.topology.model.schema import from_json, to_json
+from tokenring.topology.model.verdict import classify
 from tokenring.topology.sources import read
-from tokenring.topology.verdict import classify
 
 REPO = Path(__file__).parent.parent
 FOLDERS = ("topology", "ascend/fixtures")

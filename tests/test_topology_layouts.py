@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from test_topology_sources import graph_of
 
-from tokenring.topology.graph import Edge, Graph
+from tokenring.topology.model.graph import Edge, Graph
 
 Pairs = set[frozenset[str]]
 

@@ -14,17 +14,17 @@ from networks import Network, NetworkLab, bus, islands, mesh, ring, switch
 from patience import patient
 from ranks import Here, RankPools
 
-from tokenring.cli import main
+from tokenring.cli.main import main
 from tokenring.errors import ConfigurationError
-from tokenring.topology.facts import Facts
-from tokenring.topology.graph import Graph, merge
 from tokenring.topology.measure.colours import rounds, shuffled
 from tokenring.topology.measure.infer import infer
 from tokenring.topology.measure.model import facts
 from tokenring.topology.measure.run import measure, topology_of
 from tokenring.topology.measure.survey import Tables, survey
-from tokenring.topology.schema import from_json, to_json
-from tokenring.topology.verdict import CLASSES, Verdict, classify
+from tokenring.topology.model.facts import Facts
+from tokenring.topology.model.graph import Graph, merge
+from tokenring.topology.model.schema import from_json, to_json
+from tokenring.topology.model.verdict import CLASSES, Verdict, classify
 
 LINK = 0.0125
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tokenring.cli import main
-from tokenring.topology.facts import Device, Facts, Link, Measurement, Origin
-from tokenring.topology.graph import Graph, merge
-from tokenring.topology.schema import from_json, to_json
-from tokenring.topology.tree import pcie_links
-from tokenring.topology.verdict import Verdict, classify
+from tokenring.cli.main import main
+from tokenring.topology.model.facts import Device, Facts, Link, Measurement, Origin
+from tokenring.topology.model.graph import Graph, merge
+from tokenring.topology.model.schema import from_json, to_json
+from tokenring.topology.model.tree import pcie_links
+from tokenring.topology.model.verdict import Verdict, classify
 
 
 def bus_id(number: int) -> str:

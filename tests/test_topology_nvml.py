@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tokenring.topology import nvml, probe
-from tokenring.topology.facts import Device, Facts, Link, Origin
-from tokenring.topology.graph import merge
-from tokenring.topology.nvml import read_nvml
+from tokenring.topology.model.facts import Device, Facts, Link, Origin
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.verdict import classify
+from tokenring.topology.probing import nvml, probe
+from tokenring.topology.probing.nvml import read_nvml
 from tokenring.topology.sources import read
-from tokenring.topology.verdict import classify
 
 DATA = Path(__file__).parent / "data" / "topology"
 HIDDEN = "FFFFFFFF:FF:FF.0"

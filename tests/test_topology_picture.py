@@ -15,16 +15,16 @@ from xml.etree import ElementTree
 import pytest
 from patience import patient
 
-from tokenring.cli import main
-from tokenring.topology.facts import Device, Facts, Link, Note, Origin
-from tokenring.topology.graph import Graph, merge
-from tokenring.topology.nesting import Box, boxes
-from tokenring.topology.page import to_html
-from tokenring.topology.picture import to_svg
-from tokenring.topology.plain import plain
-from tokenring.topology.report import report
+from tokenring.cli.main import main
+from tokenring.topology.model.facts import Device, Facts, Link, Note, Origin
+from tokenring.topology.model.graph import Graph, merge
+from tokenring.topology.model.nesting import Box, boxes
+from tokenring.topology.model.verdict import classify
+from tokenring.topology.report.page import to_html
+from tokenring.topology.report.picture import to_svg
+from tokenring.topology.report.safe_text import plain
+from tokenring.topology.report.text import report
 from tokenring.topology.sources import read
-from tokenring.topology.verdict import classify
 
 DATA = Path(__file__).parent / "data" / "topology"
 FILES = sorted(path.name for path in DATA.iterdir())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from patience import patient
 
-from tokenring.topology import probe
-from tokenring.topology.probe import Hangs, NoAnswer, run_command
+from tokenring.topology.probing import probe
+from tokenring.topology.probing.probe import Hangs, NoAnswer, run_command
 
 Tool = Callable[[str], tuple[str, ...]]
 

@@ -11,11 +11,11 @@ from typing import get_args
 import pytest
 
 from tokenring.errors import TopologyError
-from tokenring.topology import facts
-from tokenring.topology.graph import BandwidthSource
-from tokenring.topology.schema import FORMAT, VERSION, from_json, to_json
+from tokenring.topology.model import facts
+from tokenring.topology.model.graph import BandwidthSource
+from tokenring.topology.model.schema import FORMAT, VERSION, from_json, to_json
+from tokenring.topology.model.verdict import CLASSES, Confidence
 from tokenring.topology.sources import read
-from tokenring.topology.verdict import CLASSES, Confidence
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data" / "topology"

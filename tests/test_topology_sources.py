@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Facts
-from tokenring.topology.graph import Graph, merge
+from tokenring.topology.model.facts import Facts
+from tokenring.topology.model.graph import Graph, merge
+from tokenring.topology.model.verdict import classify
 from tokenring.topology.sources import read
-from tokenring.topology.verdict import classify
 
 DATA = Path(__file__).parent / "data" / "topology"
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from tokenring.topology import labels
-from tokenring.topology.facts import Device, Facts, Link
-from tokenring.topology.graph import merge
-from tokenring.topology.ranks import Topology
-from tokenring.topology.report import report
+from tokenring.topology.model import labels
+from tokenring.topology.model.facts import Device, Facts, Link
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.ranks import Topology
+from tokenring.topology.model.verdict import classify
+from tokenring.topology.report.text import report
 from tokenring.topology.sources import matrix, npu_topo, read
-from tokenring.topology.verdict import classify
 
 DATA = Path(__file__).parent / "data" / "topology"
 Spoil = Callable[[pytest.MonkeyPatch], None]

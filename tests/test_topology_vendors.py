@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Facts
-from tokenring.topology.graph import merge
+from tokenring.topology.model.facts import Facts
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.verdict import Verdict, classify
 from tokenring.topology.sources import read
-from tokenring.topology.verdict import Verdict, classify
 
 DATA = Path(__file__).parent / "data" / "topology"
 

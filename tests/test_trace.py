@@ -16,17 +16,17 @@ from patience import patient
 from ranks import Here, RankPools
 
 from tokenring import Workload
-from tokenring.bench.results import Case, Machine
+from tokenring.cli.bench.results import Case, Machine
+from tokenring.cli.trace.command import main
+from tokenring.cli.trace.record import Traced
+from tokenring.cli.trace.table import spent
+from tokenring.cli.trace.worker import Clocked, trace
 from tokenring.errors import ConfigurationError
-from tokenring.layout import make_layout
-from tokenring.mask import parse_mask
-from tokenring.planner.pieces import named_schedule
-from tokenring.schedule.ir import PASSES
-from tokenring.schedule.schemes import SCHEMES
-from tokenring.tracing.command import main
-from tokenring.tracing.record import Traced
-from tokenring.tracing.table import spent
-from tokenring.tracing.worker import Clocked, trace
+from tokenring.ir.schedule_data import PASSES
+from tokenring.schedule.names import SCHEMES
+from tokenring.schedule.pieces import named_schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import parse_mask
 
 CASE = Case(
     seq_len=128, heads=4, kv_heads=2, head_dim=16, dtype="float32", mask="causal", batch=1, backward=True,

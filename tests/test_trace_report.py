@@ -14,13 +14,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenring.bench.results import Case, Machine
-from tokenring.console import Ink
-from tokenring.schedule.ir import PASSES
-from tokenring.tracing.chrome import to_chrome
-from tokenring.tracing.picture import simulation_of, timeline_of, to_svg
-from tokenring.tracing.record import Bar, Message, Simulated, Stretch, Traced
-from tokenring.tracing.table import spent, table, to_json
+from tokenring.cli.bench.results import Case, Machine
+from tokenring.cli.trace.chrome import to_chrome
+from tokenring.cli.trace.picture import simulation_of, timeline_of, to_svg
+from tokenring.cli.trace.record import Bar, Message, Simulated, Stretch, Traced
+from tokenring.cli.trace.table import spent, table, to_json
+from tokenring.display.console import Ink
+from tokenring.ir.schedule_data import PASSES
 
 DATA = Path(__file__).parent / "data"
 CASE = Case(

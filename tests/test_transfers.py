@@ -20,15 +20,15 @@ from ranks import Here, RankPools
 from said import said
 from test_choice import BOTH, MB, rows
 
-from tokenring.backends.auto import choice_of
-from tokenring.backends.choice import Choice, choose
 from tokenring.backends.measuring import transfers_key
-from tokenring.cli import main
-from tokenring.doctor.examine import examine
-from tokenring.doctor.report import report
-from tokenring.planner import transfers_worker
-from tokenring.planner.transfers import Key, Transfers, from_json, keep, kept, table, taken, to_json
-from tokenring.planner.transfers_worker import Case, Measured, measure
+from tokenring.backends.transports.auto import choice_of
+from tokenring.cli.doctor.examine import examine
+from tokenring.cli.doctor.report import report
+from tokenring.cli.main import main
+from tokenring.cli.rates import transports_worker as transfers_worker
+from tokenring.cli.rates.transports_worker import Case, Measured, measure
+from tokenring.tables.transport_choice import Choice, choose
+from tokenring.tables.transport_times import Key, Transfers, from_json, keep, kept, table, taken, to_json
 
 KEY = Key("cpu", "a processor", "reached", 4, "2.13")
 GLOO = Transfers({"shm": rows((4096, 77.0), (64 * MB, 80000.0)), "gloo": rows((4096, 41.0), (64 * MB, 40000.0))})
@@ -226,8 +226,8 @@ def test_a_part_of_the_word_is_refused() -> None:
 
 
 def test_nothing_to_choose_among_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenring.console import Console
-    from tokenring.planner.transfers_command import _show
+    from tokenring.cli.rates.transports import _show
+    from tokenring.display.console import Console
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = StringIO()

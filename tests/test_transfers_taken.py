@@ -21,13 +21,14 @@ from test_transfers import CROSSING, GLOO, KEY, SHM
 
 import tokenring as tr
 from tokenring import ContextParallel
-from tokenring.backends import cuda, measuring
-from tokenring.backends.auto import Preferring, choice_of
-from tokenring.backends.choice import Choice
+from tokenring.backends import measuring
 from tokenring.backends.measuring import transfers_key
 from tokenring.backends.registry import make_transport
-from tokenring.planner.transfers import Transfers, keep, to_json
-from tokenring.workload import Workload
+from tokenring.backends.transports import auto_cuda as cuda
+from tokenring.backends.transports.auto import Preferring, choice_of
+from tokenring.sequence.workload import Workload
+from tokenring.tables.transport_choice import Choice
+from tokenring.tables.transport_times import Transfers, keep, to_json
 
 # ---------- "auto" on the CPU
 

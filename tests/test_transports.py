@@ -21,9 +21,9 @@ from patience import patient
 from ranks import Here, RankPools
 
 from tokenring import ConfigurationError, PeerLost
-from tokenring.backends.base import Grouping, Handle, Transport
-from tokenring.backends.control import PAYLOAD_BYTES
-from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.backends.control.control import PAYLOAD_BYTES
+from tokenring.backends.interfaces import Grouping, Handle, Transport
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 
 NAMES = ("gloo", APART, "shm")
 LIMIT_SECONDS = 1.0  # of transports whose peers do not answer; more where others need it (`patience`)

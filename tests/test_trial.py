@@ -17,10 +17,10 @@ from symm_ranks import AutoOnCpu, OnCpu
 from test_symm import Hears
 
 from tokenring import BackendUnavailable
-from tokenring.backends import cuda
-from tokenring.backends.choice import Choice
-from tokenring.backends.gloo import GlooTransport
 from tokenring.backends.registry import make_transport
+from tokenring.backends.transports import auto_cuda as cuda
+from tokenring.backends.transports.gloo import GlooTransport
+from tokenring.tables.transport_choice import Choice
 
 TIMEOUT_SECONDS = 12.0
 TRIED = "a trial of puts, signals and waits fails on rank"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenring.backends import verdicts as module
-from tokenring.backends.verdicts import Verdicts, verdicts
+from tokenring.tables import trial_verdicts as module
+from tokenring.tables.trial_verdicts import Verdicts, verdicts
 
 KEY = "torch-cudnn forward on H100 (9.0), driver 580.65.06, torch 2.13"
 

@@ -14,14 +14,14 @@ from mutants import KINDS, Mutant
 from pairwise import sample
 
 from tokenring.errors import ConfigurationError, ScheduleError
-from tokenring.layout import Layout, Positions, make_layout
-from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
-from tokenring.named import schedule
-from tokenring.schedule.build import Scheme, build, dense
-from tokenring.schedule.ir import Block, Tile
-from tokenring.schedule.passes import order
-from tokenring.schedule.schemes import bidirectional, direct_kv, direct_q, make_schedule, ring, tokenring
-from tokenring.schedule.verify import verify
+from tokenring.ir.passes import order
+from tokenring.ir.schedule_data import Block, Tile
+from tokenring.proof.verify import verify
+from tokenring.schedule.by_name import schedule
+from tokenring.schedule.names import bidirectional, direct_kv, direct_q, make_schedule, ring, tokenring
+from tokenring.schedule.scheme import Scheme, build, dense
+from tokenring.sequence.layout import Layout, Positions, make_layout
+from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "ranks": (1, 2, 3, 4, 5, 6, 7, 8, 16),

@@ -14,7 +14,7 @@ import pytest
 from patience import patient
 
 from tokenring import PeerLost
-from tokenring.backends.watch import Watch
+from tokenring.backends.control.watch import Watch
 
 
 class Board:

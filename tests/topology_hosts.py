@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tokenring.backends.members import this_member
-from tokenring.topology.job import gather
-from tokenring.topology.ranks import Topology
-from tokenring.topology.seat import Seat
+from tokenring.backends.control.process_info import this_member
+from tokenring.topology.model.ranks import Topology
+from tokenring.topology.probing.device_identity import Seat
+from tokenring.topology.probing.job import gather
 from tokenring.topology.sources import read
 
 DUMP = Path(__file__).parent / "data" / "topology" / "nccl-switch.xml"

@@ -94,5 +94,5 @@ def run(folder: Path, *arguments: str, **environment: str) -> Ran:
 
 def tokenring(folder: Path, *arguments: str, **environment: str) -> Ran:
     """The command."""
-    code = "import sys; from tokenring.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from tokenring.cli.main import main; sys.exit(main(sys.argv[1:]))"
     return run(folder, "-c", code, *arguments, **environment)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from tokenring._version import __version__
 
 if TYPE_CHECKING:
-    from tokenring.attention import attention, plan
-    from tokenring.capture import CapturedAttention, capture
-    from tokenring.context import ContextParallel
+    from tokenring.api.attention import attention, plan
+    from tokenring.api.capture import CapturedAttention, capture
+    from tokenring.api.context import ContextParallel
+    from tokenring.api.sharding import positions, shard, unshard
     from tokenring.errors import (
         BackendUnavailable,
         ConfigurationError,
@@ -26,16 +27,15 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedError,
     )
-    from tokenring.layout import Layout, Positions
-    from tokenring.mask import Causal, Documents, Full, Mask, SlidingWindow
-    from tokenring.named import schedule
-    from tokenring.planner.plan import Plan
-    from tokenring.schedule.build import Scheme
-    from tokenring.schedule.ir import Block, Move, Tile
-    from tokenring.schedule.questions import Schedule
-    from tokenring.sharding import positions, shard, unshard
-    from tokenring.topology.ranks import Topology
-    from tokenring.workload import Workload
+    from tokenring.ir.schedule_data import Block, Move, Tile
+    from tokenring.planner.choosing.plan import Plan
+    from tokenring.schedule.by_name import schedule
+    from tokenring.schedule.schedule import Schedule
+    from tokenring.schedule.scheme import Scheme
+    from tokenring.sequence.layout import Layout, Positions
+    from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
+    from tokenring.sequence.workload import Workload
+    from tokenring.topology.model.ranks import Topology
 
 __all__ = [
     "BackendUnavailable",
@@ -100,8 +100,8 @@ def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except (ImportError, RuntimeError) as error:  # what torch loads by itself, as torch_npu, may raise either
-        from tokenring.doctor.explain import import_failure
         from tokenring.errors import BackendUnavailable
+        from tokenring.imports import import_failure
 
         if (known := import_failure(error)) is None:
             raise

@@ -2,7 +2,7 @@
 
 import sys
 
-from tokenring.cli import main
+from tokenring.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from tokenring.backends.kernels.delta import whole_out
 from tokenring.backends.kernels.reference import dense_mask
-from tokenring.backends.kernels.whole_out import whole_out
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted
 KEPT_MASKS, KEPT_PAIRS = 256, 1 << 16  # of so many pairs at most: making a small mask takes longer than using it

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from tokenring.backends.kernels.tiles import Gradients, TileKernel
-from tokenring.backends.kernels.windows import Window, second_version, window
+from tokenring.backends.kernels.flash_common import Gradients, TileKernel
+from tokenring.backends.kernels.flash_window import Window, second_version, window
 from tokenring.errors import BackendUnavailable, one_line
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 # What a release may want beside what we say, and its neutral value.
 NEUTRAL: dict[str, object] = {

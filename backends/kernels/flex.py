@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from tokenring.backends.kernels.flash_common import HALF, Gradients
 from tokenring.backends.kernels.masks import MaskedKernel, Masks
 from tokenring.backends.kernels.reference import row_dot
-from tokenring.backends.kernels.tiles import HALF, Gradients
 from tokenring.errors import BackendUnavailable
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 MODULE = "torch.nn.attention.flex_attention"
 BLOCK = 128  # rows and columns of a block of its masks

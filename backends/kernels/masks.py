@@ -16,10 +16,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tokenring.backends.base import Tiles
 from tokenring.backends.devices import device_of
-from tokenring.backends.kernels.tiles import TileKernel
-from tokenring.region import Patch
+from tokenring.backends.interfaces import Tiles
+from tokenring.backends.kernels.flash_common import TileKernel
+from tokenring.sequence.region import Patch
 
 M = TypeVar("M")
 K = TypeVar("K", bound="MaskedKernel")

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenring.backends.base import Tiles
+from tokenring.backends.interfaces import Tiles
 from tokenring.backends.kernels import npu_packed
+from tokenring.backends.kernels.delta import whole_out
 from tokenring.backends.kernels.npu_masks import (
     EXPLICIT,
     TRIANGLE,
@@ -28,8 +29,7 @@ from tokenring.backends.kernels.npu_masks import (
 from tokenring.backends.kernels.npu_operator import Operator, find
 from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
 from tokenring.backends.kernels.npu_trials import packs_in_token_order
-from tokenring.backends.kernels.whole_out import whole_out
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 LARGEST_HEAD_DIM, MOST_HEADS = 768, 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -14,7 +14,7 @@ import torch
 
 from tokenring.backends.kernels.masks import Masks
 from tokenring.backends.kernels.reference import dense_mask
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 SIDE = 2048  # of the mask that the compressed modes take, whatever the lengths
 EXPLICIT, TOP_LEFT, BOTTOM_RIGHT, BAND = 1, 2, 3, 4

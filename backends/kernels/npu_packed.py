@@ -11,12 +11,12 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from tokenring.backends.kernels.delta import whole_out
 from tokenring.backends.kernels.npu_masks import TRIANGLE, Triangle, packed_options
 from tokenring.backends.kernels.npu_operator import Operator
 from tokenring.backends.kernels.npu_rows import row_lse, statistics
 from tokenring.backends.kernels.npu_trials import PACKED, packs_in_token_order
-from tokenring.backends.kernels.whole_out import whole_out
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 LAYOUT = PACKED
 MOST_SEQUENCES = 1024  # of a call, in all entries of its batch: the documents say 1K for some products, 2K for others

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 
 def dense_mask(patch: Patch, device: torch.device) -> torch.Tensor | None:

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from tokenring.backends.kernels.flash_common import CACHED_PATCHES, HALF, Gradients, TileKernel
+from tokenring.backends.kernels.flash_window import Window, second_version
 from tokenring.backends.kernels.masks import MaskedKernel, Masks
 from tokenring.backends.kernels.reference import dense_mask
-from tokenring.backends.kernels.tiles import CACHED_PATCHES, HALF, Gradients, TileKernel
-from tokenring.backends.kernels.windows import Window, second_version
 from tokenring.errors import BackendUnavailable, UnsupportedError
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 LSE_MULTIPLE = 32  # rows in the lse of the memory-efficient operator (kAlignLSE)
 BIAS_BYTES = 16 << 20  # of one patch's: larger ones are cut

@@ -31,18 +31,18 @@ from shaped import measured  # noqa: E402
 from tokenring.backends.registry import transport_capabilities  # noqa: E402
 from tokenring.emulate import Emulated  # noqa: E402
 from tokenring.emulate.shapes import MOST_GBIT, Shape  # noqa: E402
-from tokenring.layout import make_layout  # noqa: E402
-from tokenring.mask import parse_mask  # noqa: E402
-from tokenring.planner import operations  # noqa: E402
-from tokenring.planner.emulated import OVERHEADS, Overheads, interconnect_of_shape  # noqa: E402
-from tokenring.planner.pieces import named_schedule  # noqa: E402
-from tokenring.planner.rates import Rates  # noqa: E402
-from tokenring.planner.simulate import simulate  # noqa: E402
-from tokenring.schedule.calls import anything  # noqa: E402
-from tokenring.schedule.ir import PASSES  # noqa: E402
-from tokenring.schedule.lower import agenda_of, lower_agenda  # noqa: E402
-from tokenring.schedule.storage import storage_of  # noqa: E402
-from tokenring.workload import Workload  # noqa: E402
+from tokenring.ir.schedule_data import PASSES  # noqa: E402
+from tokenring.lowering.calls import anything  # noqa: E402
+from tokenring.lowering.lower import agenda_of, lower_agenda  # noqa: E402
+from tokenring.lowering.storage import storage_of  # noqa: E402
+from tokenring.planner.interconnects.emulated import OVERHEADS, Overheads, interconnect_of_shape  # noqa: E402
+from tokenring.planner.simulation import operations  # noqa: E402
+from tokenring.planner.simulation.simulate import simulate  # noqa: E402
+from tokenring.schedule.pieces import named_schedule  # noqa: E402
+from tokenring.sequence.layout import make_layout  # noqa: E402
+from tokenring.sequence.mask import parse_mask  # noqa: E402
+from tokenring.sequence.workload import Workload  # noqa: E402
+from tokenring.tables.rates import Rates  # noqa: E402
 
 WIDE_GBIT = 5.0  # at which whatever is sent here is in a link's bucket: it passes for free
 FAST_TFLOPS = 1e6

@@ -10,17 +10,17 @@ from pairwise import sample
 
 from tokenring.backends.registry import transport_capabilities
 from tokenring.emulate.shapes import Shape
-from tokenring.layout import Layout, make_layout
-from tokenring.mask import Mask, parse_mask
-from tokenring.planner.auto import Call, make, plan_call
-from tokenring.planner.emulated import interconnect_of_shape, sleeping_machine
-from tokenring.planner.plan import Plan
-from tokenring.planner.predict import Setting, busiest, predict
-from tokenring.planner.visible import visible_pairs
-from tokenring.schedule.ir import PASSES, Pass
-from tokenring.schedule.measure import FLOPS_PER_PAIR
-from tokenring.schedule.target import Capabilities
-from tokenring.workload import Workload
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.footprint import FLOPS_PER_PAIR
+from tokenring.lowering.target import Capabilities
+from tokenring.planner.bounds.mask_density import visible_pairs
+from tokenring.planner.choosing.auto import Call, make, plan_call
+from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.interconnects.emulated import interconnect_of_shape, sleeping_machine
+from tokenring.planner.simulation.predict import Setting, busiest, predict
+from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.mask import Mask, parse_mask
+from tokenring.sequence.workload import Workload
 
 LEAST_CELLS = 48
 TARGETS = (  # beside the sample: what auto has to gain over a KV ring where that is asked for

@@ -22,9 +22,9 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
 
-from tokenring.mask import parse_mask  # noqa: E402
-from tokenring.planner.bound import is_attainable  # noqa: E402
-from tokenring.svg import box, opening, style, text_at  # noqa: E402
+from tokenring.display.svg import box, opening, style, text_at  # noqa: E402
+from tokenring.planner.bounds.bound import is_attainable  # noqa: E402
+from tokenring.sequence.mask import parse_mask  # noqa: E402
 
 OTHERS = r"(ring|tokenring|multi-ring|ulysses)|(usp|double-ring|case-iii)/[0-9]+"
 APART = 0.10  # of two measured times: closer ones are not ordered

@@ -25,7 +25,7 @@ from grid import Cell, cells  # noqa: E402
 from shaped import measured  # noqa: E402
 
 from tokenring.emulate import Emulated  # noqa: E402
-from tokenring.planner.plan import Plan  # noqa: E402
+from tokenring.planner.choosing.plan import Plan  # noqa: E402
 
 COLUMNS = (
     "cell", "topology", "ranks", "heads", "mask", "passes", "regime", "tokens", "tflops", "schedule", "auto",

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import tokenring as tr
-from tokenring.bench.sleeping import SleepingContext
+from tokenring.cli.bench.sleeping import SleepingContext
 from tokenring.errors import TokenRingError
-from tokenring.mask import parse_mask
 from tokenring.runtime.agreement import agree  # noqa: F401 (loaded before any clock runs)
+from tokenring.sequence.mask import parse_mask
 
 SETTLE_SECONDS = 0.03  # from the last rank's arrival until all begin: nothing is on its way any more
 LEAST_ROUNDS = 3  # of what may be the best, even where they take longer than the cell may

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _everything(options: argparse.Namespace, kind: str, began: float, document: dict[str, Any], save: _Saver) -> None:
     if not options.no_doctor:
-        from tokenring.doctor.examine import examine
+        from tokenring.cli.doctor.examine import examine
 
         document["doctor"] = asdict(examine(os.environ, DOCTOR_SECONDS))
         save()

@@ -97,7 +97,7 @@ class Here:
 
     def warm_up(self, groups: Sequence[str], pairs: Sequence[tuple[int, int]] | None = None) -> None:
         """The first message of these pairs (None: of all), in rounds of a tournament: so nobody waits in a circle."""
-        from tokenring.backends.hccl import warm_up_order
+        from tokenring.backends.transports.hccl import warm_up_order
 
         if pairs is None:
             pairs = [(low, high) for low in range(self.ranks) for high in range(low + 1, self.ranks)]
@@ -118,7 +118,7 @@ class Here:
     def attention(self) -> Callable[[], object]:
         """A call of the local kernel."""
         from tokenring.backends.registry import make_kernel
-        from tokenring.region import Patch
+        from tokenring.sequence.region import Patch
 
         tokens, heads, dim = self.sizes.timed
         dtype = torch.float32 if self.emulated or self.kind == "cpu" else torch.bfloat16

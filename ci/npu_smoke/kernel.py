@@ -14,7 +14,7 @@ from npu_smoke.here import Here
 from npu_smoke.operators import has
 from npu_smoke.schedules import LIMIT
 from tokenring.backends.kernels.reference import dense_mask
-from tokenring.region import Patch
+from tokenring.sequence.region import Patch
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Made = dict[str, torch.Tensor]  # by NAMES, on the CPU
@@ -154,9 +154,9 @@ def merges(here: Here) -> dict[str, Any]:
     """Seconds of a merge of whole results in fp32, by torch and by npu_attention_update; who is taken, and why."""
     if not has("npu_attention_update"):
         return {"left out": "there is no npu_attention_update here"}
-    from tokenring.backends.kernels.merge_npu import make
-    from tokenring.backends.mergers import choose_merger
-    from tokenring.runtime.merge import TorchMerger
+    from tokenring.backends.merging.mergers import choose_merger
+    from tokenring.backends.merging.npu import make
+    from tokenring.backends.merging.torch_merger import TorchMerger
 
     tokens, heads, dim = here.sizes.timed
     made = choose_merger(here.place, dim)

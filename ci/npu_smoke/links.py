@@ -172,7 +172,7 @@ def staging(here: Here) -> dict[str, Any]:
 
 def in_one_order(ranks: int) -> list[tuple[int, int]]:
     """(source, destination) of all messages of an exchange, round by round: in each, every rank has one peer."""
-    from tokenring.backends.hccl import warm_up_order
+    from tokenring.backends.transports.hccl import warm_up_order
 
     pairs = [(low, high, "") for low in range(ranks) for high in range(low + 1, ranks)]
     return [ends for low, high, _ in warm_up_order(pairs, ranks) for ends in ((low, high), (high, low))]

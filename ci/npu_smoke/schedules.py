@@ -12,10 +12,10 @@ import torch
 
 import tokenring as tr
 from npu_smoke.here import Here
-from tokenring.bench.reference import errors, reference
-from tokenring.layout import make_layout
+from tokenring.cli.bench.reference import errors, reference
 from tokenring.schedule.families.registry import misfit, variants
-from tokenring.workload import Workload
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.workload import Workload
 
 LAYOUT = "zigzag"
 LIMIT = {torch.float32: 2e-4, torch.bfloat16: 2e-2}  # relative Frobenius errors; NPUs multiply fp32 in fewer bits

@@ -12,8 +12,8 @@ import torch
 from npu_smoke import kernel
 from npu_smoke.here import Here
 from npu_smoke.schedules import LIMIT
-from tokenring.region import Patch
-from tokenring.runtime.merge import TorchMerger
+from tokenring.backends.merging.torch_merger import TorchMerger
+from tokenring.sequence.region import Patch
 
 LONG, DRY_LONG = 128 << 10, 512
 ROWS = 48  # of a long sequence that are compared

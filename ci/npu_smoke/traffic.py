@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from npu_smoke.here import Here
 from npu_smoke.links import in_one_order
-from tokenring.schedule.ir import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 
 CHANNELS = (REQUESTS, PARTIALS)
 DEEP = 4  # messages of a pair on a channel that are under way at once

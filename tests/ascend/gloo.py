@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from ascend.device import raw
-from tokenring.backends.base import Handle
-from tokenring.backends.gloo import GlooTransport
-from tokenring.schedule.target import Link
+from tokenring.backends.interfaces import Handle
+from tokenring.backends.transports.gloo import GlooTransport
+from tokenring.lowering.target import Link
 
 
 class OverGloo(GlooTransport):

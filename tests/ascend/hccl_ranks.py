@@ -16,10 +16,10 @@ from ascend.hccl_ledger import labelled, ledger, limits
 from ascend.hccl_streams import forget_streams
 from ascend.hccl_watch import watch
 from tokenring import ContextParallel, attention, shard
-from tokenring.backends.base import Handle, Transport
-from tokenring.backends.hccl import HcclTransport
-from tokenring.backends.hccl_collectives import HcclCollectivesTransport
-from tokenring.schedule.program import Program
+from tokenring.backends.interfaces import Handle, Transport
+from tokenring.backends.transports.hccl import HcclTransport
+from tokenring.backends.transports.hccl_collectives import HcclCollectivesTransport
+from tokenring.lowering.program import Program
 
 Change = Callable[[Program], Program]
 Tensors = Mapping[int, torch.Tensor]

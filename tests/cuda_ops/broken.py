@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cuda_ops import aten
-from tokenring.schedule.ir import Pass
+from tokenring.ir.schedule_data import Pass
 
 Broken = dict[str, Callable[..., Any]]
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tokenring.backends.base import Deferring, Transport
+from tokenring.backends.interfaces import Deferring, Transport
 from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.layout import Layout
-from tokenring.schedule.questions import Schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import Layout
 
 REFUSED = "refused"  # the field of a rank that makes no call, with the reason
 

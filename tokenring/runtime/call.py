@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokenring.backends.base import Handle
+from tokenring.backends.interfaces import Handle
 
 
 @dataclass

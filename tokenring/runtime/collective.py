@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tokenring.backends.base import CollectiveTransport, Handle, Transport
+from tokenring.backends.interfaces import CollectiveTransport, Handle, Transport
+from tokenring.lowering.footprint import contacts
+from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Recv, Send
+from tokenring.proof.verify import verify_bundles, verify_collectives
 from tokenring.runtime.call import Call, Step
 from tokenring.runtime.pool import Landed, Views
-from tokenring.schedule.measure import contacts
-from tokenring.schedule.program import ALL_GATHER, BUNDLE, Collective, Recv, Send
-from tokenring.schedule.verify import verify_bundles, verify_collectives
 
 if TYPE_CHECKING:
-    from tokenring.schedule.ir import Pass, Schedule
+    from tokenring.ir.schedule_data import Pass, Schedule
 
 Data = Callable[[Call], torch.Tensor]  # a message's bytes, wherever they lie
 

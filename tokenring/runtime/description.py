@@ -6,13 +6,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from tokenring.errors import TokenRingError
+from tokenring.ir.schedule_data import Pass, Schedule
 from tokenring.runtime.agreement import Description, named_digest
-from tokenring.schedule.ir import Pass, Schedule
-from tokenring.workload import Workload
+from tokenring.sequence.workload import Workload
 
 if TYPE_CHECKING:
-    from tokenring.context import ContextParallel
-    from tokenring.request import Request
+    from tokenring.api.context import ContextParallel
+    from tokenring.sequence.request import Request
 
 
 def describe(cp: ContextParallel, request: Request, direction: Pass, planned: bool) -> Description:
@@ -39,7 +39,7 @@ def describe(cp: ContextParallel, request: Request, direction: Pass, planned: bo
 
 def no_kernel(cp: ContextParallel, request: Request, direction: Pass) -> str | None:
     """Why the call is not computed or merged here, in which ranks may differ by what is installed; None: it is."""
-    from tokenring.backends.mergers import merge_refusal
+    from tokenring.backends.merging.mergers import merge_refusal
     from tokenring.backends.registry import kernel_refusal
 
     try:
@@ -51,7 +51,7 @@ def no_kernel(cp: ContextParallel, request: Request, direction: Pass) -> str | N
 
 
 def _schedule_text(cp: ContextParallel, request: Request) -> str:
-    from tokenring.planner.plan import Plan
+    from tokenring.planner.choosing.plan import Plan
 
     if isinstance(cp.schedule, str):
         return cp.schedule

@@ -12,24 +12,12 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.base import AttentionKernel, PackingKernel, Transport
-from tokenring.backends.mergers import merger_for
+from tokenring.backends.interfaces import AttentionKernel, PackingKernel, Transport
+from tokenring.backends.merging.mergers import merger_for
+from tokenring.backends.merging.torch_merger import accepting, copying
 from tokenring.errors import ConfigurationError
-from tokenring.runtime.agreement import Disagreement, settle
-from tokenring.runtime.call import Call, Step
-from tokenring.runtime.collective import Collectives
-from tokenring.runtime.masking import holding
-from tokenring.runtime.merge import accepting, copying
-from tokenring.runtime.names import range_names
-from tokenring.runtime.packing import patches, spanned, together
-from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
-from tokenring.runtime.posting import grouped, placed, settled
-from tokenring.runtime.ranges import profiling, ranged, run_steps
-from tokenring.runtime.scaling import folded
-from tokenring.runtime.streams import on_streams
-from tokenring.runtime.trace import Trace
-from tokenring.schedule.ir import Kind, Schedule
-from tokenring.schedule.program import (
+from tokenring.ir.schedule_data import Kind, Schedule
+from tokenring.lowering.program import (
     OWN,
     Attend,
     Fill,
@@ -43,8 +31,20 @@ from tokenring.schedule.program import (
     Send,
     Span,
     Wait,
-)  # fmt: skip
-from tokenring.workload import Workload
+)
+from tokenring.runtime.agreement import Disagreement, settle
+from tokenring.runtime.bound_kernel import holding
+from tokenring.runtime.call import Call, Step
+from tokenring.runtime.call_groups import patches, spanned, together
+from tokenring.runtime.collective import Collectives
+from tokenring.runtime.labels import range_names
+from tokenring.runtime.message_groups import grouped, placed, settled
+from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
+from tokenring.runtime.ranges import profiling, ranged, run_steps
+from tokenring.runtime.scaling import folded
+from tokenring.runtime.streams import on_streams
+from tokenring.runtime.trace import Trace
+from tokenring.sequence.workload import Workload
 
 GRADIENTS: dict[str, tuple[str, ...]] = {"q_partial": ("dq",), "kv_partial": ("dk", "dv")}
 

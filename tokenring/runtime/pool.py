@@ -7,16 +7,16 @@ from typing import cast
 
 import torch
 
-from tokenring.backends.base import Handle, OneSided, Transport
 from tokenring.backends.devices import device_of
+from tokenring.backends.interfaces import Handle, OneSided, Transport
 from tokenring.errors import UnsupportedError
+from tokenring.ir.schedule_data import Schedule
+from tokenring.lowering.footprint import aligned, bundled_bytes, landing_slots, scratch_bytes, slot_bytes
+from tokenring.lowering.program import Collective, Program, Span
+from tokenring.lowering.records import Field, Record, Records
 from tokenring.runtime.streams import Streams
-from tokenring.schedule.ir import Schedule
-from tokenring.schedule.measure import aligned, bundled_bytes, landing_slots, scratch_bytes, slot_bytes
-from tokenring.schedule.payload import Field, Record, Records
-from tokenring.schedule.program import Collective, Program, Span
-from tokenring.weak import weakly
-from tokenring.workload import Workload
+from tokenring.sequence.workload import Workload
+from tokenring.weak_method import weakly
 
 Allocate = Callable[[int], "torch.Tensor | None"]
 

@@ -13,9 +13,9 @@ import torch
 from torch.autograd.profiler import record_function
 
 from tokenring.backends.devices import device_of
+from tokenring.lowering.program import Instruction, Program
 from tokenring.runtime.call import Call, Step
 from tokenring.runtime.trace import Event, Trace
-from tokenring.schedule.program import Instruction, Program
 
 
 def profiling() -> bool:

@@ -15,8 +15,8 @@ from tokenring.runtime.agreement import REFUSED, Description, Disagreement, agre
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tokenring.context import ContextParallel
-    from tokenring.schedule.ir import Pass
+    from tokenring.api.context import ContextParallel
+    from tokenring.ir.schedule_data import Pass
 
 LOG = logging.getLogger("tokenring")
 TOLD = "_tokenring_told"  # of an error that passes through several calls, as in a checkpoint: it is told once

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tokenring.backends.devices import Device
-from tokenring.schedule.program import OWN, Attend, Fill, Instruction, Merge, Pack, Recv, Send, Span, Wait
+from tokenring.lowering.program import OWN, Attend, Fill, Instruction, Merge, Pack, Recv, Send, Span, Wait
 
 START = -1  # before the first instruction: what earlier calls did with the pool
 C = TypeVar("C")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokenring.schedule.ir import Pass
-from tokenring.schedule.program import Attend, Instruction, Wait
+from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.program import Attend, Instruction, Wait
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from tokenring.backends.base import Handle, Transport
+from tokenring.backends.interfaces import Handle, Transport
+from tokenring.ir.schedule_data import REQUESTS
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.ir import REQUESTS
 from tokenring.topology.measure.colours import rounds
 
 Flow = tuple[int, int]  # from, to

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tokenring.topology.facts import PROCESS, Device, DeviceKind, Facts, Link, Measurement, Note, Origin, pairs
 from tokenring.topology.measure.lab import Flow, Lab, Race
 from tokenring.topology.measure.survey import Tables, totals
-from tokenring.topology.sound import sound
+from tokenring.topology.model.facts import PROCESS, Device, DeviceKind, Facts, Link, Measurement, Note, Origin, pairs
+from tokenring.topology.model.sanity import sound
 
 FORMAT = "measured"
 TOLERANCE = 1.25  # of the check round

@@ -6,18 +6,18 @@ import math
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
-from tokenring.topology.facts import Facts, Origin
-from tokenring.topology.graph import merge
 from tokenring.topology.measure.infer import infer
 from tokenring.topology.measure.lab import OutOfTime, Tell, TransportLab
 from tokenring.topology.measure.model import FORMAT, Model, facts, process
 from tokenring.topology.measure.survey import Tables, survey
-from tokenring.topology.ranks import Topology
+from tokenring.topology.model.facts import Facts, Origin
+from tokenring.topology.model.graph import merge
+from tokenring.topology.model.ranks import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tokenring.backends.base import Transport
+    from tokenring.backends.interfaces import Transport
 
 SECONDS = 60.0
 WAIT_SECONDS = 60.0  # for another rank

@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from tokenring.ranks import Tell, process_group, quiet, serve
-from tokenring.topology.facts import Facts
-from tokenring.topology.graph import Graph, merge
-from tokenring.topology.schema import from_json, to_json
-from tokenring.topology.verdict import Verdict, classify
+from tokenring.launch.command import Tell, process_group, quiet, serve
+from tokenring.topology.model.facts import Facts
+from tokenring.topology.model.graph import Graph, merge
+from tokenring.topology.model.schema import from_json, to_json
+from tokenring.topology.model.verdict import Verdict, classify
 
 
 @dataclass(frozen=True)

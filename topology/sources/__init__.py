@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Facts, Origin
-from tokenring.topology.sound import sound, storable
+from tokenring.topology.model.facts import MAX_DEVICES, Facts, Origin
+from tokenring.topology.model.sanity import sound, storable
 from tokenring.topology.sources.pasted import as_printed
 
 MAX_CHARACTERS = 16 << 20

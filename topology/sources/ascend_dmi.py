@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, single_number
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Measurement, single_number
 from tokenring.topology.sources.jsontext import Document, load, number
 
 HEADING = re.compile(r"(Uni|Bi)directional Peer to Peer", re.IGNORECASE | re.ASCII)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Facts, Link, Note, normal_bus_id, single_number
+from tokenring.topology.model.facts import Device, Facts, Link, Note, normal_bus_id, single_number
 from tokenring.topology.sources import hccn_tool, npu_smi, npu_smi_fields, npu_smi_map, npu_topo
 
 COMMAND = re.compile(

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenring.topology.facts import Device, Facts, Link, Note, pairs, unordered
+from tokenring.topology.model.facts import Device, Facts, Link, Note, pairs, unordered
 from tokenring.topology.sources.jsontext import Document, load, number, word
 
 MAX_PEERS = 128  # of one server; today 16 at most. Each pair may be a link

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Note
 from tokenring.topology.sources.jsontext import load, number, word
 
 

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Note
 from tokenring.topology.sources.jsontext import Document, load, number, word
 
 ADDRESS = re.compile(r"[0-9a-fA-F]*[.:][0-9a-fA-F.:]+", re.ASCII)

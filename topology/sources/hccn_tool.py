@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Facts, Link, LinkState, Note, single_number
+from tokenring.topology.model.facts import Device, Facts, Link, LinkState, Note, single_number
 
 STATES = {"UP": "up", "DOWN": "down", "NORMAL": "up"}  # PARTIAL is neither
 MAX_PORTS = 512

@@ -7,12 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.bandwidth import published
-from tokenring.topology.facts import MAX_DEVICES, Device, DeviceKind, Facts, Link, Note, normal_bus_id, single_number
+from tokenring.topology.model.bandwidth import published
+from tokenring.topology.model.facts import (
+    MAX_DEVICES,
+    Device,
+    DeviceKind,
+    Facts,
+    Link,
+    Note,
+    normal_bus_id,
+    single_number,
+)
+from tokenring.topology.model.tree import pcie_links
+from tokenring.topology.probing.sysfs import ACCELERATORS, VENDORS
 from tokenring.topology.sources.nvswitch import trunk
 from tokenring.topology.sources.xmltext import Element, parse_xml
-from tokenring.topology.sysfs import ACCELERATORS, VENDORS
-from tokenring.topology.tree import pcie_links
 
 BANDWIDTHS = {"NVLinkBandwidth": "nvlink", "XGMIBandwidth": "xgmi"}
 NUMBERED = ("nvml", "rsmi", "cuda", "ze")  # whose numbers are indices; first the one that counts as tools do

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Note, single_number
+from tokenring.topology.model.facts import Note, single_number
 
 MAX_STRICT = 8 << 20  # characters
 MAX_LENIENT = 1 << 19  # our own reader is some 20 times slower

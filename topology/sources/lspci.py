@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, DeviceKind, Facts, Note
-from tokenring.topology.tree import pcie_links
+from tokenring.topology.model.facts import MAX_DEVICES, Device, DeviceKind, Facts, Note
+from tokenring.topology.model.tree import pcie_links
 
 HOST = "host"
 MAX_DEPTH = 64

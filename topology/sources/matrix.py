@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from operator import eq
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import PEER_KINDS, Coverage, Device, Link, Note, changed, pairs, unordered
-from tokenring.topology.labels import NOTHING, SELF, cells, meaning
+from tokenring.topology.model.facts import PEER_KINDS, Coverage, Device, Link, Note, changed, pairs, unordered
+from tokenring.topology.model.labels import NOTHING, SELF, cells, meaning
 
 ACCELERATOR = re.compile(r"(GPU|NPU|Phy-ID)([0-9]{1,5})", re.ASCII)
 NICS = r"mlx|hfi|bnxt_re|qedr|irdma|efa|rdmap|roce|ib"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, changed, unordered
-from tokenring.topology.labels import meaning
-from tokenring.topology.schema import is_document, load_json
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Link, Note, changed, unordered
+from tokenring.topology.model.labels import meaning
+from tokenring.topology.model.schema import is_document, load_json
 
 TO_SWITCH = re.compile(r"NVS([0-9]{1,2})", re.ASCII)
 HOPS = re.compile(r"hops ([0-9])\)? for (every pair|the others|pairs ([0-9]+-[0-9]+(?:(?:, | and )[0-9]+-[0-9]+)*))")

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, unordered
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Link, Note, unordered
 from tokenring.topology.sources.nvswitch import HIDDEN
 from tokenring.topology.sources.xmltext import Element, parse_xml
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.bandwidth import PCIE_GBS, published
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, pairs
+from tokenring.topology.model.bandwidth import PCIE_GBS, published
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Link, Note, pairs
 
 RANK = re.compile(
     r"^#\s+Rank\s+([0-9]{1,5})\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+ on\s+(\S{1,80})\s+device\s+([0-9]{1,5})\s+"

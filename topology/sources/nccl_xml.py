@@ -6,9 +6,18 @@ import re
 from dataclasses import dataclass, field, replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, DeviceKind, Facts, Link, Note, normal_bus_id, single_number
+from tokenring.topology.model.facts import (
+    MAX_DEVICES,
+    Device,
+    DeviceKind,
+    Facts,
+    Link,
+    Note,
+    normal_bus_id,
+    single_number,
+)
+from tokenring.topology.model.tree import pcie_links
 from tokenring.topology.sources.xmltext import Element, parse_xml
-from tokenring.topology.tree import pcie_links
 
 PEER = {"nvlink": "nvlink", "xgmi": "xgmi"}
 SWITCH_CLASS = "0x068000"

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note, normal_bus_id, single_number
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Note, normal_bus_id, single_number
 from tokenring.topology.sources.npu_topo import refused
 
 BANNER = re.compile(r"\| {0,40}npu-smi |\| {0,40}NPU(?: ID)? {0,40}\|? {0,40}Name ", re.ASCII)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Facts, Note
+from tokenring.topology.model.facts import Facts, Note
 
 NAME = re.compile(r"[A-Za-z][\w /()%.-]{0,60}", re.ASCII)
 OPENERS = re.compile(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from tokenring.topology.facts import Facts, Note, single_number
+from tokenring.topology.model.facts import Facts, Note, single_number
 from tokenring.topology.sources.npu_smi import (
     ELIDED,
     ESCAPE,

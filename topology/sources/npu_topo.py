@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Facts, Link, Note, single_number
+from tokenring.topology.model.facts import Device, Facts, Link, Note, single_number
 from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, coverage_of, links_of, read_matrix, words_in
 
 REFUSALS = re.compile(r"does not support querying [a-z-]+|dcmi model? ?\w* ?initiali[sz]ed? failed|ret is -80[0-9]{2}")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, Note, normal_bus_id
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Measurement, Note, normal_bus_id
 from tokenring.topology.sources.speeds import Speed, coverage_of, links_of, tables
 
 DEVICE = re.compile(  # older versions name no bus

@@ -9,7 +9,7 @@ import csv
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Note, normal_bus_id, single_number
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Note, normal_bus_id, single_number
 
 FAILURE = re.compile(
     r"NVIDIA-SMI has failed|Failed to (?:parse|initialize)|No devices were found|Unable to determine the device handle"

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Link, Note, normal_bus_id
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Link, Note, normal_bus_id
 from tokenring.topology.sources.nvswitch import HIDDEN, trunk
 
 GPU = re.compile(r"\s*GPU ([0-9]{1,4}): (.{1,200}?)(?: \(UUID: [^)]*\))?\s*", re.ASCII)

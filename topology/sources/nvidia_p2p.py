@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Facts, Note, unordered
+from tokenring.topology.model.facts import Device, Facts, Note, unordered
 from tokenring.topology.sources.tables import lost, read_tables
 
 STATUS = {

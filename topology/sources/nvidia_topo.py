@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Facts, Note, single_number
+from tokenring.topology.model.facts import Device, Facts, Note, single_number
 from tokenring.topology.sources.matrix import (
     ACCELERATOR,
     Matrix,

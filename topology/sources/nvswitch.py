@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenring.topology.facts import ASSUMED, Link, Note
+from tokenring.topology.model.facts import ASSUMED, Link, Note
 
 HIDDEN = "nvswitch"  # ffffffff:ff:ff.0: a virtual machine is not shown which
 

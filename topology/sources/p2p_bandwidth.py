@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, Note, normal_bus_id
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Measurement, Note, normal_bus_id
 from tokenring.topology.sources.speeds import Speed, Table, coverage_of, links_of, tables
 
 DEVICE = re.compile(

@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Coverage, Device, Facts, Link, Note, normal_bus_id, pairs
-from tokenring.topology.labels import meaning
-from tokenring.topology.schema import load_json
+from tokenring.topology.model.facts import MAX_DEVICES, Coverage, Device, Facts, Link, Note, normal_bus_id, pairs
+from tokenring.topology.model.labels import meaning
+from tokenring.topology.model.schema import load_json
 from tokenring.topology.sources.matrix import ESCAPE, Matrix, coverage_of, links_of, words_in
 from tokenring.topology.sources.tables import lost, read_tables, without_shifted
 

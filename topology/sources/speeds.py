@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tokenring.topology.bandwidth import PCIE_GBS, PUBLISHED, published
-from tokenring.topology.facts import Coverage, Device, Link, Note, pairs
-from tokenring.topology.shapes import Neighbours, is_clique, neighbours, parts
+from tokenring.topology.model.bandwidth import PCIE_GBS, PUBLISHED, published
+from tokenring.topology.model.facts import Coverage, Device, Link, Note, pairs
+from tokenring.topology.model.shapes import Neighbours, is_clique, neighbours, parts
 
 TIMES_HOST = 2.0  # a link is so much faster than the same pair through the host
 PCIE_MOST = PCIE_GBS[32.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import MAX_DEVICES, Device, Facts, Measurement, Note
+from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Measurement, Note
 from tokenring.topology.sources.speeds import Speed, coverage_of, links_of
 
 COPY = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Note
+from tokenring.topology.model.facts import Note
 from tokenring.topology.sources.matrix import ESCAPE, MAX_COLUMNS, Matrix, Row
 
 MAX_TABLES = 64

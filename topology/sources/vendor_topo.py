@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tokenring.errors import TopologyError
-from tokenring.topology.facts import Device, Facts, single_number
+from tokenring.topology.model.facts import Device, Facts, single_number
 from tokenring.topology.sources.matrix import ACCELERATOR, Matrix, coverage_of, links_of, read_matrix, words_in
 
 LABELS = {"MX": "metax", "MT": "mthreads", "MLK": "cambricon"}

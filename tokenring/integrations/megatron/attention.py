@@ -21,7 +21,7 @@ from tokenring.integrations.megatron.schedules import schedule_of_layer
 from tokenring.integrations.megatron.version import check_version, warn_if_not_run
 
 if TYPE_CHECKING:
-    from tokenring.mask import Mask
+    from tokenring.sequence.mask import Mask
 
 
 class TokenRingAttention(torch.nn.Module):

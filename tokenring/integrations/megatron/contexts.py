@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenring.attention import attend, attend_as, prepared
-from tokenring.context import ContextParallel
+from tokenring.api.attention import attend, attend_as, prepared
+from tokenring.api.context import ContextParallel
 from tokenring.integrations.megatron.groups import kept
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
-from tokenring.layout import make_layout
-from tokenring.mask import Mask
-from tokenring.request import Request
 from tokenring.schedule.families.registry import misfit
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.request import Request
 
 if TYPE_CHECKING:
     from tokenring.integrations.megatron.groups import KeptGroup, LayerGroup
@@ -117,7 +117,7 @@ class Contexts:
     ) -> torch.Tensor:
         """out [B, T, Hq, D] of tokens that this rank holds.
 
-        training: as in tokenring.attention.attend. any_length: B documents, where each step brings ones of other
+        training: as in tokenring.api.attention.attend. any_length: B documents, where each step brings ones of other
         lengths; "auto" does not plan for each of these, but once for all sizes up to the next power of two.
         """
         cp = taken = self.context(schedule, q_BTHD.device)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 from tokenring.errors import ConfigurationError
-from tokenring.groups import held
+from tokenring.launch.groups import held
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tokenring.groups import HeldGroup
+    from tokenring.launch.groups import HeldGroup
 
     LayerGroup = ProcessGroup | Literal["self"]
     KeptGroup = HeldGroup | Literal["self"]

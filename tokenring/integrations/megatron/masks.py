@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.mask import Causal, Full, Mask, SlidingWindow
+from tokenring.sequence.mask import Causal, Full, Mask, SlidingWindow
 
 WHY_NOT = {
     "padding": "a tensor says what is padding of each sequence: pack the sequences (packed_seq_params of format thd)",

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tokenring.arguments import MOST_SECONDS, check_name, check_schedule_name, seconds_limit
+from tokenring.api.arguments import MOST_SECONDS, check_name, check_schedule_name, seconds_limit
 from tokenring.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tokenring.integrations.megatron.groups import LayerGroup
-    from tokenring.topology.ranks import Topology
+    from tokenring.topology.model.ranks import Topology
 
 SCHEDULE = "--tokenring-schedule"
 
@@ -38,7 +38,7 @@ def _seconds(flag: str, text: str, args: Any) -> float:
 
 
 def _count(flag: str, text: str, args: Any) -> int:
-    from tokenring.planner.asked import read_size
+    from tokenring.cli.plan.options import read_size
 
     return read_size(flag, text)
 
@@ -65,8 +65,8 @@ def _name(flag: str, text: str, what: str, known: Mapping[str, str]) -> str:
 
 def _topology(flag: str, text: str, args: Any) -> Topology:
     """Of the file's first ranks that share a sequence and its heads: tensor parallelism fastest, as Megatron has it."""
-    from tokenring.planner.asked import read_topology
-    from tokenring.topology.ranks import Topology
+    from tokenring.cli.plan.options import read_topology
+    from tokenring.topology.model.ranks import Topology
 
     try:
         found = read_topology(text)

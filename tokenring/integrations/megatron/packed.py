@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.layout import zigzag
-from tokenring.mask import Documents, Mask
+from tokenring.sequence.layout import zigzag
+from tokenring.sequence.mask import Documents, Mask
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask], torch.Tensor]  # q, k, v [B, T, H, D], mask → out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tokenring.arguments import check_schedule_name
+from tokenring.api.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError
 
 UNSAID = (None, "p2p")  # "p2p" is what Megatron's command line fills in: who wants a ring says "ring"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from tokenring.arguments import check_schedule_name
+from tokenring.api.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError
 from tokenring.integrations.megatron.arguments import check_options
 from tokenring.integrations.megatron.attention import TokenRingAttention

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tokenring.groups import hold
-from tokenring.topology.ranks import Topology
+from tokenring.launch.groups import hold
+from tokenring.topology.model.ranks import Topology
 
 if TYPE_CHECKING:
-    from tokenring.context import ContextParallel
-from tokenring.request import Request
+    from tokenring.api.context import ContextParallel
+from tokenring.sequence.request import Request
 
 LOG = logging.getLogger("tokenring")
 
@@ -42,7 +42,7 @@ def verdict_of(topology: Topology) -> str:
     """The topology in one sentence."""
     if topology.graph is None or topology.verdict is None:
         return topology.name
-    from tokenring.topology.report import sentence
+    from tokenring.topology.report.text import sentence
 
     return sentence(topology.graph, topology.verdict)
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from tokenring.integrations.megatron.contexts import Contexts
 from tokenring.integrations.megatron.options import SCHEDULE
-from tokenring.planner.plan import Plan
-from tokenring.planner.select import time_text
-from tokenring.request import Request
+from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.choosing.select import time_text
+from tokenring.sequence.request import Request
 
 LOG = logging.getLogger("tokenring")
 

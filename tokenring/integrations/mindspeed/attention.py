@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenring.attention import prepared
+from tokenring.api.attention import prepared
 from tokenring.integrations.megatron import TokenRingAttention
 from tokenring.integrations.megatron.arguments import check_call, check_cut
 from tokenring.integrations.megatron.attention import with_one_head_dim
@@ -16,8 +16,8 @@ from tokenring.integrations.megatron.masks import mask_of_call
 from tokenring.integrations.megatron.worth import saves_too_little
 from tokenring.integrations.mindspeed.flags import is_auto
 from tokenring.integrations.mindspeed_llm import as_subclasses_expect, check_whole
-from tokenring.mask import Mask
-from tokenring.request import Request
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.request import Request
 
 WORTH = 0.05  # of the time of MindSpeed's own algorithm: predictions are not good enough to change for less
 

@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
 
-from tokenring.arguments import check_schedule_name
+from tokenring.api.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError
 from tokenring.integrations import mindspeed_llm
 from tokenring.integrations.megatron.options import SCHEDULE, add_options, flag_of, flags_said, options_said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenring.schedule import routes
-from tokenring.schedule.build import Pair, Scheme
+from tokenring.schedule.scheme import Pair, Scheme
 
 GRADIENT_SLACK = 1  # steps: what follows a ring is added to in the next step anyway
 PARTIAL_SLACK = 2  # steps: a partial sent after tile s arrives while tile s+1 runs, or a little later

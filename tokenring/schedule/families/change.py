@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tokenring.errors import ConfigurationError
-from tokenring.schedule.build import Pair, Placement, Scheme
 from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, stay
+from tokenring.schedule.scheme import Pair, Placement, Scheme
 
 
 def arranged(scheme: Scheme, order: Sequence[int]) -> Scheme:

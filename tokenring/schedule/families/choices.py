@@ -9,7 +9,7 @@ from tokenring.schedule.families.cycles import hamiltonian
 from tokenring.schedule.families.family import Numbers
 
 if TYPE_CHECKING:
-    from tokenring.workload import Workload
+    from tokenring.sequence.workload import Workload
 
 WAVES = (1, 2, 4)
 PACKINGS = 3  # the most head groups first: fewer move more KV

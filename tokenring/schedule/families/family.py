@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from tokenring.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tokenring.schedule.build import Scheme
-    from tokenring.workload import Workload
+    from tokenring.schedule.scheme import Scheme
+    from tokenring.sequence.workload import Workload
 
 Numbers = tuple[int, ...]
 Choices = Callable[[int, "Workload | None", int], Iterable[Numbers]]  # world size, workload, ranks a node

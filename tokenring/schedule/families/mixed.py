@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 
-from tokenring.layout import Layout
-from tokenring.mask import Mask
 from tokenring.schedule import routes
-from tokenring.schedule.build import Placement, Scheme
 from tokenring.schedule.families.basic import at_query
+from tokenring.schedule.scheme import Placement, Scheme
+from tokenring.sequence.layout import Layout
+from tokenring.sequence.mask import Mask
 
 Seen = tuple[float, float]  # tokens of q and of kv that a tile needs
 

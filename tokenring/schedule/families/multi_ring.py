@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tokenring.schedule import routes
-from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.basic import GRADIENT_SLACK, PARTIAL_SLACK, at_key, at_query
 from tokenring.schedule.families.cycles import Cycles, hamiltonian
 from tokenring.schedule.families.family import refuse
 from tokenring.schedule.routes import Gather, Hop, Origin
+from tokenring.schedule.scheme import Scheme
 
 
 def multi_ring(world_size: int) -> Scheme:

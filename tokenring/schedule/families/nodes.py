@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tokenring.schedule import routes
-from tokenring.schedule.build import Pair, Scheme
 from tokenring.schedule.families.basic import GRADIENT_SLACK, at_key, at_query
 from tokenring.schedule.families.family import refuse
 from tokenring.schedule.families.one_hop import to
 from tokenring.schedule.routes import Gather, Hop, Makers, Origin
+from tokenring.schedule.scheme import Pair, Scheme
 
 
 def _nodes(world_size: int, local: int, what: str = "node") -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from tokenring.schedule.build import Scheme
 from tokenring.schedule.families.family import refuse
 from tokenring.schedule.routes import Hop, Origin
+from tokenring.schedule.scheme import Scheme
 
 KEEP = frozenset({"q", "kv"})
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
-from tokenring.schedule.build import Scheme
 from tokenring.schedule.families import basic, choices, mixed, multi_ring, nodes, one_hop
 from tokenring.schedule.families.change import in_pieces, mirrored
 from tokenring.schedule.families.family import Family, Numbers
+from tokenring.schedule.scheme import Scheme
 
 if TYPE_CHECKING:
-    from tokenring.layout import Layout
-    from tokenring.workload import Workload
+    from tokenring.sequence.layout import Layout
+    from tokenring.sequence.workload import Workload
 
 NAME = re.compile(r"([a-z-]+)(?:/([1-9][0-9]{0,4}(?:x[1-9][0-9]{0,4})*))?((?:/[a-z]+[0-9]{0,3})*)", re.ASCII)
 PIECES = re.compile("pieces([1-9][0-9]{0,2})", re.ASCII)  # an option, as in "ring/pieces2"

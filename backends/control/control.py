@@ -1,0 +1,348 @@
+"""Beside the messages: who the ranks are, small exchanges between all of them, and whom to blame.
+
+A lost peer is named in three ways, the surest first: a process that this rank can see to be gone or
+stopped, along the chain of who waits for whom; a verdict that another rank has reached before; and
+else the rank at the end of the chain, which waits for nobody and says nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+from tokenring.backends.control import semaphores
+from tokenring.backends.control.failure_board import CELL_BYTES, SLICE_SECONDS, Board, ShmBoard, StoreBoard, Verdict
+from tokenring.backends.control.process_info import Member, this_member
+from tokenring.backends.control.segments import Segment
+from tokenring.backends.control.store_gather import Meeting
+from tokenring.errors import ConfigurationError, PeerLost
+from tokenring.launch.groups import held
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenring.launch.groups import Held
+    from tokenring.lowering.target import Link
+
+TAG_BYTES = 4  # of an exchange: what it is about
+PAYLOAD_BYTES = CELL_BYTES - TAG_BYTES - 1
+MAY_WAIT = "may itself only wait for the one that is lost"
+PROMPT_SECONDS = 0.002
+GRACE_SECONDS = 1.2  # for others to say for whom they waited, before a silent rank is named
+ENLARGE = " (enlarge it; docker: --shm-size)"
+LOG = logging.getLogger("tokenring")
+Gather = Callable[[bytes], Callable[[], list[bytes]]]  # what this rank says → waits for what all say
+
+
+class Control:
+    """One group's control: made by all ranks together. Raises PeerLost if a rank does not come."""
+
+    def __init__(
+        self,
+        transport: str,
+        group: Held,
+        timeout_seconds: float,
+        room_bytes: Callable[[int], int] = lambda world_size: 0,
+        create_room: Callable[[Segment, int], None] = lambda segment, world_size: None,
+    ) -> None:
+        """transport: its name, which all ranks must share.
+
+        room_bytes: of shared memory that it wants for its signals; create_room, on one rank, sets them up.
+        """
+        self.transport, self.timeout_seconds, self._create_room = transport, timeout_seconds, create_room
+        meeting = Meeting(group, timeout_seconds)
+        self.rank, self.world_size = meeting.rank, meeting.world_size
+        self.name = ""
+        self.members = self._introduce(meeting, transport)
+        self.shared, self.why_not_shared = self._share(meeting, room_bytes(self.world_size))
+        self.board: Board = self.shared or StoreBoard(meeting.store, self.rank, self.world_size)
+        self.gather_apart: Gather | None = None  # how a transport exchanges where memory is not shared
+        self.broken: PeerLost | None = None
+        self.closed = False
+        self.progress: Callable[[], object] = lambda: None  # what a transport has to do while its rank waits
+
+    # ---------- meeting
+
+    def _introduce(self, meeting: Meeting, transport: str) -> list[Member]:
+        mine = {"name": uuid.uuid4().hex, "transport": transport, "member": this_member().to_text()}
+        said = [json.loads(text) for text in meeting.gather("who they are", json.dumps(mine))]
+        if len({each["transport"] for each in said}) > 1:
+            found = ", ".join(f"rank {rank} {each['transport']!r}" for rank, each in enumerate(said))
+            raise ConfigurationError(f"the ranks disagree on the transport: {found}. Give all ranks the same one")
+        self.name = said[0]["name"]
+        return [Member.from_text(each["member"]) for each in said]
+
+    def _share(self, meeting: Meeting, room_bytes: int) -> tuple[ShmBoard | None, str]:
+        """The board in shared memory, or why there is none; all ranks agree."""
+        mine = self.members[self.rank]
+        apart = next((rank for rank, each in enumerate(self.members) if not each.shares_memory_with(mine)), None)
+        if apart is not None:
+            return None, f"rank {apart} is on another machine or in another network namespace than rank {self.rank}"
+        if reason := semaphores.unavailable():
+            return None, reason
+        size = ShmBoard.size_bytes(self.world_size)
+        segment, reasons = shared_segment(self.name, size + room_bytes, self.rank, meeting.gather, self._init)
+        return (ShmBoard(segment, self.rank, self.world_size) if segment else None), reasons
+
+    def _init(self, segment: Segment, creates: bool) -> None:
+        board = ShmBoard(segment, self.rank, self.world_size)
+        if creates:
+            board.create(self.name)
+            self._create_room(segment, self.world_size)
+        elif not board.is_called(self.name):
+            raise OSError("it is not the memory that rank 0 has: /dev/shm is not the same for all ranks")
+
+    # ---------- exchange
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """What every rank says about `what`, PAYLOAD_BYTES each at most.
+
+        Raises PeerLost; ConfigurationError if a rank is somewhere else in its program.
+        """
+        return self.ask(payload, what)()
+
+    def ask(self, payload: bytes, what: str) -> Callable[[], list[bytes]]:
+        """The first half of an exchange, which waits for nobody: this rank has spoken.
+
+        Gives the second, to be called once and before the next exchange.
+        """
+        tag = _tag(what)
+        self.check_usable()
+        with self._failing():
+            heard = self._say(tag + len(payload).to_bytes(1, "little") + payload, what)
+
+        def hear() -> list[bytes]:
+            self.check_usable()
+            with self._failing():
+                said = heard()
+            for rank, each in enumerate(said):
+                if each[:TAG_BYTES] != tag:
+                    raise self.out_of_step(rank, what)
+            return [each[TAG_BYTES + 1 :][: each[TAG_BYTES]] for each in said]
+
+        return hear
+
+    def _say(self, payload: bytes, what: str) -> Callable[[], list[bytes]]:
+        if self.shared is None:
+            assert self.gather_apart is not None
+            return self.gather_apart(payload.ljust(CELL_BYTES, b"\0"))
+        shared = self.shared
+        shared.say(payload)
+
+        def hear() -> list[bytes]:
+            self.wait(shared.heard, shared.missing, f"waited to hear of {what}")
+            return shared.hear()
+
+        return hear
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A rank that raises in the middle of an exchange, as by Ctrl-C, has spoken but has not heard."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        """The same for texts of any length."""
+        sizes = [int.from_bytes(each, "little") for each in self.exchange(len(text).to_bytes(8, "little"), what)]
+        parts: list[list[bytes]] = [[] for _ in sizes]
+        for start in range(0, max(sizes), PAYLOAD_BYTES):
+            for rank, part in enumerate(self.exchange(text[start : start + PAYLOAD_BYTES], what)):
+                parts[rank].append(part)
+        return [b"".join(each) for each in parts]
+
+    def out_of_step(self, rank: int, what: str) -> ConfigurationError:
+        text = f"rank {self.rank} exchanges {what}, rank {rank} something else: the ranks make different calls"
+        error = ConfigurationError(f"{text}. Destroy the group and make a new one")
+        self.fail(error)
+        return error
+
+    # ---------- waiting
+
+    def wait(
+        self, attempt: Callable[[float], bool], peer: int | Callable[[], int | None], what: str,
+        limit_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        """Until attempt(seconds) succeeds, for no longer than the time limit. Raises PeerLost.
+
+        peer: for whom, or what tells who is missing at the moment; if nobody is, someone died on the way.
+        """
+        self.progress()
+        if attempt(PROMPT_SECONDS):  # as nearly always: not worth telling anyone
+            return
+        limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
+        deadline = time.monotonic() + limit_seconds
+        while True:
+            missing = peer() if callable(peer) else peer
+            missing = (self.rank + 1) % self.world_size if missing is None else missing
+            self.board.note_waiting(missing)
+            self.progress()
+            if attempt(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
+                break
+            late = time.monotonic() >= deadline
+            if (late or self.is_hopeless(missing)) and not attempt(0.0):
+                raise self.lost(missing, what, f"no answer within {limit_seconds:g} s" if late else "")
+        self.board.note_waiting(None)
+
+    def is_hopeless(self, peer: int) -> bool:
+        """Whether there is a verdict, or the peer or someone for whom it waits is gone."""
+        return self.board.verdict() is not None or self._chain_end(peer)[1] == "gone"
+
+    # ---------- blame
+
+    def check_usable(self) -> None:
+        """Raises the error again that broke this group; ConfigurationError if its transport was closed."""
+        if self.closed:
+            raise ConfigurationError("this transport was closed: make a new ContextParallel")
+        if self.broken is not None:
+            raise PeerLost(
+                f"this group was broken before: {self.broken}. Destroy it and make a new one",
+                self.broken.rank,
+                self.broken.certain,
+            )
+
+    def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        """The error for a wait for `peer` that failed; names the rank that is to blame, which all ranks agree on."""
+        self.board.publish_waiting(peer)
+        verdict = self._find_verdict(peer, found)
+        said = self._text(verdict, peer, what, found), verdict.rank, verdict.certain
+        self.broken = PeerLost(*said)
+        return PeerLost(*said)  # another one: what is raised gets the frames of all callers, which are not to be kept
+
+    def fail(self, error: BaseException) -> None:
+        """This rank gives up in the middle of a call: the others need not wait for it."""
+        if self.broken is None:
+            text = f"it raised {type(error).__name__}: {error}"
+            self.broken = PeerLost(f"rank {self.rank} (this one) is lost: {text}", self.rank, True)
+            self.board.claim(Verdict(self.rank, text, self.rank, True))
+
+    def _find_verdict(self, peer: int, found: str) -> Verdict:
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (verdict := self.board.verdict()) is None:
+            rank, state = self._chain_end(peer)
+            late = time.monotonic() >= deadline
+            if state is None and late:
+                rank, state = self._any_in_trouble() or (rank, None)
+            if state is not None:
+                why = f"its process (pid {self.members[rank].pid} on {self.members[rank].host}) is {state}"
+                return self.board.claim(Verdict(rank, why, self.rank, True))
+            if late:
+                why = f"it is silent: {found or 'no answer'}"
+                return self.board.claim(Verdict(rank, why, self.rank, False))
+            time.sleep(0.02)
+        return verdict
+
+    def _chain_end(self, peer: int) -> tuple[int, str | None]:
+        """From a peer along who waits for whom: the first whose process is in trouble, else the last of them."""
+        seen = {self.rank}
+        at = peer
+        while True:
+            if (state := self.members[at].state(self.members[self.rank])) is not None:
+                return at, state
+            seen.add(at)
+            after = self.board.waits(at)
+            if after is None or after in seen:
+                return at, None
+            at = after
+
+    def _any_in_trouble(self) -> tuple[int, str] | None:
+        for rank, member in enumerate(self.members):
+            if rank != self.rank and (state := member.state(self.members[self.rank])) is not None:
+                return rank, state
+        return None
+
+    def _text(self, verdict: Verdict, peer: int, what: str, found: str) -> str:
+        by = "" if verdict.by == self.rank else f", as rank {verdict.by} found"
+        text = f"rank {verdict.rank} of {self.world_size} is lost: {verdict.why}{by}. Rank {self.rank} {what}"
+        text += "" if verdict.rank == peer else f" from rank {peer}"
+        text += f": {found}" if found and found not in verdict.why else ""
+        if getattr(self.board, "silent", False):
+            text += f". The group's store is silent too, so rank {verdict.rank} {MAY_WAIT}"
+        elif not verdict.certain and self.shared is None:  # who waits for whom is known only from waits that failed
+            text += f". Nobody can look at it from another machine: rank {verdict.rank} {MAY_WAIT}, or be slow"
+            text += " (then raise timeout_seconds)"
+        elif not verdict.certain:
+            text += ". It waits for no other rank that could be seen; if it is only slow, raise timeout_seconds"
+        return text + f". Look at the log of rank {verdict.rank} first; then destroy the group and make a new one"
+
+
+@lru_cache(maxsize=64)
+def _tag(what: str) -> bytes:
+    return hashlib.sha256(what.encode()).digest()[:TAG_BYTES]
+
+
+class Controlled:
+    """What transports take over from their control as it is."""
+
+    control: Control
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """All ranks are connected from the start. Raises ConfigurationError for tensors that are not on the CPU."""
+        if device.type != "cpu":
+            raise ConfigurationError(
+                f"transport {self.control.transport!r} moves tensors in the memory of the CPU, and these are on "
+                f"{device}: use transport='auto' for NPUs and CUDA devices; tensors of others must be moved to the CPU"
+            )
+
+    def before_exchange(self) -> None:
+        """What comes first in each; raises what keeps it from beginning."""
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        self.before_exchange()
+        return self.control.exchange(payload, what)
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        self.before_exchange()
+        return self.control.exchange_text(text, what)
+
+    def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        return self.control.lost(peer, what, found)
+
+    def fail(self, error: BaseException) -> None:
+        self.control.fail(error)
+
+
+def own_store(control: Control, group: Held, channel: str) -> Any:
+    """The part of the group's store that no other group and no other transport uses."""
+    return PrefixStore(f"tokenring/{control.name}/{channel}", held(group).store())
+
+
+Agree = Callable[[str, str], list[str]]  # what it is about, this rank's trouble → the trouble of each rank
+
+
+def shared_segment(
+    name: str, size_bytes: int, rank: int, agree: Agree, init: Callable[[Segment, bool], None]
+) -> tuple[Segment | None, str]:
+    """A new segment that all ranks have mapped, its name gone; or None and why. All ranks get the same answer."""
+    made: list[Segment] = []
+
+    def attempt(create: bool) -> str:
+        try:
+            made.append(Segment(name, size_bytes, create))
+            init(made[0], create)
+        except (OSError, ValueError) as error:  # ValueError: mapping a file that is shorter
+            text = f"rank {rank} cannot {'make' if create else 'map'} {size_bytes} bytes in /dev/shm: {error}"
+            return text + (ENLARGE if getattr(error, "errno", None) == errno.ENOSPC else "")
+        return ""
+
+    try:
+        troubles = agree("shared memory", attempt(True) if rank == 0 else "")
+        if not any(troubles):
+            troubles = agree("shared memory, mapped", attempt(False) if rank else "")
+    finally:
+        # Whoever gets here takes the name away: the rank that made it may be dead.
+        Segment.unlink_name(name)
+    trouble = next(filter(None, troubles), "")
+    return (None, trouble) if trouble else (made[0], "")

@@ -1,0 +1,212 @@
+"""Boards: where the ranks of a group see each other's state outside of all messages.
+
+On one machine it is shared memory, between machines the group's store. A board holds, for each
+rank, for whom it waits; and one verdict for the group: which rank is lost. The first verdict stays.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from tokenring.backends.control.segments import Segment
+from tokenring.backends.control.semaphores import SIZE_BYTES, Semaphore
+from tokenring.backends.control.store_gather import StoreSilent, bounded
+
+SLICE_SECONDS = 0.1  # how long a wait sleeps before it looks whether the peer still lives
+CELL_BYTES = SIZE_BYTES - 4  # what a rank may say at once, after the number of the exchange
+VERDICT_BYTES = 1024
+NOBODY = -1
+ROUNDS = 1 << 31  # even: exchanges take turns between two rows
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Rank `rank` is lost, as rank `by` found out. `certain`: dead, stopped or failed; else only silent."""
+
+    rank: int
+    why: str
+    by: int
+    certain: bool
+
+    def to_bytes(self, room_bytes: int | None = None) -> bytes:
+        """As JSON; `why` is cut until it fits."""
+        text = json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace")
+        if room_bytes is None or len(text) <= room_bytes:
+            return text
+        return replace(self, why=f"{self.why[: len(self.why) * 3 // 4 - 2]} …").to_bytes(room_bytes)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Verdict:
+        return Verdict(**json.loads(data))
+
+
+class Board(Protocol):
+    """What a group's ranks tell each other about themselves."""
+
+    def verdict(self) -> Verdict | None:
+        """The group's verdict, if there is one."""
+
+    def claim(self, verdict: Verdict) -> Verdict:
+        """Make it the group's verdict, or get the one that was first."""
+
+    def waits(self, rank: int) -> int | None:
+        """For whom a rank is known to wait."""
+
+    def note_waiting(self, peer: int | None) -> None:
+        """Say for whom this rank waits, where that is cheap."""
+
+    def publish_waiting(self, peer: int) -> None:
+        """Say it in any case: the wait was in vain."""
+
+
+class ShmBoard:
+    """A board in shared memory; also small exchanges between all ranks, and room for a transport's signals.
+
+    In the segment, in cells of SIZE_BYTES: the board's name, a lock and a flag for the verdict, the
+    verdict, for whom each rank waits, two rows of exchanged payloads by rank, tickets, and a gate and
+    a fence for each rank; then what the transport wants.
+
+    An exchange: each rank writes its payload and takes a ticket. There is one ticket less than ranks:
+    who gets none is last, puts the tickets back and opens the gates, so that nobody sleeps twice.
+    """
+
+    def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
+        self.segment, self.rank, self.world_size = segment, rank, world_size
+        cells = iter(range(0, segment.bytes.numel(), SIZE_BYTES))
+        next(cells)  # the name
+        self._lock, self._ready = self._semaphore(next(cells)), self._semaphore(next(cells))
+        self._verdict_at = next(cells)
+        for _ in range(VERDICT_BYTES // SIZE_BYTES - 1):
+            next(cells)
+        self._waits_at = [next(cells) for _ in range(world_size)]
+        self._payloads_at = [[next(cells) for _ in range(world_size)] for _ in range(2)]
+        self._tickets = self._semaphore(next(cells))
+        self._gates = [self._semaphore(next(cells)) for _ in range(world_size)]
+        fences = [self._semaphore(next(cells)) for _ in range(world_size)]
+        self._fence = fences[rank]
+        self._all = [self._lock, self._ready, self._tickets, *self._gates, *fences]
+        self._round = 0
+        self._found: Verdict | None = None
+
+    @staticmethod
+    def size_bytes(world_size: int) -> int:
+        return SIZE_BYTES * (4 + VERDICT_BYTES // SIZE_BYTES + 5 * world_size)
+
+    def create(self, name: str) -> None:
+        """Set up a new segment; by one rank."""
+        self.segment.write(0, name.encode()[:SIZE_BYTES])
+        for semaphore in self._all:
+            semaphore.create()
+        self._lock.post()
+        for _ in range(self.world_size - 1):
+            self._tickets.post()
+        for at in self._waits_at:
+            self.segment.write(at, struct.pack("i", NOBODY))
+
+    def is_called(self, name: str) -> bool:
+        """Whether this is the very memory that the rank which created it wrote the name into."""
+        return self.segment.read(0, SIZE_BYTES).rstrip(b"\0") == name.encode()[:SIZE_BYTES]
+
+    def verdict(self) -> Verdict | None:
+        if self._found is None and self._ready.try_wait():
+            self._ready.post()
+            text = self.segment.read(self._verdict_at, VERDICT_BYTES).rstrip(b"\0")
+            self._found = Verdict.from_bytes(text)
+        return self._found
+
+    def claim(self, verdict: Verdict) -> Verdict:
+        if self._lock.try_wait():
+            self.segment.write(self._verdict_at, verdict.to_bytes(VERDICT_BYTES))
+            self._ready.post()
+        deadline = time.monotonic() + 1.0
+        while (first := self.verdict()) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return first or verdict  # who claimed it died before it could say what
+
+    def waits(self, rank: int) -> int | None:
+        (peer,) = struct.unpack("i", self.segment.read(self._waits_at[rank], 4))
+        return None if peer == NOBODY else peer
+
+    def note_waiting(self, peer: int | None) -> None:
+        self.segment.write(self._waits_at[self.rank], struct.pack("i", NOBODY if peer is None else peer))
+
+    def publish_waiting(self, peer: int) -> None:
+        self.note_waiting(peer)
+
+    def say(self, payload: bytes) -> None:
+        """The first half of an exchange; `heard` and `hear` are the second."""
+        # Nobody is two rounds ahead: it has heard everyone in the last.
+        self._round = (self._round + 1) % ROUNDS
+        at = self._payloads_at[self._round % 2][self.rank]
+        self.segment.write(at, struct.pack("i", self._round) + payload)
+        self._fence.post()  # taking a ticket alone would not release what was written, on every processor
+        last = not self._tickets.try_wait()
+        self._fence.try_wait()
+        if last:
+            for _ in range(self.world_size - 1):
+                self._tickets.post()
+            for gate in self._gates:
+                gate.post()
+
+    def heard(self, seconds: float) -> bool:
+        """Whether all have spoken; True once in each round."""
+        return self._gates[self.rank].wait(seconds)
+
+    def missing(self) -> int | None:
+        """The first rank that has not spoken in this round."""
+        row = self._payloads_at[self._round % 2]
+        spoken = [struct.unpack("i", self.segment.read(at, 4))[0] for at in row]
+        return next((rank for rank, number in enumerate(spoken) if number != self._round), None)
+
+    def hear(self) -> list[bytes]:
+        """What all said, when all are heard."""
+        row = self._payloads_at[self._round % 2]
+        cells = self.segment.read(row[0], len(row) * SIZE_BYTES)
+        return [cells[at + 4 : at + SIZE_BYTES] for at in range(0, len(cells), SIZE_BYTES)]
+
+    def _semaphore(self, at: int) -> Semaphore:
+        return Semaphore(self.segment.address + at)
+
+
+class StoreBoard:
+    """A board at the group's store. Asked only when something is wrong."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.silent = False
+
+    def verdict(self) -> Verdict | None:
+        text = self._read("lost")
+        return Verdict.from_bytes(text) if text else None
+
+    def claim(self, verdict: Verdict) -> Verdict:
+        mine = verdict.to_bytes().decode()
+        first = self._bounded(lambda: self.store.compare_set("lost", "", mine))
+        return Verdict.from_bytes(first) if first else verdict
+
+    def waits(self, rank: int) -> int | None:
+        text = self._read(f"waits/{rank}")
+        return int(text) if text else None
+
+    def note_waiting(self, peer: int | None) -> None:
+        """Not worth a message to the store."""
+
+    def publish_waiting(self, peer: int) -> None:
+        self._bounded(lambda: self.store.set(f"waits/{self.rank}", str(peer)))
+
+    def _read(self, key: str) -> bytes | None:
+        found: bytes | None = self._bounded(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return found
+
+    def _bounded(self, function: Any) -> Any:
+        if self.silent:
+            return None
+        try:
+            return bounded(function, 0.5)
+        except StoreSilent:
+            self.silent = True
+            return None

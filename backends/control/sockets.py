@@ -1,0 +1,241 @@
+"""Lines: a TCP connection between each two ranks of a control, for messages of a few bytes.
+
+They cost less than Gloo's messages, each of which wakes a thread of its own at both ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from ipaddress import IPv6Address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenring.backends.control.control import Control
+from tokenring.backends.control.listener import TOO_MANY_FILES, Door
+from tokenring.backends.control.store_gather import Meeting
+from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost, TokenRingError
+
+if TYPE_CHECKING:
+    from tokenring.launch.groups import Held
+
+INTERFACES = "GLOO_SOCKET_IFNAME"  # a user who has told Gloo need not tell us
+ANSWER_SECONDS = 2.0  # for who has connected to say which rank it is; others are heard meanwhile
+PAUSE_SECONDS = 0.05  # before a rank is called again
+MOST_SECONDS = 1e6  # that a socket waits: the milliseconds of more overflow
+CONNECTS, HEARS = "connected to all ranks", "exchanged with all ranks"
+NOT_CONNECTED = "it has not connected"
+SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+IF_INET6 = Path("/proc/net/if_inet6")
+LINK_LOCAL = "20"  # a scope there: such addresses mean nothing to others
+
+
+class Lines:
+    """What one rank says to others and hears from them, in order from each to each. Made by all ranks together.
+
+    Raises PeerLost, which names who cannot be reached; BackendUnavailable, on all ranks alike, if one has no address;
+    ConfigurationError if this process may not open as many files.
+    """
+
+    def __init__(self, control: Control, group: Held) -> None:
+        self._control = control
+        self._lines: dict[int, socket.socket] = {}
+        weakref.finalize(self, _close, self._lines)
+        meeting = Meeting(group, control.timeout_seconds)
+        with ExitStack() as until_met:
+            door, trouble = None, ""
+            try:
+                door = until_met.enter_context(_door(control.world_size))
+            except (BackendUnavailable, OSError) as error:
+                trouble = f"rank {control.rank} cannot listen for the others: {error}"
+            where = door.place if door else ()
+            said = [json.loads(each) for each in meeting.gather("where they listen", json.dumps([trouble, where]))]
+            if trouble := "; ".join(filter(None, (each for each, _ in said))):
+                raise BackendUnavailable(trouble)
+            assert door is not None
+            self._connect(door, [place for _, place in said])
+
+    # ---------- connecting
+
+    def _connect(self, door: Door, places: list[list[Any]]) -> None:
+        """Call the ranks before this one, let in those after it."""
+        deadline = time.monotonic() + self._control.timeout_seconds
+        for rank in range(self._control.rank):
+            host, port = places[rank]
+            self._call(rank, host, port, deadline)
+        self._answer(door, range(self._control.rank + 1, self._control.world_size), deadline)
+
+    def _call(self, rank: int, host: str, port: int, deadline: float) -> None:
+        """Each says who it is. If that came too late, as when a rank has many callers, it is called again."""
+        hint = f"it listens at {host}: if that is not where it can be reached, set {INTERFACES} there"
+        while rank not in self._lines:
+            try:
+                line = socket.create_connection((host, port), _left(deadline))
+            except OSError as error:
+                raise self._cannot(rank, error, hint) from None
+            with ExitStack() as unless_kept:
+                unless_kept.enter_context(line)
+                try:
+                    line.sendall(self._card(self._control.rank))
+                    answer = _receive(line, len(self._card(rank)), deadline)
+                except OSError as error:
+                    if time.monotonic() >= deadline or not isinstance(error, ConnectionError):
+                        raise self._cannot(rank, error, hint) from None
+                    time.sleep(PAUSE_SECONDS)
+                    continue
+                if answer != self._card(rank):
+                    raise self._control.lost(rank, CONNECTS, f"somebody else answers ({hint})")
+                self._keep(rank, line)
+                unless_kept.pop_all()
+
+    def _answer(self, door: Door, ranks: range, deadline: float) -> None:
+        """Let in these ranks, whoever else comes."""
+        cards = {self._card(rank): rank for rank in ranks}
+
+        def welcome(card: bytes, line: socket.socket) -> None:
+            line.sendall(self._card(self._control.rank))
+            self._keep(cards[card], line)
+
+        try:
+            missing = door.let_in(set(cards), deadline, ANSWER_SECONDS, welcome)
+        except OSError as error:
+            raise self._cannot(min(rank for rank in ranks if rank not in self._lines), error, NOT_CONNECTED) from None
+        if missing:
+            crowd = f", while {door.strangers} connections said nothing of ours" if door.strangers else ""
+            first = min(cards[each] for each in missing)
+            raise self._control.lost(first, CONNECTS, f"timed out ({NOT_CONNECTED}{crowd})")
+
+    def _card(self, rank: int) -> bytes:
+        """By which a rank is known. The control's name is new, and only its ranks know it."""
+        return f"tokenring {self._control.name} {rank:8}".encode()
+
+    def _keep(self, rank: int, line: socket.socket) -> None:
+        self._lines[rank] = line
+        line.settimeout(min(self._control.timeout_seconds, MOST_SECONDS))
+        with suppress(OSError):  # it has gone already, which shows when it is asked for something
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # firewalls forget connections that are idle
+
+    def _cannot(self, rank: int, error: OSError, hint: str) -> TokenRingError:
+        """The error for a connection that failed. If this process may open no more files, no peer is to blame."""
+        if error.errno not in TOO_MANY_FILES:
+            return self._control.lost(rank, CONNECTS, f"{error} ({hint})")
+        self._control.fail(error)
+        return ConfigurationError(
+            f"rank {self._control.rank} needs a connection to each of {self._control.world_size - 1} others, and may "
+            f"open no more files ({error}): allow more, as by ulimit -n {4 * self._control.world_size + 1024}"
+        )
+
+    # ---------- saying and hearing
+
+    def say(self, rank: int, data: bytes) -> None:
+        """It leaves at once: so little fits any connection's buffer."""
+        try:
+            self._lines[rank].sendall(data)
+        except OSError as error:
+            raise self._lost(rank, error) from None
+
+    def hear(self, rank: int, size_bytes: int) -> bytes:
+        """The next bytes that the rank says, for which it waits. Raises PeerLost."""
+        try:
+            return _receive(self._lines[rank], size_bytes)
+        except OSError as error:
+            raise self._lost(rank, error) from None
+
+    def _lost(self, rank: int, error: OSError) -> PeerLost:
+        late = isinstance(error, TimeoutError)
+        return self._control.lost(rank, HEARS, "no answer" if late else str(error))
+
+
+def _door(callers: int) -> Door:
+    return Door(own_address(), callers)
+
+
+def _left(deadline: float) -> float:
+    """Seconds for a socket to wait."""
+    return min(max(0.01, deadline - time.monotonic()), MOST_SECONDS)
+
+
+def _receive(line: socket.socket, size_bytes: int, deadline: float | None = None) -> bytes:
+    """So many bytes; all by the deadline, or each part within the line's own limit. Raises OSError."""
+    data = b""
+    while len(data) < size_bytes:
+        if deadline is not None:
+            line.settimeout(_left(deadline))
+        part = line.recv(size_bytes - len(data))
+        if not part:
+            raise ConnectionResetError("connection closed by peer")
+        data += part
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+    return data
+
+
+def _close(lines: dict[int, socket.socket]) -> None:
+    for line in lines.values():
+        line.close()
+
+
+# ---------- where this rank is reached
+
+
+def interfaces() -> list[str]:
+    """Those that the user has told Gloo to go over; empty: whatever there is."""
+    return [name for name in os.environ.get(INTERFACES, "").split(",") if name]
+
+
+def own_address() -> str:
+    """Of the interface that GLOO_SOCKET_IFNAME names first; else what the host's name means; else the loopback.
+
+    As Gloo does. Raises BackendUnavailable if that interface has none.
+    """
+    if named := interfaces():
+        return interface_address(named[0])
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    return next(filter(_is_ours, (str(each[4][0]) for each in found)), "127.0.0.1")
+
+
+def interface_address(name: str) -> str:
+    """Its first IPv4 address, else its first IPv6 one that others can use. Raises BackendUnavailable."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(found[20:24])
+        except OSError:
+            pass
+    if (address := next(_ipv6_addresses(name), None)) is not None:
+        return address
+    there = ", ".join(each for _, each in socket.if_nameindex())
+    raise BackendUnavailable(
+        f"{INTERFACES} names the interface {name!r}, which has no address here. Interfaces of this host: {there}"
+    )
+
+
+def _ipv6_addresses(name: str) -> Iterator[str]:
+    try:
+        rows = IF_INET6.read_text().splitlines()
+    except OSError:
+        return
+    for address, _, _, scope, _, interface in map(str.split, rows):
+        if interface == name and scope != LINK_LOCAL:
+            yield str(IPv6Address(int(address, 16)))
+
+
+def _is_ours(address: str) -> bool:
+    """Whether one can listen at it: a host's name may mean some other host."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as tried:
+            tried.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,294 @@
+"""What a transport and a kernel must offer. One screen each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from tokenring.errors import PeerLost
+from tokenring.lowering.target import Capabilities, Link
+from tokenring.sequence.region import Patch
+
+if TYPE_CHECKING:
+    from tokenring.ir.schedule_data import Pass
+
+
+class Handle(Protocol):
+    """One message on its way."""
+
+    def wait(self) -> None:
+        """Until it has arrived, or may be overwritten. Raises PeerLost at the time limit."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Moves bytes between the ranks of one group.
+
+    Messages between two ranks on one channel keep their order. `sent_bytes` counts payload by
+    destination rank since it was last cleared.
+    """
+
+    rank: int
+    world_size: int
+    capabilities: Capabilities
+    sent_bytes: dict[int, int]
+
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        """Post the send of a contiguous tensor; never blocks."""
+
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        """Post the receive into a contiguous tensor; never blocks."""
+
+    def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """Connect for messages on these links, between tensors on this device; all ranks call it alike.
+
+        What is connected already stays so. Raises ConfigurationError for a device that it does not serve; PeerLost.
+        """
+
+    def close(self) -> None:
+        """Give back what it holds, such as connections; closing twice is fine. Nothing moves afterwards."""
+
+    def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        """The error for a wait for `peer` that failed in some other way; it names who is to blame."""
+
+    def fail(self, error: BaseException) -> None:
+        """This rank gives up in the middle of a call: tell the others, and take no more calls."""
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """What every rank says about `what` (up to 55 bytes each), by rank. All ranks call it; raises PeerLost."""
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        """The same for texts of any length, in several exchanges."""
+
+
+class CollectiveTransport(Transport, Protocol):
+    """A transport with collectives of some of its ranks; `sent_bytes` counts what each gives every other one.
+
+    Tensors are given by rank, without one for the rank itself; those of one call have equal sizes and one dtype.
+    `ranks` are in ascending order. Collectives of the same ranks happen in the order in which they are posted.
+    """
+
+    def prepare_groups(self, groups: Iterable[tuple[int, ...]], device: torch.device) -> None:
+        """Connect all ranks of each of these groups, as `prepare` does for links; all ranks call it alike."""
+
+    def all_to_all(
+        self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
+    ) -> Handle:
+        """Post it; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
+
+    def all_gather(
+        self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
+    ) -> Handle:
+        """Post it; never blocks. The same tensor to all; nothing may use it until the wait, as it may be written."""
+
+
+@runtime_checkable
+class ModalTransport(Transport, Protocol):
+    """A transport with several ways to divide its messages, each a name of the registry."""
+
+    def in_mode(self, name: str) -> Transport:
+        """Another one between the same ranks, of the same control, made when first asked for; closed with this one.
+
+        Itself, where it has no such mode.
+        """
+
+
+class OneSided(Transport, Protocol):
+    """A transport whose ranks write into each other's memory, and so receive only into memory that it gives."""
+
+    pool: object  # the one buffer pool of all that use this transport
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
+
+
+Landing = tuple[int, str, torch.Tensor]  # source, channel, and where a message of theirs goes
+
+
+@runtime_checkable
+class Placing(Protocol):
+    """A one-sided transport whose senders know beforehand where each message goes: those of a bound program."""
+
+    def place(self, receives: Sequence[Landing]) -> object | None:
+        """Tell the other ranks where a program's messages go, in the order of their posts. A collective call."""
+
+    def begin(self, placement: Any) -> None:
+        """What is posted from now on are the messages of the program that was placed so."""
+
+
+@runtime_checkable
+class Grouping(Protocol):
+    """A transport that moves messages in groups: those of one begin together, and are waited for together."""
+
+    def go(self) -> None:
+        """What was posted since the last call begins to move. Waiting for any of it does the same."""
+
+
+@runtime_checkable
+class Capturable(Protocol):
+    """A transport whose messages go into graphs where the device and its driver take them."""
+
+    def try_capture(self) -> None:
+        """See that they do, the first time that it is called. A collective call. Raises UnsupportedError, PeerLost."""
+
+
+@runtime_checkable
+class Deferring(Protocol):
+    """A transport whose messages carry the key of their call: those of calls that differ do not meet.
+
+    So they may be posted while the ranks still find out whether they make the same call. Nobody may use what has come
+    before `settle`.
+    """
+
+    def begin_call(self, digest: bytes, what: str, judge: Callable[[list[bytes]], None]) -> None:
+        """Tell the other ranks the digest of the call whose messages are posted next.
+
+        Waits for nobody, but settles an earlier call that is not settled, and this one where that takes no messages.
+
+        judge: called by `settle` with what every rank said, by rank; raises ConfigurationError if they disagree.
+        """
+
+    def settle(self) -> None:
+        """Raises what judge raises, once, and then drops the messages that were posted; PeerLost. Else nothing."""
+
+
+class AttentionKernel(Protocol):
+    """Local attention of one tile, with the log-sum-exp (lse).
+
+    q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D] with any strides whose last is 1; Hq is a multiple of
+    Hkv. `patch` says what is visible, from its own corner (row0 = col0 = 0). lse is fp32, natural
+    log, [B, Hq, Sq]; a row that sees nothing has out 0, lse -inf and no gradient. Results come in
+    fp32 or the input's dtype. scale is positive, and not too small for fp32: others are folded into q
+    (`runtime.scaling`).
+    """
+
+    name: str
+
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """None, or why this kernel cannot compute such a call at all: asked once, before its first pass."""
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        """None, or why a patch should be cut: asked when a schedule is lowered."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [B, Hq, Sq, D] and lse."""
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patch: Patch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv of this tile, from the lse of the whole row and its out or delta = rowsum(dout · out).
+
+        One of the two is given: out where it is at hand, at the rank that owns q; delta elsewhere.
+        Results are new tensors, which the caller may change.
+        """
+
+
+@runtime_checkable
+class HeadLimited(Protocol):
+    """A kernel that takes so many query heads at most, and says so of a whole call, however schedules divide it."""
+
+    def supports_heads(self, q_heads: int) -> str | None:
+        """None, or why this kernel cannot compute calls of so many query heads: asked as `supports` is."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a program is going to ask of a kernel: the patches of its tiles, and the operands that it will give."""
+
+    patches: tuple[Patch, ...]
+    direction: Pass
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@runtime_checkable
+class MaskingKernel(Protocol):
+    """A kernel that reads masks in device memory, which a program holds from when it is bound."""
+
+    def holding(self, tiles: Tiles) -> AttentionKernel:
+        """The same kernel with the masks of these tiles made, complete for every stream: who holds it holds them."""
+
+
+@runtime_checkable
+class PackingKernel(Protocol):
+    """A kernel that also computes several patches of one rectangle in one call, such as packed documents.
+
+    The rows and columns of each patch lie beyond those of the one before; row0 and col0 count from the operands'
+    corner. Each result is that patch's own, as `forward` and `backward` would give it.
+    """
+
+    def packs(self, patches: Sequence[Patch]) -> bool:
+        """Whether it takes these in one call, and so any fewer of them: asked when a program is bound."""
+
+    def forward_packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """(out, lse) of each."""
+
+    def backward_packed(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patches: Sequence[Patch],
+        scale: float,
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """(dq, dk, dv) of each."""
+
+
+class Merger(Protocol):
+    """Merges a partial result into a running one, and accumulates in fp32 whatever comes.
+
+    out [rows, B, H, D] fp32 and lse [rows, B, H] fp32 are what there is; new_out, in fp32, bf16 or fp16, and new_lse
+    fp32 are what comes; all with any strides. A lse of -inf is that of a row that has seen nothing: its out is 0, and
+    stays so where nothing comes. scratch [2, rows, B, H] fp32, contiguous, may be overwritten.
+    """
+
+    name: str
+
+    def __hash__(self) -> int:
+        """Mergers that do the same are equal, so that one is tried once."""
+
+    def supports(self, head_dim: int) -> str | None:
+        """None, or why it cannot merge such rows: asked once, when it is chosen."""
+
+    def merge_(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        """Into out and lse, where they lie."""
+
+    def merged(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse, merged: these tensors, overwritten, or new ones in their place, for the caller to keep."""

@@ -1,0 +1,358 @@
+"""The kernel "auto" where there are several: each tile is computed by the first that can, in the order of choice.py.
+
+A kernel that is missing, that does not take the dtype or head dim, or that refuses a call for a reason that only the
+device knows (no cuDNN, a chip that it was not built for) gives way to the next one, and the log says so once, with the
+reason. What refused one kind of call is asked again for other kinds, until it has refused several. Errors that are no
+refusals, such as memory that ran out or a device that failed, are raised as they are.
+
+On a device a kernel is tried before a program is bound to it first (`trial.py`): one that raises or computes something
+else gives way as well, for all calls of that pass, head dim and dtype. Each rank chooses for itself; what they send
+each other does not depend on it.
+
+A tile that the first one has to cut into more calls than another, such as a window for cuDNN, goes to that other one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from tokenring.backends.devices import has_device
+from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Tiles
+from tokenring.backends.kernels.flash_common import named
+from tokenring.backends.kernels.numeric_trial import Kind, asserted_here, fault, ran_out, tries
+from tokenring.backends.kernels.order import LAST, Pick, Table, default_order, ranked
+from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.sequence.region import Patch
+
+LOG = logging.getLogger("tokenring")
+Made = TypeVar("Made")
+Tables = Callable[[str, int, torch.dtype], "Table | None"]  # kernel, head dim, dtype
+Trial = Callable[[AttentionKernel, Pass, int, torch.dtype], "str | None"]  # what is wrong; None: it cannot be told now
+Tried = tuple[str, Pass, int, torch.dtype]  # of a kernel by name
+REFUSALS = (
+    "not support", "unsupported", "only support", "no execution plan", "no viable", "no available kernel",
+    "no kernel found", "not enabled", "not compiled", "was not built", "not implemented", "could not run",
+    "not available",
+    "requires", "is disabled", "no kernel image",
+)  # fmt: skip
+MOST_REFUSED = 3  # kinds of calls of one pass, head dim and dtype; who refused so many is asked for no other
+SLOW = ("flex", "reference")  # to measure: one compiles each shape, the other holds every score of a tile
+COMPILERS = ("cutlass", "triton", "torch._inductor", "torch._dynamo")  # modules whose errors mean: not this call
+BROKEN = ("cuda error", "out of memory", "illegal memory access", "device-side assert", "unspecified launch failure")
+
+
+def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> Choosing:
+    """The kernels for a CUDA device in the order of its generation, with the tables that were kept of them."""
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+    where = f"for compute capability {capability[0]}.{capability[1]}"
+
+    def table(name: str, head_dim: int, dtype: torch.dtype) -> Table | None:
+        from tokenring.backends.measuring import key_of
+        from tokenring.tables.kernel_rates import kept
+
+        kernel = chosen.kernel(name)
+        if kernel is None or not has_device(device.type):
+            return None
+        return kept(key_of(kernel, device, dtype, head_dim))
+
+    def trial(kernel: AttentionKernel, direction: Pass, head_dim: int, dtype: torch.dtype) -> str | None:
+        return fault(kernel, Kind(direction, head_dim, dtype, device))
+
+    chosen = Choosing(default_order(capability), make, table, where, trial if tries(device) else None)
+    return chosen
+
+
+class Call(NamedTuple):
+    """A kind of call, on which the order of kernels depends.
+
+    side: of the tile, rounded down to a power of two. deterministic: torch.use_deterministic_algorithms is on.
+    """
+
+    direction: Pass
+    side: int
+    head_dim: int
+    dtype: torch.dtype
+    deterministic: bool
+
+    @staticmethod
+    def of(direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> Call:
+        """As torch is set now."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return Call(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic)
+
+    @staticmethod
+    def of_tile(direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype) -> Call:
+        """That of a tile, as torch is set now."""
+        return Call.of(direction, min(patch.rows, patch.cols), head_dim, dtype)
+
+    def __str__(self) -> str:
+        return f"{named((self.dtype,))}, head dim {self.head_dim}"
+
+
+class Choosing:
+    """One of several kernels for each tile.
+
+    make: a kernel by name, raising BackendUnavailable; where: for the log; trial: what each passes before it is taken.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self, order: Sequence[str], make: Callable[[str], AttentionKernel], tables: Tables, where: str = "here",
+        trial: Trial | None = None,
+    ) -> None:  # fmt: skip
+        self.order, self._make, self._tables, self._where, self._trial = tuple(order), make, tables, where, trial
+        self._made: dict[str, AttentionKernel] = {}
+        self._missing: dict[str, str] = {}
+        self._refused: dict[str, dict[Call, str]] = defaultdict(dict)
+        self._found: dict[Tried, str] = {}  # by the trial
+        self._untried: set[Tried] = set()  # for which there was no memory; of one program: the next one tries again
+        self._picks: dict[Call, list[Pick]] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._holding: dict[str, AttentionKernel] = {}  # those of one program; all else its copies share
+
+    # ---------- who computes
+
+    def kernel(self, name: str) -> AttentionKernel | None:
+        """The kernel, made when it is asked for first; None: it is not to be had, see `why_not`."""
+        if name not in self._made and name not in self._missing:
+            try:
+                self._made[name] = self._make(name)
+            except BackendUnavailable as error:
+                self._missing[name] = one_line(error, MOST_SAID)
+        return self._made.get(name)
+
+    def why_not(self, name: str, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Why a kernel computes no such calls of any size; None: it does, but for what it may have refused."""
+        made = self.kernel(name)
+        if made is None:
+            return self._missing[name]
+        failed = next((why for each in PASSES if (why := self._found.get((name, each, head_dim, dtype)))), None)
+        return failed or self._gave_up(name, head_dim, dtype, PASSES) or made.supports(head_dim, dtype)
+
+    def why_not_call(self, name: str, call: Call) -> str | None:
+        """Why a kernel is not taken for one kind of call; None: it may be."""
+        made = self.kernel(name)
+        if made is None:
+            return self._missing[name]
+        return self._refusal(name, call) or made.supports(call.head_dim, call.dtype)
+
+    def _refusal(self, name: str, call: Call) -> str | None:
+        """What is wrong with it, or what it said to such a call, or to several of its pass."""
+        failed = self._found.get((name, call.direction, call.head_dim, call.dtype))
+        said = self._refused[name].get(call)
+        return failed or said or self._gave_up(name, call.head_dim, call.dtype, (call.direction,))
+
+    def _gave_up(self, name: str, head_dim: int, dtype: torch.dtype, passes: Sequence[Pass]) -> str | None:
+        """What it said the last time, where it refused so many kinds of calls that it will refuse all."""
+        for direction in passes:
+            wanted = direction, head_dim, dtype
+            said = [why for call, why in self._refused[name].items() if (call[0], *call[2:4]) == wanted]
+            if len(said) >= MOST_REFUSED:
+                return said[-1]
+        return None
+
+    def picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
+        """The kernels that compute such tiles in their order, each with the reason for its place."""
+        call = Call.of(direction, side, head_dim, dtype)
+        if call not in self._picks:
+            able = [name for name in self.order if self.why_not_call(name, call) is None]
+            found = {name: self._tables(name, head_dim, dtype) for name in able}
+            tables: Mapping[str, Table] = {name: table for name, table in found.items() if table is not None}
+            self._picks[call] = ranked(able, tables, direction, call.side, self._where)
+            self._tell(call)
+        return self._picks[call]
+
+    def tried_picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
+        """Try the first of them until one passes, and give those that are left."""
+        call = Call.of(direction, side, head_dim, dtype)
+        while (picks := self.picks(*call[:4])) and not self._passes(picks[0].name, call):
+            pass
+        return picks
+
+    def faults(self) -> dict[str, str]:
+        """Give what the trials found to be wrong, by kernel."""
+        return {tried[0]: why for tried, why in self._found.items() if why}
+
+    def kernels(self, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
+        """All that compute such calls and can be measured in a minute."""
+        able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
+        return [self._made[name] for name in able if name not in SLOW]
+
+    def holding(self, tiles: Tiles) -> Choosing:
+        """These kernels, those that are going to be taken with the masks of the tiles that they are taken for."""
+        held = copy.copy(self)
+        held._holding, held._untried = {}, set()
+        by_name: dict[str, list[Patch]] = {}
+        for patch in tiles.patches:
+            name = held._taken(Call.of_tile(tiles.direction, patch, tiles.head_dim, tiles.dtype), patch)
+            if name is not None:
+                by_name.setdefault(name, []).append(patch)
+        for name, patches in by_name.items():
+            kernel = self._made[name]
+            if isinstance(kernel, MaskingKernel):
+                held._holding[name] = kernel.holding(replace(tiles, patches=tuple(patches)))
+        return held
+
+    # ---------- AttentionKernel
+
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        reasons = [self.why_not(name, head_dim, dtype) for name in self.order]
+        return None if None in reasons else "; ".join(map(str, reasons))
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        return None  # whoever computes it cuts it
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._first(
+            "forward", q, patch, lambda kernel: kernel.forward(q, k, v, patch=patch, scale=scale)
+        )  # fmt: skip
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patch: Patch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._first(
+            "backward", q, patch,
+            lambda kernel: kernel.backward(dout, q, k, v, lse, delta, out=out, patch=patch, scale=scale),
+        )  # fmt: skip
+
+    # ---------- trying
+
+    def _first(
+        self, direction: Pass, q: torch.Tensor, patch: Patch, compute: Callable[[AttentionKernel], Made]
+    ) -> Made:
+        """What the first kernel gives that does not refuse."""
+        call = Call.of_tile(direction, patch, q.shape[-1], q.dtype)
+        while (name := self._taken(call, patch)) is not None:
+            try:
+                return compute(self._holding.get(name, self._made[name]))
+            except Exception as error:
+                if not refuses(error):
+                    raise
+                self._drop(name, call, error)
+        reasons = "; ".join(f"{name}: {self.why_not_call(name, call)}" for name in self.order)
+        raise UnsupportedError(
+            f"no kernel computes a tile of {patch.rows} × {patch.cols}, head dim {call.head_dim}, "
+            f"{named((call.dtype,))}, {direction} ({reasons}): see `tokenring doctor`, or use "
+            f"ContextParallel(kernel='reference')"
+        )
+
+    def _taken(self, call: Call, patch: Patch) -> str | None:
+        """The first kernel for a tile that passes its trial, once it counts on that tile; None: there is none."""
+        while picks := self.picks(*call[:4]):
+            name = _willing(picks, patch, self._made)
+            if self._passes(name, call):
+                _reserve(self._made[name], patch)
+                return name
+        return None
+
+    def _passes(self, name: str, call: Call) -> bool:
+        """Whether it may be taken for such calls; tried when it is asked for first."""
+        tried: Tried = (name, call.direction, call.head_dim, call.dtype)
+        if self._trial is None or self._found.get(tried) == "" or tried in self._untried:
+            return True
+        try:
+            why = self._trial(self._made[name], *tried[1:])
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            self._untried.add(tried)
+            text = f"takes {name} untried for tiles {call.direction}, {call}: {one_line(error, MOST_SAID)}"
+            self._log(logging.WARNING, name, text)
+            return True
+        if why is not None:
+            self._found[tried] = why
+        if why:
+            self._picks.clear()
+            self._log(logging.WARNING, name, f"leaves out {name} for all tiles {call.direction}, {call}: {why}")
+        return not why
+
+    def _drop(self, name: str, call: Call, error: Exception) -> None:
+        why = f"it refused a call {call.direction}: {one_line(error, MOST_SAID)}"
+        self._refused[name][call] = why
+        self._picks.clear()
+        tiles = f"tiles of {call.side}"
+        if self._gave_up(name, call.head_dim, call.dtype, (call.direction,)):
+            tiles = f"all tiles {call.direction}"
+        self._log(logging.WARNING, name, f"leaves out {name} for {tiles}, {call}: {why}")
+
+    def _tell(self, call: Call) -> None:
+        """Once for each kind of call: who computes it and who does not, each with the reason."""
+        for name in self.order:
+            why_not = self.why_not_call(name, call)
+            if why_not is not None and self._refusal(name, call) is None:
+                self._log(logging.INFO, name, f"has no {name} for {call}: {why_not}")
+        picks = self._picks[call]
+        if picks:
+            level = logging.WARNING if picks[0].name == "reference" else logging.INFO
+            slow = ", which holds every score of a tile in memory" if picks[0].name == "reference" else ""
+            self._log(level, picks[0].name, f"takes {picks[0].name} for {call}{slow}")
+
+    def _log(self, level: int, name: str, text: str) -> None:
+        if (name, text) not in self._said:
+            self._said.add((name, text))
+            LOG.log(level, "kernel 'auto' %s", text)
+
+
+def _willing(picks: list[Pick], patch: Patch, made: Mapping[str, AttentionKernel]) -> str:
+    """Who computes this tile: of those that have nothing against it (or of all), the first with the fewest calls.
+
+    Those that stand last in any order take every tile in one call, and are not for being quick: they are no rivals.
+    """
+    names = [pick.name for pick in picks]
+    willing = [name for name in names if _avoids(made[name], patch) is None] or names
+    if willing[0] in LAST:
+        return willing[0]
+    return min((name for name in willing if name not in LAST), key=lambda name: _calls_for(made[name], patch))
+
+
+def _avoids(kernel: AttentionKernel, patch: Patch) -> str | None:
+    asked: Callable[[Patch], str | None] | None = getattr(kernel, "avoids", None)
+    return None if asked is None else asked(patch)
+
+
+def _reserve(kernel: AttentionKernel, patch: Patch) -> None:
+    asked: Callable[[Patch], None] | None = getattr(kernel, "reserve", None)
+    if asked is not None:
+        asked(patch)
+
+
+def _calls_for(kernel: AttentionKernel, patch: Patch) -> int:
+    asked: Callable[[Patch], int] | None = getattr(kernel, "calls_for", None)
+    return 1 if asked is None else asked(patch)
+
+
+def refuses(error: Exception) -> bool:
+    """Whether an error means that a kernel does not do such calls, and not that something went wrong in one."""
+    if isinstance(error, AssertionError):
+        return not asserted_here(error)
+    if isinstance(error, (BackendUnavailable, UnsupportedError, NotImplementedError, ImportError)):
+        return True
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if type(error).__module__.startswith(COMPILERS):
+        return True
+    text = str(error).lower()
+    if "no kernel image" not in text and any(each in text for each in BROKEN):
+        return False
+    return isinstance(error, (RuntimeError, ValueError)) and any(each in text for each in REFUSALS)

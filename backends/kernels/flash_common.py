@@ -1,0 +1,192 @@
+"""What kernels have in common whose operator computes only some patches, aligned memory and certain head dims.
+
+A kernel says which patches one call computes (`says`) and writes that call (`call_forward`, `call_backward`); cutting,
+merging, padding and the gradients' inputs are here. Results of several parts are merged and added up in fp32, and
+come in q's dtype.
+
+A gradient of every operator here recomputes p from the lse that it is given and takes delta as rowsum(dout · out), so
+that it is given the lse of the whole row, and the merged output or a stand-in that carries delta.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+
+import torch
+
+from tokenring.backends.kernels.decompose import Part, parts
+from tokenring.backends.kernels.delta import lean_out
+from tokenring.backends.kernels.reference import Reference
+from tokenring.sequence.region import Patch
+
+HALF = (torch.float16, torch.bfloat16)
+ALIGNMENT_BYTES = 16  # of addresses and strides: operators load so much at a time and do not check
+CACHED_PATCHES = 1024
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class TileKernel(ABC):
+    """The base of kernels for CUDA. `supports` gives reasons; the rest of `AttentionKernel` follows from `says`."""
+
+    name = ""
+    largest_head_dim: int | None = 256
+    head_dim_multiple = 8  # other head dims are filled up with zeros
+    dtypes: tuple[torch.dtype, ...] = HALF
+
+    def __init__(self) -> None:
+        self._parts = lru_cache(maxsize=CACHED_PATCHES)(lambda patch: parts(patch, self.says))
+        self._plain = Reference()
+
+    # ---------- what a kernel says and computes
+
+    @abstractmethod
+    def says(self, patch: Patch) -> bool:
+        """Whether one call computes a trimmed patch at its corner."""
+
+    @abstractmethod
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [B, Hq, Sq, D], lse [B, Hq, Sq] of operands in aligned memory."""
+
+    @abstractmethod
+    def call_backward(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, patch: Patch, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """dq, dk, dv. out: of the whole rows, or a stand-in; lse: of the whole rows, contiguous fp32, aligned."""
+
+    def unsafe(self, patch: Patch) -> str | None:
+        """Why it may do harm to give it a tile, also to try it; None: nothing is known against it."""
+        return None
+
+    def avoids(self, patch: Patch) -> str | None:
+        """Why another kernel should take a tile, where there is a choice; None: nothing speaks against it."""
+        return self.unsafe(patch)
+
+    def calls_for(self, patch: Patch) -> int:
+        """In how many calls, whose results are merged, it computes a tile; 0 where nothing is visible."""
+        return len(self._parts(patch))
+
+    # ---------- AttentionKernel
+
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        if dtype not in self.dtypes:
+            return f"{self.name} takes {named(self.dtypes)}, not {named((dtype,))}"
+        if self.largest_head_dim is not None and head_dim > self.largest_head_dim:
+            return f"{self.name} takes head dimensions up to {self.largest_head_dim}, not {head_dim}"
+        return None
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        return None  # what one call does not compute, several do
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        head_dim, cuts = q.shape[-1], self._parts(patch)
+        q, k, v = (self._filled(x) for x in (q, k, v))
+        if (only := _only(cuts, patch)) is not None:
+            out, lse = self._part_forward(only, q, k, v, scale)
+            return out[..., :head_dim], lse
+        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+        for part in cuts:
+            merge_part(out[:, :, part.rows], lse[:, :, part.rows], *self._part_forward(part, q, k, v, scale))
+        return out[..., :head_dim].to(q.dtype), lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patch: Patch,
+        scale: float,
+    ) -> Gradients:
+        head_dim, cuts = q.shape[-1], self._parts(patch)
+        rows = [self._filled(x) for x in (dout.to(q.dtype), q, lean_out(dout, delta, out, q.dtype))]
+        cols = [self._filled(k), self._filled(v)]
+        if (only := _only(cuts, patch)) is not None:
+            dq, dk, dv = self._part_backward(only, rows, cols, lse, scale)
+        else:
+            dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (rows[1], *cols))
+            for part in cuts:
+                made = self._part_backward(part, rows, cols, lse, scale)
+                for total, where, new in zip((dq, dk, dv), (part.rows, part.cols, part.cols), made, strict=True):
+                    total[:, :, where] += new
+        dq, dk, dv = (x[..., :head_dim].to(q.dtype) for x in (dq, dk, dv))
+        return dq, dk, dv
+
+    # ---------- one part
+
+    def _part_forward(
+        self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = aligned(part.of_rows(q)), aligned(part.of_cols(k)), aligned(part.of_cols(v))
+        if not self.says(part.patch):
+            out, lse = self._plain.forward(q, k, v, patch=part.patch, scale=scale)
+        else:
+            out, lse = self.call_forward(q, k, v, part.patch, scale)
+        return part.back(out), part.back(lse)
+
+    def _part_backward(
+        self, part: Part, rows: list[torch.Tensor], cols: list[torch.Tensor], lse: torch.Tensor, scale: float
+    ) -> Gradients:
+        dout, q, out = (aligned(part.of_rows(x)) for x in rows)
+        k, v = (aligned(part.of_cols(x)) for x in cols)
+        lse = packed(part.of_rows(lse).float())
+        if not self.says(part.patch):
+            made = self._plain.backward(dout, q, k, v, lse, None, out=out, patch=part.patch, scale=scale)
+        else:
+            made = self.call_backward(dout, q, k, v, out, lse, part.patch, scale)
+        dq, dk, dv = made
+        return part.back(dq), part.back(dk), part.back(dv)
+
+    def _filled(self, x: torch.Tensor) -> torch.Tensor:
+        """With zeros up to a head dim that the operator takes: they add nothing to q·k and nothing to what is kept."""
+        missing = -x.shape[-1] % self.head_dim_multiple
+        return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _only(cuts: tuple[Part, ...], patch: Patch) -> Part | None:
+    """The one part that covers the tile."""
+    if len(cuts) != 1 or cuts[0].turned or (cuts[0].patch.rows, cuts[0].patch.cols) != (patch.rows, patch.cols):
+        return None
+    return cuts[0]
+
+
+def merge_part(out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
+    """Merge a part, all of whose rows see something, into fp32 views: rows that had nothing yet take it as it is."""
+    total = torch.logaddexp(lse, new_lse)
+    out.lerp_(new_out.float(), torch.exp(new_lse - total)[..., None])
+    lse.copy_(total)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy, in memory that operators can read."""
+    size = x.element_size()
+    outer = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    steps = [x.data_ptr(), *(stride * size for stride, count in outer if count > 1)]
+    if x.stride(-1) == 1 and not any(each % ALIGNMENT_BYTES for each in steps):
+        return x
+    return _copied(x)
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """The same, with nothing between its elements."""
+    return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT_BYTES == 0 else _copied(x)
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """In memory of its own. `contiguous()` would give x itself where the axes that have more than one entry are so."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def named(dtypes: tuple[torch.dtype, ...]) -> str:
+    """bfloat16 and float32, without torch's name before each."""
+    return " and ".join(str(each).removeprefix("torch.") for each in dtypes)

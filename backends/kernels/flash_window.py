@@ -1,0 +1,48 @@
+"""How a patch is said to flash attention: causal, or a window that counts from the last row and column.
+
+Since version 2.1 its masks are aligned at the bottom right: row i sees columns i + (cols - rows) - left to
+i + (cols - rows) + right (Dao-AILab/flash-attention, README, "2.1: Change behavior of causal flag").
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenring.sequence.region import Patch
+
+
+class Window(NamedTuple):
+    """left and right: None is unbounded. causal: there is a shorter way to say (None, 0)."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def causal(self) -> bool:
+        return self.left is None and self.right == 0
+
+
+def window(patch: Patch) -> Window | None:
+    """Of a trimmed patch; None where its steps are unequal."""
+    if patch.row_step != 1 or patch.col_step != 1:
+        return None
+    offset = patch.cols - patch.rows
+    left = None if patch.low is None else offset - patch.low
+    right = None if patch.high is None else patch.high - offset
+    return Window(left, right)
+
+
+def second_version(patch: Patch) -> Window | None:
+    """A window as version 2 means it, of torch and of flash_attn 2; None: no window says this patch.
+
+    It takes sides of at least `cols` for unbounded, and beside a bounded side an unbounded one for `cols`: tall tiles
+    would lose pairs or gain some (flash_api.cpp, mha_fwd and set_params_fprop).
+    """
+    found = window(patch)
+    if found is None or found.causal or patch.is_full:
+        return found
+    if found.right is None and patch.rows > patch.cols + 1:
+        return None
+    if found.right is not None and found.right >= patch.cols:
+        return None
+    return found

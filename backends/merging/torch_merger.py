@@ -1,0 +1,96 @@
+"""Merging partial attention results, in fp32 and in place.
+
+out = Σ exp(lse_i - lse) out_i with lse = log Σ exp(lse_i): the log-sum-exp form of online softmax
+(Milakov and Gimelshein 2018; ring-flash-attention). Rows that have seen nothing (lse -inf) are
+neutral, and stay out 0, lse -inf when nothing comes. This is the merge that any device has; `backends.mergers`
+says where another one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from tokenring.backends.interfaces import Merger
+
+LOWEST = torch.finfo(torch.float32).min  # stands for -inf where -inf minus -inf would be NaN
+
+Fetch = Callable[[Any], torch.Tensor]  # of a call: one of its accumulators
+AcceptOut = Callable[[Any, torch.Tensor, torch.Tensor], None]
+
+
+def merge_(
+    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """Merge (new_out, new_lse) into (out, lse).
+
+    out, new_out [..., D]; lse, new_lse [...] fp32; scratch [2, ...] fp32, overwritten.
+    """
+    total, weight = scratch[0], scratch[1]
+    torch.logaddexp(lse, new_lse, out=total)
+    torch.clamp(total, min=LOWEST, out=weight)
+    torch.sub(new_lse, weight, out=weight).exp_()
+    out.lerp_(new_out.to(out.dtype), weight[..., None])  # the two weights add up to 1
+    lse.copy_(total)
+
+
+@dataclass(frozen=True)
+class TorchMerger:
+    """`merge_`: torch's operators, on any device."""
+
+    name = "torch"
+
+    def supports(self, head_dim: int) -> str | None:
+        return None
+
+    def merge_(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        merge_(out, lse, new_out, new_lse, scratch)
+
+    def merged(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        merge_(out, lse, new_out, new_lse, scratch)
+        return out, lse
+
+
+def copying(out: Fetch, lse: Fetch) -> AcceptOut:
+    """What puts the first partial result into a call's accumulators, which `out` and `lse` fetch."""
+
+    def copy(call: Any, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
+        out(call).copy_(new_out)
+        lse(call).copy_(new_lse)
+
+    return copy
+
+
+def accepting(merger: Merger, out: Fetch, lse: Fetch, scratch: torch.Tensor, output: int | None) -> AcceptOut:
+    """What merges a partial result into a call's accumulators, which `out` and `lse` fetch.
+
+    output: the slot of call.outputs that they are the whole of, so that new tensors may take their place; else None.
+    """
+    if output is None:
+        merge = merger.merge_
+        return lambda call, new_out, new_lse: merge(out(call), lse(call), new_out, new_lse, scratch)
+    merged, names = merger.merged, ("out", "lse")
+
+    def replace(call: Any, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
+        made = merged(out(call), lse(call), new_out, new_lse, scratch)
+        call.outputs[output] = dict(zip(names, made, strict=True))
+
+    return replace

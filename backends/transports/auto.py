@@ -1,0 +1,151 @@
+"""Transports that go on as another one when there is no room: for all contexts that share them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from tokenring.backends.control.control import Control, Controlled
+from tokenring.backends.interfaces import Handle, OneSided, Transport
+from tokenring.backends.transports.gloo import GlooTransport
+from tokenring.backends.transports.shm import ShmTransport
+from tokenring.errors import BackendUnavailable
+from tokenring.launch.groups import held
+from tokenring.lowering.target import Capabilities
+from tokenring.tables.transport_choice import PAIRS, Choice, Domain, choose
+
+if TYPE_CHECKING:
+    from tokenring.launch.groups import Held
+
+LOG = logging.getLogger("tokenring")
+
+
+class Preferring(Controlled, ABC):
+    """A one-sided transport that becomes a two-sided one, on all ranks alike, when it has no room for a larger pool.
+
+    That happens in `allocate`, between calls, when nothing is on its way. Programs that are bound already go on in
+    the memory that they have.
+    """
+
+    auto: ClassVar[str]  # what messages call it
+    chooses: ClassVar[bool] = True  # among several, and so wants to know of what size messages are
+    kind: ClassVar[str]  # of device that it moves tensors of
+    why = ""  # the reason for what was taken, where there is one to tell
+    now: Transport
+    control: Control
+
+    def __init__(self, group: Held, timeout_seconds: float, message_bytes: int | None = None) -> None:
+        """message_bytes: of the messages that are expected, where known; rank 0's count."""
+        group = self._group = held(group)
+        self._timeout_seconds, self._message_bytes = timeout_seconds, message_bytes
+        self.pool: object = None  # the one buffer pool of all that use this transport
+        self._own_bytes = 0
+        self._take(self._first())
+
+    @abstractmethod
+    def _first(self) -> Transport:
+        """What is preferred. Raises BackendUnavailable."""
+
+    @abstractmethod
+    def _second(self) -> Transport:
+        """What it becomes."""
+
+    def _chosen(
+        self, domain: Domain, unavailable: Mapping[str, str | None], rank: int, ranks: int,
+        gather: Callable[[str, str], list[str]],
+    ) -> Choice:  # fmt: skip
+        """What rank 0 chooses for all ranks, who tell each other by `gather`: no two need have kept one table."""
+        mine = choice_of(self.kind, domain, unavailable, ranks, self._message_bytes) if rank == 0 else None
+        return Choice(**json.loads(gather("the choice", "" if mine is None else json.dumps(asdict(mine)))[0]))
+
+    def _take(self, now: Transport) -> None:
+        self.now, self.control = now, now.control  # type: ignore[attr-defined]
+        self.capabilities: Capabilities = now.capabilities
+        self.rank, self.world_size, self.sent_bytes = now.rank, now.world_size, now.sent_bytes
+
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        return self.now.send(data, dst, channel, label)
+
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        return self.now.recv(data, src, channel, label)
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Memory to receive into, uint8; None if what it gave last is enough. A collective call."""
+        if self.capabilities.one_sided:
+            try:
+                one_sided: OneSided = self.now  # type: ignore[assignment]
+                return one_sided.allocate(nbytes)
+            except BackendUnavailable as error:  # on all ranks alike
+                self._fall_back(error)
+        if nbytes <= self._own_bytes:
+            return None
+        self._own_bytes = nbytes
+        return self._own(nbytes)
+
+    def _own(self, nbytes: int) -> torch.Tensor:
+        """Memory that no peer reaches."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self.now.close()
+        self.pool = None
+
+    def _fall_back(self, error: BackendUnavailable) -> None:
+        second, sent_bytes = self._second(), self.sent_bytes
+        self.why = "{} went on as {}: {}".format(*PAIRS[self.kind], error)
+        LOG.warning("transport %r goes on with %s: %s", self.auto, getattr(second, "name", "gloo"), error)
+        self.now.close()
+        self._take(second)
+        second.sent_bytes = self.sent_bytes = sent_bytes
+
+
+def choice_of(
+    kind: str, domain: Domain, unavailable: Mapping[str, str | None], ranks: int, message_bytes: int | None = None
+) -> Choice:
+    """By the rules, and by the table that was kept here of so many ranks; the reason says where that cannot be used."""
+    from tokenring.backends.measuring import transfers_key
+    from tokenring.tables.transport_times import kept
+
+    if any(unavailable[name] is not None for name in PAIRS[kind]):
+        return choose(kind, domain, unavailable, message_bytes)
+    table, note = kept(transfers_key(kind, domain, ranks))
+    found = choose(kind, domain, unavailable, message_bytes, table)
+    if note:
+        LOG.warning("measured transports: %s", note)
+    return replace(found, reason=f"{found.reason}; {note}") if note else found
+
+
+class AutoTransport(Preferring):
+    """Shared memory for as long as there is room for it, then Gloo; Gloo where it was measured to be faster.
+
+    Raises BackendUnavailable if no memory is shared.
+    """
+
+    auto, kind = "auto", "cpu"
+
+    def _first(self) -> Transport:
+        shm = ShmTransport(self._group, self._timeout_seconds)
+
+        def gather(what: str, text: str) -> list[str]:
+            return [each.decode() for each in shm.exchange_text(text.encode(), what)]
+
+        both: dict[str, str | None] = dict.fromkeys(PAIRS["cpu"])
+        chosen = self._chosen("reached", both, shm.rank, shm.world_size, gather)
+        if chosen == choose("cpu", "reached", both):
+            return shm
+        self.why = chosen.reason
+        LOG.info("transport 'auto' takes %s: %s", chosen.transport, self.why)
+        if chosen.transport == "shm":
+            return shm
+        shm.close()
+        return self._second()
+
+    def _second(self) -> Transport:
+        return GlooTransport(self._group, self._timeout_seconds)

@@ -1,0 +1,296 @@
+"""Shared memory: one-sided puts between the ranks of one machine.
+
+A receive is posted by writing where it should go into a ring of the pair and channel, which is the
+sender's credit. The sender copies straight to that place, in the receiver's part of a heap that all
+ranks map, and signals. Waits sleep. A send whose receive is not posted yet is put off to this
+rank's next call of the transport, so that nothing ever blocks but a wait.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokenring.backends.control.control import Control, Controlled, shared_segment
+from tokenring.backends.control.failure_board import SLICE_SECONDS, ShmBoard
+from tokenring.backends.control.segments import Segment
+from tokenring.backends.control.semaphores import SIZE_BYTES, Semaphore
+from tokenring.backends.interfaces import Handle
+from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.launch.groups import held
+from tokenring.lowering.target import Capabilities
+from tokenring.weak_method import weakly
+
+if TYPE_CHECKING:
+    from tokenring.launch.groups import Held
+
+CHANNELS = (REQUESTS, PARTIALS)
+RING = 32  # receives of one pair and channel whose places can be known ahead; more wait here
+ENTRY = struct.Struct("qqq")  # number of the heap, offset, size in bytes
+LINE_BYTES = 2 * SIZE_BYTES + -(-RING * ENTRY.size // SIZE_BYTES) * SIZE_BYTES
+LEAST_HEAP_BYTES, PAGE_BYTES = 1 << 16, 4096
+
+
+class Line:
+    """One direction of a pair on one channel: its signals and its ring of places."""
+
+    def __init__(self, segment: Segment, at: int) -> None:
+        self.segment, self._ring_at = segment, at + 2 * SIZE_BYTES
+        self.posted = Semaphore(segment.address + at)
+        self.arrived = Semaphore(segment.address + at + SIZE_BYTES)
+
+    def write(self, number: int, place: tuple[int, int, int]) -> None:
+        self.segment.write(self._ring_at + number % RING * ENTRY.size, ENTRY.pack(*place))
+
+    def read(self, number: int) -> tuple[int, int, int]:
+        heap, offset, size = ENTRY.unpack(self.segment.read(self._ring_at + number % RING * ENTRY.size, ENTRY.size))
+        return heap, offset, size
+
+
+class Incoming:
+    """Receives from one peer on one channel, in order."""
+
+    def __init__(self, line: Line, bell: Semaphore, own_bell: Semaphore) -> None:
+        self.line, self._bell, self._own_bell = line, bell, own_bell
+        self.asked = self.posted = self.arrived = 0
+        self.waiting: deque[tuple[int, int, int]] = deque()  # places for which the ring has no room yet
+
+    def ask(self, place: tuple[int, int, int]) -> int:
+        """Post a receive; gives its number."""
+        self.asked += 1
+        self.waiting.append(place)
+        self._flush()
+        return self.asked
+
+    def take(self, number: int, seconds: float) -> bool:
+        """Whether the numbered message has arrived."""
+        while self.arrived < number:
+            if not self.line.arrived.wait(seconds):
+                return False
+            self._own_bell.try_wait()  # it has rung for this
+            self.arrived += 1
+            self._flush()
+        return True
+
+    def _flush(self) -> None:
+        """Post what the ring has room for."""
+        while self.waiting and self.posted - self.arrived < RING:
+            self.line.write(self.posted, self.waiting.popleft())
+            self.posted += 1
+            self.line.posted.post()
+            self._bell.post()
+
+
+class Outgoing:
+    """Sends to one peer on one channel, in order."""
+
+    def __init__(self, line: Line, bell: Semaphore) -> None:
+        self.line, self.bell = line, bell
+        self.asked = self.put = 0
+        self.waiting: deque[tuple[torch.Tensor, str]] = deque()
+
+
+class ShmTransport(Controlled):
+    """Payload between the ranks of one group on one machine. `allocate` gives the memory that it can receive into."""
+
+    capabilities = Capabilities(early_receives=True, channels=2, one_sided=True)
+
+    def __init__(self, group: Held, timeout_seconds: float) -> None:
+        group = held(group)
+        self.control = Control("shm", group, timeout_seconds, room_bytes, create_signals)
+        self.rank, self.world_size = self.control.rank, self.control.world_size
+        if self.control.shared is None:
+            raise BackendUnavailable(
+                f"transport 'shm' needs memory that all ranks share, but {self.control.why_not_shared}; "
+                f"use transport='gloo' or 'auto'"
+            )
+        self.sent_bytes: dict[int, int] = defaultdict(int)
+        self.pool: object = None  # the one buffer pool of all that use this transport
+        self._heaps: dict[int, tuple[Segment, int]] = {}  # number → memory and size of each rank's part
+        self._made = 0
+        self._connect(self.control.shared)
+        self.control.progress = weakly(self.progress)  # while it waits in an exchange
+
+    def _connect(self, board: ShmBoard) -> None:
+        """Find the lines and bells behind the board; rank 0 has made their semaphores."""
+        segment, world = board.segment, self.world_size
+        lines = _lines_at(world)
+        bells = [Semaphore(segment.address + at) for at in _bells_at(world)]
+        self._bell = bells[self.rank]
+        self._incoming: dict[tuple[str, int], Incoming] = {}
+        self._outgoing: dict[tuple[str, int], Outgoing] = {}
+        for channel in CHANNELS:
+            for peer in range(world):
+                if peer != self.rank:
+                    self._incoming[channel, peer] = Incoming(
+                        Line(segment, lines[channel, peer, self.rank]), bells[peer], self._bell
+                    )
+                    self._outgoing[channel, peer] = Outgoing(
+                        Line(segment, lines[channel, self.rank, peer]), bells[peer]
+                    )
+        self._put_off: list[Outgoing] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """This rank's part of a new heap, uint8; as large as the rank with the greatest need wants.
+
+        None if all ranks' needs fit what was allocated last. A collective call; the heap before is
+        given up. Raises BackendUnavailable, on all ranks, where /dev/shm has no room.
+        """
+        needs = [int.from_bytes(each, "little") for each in self.exchange(nbytes.to_bytes(8, "little"), "memory")]
+        have = max((part for _, part in self._heaps.values()), default=0)
+        if max(needs) <= have:
+            return None
+        trouble = ""
+        for part in (_pages(max(*needs, have + have // 2)), _pages(max(needs))):  # some more, if there is room
+            name = f"{self.control.name}-{self._made + 1}"
+            segment, trouble = shared_segment(name, part * self.world_size, self.rank, self._agree, lambda *_: None)
+            self._made += 1
+            if segment is not None:
+                self._heaps = {self._made: (segment, part)}
+                return segment.part(self.rank * part, part)
+        raise BackendUnavailable(f"transport 'shm' needs a larger heap, but {trouble}; use transport='gloo' or 'auto'")
+
+    def _agree(self, what: str, trouble: str) -> list[str]:
+        return [each.decode() for each in self.control.exchange_text(trouble.encode(), what)]
+
+    # ---------- messages
+
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+        self.control.check_usable()
+        self.sent_bytes[dst] += data.numel() * data.element_size()
+        out = self._outgoing[channel, dst]
+        out.asked += 1
+        out.waiting.append((data, label))
+        if not self._push(out) and out not in self._put_off:
+            self._put_off.append(out)
+        return _Sent(self, out, out.asked, dst, label)
+
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+        self.control.check_usable()
+        incoming = self._incoming[channel, src]
+        return _Received(self, incoming, incoming.ask(self._place(data, label)), src, label)
+
+    def close(self) -> None:
+        """Give back all memory. Views that were given out keep theirs."""
+        self.control.closed = True
+        self._heaps.clear()
+        self.pool = None
+
+    def _place(self, data: torch.Tensor, label: str) -> tuple[int, int, int]:
+        size = data.numel() * data.element_size()
+        for number, (segment, part) in self._heaps.items():  # one, or none yet
+            offset = data.data_ptr() - segment.address
+            if self.rank * part <= offset and offset + size <= (self.rank + 1) * part:
+                return number, offset, size
+        raise ConfigurationError(f"receive of {label}: 'shm' receives only into memory from its own allocate()")
+
+    def _push(self, out: Outgoing) -> bool:
+        """Put what has a place at the peer; whether that is all."""
+        while out.waiting and out.line.posted.try_wait():
+            self._bell.try_wait()  # it has rung for this
+            heap, offset, size = out.line.read(out.put)
+            data, label = out.waiting.popleft()
+            self._put(data, heap, offset, size, label)
+            out.put += 1
+            out.line.arrived.post()
+            out.bell.post()
+        return not out.waiting
+
+    def _put(self, data: torch.Tensor, heap: int, offset: int, size: int, label: str) -> None:
+        mine = data.numel() * data.element_size()
+        if size != mine or heap not in self._heaps:
+            raise ConfigurationError(
+                f"send of {label}: rank {self.rank} sends {mine} bytes, its peer expects {size} in heap {heap}: "
+                f"the ranks run different programs"
+            )
+        target = self._heaps[heap][0].bytes[offset : offset + size]
+        target.copy_(data.view(-1).view(torch.uint8))
+
+    # ---------- waiting
+
+    def progress(self) -> bool:
+        """Put what was put off and has a place now; whether something is left."""
+        if self._put_off:
+            self._put_off = [out for out in self._put_off if not self._push(out)]
+        return bool(self._put_off)
+
+    def wait_received(self, incoming: Incoming, number: int, src: int, label: str) -> None:
+        def attempt(seconds: float) -> bool:
+            busy = self.progress()
+            if incoming.take(number, 0.0 if busy else seconds):
+                return True
+            if busy and seconds:
+                self._sleep(seconds)
+            return False
+
+        self.control.wait(attempt, src, f"waited for {label}")
+
+    def wait_sent(self, out: Outgoing, number: int, dst: int, label: str) -> None:
+        def attempt(seconds: float) -> bool:
+            self.progress()
+            if out.put < number and seconds:
+                self._sleep(seconds)
+                self.progress()
+            return out.put >= number
+
+        self.control.wait(attempt, dst, f"waited to send {label}")
+
+    def _sleep(self, seconds: float) -> None:
+        """Until anything happens for this rank. Whoever rings has done before what it rings for."""
+        if self._bell.wait(min(seconds, SLICE_SECONDS)):
+            while self._bell.try_wait():
+                pass
+
+
+class _Sent:
+    def __init__(self, transport: ShmTransport, out: Outgoing, number: int, dst: int, label: str) -> None:
+        self._wait = transport, out, number, dst, label
+
+    def wait(self) -> None:
+        transport, out, number, dst, label = self._wait
+        if out.put < number:
+            transport.wait_sent(out, number, dst, label)
+
+
+class _Received:
+    def __init__(self, transport: ShmTransport, incoming: Incoming, number: int, src: int, label: str) -> None:
+        self._wait = transport, incoming, number, src, label
+
+    def wait(self) -> None:
+        transport, incoming, number, src, label = self._wait
+        transport.wait_received(incoming, number, src, label)
+
+
+def _pages(nbytes: int) -> int:
+    """So many bytes, and up to whole pages."""
+    return max(LEAST_HEAP_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+
+
+def room_bytes(world_size: int) -> int:
+    """Shared memory for the signals of so many ranks."""
+    return len(CHANNELS) * world_size**2 * LINE_BYTES + world_size * SIZE_BYTES
+
+
+def _lines_at(world_size: int) -> dict[tuple[str, int, int], int]:
+    """Where the line of each channel, source and destination begins."""
+    keys = [(c, src, dst) for c in CHANNELS for src in range(world_size) for dst in range(world_size)]
+    start = ShmBoard.size_bytes(world_size)
+    return {key: start + index * LINE_BYTES for index, key in enumerate(keys)}
+
+
+def _bells_at(world_size: int) -> list[int]:
+    start = ShmBoard.size_bytes(world_size) + len(CHANNELS) * world_size**2 * LINE_BYTES
+    return [start + rank * SIZE_BYTES for rank in range(world_size)]
+
+
+def create_signals(segment: Segment, world_size: int) -> None:
+    """Set up the semaphores of all lines and bells; by one rank."""
+    for at in _lines_at(world_size).values():
+        for semaphore in range(2):
+            Semaphore(segment.address + at + semaphore * SIZE_BYTES).create()
+    for at in _bells_at(world_size):
+        Semaphore(segment.address + at).create()

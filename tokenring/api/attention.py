@@ -1,0 +1,164 @@
+"""The function that users call."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from tokenring.api.autograd import AttentionFunction
+from tokenring.api.compiled import traced_attention
+from tokenring.api.context import ContextParallel
+from tokenring.api.inputs import call_inputs, check_context, check_types, make_request, under_autocast
+from tokenring.errors import UnsupportedError
+from tokenring.planner.choosing.plan import Plan
+from tokenring.runtime.derivatives import refuse_transforms
+from tokenring.runtime.refusal import refusing
+from tokenring.sequence.axis_order import Order, in_order, out_in_order, warn_if_swapped
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.request import Request
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
+    scale: float | None = None, return_lse: Literal[False] = False, *, dropout_p: float = 0.0, softcap: float = 0.0,
+    sinks: object = None, bias: object = None, order: Order | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
+    scale: float | None = None, *, return_lse: Literal[True], dropout_p: float = 0.0, softcap: float = 0.0,
+    sinks: object = None, bias: object = None, order: Order | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    sinks: object = None,
+    bias: object = None,
+    order: Order | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over the sequence that the ranks of `cp` hold together; differentiable.
+
+    q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv.
+    mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &.
+    scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
+    order: "bthd" (the default), or "bhtd" for q, k, v and out as [B, H, T, D], as in scaled_dot_product_attention.
+
+    Returns out [B, T, Hq, D] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural
+    log; -inf and out 0 where a row sees nothing). No gradient flows through lse.
+
+    Raises ConfigurationError (sizes that do not fit), UnsupportedError (dropout, softcap, sinks,
+    bias, dtypes, derivatives but the first) and PeerLost (a rank that does not answer within
+    cp.timeout_seconds). Warns once (TokenRingWarning) where no order is said and q looks like [B, H, T, D].
+    """
+    check_context(cp)
+    unsupported = _unsupported({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
+    if unsupported is not None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(unsupported)
+        with refusing(cp, "forward", q, k, v):
+            raise UnsupportedError(unsupported)
+    q, k, v = ordered(q, k, v, cp, order)
+    # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
+    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
+    out = out_in_order(out, order)
+    warn_if_swapped(q, k, order)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None,
+    scale: float | None,
+    training: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of `attention`, for a caller that knows what gradients being off does not say.
+
+    training: whether a backward pass follows; also in the forward pass of a checkpoint, which is done again with
+    gradients on and should take the same schedule then.
+    """
+    if torch.compiler.is_compiling():
+        check_context(cp)
+        check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
+        return traced_attention(under_autocast(q), under_autocast(k), under_autocast(v), cp, mask, scale, training)
+    q, k, v, request = prepared(q, k, v, cp, mask, scale, training)
+    return attend_as(q, k, v, cp, request)
+
+
+def prepared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None,
+    scale: float | None,
+    training: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:
+    """`call_inputs` and `make_request` of a call that all ranks make: what they raise on one, all hear."""
+    check_context(cp)
+    with refusing(cp, "forward", q, k, v):
+        q, k, v = call_inputs(q, k, v, cp)
+        refuse_transforms()
+        return q, k, v, make_request(q, k, v, cp, mask, scale, training)
+
+
+def attend_as(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a request that `make_request` made, of these `call_inputs`."""
+    out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None, *,
+    order: Order | None = None,
+) -> Plan:  # fmt: skip
+    """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
+    q, k, v = in_order(q, k, v, order)
+    q, k, v = call_inputs(q, k, v, cp)
+    found = cp.plan(make_request(q, k, v, cp, mask, None))
+    warn_if_swapped(q, k, order)
+    return found
+
+
+def ordered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, order: Order | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lay out as [B, T, H, D] what a call gives in this order; an order that one rank refuses, all hear of."""
+    if order is None:
+        return q, k, v
+    if torch.compiler.is_compiling():
+        return in_order(q, k, v, order)
+    with refusing(cp, "forward", q, k, v):
+        return in_order(q, k, v, order)
+
+
+def _unsupported(features: dict[str, object]) -> str | None:
+    """What was asked for and is not computed here, and why."""
+    advice = {
+        "dropout_p": "its mask cannot be the same under every split; set it to 0",
+        "softcap": "no kernel here computes it; use a model without logit soft-capping",
+        "sinks": "no kernel here computes them",
+        "bias": "only masks of positions are supported: Causal, SlidingWindow, Documents",
+    }
+    for name, value in features.items():
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            return f"attention with {name} is not supported: {advice[name]}"
+    return None

@@ -1,0 +1,228 @@
+"""One attention call as two graphs of the device, forward and backward, launched again for new inputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from tokenring.api.attention import ordered, prepared
+from tokenring.api.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.api.context import ContextParallel
+from tokenring.api.inputs import call_inputs, check_context
+from tokenring.backends.devices import NO_GRAPHS, Device, device_of
+from tokenring.backends.interfaces import Capturable, Transport
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.runtime.derivatives import FORWARD_MODE, refuse_recorded, refuse_transforms
+from tokenring.runtime.executor import Executor
+from tokenring.runtime.refusal import refusing
+from tokenring.runtime.streams import Streams
+from tokenring.sequence.axis_order import Order, in_order, out_in_order, warn_if_swapped
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.request import Request
+
+WARM_UP_CALLS = 3  # kernels load, tune and allocate in their first calls, which a graph must not hold
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class _Graph(NamedTuple):
+    """A graph with the memory that it reads and writes, and the streams of the pool that it uses too."""
+
+    graph: Any
+    inputs: Tensors
+    outputs: Tensors
+    streams: Streams | None
+
+
+def capture(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
+    scale: float | None = None, *, order: Order | None = None,
+) -> CapturedAttention:  # fmt: skip
+    """tokenring.attention for inputs like these, captured: a call then costs the launch of a graph.
+
+    q, k, v as in `attention`; their values do not matter. Where one of them requires a gradient and gradients are
+    enabled, backward is captured too. All ranks capture together: they agree on the call here, and not again when it is
+    launched. Each place in a model that calls attention needs a capture of its own, since backward finds in
+    it what forward left. As with torch.cuda.make_graphed_callables, results lie in memory of the capture until its
+    next call; gradients are the caller's.
+
+    Raises UnsupportedError where the device has no graphs or the transport cannot be captured; PeerLost where another
+    rank fails to capture; what attention raises.
+    """
+    check_context(cp)
+    made = CapturedAttention(*ordered(q, k, v, cp, order), cp, mask, scale, order)
+    warn_if_swapped(q, k, order)
+    return made
+
+
+class CapturedAttention:
+    """What `capture` gives: called with q, k and v, it returns (out, lse)."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None,
+        scale: float | None, order: Order | None = None,
+    ) -> None:  # fmt: skip
+        check_context(cp)
+        q, k, v, request = prepared(q, k, v, cp, mask, scale)
+        transport = cp.transport_for(q.device, request.workload)
+        with refusing(cp, "forward", q):
+            _check_capturable(device_of(q), transport)
+        self._order = order
+        with cp.turn:
+            if isinstance(transport, Capturable):
+                cp.agreed_plan(request)  # what another rank refuses is heard before the trial
+                transport.try_capture()
+            self._capture((q, k, v), cp, request, transport)
+
+    def _capture(self, given: Tensors, cp: ContextParallel, request: Request, transport: Transport | None) -> None:
+        device = device_of(given[0])
+        passes: tuple[Pass, ...] = PASSES if request.training and request.differentiable else PASSES[:1]
+        for _ in range(2):  # bound again on the memory that the pool has grown to for the other pass
+            executors = {direction: cp.executor(request, direction) for direction in passes}
+        inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in given)
+        self._cp, self._executors = cp, executors  # with the memory that the graphs use
+        self._launches, self._backward = 0, None
+        try:
+            with torch.no_grad():
+                self._forward, kept = _forward(device, executors["forward"], inputs)
+                if len(passes) > 1:
+                    self._backward = _backward(device, executors["backward"], self._forward, kept)
+            if transport is not None:  # a graph waits for ever for a rank that has none
+                transport.exchange(b"", "the capture")
+        except BaseException as error:
+            for executor in executors.values():
+                _forget(executor)
+            if transport is not None:
+                transport.fail(error)
+            raise
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [B, T, Hq, D] and lse [B, Hq, T], in the capture's memory until the next call; differentiable.
+
+        Raises ConfigurationError for tensors of other sizes, dtypes or devices, for gradients that were not captured,
+        or when the context was closed; in backward, where the capture was called again since.
+        """
+        self._cp.check_open()
+        refuse_transforms()
+        q, k, v = call_inputs(*in_order(q, k, v, self._order), self._cp)
+        for name, given, held in zip("qkv", (q, k, v), self._forward.inputs, strict=True):
+            if (given.shape, given.dtype, given.device) != (held.shape, held.dtype, held.device):
+                raise ConfigurationError(
+                    f"{name} is {list(given.shape)} {given.dtype} on {given.device}; captured was {list(held.shape)} "
+                    f"{held.dtype} on {held.device}: capture a call for each size"
+                )
+        if self._backward is None:
+            wanting = [name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad]
+            if wanting and torch.is_grad_enabled():
+                raise ConfigurationError(
+                    f"gradients of {', '.join(wanting)} are wanted, and this capture has no backward: capture with "
+                    f"inputs that require gradients while these are enabled, or call it under torch.no_grad()"
+                )
+            out, lse = self.launch_forward((q, k, v))[0]
+        else:
+            out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out_in_order(out, self._order), lse
+
+    @staticmethod
+    def _launch(which: _Graph, given: Tensors) -> Tensors:
+        if which.streams is not None:  # behind what used the pool, or this graph, on another stream
+            which.streams.begin()
+        for held, new in zip(which.inputs, given, strict=True):
+            held.copy_(new.detach())
+        which.graph.replay()
+        return tuple(x.detach() for x in which.outputs)
+
+    def launch_forward(self, given: Tensors) -> tuple[Tensors, int]:
+        """out and lse; the number of the launch."""
+        with self._cp.turn:
+            self._launches += 1
+            return self._launch(self._forward, given), self._launches
+
+    def launch_backward(self, launch: int, dout: torch.Tensor) -> Tensors:
+        """dq, dk and dv of a forward, the caller's to keep and add to. Raises ConfigurationError for an old one."""
+        assert self._backward is not None  # only calls that were captured with it are differentiable
+        if launch != self._launches:
+            raise ConfigurationError(
+                f"this is the backward of launch {launch} of a captured call, which was launched {self._launches} "
+                f"times: the last one has overwritten what it needs; capture the call for each place in the model, "
+                f"and run backward before the next forward"
+            )
+        with self._cp.turn:
+            return tuple(x.clone() for x in self._launch(self._backward, (dout,)))
+
+
+class _Launched(torch.autograd.Function):
+    """Both graphs, for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: CapturedAttention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.captured = captured
+        ctx.set_materialize_grads(False)
+        (out, lse), ctx.launch = captured.launch_forward((q, k, v))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        dout, dlse = grads
+        refuse_recorded()
+        if dlse is not None:
+            raise UnsupportedError(GRADIENT_OF_LSE)
+        if dout is None:
+            return None, None, None, None
+        return *ctx.captured.launch_backward(ctx.launch, dout), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
+        raise UnsupportedError(FORWARD_MODE)
+
+
+def _check_capturable(device: Device, transport: Transport | None) -> None:
+    if transport is not None and not transport.capabilities.capturable:
+        raise UnsupportedError(
+            f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
+            f"call attention without a capture, or choose a transport whose messages the device moves alone"
+        )
+    if device.new_stream() is None:
+        raise UnsupportedError(NO_GRAPHS.format(device.type))
+
+
+def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
+    """The graph, and what backward wants besides its results."""
+    q, k, v = inputs
+    _warm_up(device, executor, lambda: run_forward(executor, None, q, k, v))
+    with device.capture() as graph:
+        out, lse, kept = run_forward(executor, None, q, k, v)
+    _forget(executor)
+    return _Graph(graph, inputs, (out, lse), executor.streams), kept
+
+
+def _backward(device: Device, executor: Executor, forward: _Graph, kept: torch.Tensor | None) -> _Graph:
+    out, lse = forward.outputs
+    dout = torch.zeros_like(out)
+    given = (dout, *forward.inputs, out, lse, kept)
+    _warm_up(device, executor, lambda: run_backward(executor, None, *given))  # type: ignore[arg-type]
+    with device.capture() as graph:
+        made = run_backward(executor, None, *given)  # type: ignore[arg-type]
+    _forget(executor)
+    return _Graph(graph, (dout,), made, executor.streams)
+
+
+def _warm_up(device: Device, executor: Executor, call: Any) -> None:
+    """On a stream of its own, as torch asks of what is then captured."""
+    stream = device.new_stream()
+    stream.wait_stream(device.current_stream())
+    with device.on(stream):
+        for _ in range(WARM_UP_CALLS):
+            call()
+    device.synchronize()
+    _forget(executor)
+
+
+def _forget(executor: Executor) -> None:
+    """The stream of a capture is no stream to wait for, nor is one outside for a capture."""
+    if executor.streams is not None:
+        executor.streams.forget()

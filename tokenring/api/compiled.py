@@ -1,0 +1,202 @@
+"""What torch.compile sees of a call: two operators, tokenring::attention and its backward, that it does not look into.
+
+Their arguments are tensors, numbers and the name of the context; masks travel as the numbers they consist of, so that
+graphs stay right when these change. Eager calls do not come here.
+
+What forward keeps for backward has a size that only the schedule says, and the schedule may be chosen when the ranks
+first meet in the call. So the third output is a `ticket`: a tensor of one byte whose storage holds all kept bytes.
+Autograd and activation checkpoints treat it like any other saved tensor, and what is kept goes when it goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+
+from tokenring.api.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.api.context import ContextParallel
+from tokenring.api.context_registry import context_of
+from tokenring.api.inputs import check_tensors, request_of
+from tokenring.errors import UnsupportedError
+from tokenring.runtime.derivatives import SECOND, refuse_tangents, refuse_transforms
+from tokenring.runtime.refusal import refusing
+from tokenring.runtime.results import Changes
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.request import Request
+
+CALL = (
+    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable"
+)
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor, Tensor)"
+BACKWARD = (
+    f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ticket, {CALL}) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+# Ranks agree on each call over the host: no CUDA graph that inductor records by itself may hold one.
+TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+MOST_MASKS = 1024
+MOST_INTEGER = 2**63 - 1  # an operator takes no larger ones
+
+Bounds = tuple[int, ...] | None
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def traced_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    mask: Mask | None,
+    scale: float | None,
+    training: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break."""
+    refuse_transforms()
+    low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
+    if isinstance(scale, int) and not -MOST_INTEGER <= scale <= MOST_INTEGER:
+        scale = math.inf  # which is refused as well
+    differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+    out, lse, _ = torch.ops.tokenring.attention(
+        q, k, v, cp.handle, low, high, cu_seqlens, scale, training, differentiable
+    )
+    return out, lse
+
+
+# ---------- forward
+
+
+@torch.library.custom_op("tokenring::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
+    cp = context_of(context)
+    with cp.turn:
+        with refusing(cp, "forward", q, k, v):
+            refuse_tangents(q, k, v)
+            request = _request(q, k, v, cp, *call)
+        out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
+    return out, lse, _ticket(kept, q.device)
+
+
+@_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (0, 0, 0)  # else refused when it runs, by all
+    lse = q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty(q.shape), lse, q.new_empty(1, dtype=torch.uint8)
+
+
+# ---------- backward
+
+
+@torch.library.custom_op("tokenring::attention_backward", mutates_args=(), schema=BACKWARD, tags=TAGS)
+def _attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ticket: torch.Tensor,
+    context: str,
+    *call: Any,
+) -> Tensors:
+    cp = context_of(context)
+    with cp.turn:
+        with refusing(cp, "backward", dout):
+            # Where lse leaves the graph, torch.compile gives a gradient for it in any case: zeros are none.
+            if dlse is not None and bool(dlse.any()):
+                raise UnsupportedError(GRADIENT_OF_LSE)
+            request = _request(q, k, v, cp, *call)
+        executor = cp.executor(request, "backward")
+        return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, _kept(ticket))
+
+
+@_attention_backward.register_fake
+def _(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *others: Any,
+) -> Tensors:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    q, k, v, *ctx.call = inputs
+    ctx.changes, ctx.traced = Changes(*output[:2]), None
+    if all(type(x) is torch.Tensor for x in output):
+        output = output[0].data, output[1].data, output[2]  # whose changes in place are not those of what is saved
+    else:  # the compiler's, which saves memory of its own choice: to be told what autograd saves, and no copy
+        ctx.traced = (q, k, v), Changes(q, k, v)
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    dout, dlse, _ = grads
+    nothing = (None,) * len(ctx.call)
+    if dout is None and dlse is None:
+        return None, None, None, *nothing
+    q, k, v, out, lse, ticket = _whole(ctx)
+    dout = torch.zeros_like(out) if dout is None else dout
+    made = torch.ops.tokenring.attention_backward(dout, dlse, q, k, v, out, lse, ticket, *ctx.call)
+    return *made, *nothing
+
+
+def _whole(ctx: Any) -> Sequence[torch.Tensor]:
+    """What backward wants; out and lse are computed again where the caller has changed them in place."""
+    if not ctx.changes.found() or (ctx.traced is not None and ctx.traced[1].found()):
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        return saved
+    q, k, v, *made = ctx.saved_tensors if ctx.traced is None else ctx.traced[0]
+    with torch.no_grad():
+        out, lse, ticket = torch.ops.tokenring.attention(q, k, v, *ctx.call)
+    return q, k, v, out, lse, made[2] if made else ticket
+
+
+def _no_second(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+    raise UnsupportedError(SECOND)
+
+
+_attention.register_autograd(_gradients, setup_context=_setup)
+_attention_backward.register_autograd(_no_second)
+
+
+# ---------- what is behind their arguments
+
+
+def _request(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    low: int | None,
+    high: int | None,
+    cu_seqlens: Sequence[int] | None,
+    scale: float | None,
+    training: bool,
+    differentiable: bool,
+) -> Request:
+    check_tensors(q, k, v)
+    mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
+    return request_of(q, k, v, cp, mask, scale, training, differentiable)
+
+
+@lru_cache(maxsize=MOST_MASKS)
+def _mask(low: int | None, high: int | None, cu_seqlens: Bounds) -> Mask:
+    return Mask(low, high, cu_seqlens)
+
+
+def _ticket(kept: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """[1] uint8, with the kept bytes behind it."""
+    return torch.empty(1, dtype=torch.uint8, device=device) if kept is None else kept[:1]
+
+
+def _kept(ticket: torch.Tensor) -> torch.Tensor:
+    """All bytes behind a ticket."""
+    return ticket.as_strided((ticket.untyped_storage().nbytes(),), (1,))

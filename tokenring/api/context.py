@@ -1,0 +1,398 @@
+"""ContextParallel: the group, the layout and the way attention is to be computed over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from time import perf_counter
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from tokenring.api.arguments import (
+    check_made_for,
+    check_memory_limit,
+    check_name,
+    check_schedule,
+    check_topology,
+    check_transport,
+    seconds_limit,
+)
+from tokenring.api.context_registry import new_handle
+from tokenring.errors import ConfigurationError, NotPicklable, UnsupportedError
+from tokenring.ir.schedule_data import Pass
+from tokenring.launch.groups import hold
+from tokenring.runtime.agreement import Description, agree, beginning, settle
+from tokenring.runtime.description import describe, no_kernel
+from tokenring.runtime.exclusive import share_turn, turn_of
+from tokenring.runtime.refusal import refusing
+from tokenring.runtime.trace import Agree, Event, Trace
+from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import Scheme, build
+from tokenring.sequence.layout import Layout, make_layout, read_name
+from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Workload
+from tokenring.weak_method import weakly
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tokenring.backends.interfaces import AttentionKernel, Transport
+    from tokenring.launch.groups import Group, HeldGroup
+    from tokenring.planner.choosing.plan import Plan
+    from tokenring.planner.choosing.planner import Planner
+    from tokenring.planner.interconnects.interconnect import Interconnect
+    from tokenring.runtime.executor import Executor
+    from tokenring.runtime.pool import Pool
+    from tokenring.topology.model.ranks import Topology
+
+SCHEDULE_VARIABLE = "TOKENRING_SCHEDULE"
+TIMEOUT_SECONDS = 60.0
+CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
+
+
+class ContextParallel:
+    """Attention over the ranks of a group.
+
+    group: a ProcessGroup, a one-dimensional DeviceMesh (as mesh["cp"]), "self" for this rank alone, or None for the
+        world (one rank, if torch.distributed is not initialised).
+    layout: "contiguous", "zigzag", "striped", a finer cut of one ("zigzag/2"), or a Layout.
+    schedule: "auto", "auto:ring,tokenring" (choose among these), a name ("ring", "usp/2": docs/schedules.md),
+        a Scheme or Schedule of your own, or a Plan. None: what TOKENRING_SCHEDULE says, else "auto".
+    topology: what joins the ranks, for "auto": a Topology, or an Interconnect. None: probed at the first call on
+        accelerators; on a CPU, what docs/planner.md says is assumed.
+    tensor_parallel: how many neighbours share the heads, each in a group of its own; "auto" reckons with these groups'
+        part of shared wires, and from 2 on with that of data-parallel groups, ranks lying as in Megatron (tensor
+        parallelism fastest, then context, then data). topology may then be that of all ranks that share heads.
+    memory_limit_bytes: of each rank, for buffers, connections and what forward keeps: "auto" chooses what fits, over a
+        mode of transport "auto" with fewer connections where that is faster.
+    transport: "auto", a name (docs/transports.md), or the `transport` of another ContextParallel of the same group.
+    kernel: "auto" or a name.
+    pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
+    timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
+
+    Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds. One thread at a
+    time uses it. Copies, deep ones too, are the context itself; it is not pickled.
+    """
+
+    def __init__(
+        self,
+        group: Group | HeldGroup = None,
+        layout: str | Layout = "zigzag",
+        schedule: str | Scheme | Schedule | Plan | None = None,
+        transport: str | Transport = "auto",
+        *,
+        topology: Topology | Interconnect | None = None,
+        tensor_parallel: int = 1,
+        memory_limit_bytes: int | None = None,
+        kernel: str = "auto",
+        pieces: int | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        of = self._group = hold(group)
+        del group  # a frame of ours that an error keeps must not keep it
+        self.rank, self.world_size = (0, 1) if of is None else (of.rank, of.world_size)
+        self.layout = layout
+        self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
+        self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
+        self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
+        self._transport = transport
+        self._made_here: dict[str, Transport] = {}
+        self._spoken: Transport | None = None  # by which the ranks agreed last
+        self.turn = turn_of(transport, self.world_size)
+        self._closed = False
+        self._pools: dict[torch.device, Pool] = {}
+        self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
+        self._agreed: dict[Request, Plan] = {}
+        self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_executor))
+        self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
+        self._trace: Trace | None = None
+        self._check()
+        self.handle = new_handle(self)
+
+    def _check(self) -> None:
+        from tokenring.backends.registry import KERNELS
+
+        if not isinstance(self.layout, Layout):
+            read_name(self.layout)
+        check_name("kernel", self.kernel_name, KERNELS, "")
+        check_topology(self.topology, self.world_size, self.tensor_parallel)
+        check_memory_limit(self.memory_limit_bytes)
+        check_transport(self._transport, self.rank, self.world_size)
+        check_schedule(self.schedule, self.pieces, self.world_size)
+
+    def close(self) -> None:
+        """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
+
+        A transport that was given stays open, for whoever made it to close. Closing twice is fine. Closes
+        itself at the end of a `with`.
+        """
+        self._closed = True
+        self._executor.cache_clear()
+        self._pools.clear()
+        for made in self._made_here.values():
+            made.close()
+        self._made_here.clear()
+        self._spoken = None
+
+    def __enter__(self) -> ContextParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __copy__(self) -> ContextParallel:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        """Itself: copies of a model, as for averaged weights, compute with the same ranks and buffers."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise NotPicklable(
+            "a ContextParallel cannot be pickled or saved: it stands for the group, the connections and the memory of "
+            "this process. Save model.state_dict() instead of the model, or take the context out before, and set one "
+            "made anew after loading"
+        )
+
+    def check_open(self) -> None:
+        """Raises ConfigurationError once this is closed, or its group destroyed."""
+        if self._closed:
+            raise ConfigurationError(
+                "this ContextParallel was closed; make another one, or close it after the last call"
+            )
+        if self._group is not None:
+            self._group.check()
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group; None for one rank alone. Raises ConfigurationError once it is destroyed."""
+        return None if self._group is None else self._group()
+
+    def layout_for(self, length: int) -> Layout:
+        """The layout of a sequence of this length. Raises ConfigurationError when it does not divide."""
+        return make_layout(self.layout, self.world_size, length)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self.world_size == 1 and (self._transport is None or isinstance(self._transport, str))
+
+    @property
+    def transport(self) -> Transport | None:
+        """The transport, made when first needed; None for one rank. All ranks must get here together.
+
+        "auto" is what suits the group: a group of NPUs alone gets "hccl".
+        """
+        return self.transport_for(None)
+
+    def transport_for(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
+        """The transport for tensors on this device; "auto" is another one for those on NPUs. None: before any are seen.
+
+        size: of the first call, where known: by its messages "auto" chooses. All ranks must get here together.
+        """
+        self.check_open()
+        if not isinstance(self._transport, str):
+            return self._transport
+        if self._is_alone or self._group is None:
+            return None
+        from tokenring.backends.registry import make_transport
+
+        name = self._transport_name(device)
+        if name not in self._made_here:
+            expected = None if size is None else size.ring_bytes(self.world_size)
+            self._made_here[name] = make_transport(name, self._group, self.timeout_seconds, expected)
+            share_turn(self._made_here[name], self.turn)
+        return self._made_here[name]
+
+    def made_transport(self, device: torch.device | None) -> Transport | None:
+        """The transport for tensors on this device, where there is one already."""
+        if not isinstance(self._transport, str):
+            return self._transport
+        return None if self._is_alone else self._made_here.get(self._transport_name(device))
+
+    def _transport_name(self, device: torch.device | None) -> str:
+        from tokenring.backends.registry import automatic
+
+        assert isinstance(self._transport, str) and self._group is not None
+        return automatic(self._group, device) if self._transport == "auto" else self._transport
+
+    def speaker(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
+        """By what the ranks agree on a call of tensors on this device: its transport, made where there is none yet.
+
+        Where a rank alone has tensors on another device, the others are at the one by which they agreed last. All
+        ranks must get here together. None: there is nobody to agree with, or no way to it any more.
+        """
+        if self._group is not None and not self._group.lives:
+            return None
+        if not isinstance(self._transport, str):
+            return self._transport
+        if self._closed or self._is_alone:
+            return None
+        return self.made_transport(device) or self._spoken or self.transport_for(device, size)
+
+    def _carrier(self, request: Request) -> Transport | None:
+        """What moves the messages of a call: the transport, in the mode that its plan needs."""
+        from tokenring.backends.interfaces import ModalTransport
+
+        transport, mode = self.transport_for(request.device, request.workload), self.plan(request).transport
+        return transport.in_mode(mode) if mode and isinstance(transport, ModalTransport) else transport
+
+    def plan(self, request: Request) -> Plan:
+        """The schedule for a call, and why: what the ranks agreed on at the first call, else what this rank would take.
+
+        On accelerators without a topology the first plan probes, which all ranks do together.
+        """
+        return self._agreed.get(request) or self._plan(request)
+
+    def executor(self, request: Request, direction: Pass) -> Executor:
+        """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
+        transport = self._begin(request, direction)
+        with beginning(transport):
+            return self._bound(request, direction)
+
+    def agreed_plan(self, request: Request) -> Plan:
+        """The schedule of a call that need not be made: all ranks ask together, and get the same answer."""
+        with self.turn:
+            settle(self._begin(request, "forward"))
+            return self.plan(request)
+
+    def _begin(self, request: Request, direction: Pass) -> Transport | None:
+        """Begin to agree on what all ranks have to, before a pass; the transport, where there are several ranks."""
+        with refusing(self, direction, request.device):
+            self.check_open()
+            if self._is_alone:
+                return None
+            mine = self._description(request, direction)
+        speaker = self.speaker(request.device, request.workload)
+        assert speaker is not None  # there are several ranks
+        self._agree(speaker, mine, direction)
+        if speaker is not self._transport and self._transport_name(request.device) not in self._made_here:
+            settle(speaker)  # all have come to tensors on another device
+        transport = self._spoken = self.transport_for(request.device, request.workload) or speaker
+        if self._plans and request not in self._agreed:
+            settle(transport)
+            self._plan_together(transport, request)
+        return transport
+
+    def _bound(self, request: Request, direction: Pass) -> Executor:
+        """The executor of a pass, on the memory that the pool has now."""
+        pool = self.pool(request.device)
+        before = pool.data
+        made = self._executor(request, direction)
+        if before is not pool.data or made.views.base is not pool.data:  # it has grown: programs hold the old memory
+            self._executor.cache_clear()
+            made = self._executor(request, direction)
+        return made
+
+    def _agree(self, transport: Transport, mine: Description, direction: Pass) -> None:
+        began = perf_counter()
+        agree(transport, mine)
+        if self._trace is not None:
+            self._trace.events.append(Event(self.rank, direction, 0, Agree(), began, perf_counter()))
+
+    def pool(self, device: torch.device) -> Pool:
+        """The buffer pool of a device: all programs share it, since one runs at a time."""
+        from tokenring.runtime.pool import Pool
+
+        if device not in self._pools:
+            self._pools[device] = Pool.of(self.transport_for(device), device)
+        return self._pools[device]
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Time every instruction of the calls made inside; costs some microseconds for each."""
+        before, self._trace = self._trace, Trace()
+        try:
+            yield self._trace
+        finally:
+            self._trace = before
+
+    @property
+    def active_trace(self) -> Trace | None:
+        return self._trace
+
+    def kernel(self, device: torch.device) -> AttentionKernel:
+        from tokenring.backends.registry import make_kernel
+
+        return make_kernel(self.kernel_name, device)
+
+    def _make_plan(self, request: Request) -> Plan:
+        from tokenring.backends.registry import modes_of
+        from tokenring.planner.choosing.memory_fallback import within_connections
+        from tokenring.planner.choosing.plan import Plan
+        from tokenring.schedule.pieces import named_schedule
+
+        def given(made: Schedule, why: str) -> Plan:
+            return within_connections(Plan(made, size, why, ()), self._transport, self._group, request.device)
+
+        size, mask = request.workload, request.mask
+        q_layout, kv_layout = self._layouts(request)
+        asked = self.schedule
+        if isinstance(asked, Schedule):
+            check_made_for(asked, q_layout, kv_layout, mask)
+            return given(asked.verify(), "the schedule that was given")
+        if isinstance(asked, Scheme):
+            return given(build(asked, q_layout, kv_layout, mask).verify(), "the scheme that was given")
+        if isinstance(asked, Plan):
+            check_made_for(asked.schedule, q_layout, kv_layout, mask)
+            reason = f"the plan that was given: {asked.reason}"
+            return Plan(asked.schedule.verify(), size, reason, asked.candidates, asked.transport)
+        if not self._plans:
+            made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
+            return given(made, f"asked for by name: {asked}")
+        transport = self.transport_for(request.device, request.workload)
+        able = None if transport is None else transport.capabilities
+        kernel, modes = self.kernel(request.device), modes_of(self._transport, self._group, request.device)
+        found = self._planner.plan(request, (q_layout, kv_layout), kernel, able, modes)
+        why = getattr(transport, "why", "")  # of those that are chosen among several
+        return replace(found, reason=f"{found.reason}; {why}") if why else found
+
+    @property
+    def _plans(self) -> bool:
+        """Whether the schedule is chosen here."""
+        return isinstance(self.schedule, str) and self.schedule.partition(":")[0] == "auto"
+
+    @cached_property
+    def _planner(self) -> Planner:
+        from tokenring.planner.choosing.auto import restricted
+        from tokenring.planner.choosing.planner import Planner
+
+        limits = self.memory_limit_bytes, self.tensor_parallel
+        return Planner(self._group, self.world_size, self.topology, restricted(str(self.schedule)), *limits)
+
+    def _layouts(self, request: Request) -> tuple[Layout, Layout]:
+        size = request.workload
+        return self.layout_for(size.q_length), self.layout_for(size.kv_length)
+
+    def _plan_together(self, transport: Transport, request: Request) -> None:
+        """Rank 0 plans, all take its word. Raises ConfigurationError, on every rank, where nothing fits."""
+        self.kernel(request.device)  # raises where there is none, before others wait for a plan
+        agreed = self._planner.together(transport, request, self._layouts(request), lambda: self._plan(request))
+        if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
+            self._agreed.pop(next(iter(self._agreed)))
+        self._agreed[request] = agreed
+
+    def _make_executor(self, request: Request, direction: Pass) -> Executor:
+        from tokenring.lowering.lower import lower
+        from tokenring.lowering.target import Way
+        from tokenring.runtime.collective import connect
+        from tokenring.runtime.executor import Executor
+
+        schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
+        if reason := no_kernel(self, request, direction):
+            raise UnsupportedError(reason)
+        transport = self._carrier(request)
+        way = Way() if transport is None else transport.capabilities.way
+        if transport is not None:
+            connect(transport, schedule, direction, request.device)
+        program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, *way)
+        pool = self.pool(request.device)
+        with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
+            return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
+
+    def _describe(self, request: Request, direction: Pass) -> Description:
+        return describe(self, request, direction, self._plans)

@@ -1,0 +1,49 @@
+"""How much a command takes on, and why no more: what would take minutes in silence is refused at once."""
+
+from __future__ import annotations
+
+import os
+
+from tokenring.errors import ConfigurationError
+
+MADE_RANKS = 256  # of a schedule that is made and proved: half a minute, which grows with the square
+MADE_TILES = 1 << 18  # as a ring of so many ranks has, of two chunks each
+GROUPS_AS_ONE = 8  # head groups, each at fewer ranks, that take as long as one everywhere (measured: ulysses, ring)
+MOST_PROCESSES = 256  # on one machine: torchrun starts some five a second on two cores
+PROCESS_BYTES = 128 << 20  # what importing torch takes in each of them alone
+
+
+def check_processes(ranks: int) -> None:
+    """Raises ConfigurationError for more ranks than this machine can start as processes of its own."""
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    held = pages * page_bytes // PROCESS_BYTES
+    most = min(MOST_PROCESSES, max(held, 1))
+    if ranks <= most:
+        return
+    why = "" if most == MOST_PROCESSES else f", as it has {pages * page_bytes / 1e9:.3g} GB of memory"
+    raise ConfigurationError(
+        f"--ranks {ranks}: at most {most} are started on this machine{why}: use fewer, or start ranks on several "
+        f"machines with torchrun"
+    )
+
+
+def check_size(name: str, ranks: int, layout: str, pieces: int | None) -> None:
+    """Raises ConfigurationError for a schedule that would take minutes to make and to prove."""
+    from tokenring.schedule.families.registry import parse
+    from tokenring.sequence.layout import read_name
+
+    wrong = f"schedule {name!r} for {ranks:,} ranks"
+    if ranks > MADE_RANKS:
+        raise ConfigurationError(
+            f"{wrong}: more than {MADE_RANKS} take minutes to make and to prove: ask for fewer, or for what it costs: "
+            f"`tokenring plan --topology preset:NAME*HOSTS`"
+        )
+    scheme = parse(name).make(ranks)
+    chunks = 2 * ranks * read_name(layout)[1]
+    groups = max(1, scheme.head_groups // GROUPS_AS_ONE)
+    tiles = chunks**2 * (pieces or scheme.q_pieces * scheme.kv_pieces) * groups
+    if tiles > MADE_TILES:
+        raise ConfigurationError(
+            f"{wrong}, layout {layout}{f', in {pieces} pieces' if pieces else ''}: {tiles:,} tiles take minutes to "
+            f"make and to prove; at most {MADE_TILES:,}: use fewer ranks, a coarser layout or fewer pieces"
+        )

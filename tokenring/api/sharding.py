@@ -1,0 +1,193 @@
+"""Between whole sequences and the parts that ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tokenring.api.context import ContextParallel
+from tokenring.api.tensor_checks import check_tensor, unsharded
+from tokenring.errors import MOST_SAID, ConfigurationError, UnsupportedError, one_line
+from tokenring.runtime.agreement import REFUSED, Disagreement, refusals
+from tokenring.runtime.refusal import refusing
+from tokenring.sequence.layout import Layout, as_integer, split_order
+
+CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position
+
+
+def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
+    """This rank's part of a whole tensor that every rank holds, along the sequence dimension `dim`.
+
+    Differentiable: the gradient of the whole tensor is zero where other ranks hold the positions.
+    Raises ConfigurationError when the length does not divide.
+    """
+    dim = _sequence_dim("shard", x, cp, dim)
+    layout = cp.layout_for(x.shape[dim])
+    return x.index_select(dim, _once(_held, layout, cp.rank, x.device))
+
+
+def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """The global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
+    _check_context("positions", cp)
+    layout = cp.layout_for(seq_len)
+    try:
+        return _held(layout, cp.rank, device)  # a new one, which the caller may change
+    except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError: torch without CUDA
+        why = one_line(error, MOST_SAID)
+        raise ConfigurationError(f"positions: no tensor can be made on device {device!r}: {why}") from None
+
+
+def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
+    """The whole tensor on every rank, in sequence order, from each rank's part.
+
+    Differentiable: a rank's gradient is the sum over all ranks of what their copies of the whole got
+    (so a loss that every rank computes in full counts once for each rank).
+    """
+    _check_context("unshard", cp)
+    with _refusing_parts(cp):
+        dim = _sequence_dim("unshard", x, cp, dim)
+        if cp.world_size > 1:
+            check_tensor("unshard", x)
+    gathered: torch.Tensor = _Gather.apply(x, cp, dim)  # type: ignore[no-untyped-call]
+    return gathered.index_select(dim, _once(_places, cp.layout_for(gathered.shape[dim]), x.device))
+
+
+# ---------- indices
+
+
+def _held(layout: Layout, rank: int, device: torch.device | str | None) -> torch.Tensor:
+    """The global position of each of the rank's tokens."""
+    return torch.tensor(layout.positions(rank), dtype=torch.int64, device=device)
+
+
+def _places(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Where each position lies when all ranks' parts are laid end to end."""
+    return torch.argsort(torch.tensor(split_order(layout), dtype=torch.int64, device=device))
+
+
+def _once(make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
+    """What `make` gives, made once for all calls and not to be changed: on the host it takes a list of all positions.
+
+    Anew where what is made would be no tensor to keep: while torch.compile or another mode traces.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return make(*args)
+    return _kept(make, *args)
+
+
+@lru_cache(maxsize=CACHED_INDICES)
+def _kept(make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
+    with torch.inference_mode(False):  # later calls may want gradients, and save it for them
+        return make(*args)
+
+
+# ---------- checks
+
+
+def _sequence_dim(what: str, x: torch.Tensor, cp: ContextParallel, dim: int) -> int:
+    """`dim` counted from 0; checks that there is one, and that the rest is what it should be."""
+    _check_context(what, cp)
+    if not isinstance(x, torch.Tensor):
+        raise ConfigurationError(f"{what} wants a tensor; got one of type {type(x).__name__}")
+    if (found := unsharded(x)) is not None:
+        raise UnsupportedError(f"{what} of {found}")
+    index = as_integer(dim)
+    if index is None or not -x.dim() <= index < x.dim():
+        raise ConfigurationError(
+            f"{what} along dim={dim!r} of a tensor {list(x.shape)}: give the index of its sequence dimension"
+        )
+    return index % x.dim()
+
+
+def _check_context(what: str, cp: ContextParallel) -> None:
+    if not isinstance(cp, ContextParallel):
+        raise ConfigurationError(f"{what} wants a ContextParallel as cp; got one of type {type(cp).__name__}")
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along `dim` by rank; its gradient is summed over ranks and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel, dim: int) -> torch.Tensor:
+        ctx.cp, ctx.dim = cp, dim
+        if cp.world_size == 1:
+            return x.clone()
+        with cp.turn:
+            with _refusing_parts(cp):
+                own = x.contiguous().resolve_conj().resolve_neg()
+                parts = [torch.empty_like(own) for _ in range(cp.world_size)]
+            _check_same_parts(x, cp, dim)
+            _finish(dist.all_gather(parts, own, group=cp.group, async_op=True), cp, "unshard", x.device)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Sum.apply(grads[0], ctx.cp, ctx.dim), None, None  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """The gradient of _Gather, which is that of this: so derivatives of any order are right."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, cp: ContextParallel, dim: int) -> torch.Tensor:
+        ctx.cp, ctx.dim = cp, dim
+        whole = whole.contiguous().clone()
+        if cp.world_size > 1:
+            with cp.turn:
+                what = "the gradient of unshard"
+                _finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
+        return whole.chunk(cp.world_size, dim)[cp.rank]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Gather.apply(grads[0], ctx.cp, ctx.dim), None, None  # type: ignore[no-untyped-call]
+
+
+def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> None:
+    """Wait for a collective call of the user's group: on a CPU within our own time limit.
+
+    On accelerators a wait with a limit holds up the host until the device is done. There the stream waits, and the
+    group's own watch ends what does not come to an end.
+    """
+    try:
+        if device.type == "cpu":
+            work.wait(timedelta(seconds=cp.timeout_seconds))
+        else:
+            work.wait()
+    except RuntimeError as error:
+        assert cp.transport is not None  # there are several ranks
+        peer = (cp.rank + 1) % cp.world_size
+        raise cp.transport.lost(peer, f"took part in {what}", one_line(error, MOST_SAID)) from None
+    finally:
+        del work  # an error that somebody keeps holds this frame, and must not hold what the group's threads work on
+
+
+class _refusing_parts(refusing):
+    """The same of what a rank brings to unshard: ranks hear it where they compare parts."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        super().__init__(cp, "forward")
+
+    def speak(self, reason: str) -> None:
+        _told(self._cp, f"{REFUSED}: {reason}")
+
+
+def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
+    mine = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} along {dim}"
+    parts = _told(cp, mine)
+    if any(part.startswith(REFUSED) for part in parts):
+        raise Disagreement(refusals([part.partition(": ")[2] if part.startswith(REFUSED) else None for part in parts]))
+    if any(part != mine for part in parts):
+        found = ", ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts))
+        raise ConfigurationError(f"unshard wants parts of one shape, dtype and dim from every rank; found {found}")
+
+
+def _told(cp: ContextParallel, mine: str) -> list[str]:
+    assert cp.transport is not None  # there are several ranks
+    return [each.decode() for each in cp.transport.exchange_text(mine.encode(), "parts for unshard")]

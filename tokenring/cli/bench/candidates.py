@@ -1,0 +1,219 @@
+"""What can be raced: how each cuts the sequence, and the call that is timed.
+
+B batch, T local tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+import tokenring as tr
+from tokenring.cli.bench.results import ONE, OURS, Case
+from tokenring.cli.bench.sleeping import SleepingContext
+from tokenring.display.console import cores
+from tokenring.emulate.shapes import Fabric, Shape
+from tokenring.emulate.ways import Load, heaviest
+from tokenring.ir.schedule_data import PASSES
+from tokenring.planner.interconnects.emulated import computing_machine, interconnect_of_shape, sleeping_machine
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.machines.machine import CPU
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Mask, parse_mask
+
+if TYPE_CHECKING:
+    from tokenring.backends.interfaces import Transport
+
+WAIT_SECONDS = 600.0  # for other ranks
+ONE_PROCESS_FLOPS = 8e12  # forward and backward; above, the plain kernel would take minutes a round
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class NotRun(Exception):
+    """This candidate has nothing to do with such a case; the message says why."""
+
+
+class NotInstalled(Exception):
+    """The message says how to install it."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a candidate wants its tensors: from BTHD, and back to it. Neither is timed."""
+
+    into: Change
+    back: Change
+
+
+BTHD = Form(lambda x: x, lambda x: x)
+BHTD = Form(lambda x: x.transpose(1, 2).contiguous(), lambda x: x.transpose(1, 2))
+THD = Form(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
+
+
+class Note(NamedTuple):
+    """Something to know about what was run: `where` names the modules that it is about."""
+
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A candidate that is ready on this rank: `attend` takes the tokens at `positions`, in `form`."""
+
+    what: str
+    positions: torch.Tensor
+    attend: Attend
+    form: Form = BTHD
+    threads: int = 1
+    link_bytes: int | None = None
+    load: Load | None = None
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def takes_part(self) -> bool:
+        return self.positions.numel() > 0
+
+
+@dataclass
+class Setting:
+    """What candidates get to know: the case, and this rank of so many."""
+
+    case: Case
+    rank: int
+    ranks: int
+
+    @cached_property
+    def mask(self) -> Mask:
+        return parse_mask(self.case.mask)
+
+    @cached_property
+    def transport(self) -> str | Transport:
+        """One for all schedules. All ranks must get here together."""
+        made = tr.ContextParallel(transport=self.case.transport, timeout_seconds=WAIT_SECONDS)
+        return made.transport or self.case.transport
+
+    def is_plain(self) -> bool | None:
+        """Whether the mask is causal (True) or full (False); None: neither."""
+        return {"causal": True, "full": False}.get(str(self.mask))
+
+    def positions(self, layout: str) -> torch.Tensor:
+        """This rank's, in a layout by name. Raises ConfigurationError when the length does not divide."""
+        return torch.tensor(make_layout(layout, self.ranks, self.case.seq_len).positions(self.rank), dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to race. `prepare` gets the setting and, for peers, a process group that nobody else uses.
+
+    It raises NotRun, NotInstalled, or whatever else goes wrong, and does so on all ranks or on none.
+    """
+
+    name: str
+    kind: str
+    prepare: Callable[[Setting, Any], Runner]
+    version: str | None = None
+
+
+def our_candidates(case: Case) -> list[Candidate]:
+    """One for each schedule that is asked for."""
+    return [
+        Candidate(name, OURS, lambda setting, group, name=name: _schedule_runner(setting, name), tr.__version__)  # type: ignore[misc]
+        for name in case.schedules
+    ]
+
+
+def emulated(shape: Shape, tflops: float | None) -> Interconnect:
+    """The links, and what ranks on one machine do with them: kernels that sleep, or compute on its cores."""
+    machine = computing_machine(CPU, shape) if tflops is None else sleeping_machine(tflops, shape)
+    return interconnect_of_shape(shape, machine)
+
+
+def _schedule_runner(setting: Setting, name: str) -> Runner:
+    case, mask = setting.case, setting.mask
+    options: dict[str, Any] = {
+        "layout": case.layout,
+        "schedule": name,
+        "transport": setting.transport,
+        "pieces": case.pieces,
+        "timeout_seconds": WAIT_SECONDS,
+        "topology": None if case.emulate is None else emulated(case.emulate, case.compute_tflops),
+    }
+    rate = case.compute_tflops
+    cp = tr.ContextParallel(**options) if rate is None else SleepingContext(rate, **options)
+    positions = setting.positions(case.layout)
+    try:
+        with torch.set_grad_enabled(case.backward):
+            plan = tr.plan(*_shapes_only(case, positions.numel()), cp, mask)
+    except (tr.ConfigurationError, tr.UnsupportedError) as error:
+        raise NotRun(str(error)) from None
+    passes = PASSES if case.backward else PASSES[:1]
+    moved = [plan.schedule.link_bytes(plan.workload, direction) for direction in passes]
+    loads: Counter[tuple[int, int]] = Counter()
+    for each in moved:
+        loads.update(each)
+    chosen = f"takes {plan.name}, " if plan.name != name else ""
+    return Runner(
+        f"schedule, {chosen}{case.layout}",
+        positions,
+        lambda q, k, v: tr.attention(q, k, v, cp, mask=mask),
+        link_bytes=max(loads.values(), default=0),
+        load=None if case.emulate is None else _load(case.emulate.fabric, moved),
+    )
+
+
+def _load(fabric: Fabric, moved: list[dict[tuple[int, int], int]]) -> Load:
+    """The most loaded wire's seconds, of one pass after the other; the wire of the longest."""
+    loads = [load for each in moved if (load := heaviest(fabric, each)) is not None]
+    longest = max(loads, key=lambda load: load.seconds, default=Load("none", 0.0))
+    return Load(longest.wire, sum(load.seconds for load in loads))
+
+
+def _shapes_only(case: Case, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of the right sizes, without memory of their own."""
+    one = torch.zeros((), dtype=getattr(torch, case.dtype))
+    q, k = (one.expand(case.batch, tokens, heads, case.head_dim) for heads in (case.heads, case.kv_heads))
+    return q, k, k
+
+
+def one_process() -> Candidate:
+    """torch's plain kernel over the whole sequence: rank 0 alone, with a thread for each rank."""
+    return Candidate("one process", ONE, _one_process_runner, torch.__version__)
+
+
+def _one_process_runner(setting: Setting, group: Any) -> Runner:
+    case, causal = setting.case, setting.is_plain()
+    if causal is None:
+        raise NotRun("for full and causal masks only")
+    if flops(case, causal) > ONE_PROCESS_FLOPS:
+        raise NotRun(
+            f"{flops(case, causal) / 1e12:,.0f} Tflop are over its limit of {ONE_PROCESS_FLOPS / 1e12:g}: "
+            f"one process would take minutes a round"
+        )
+    threads = min(setting.ranks, cores())
+    grouped = case.heads != case.kv_heads
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    return Runner(
+        f"torch's kernel, {threads} thread{'s' if threads > 1 else ''}",
+        torch.arange(case.seq_len if setting.rank == 0 else 0),
+        attend,
+        BHTD,
+        threads,
+    )
+
+
+def flops(case: Case, causal: bool) -> float:
+    """Of forward (4 for each pair, head and dimension) and backward (10), or of forward alone."""
+    pairs = case.seq_len * (case.seq_len + 1) / 2 if causal else case.seq_len**2
+    return (14 if case.backward else 4) * case.batch * case.heads * case.head_dim * pairs

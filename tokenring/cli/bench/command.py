@@ -1,0 +1,108 @@
+"""The command: what the user asks, and what becomes of the report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from tokenring.cli.bench.emulate import add_options, check_options, start
+from tokenring.cli.bench.picture import to_svg
+from tokenring.cli.bench.results import ERROR_LIMITS, Case, Report
+from tokenring.cli.bench.table import table
+from tokenring.display.console import Console, Parser
+from tokenring.errors import ConfigurationError
+from tokenring.launch.command import Command, add_call_options, check_call, ranks_started
+from tokenring.schedule.families.registry import forms, is_known, parse
+from tokenring.topology.report.safe_text import plain
+
+MODULE = "tokenring.cli.bench.worker"
+
+
+def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Run the benchmark; returns the exit code: 0, 1 (something of ours is wrong), 130 (interrupted).
+
+    Raises ConfigurationError for options that do not fit.
+    """
+    outputs = {"json": Report.to_json, "picture": to_svg}
+    started = ranks_started(environment) is not None
+    case = partial(_case, started)
+    suffixes = {"json": (".json",), "picture": (".svg",)}
+    command = Command("bench", MODULE, _options, case, Report.from_json, outputs, _show, suffixes, start)
+    return command.main(argv, environment)
+
+
+def _show(report: Report, options: argparse.Namespace, console: Console) -> int:
+    console.say(table(report, console.ink).rstrip("\n"))
+    for path in filter(None, (options.json, options.picture)):
+        console.say(console.ink.pale(f"written: {plain(path)}"))
+    if (complaint := report.complaint()) is not None:
+        console.complain(f"tokenring bench: {complaint}")
+        return 1
+    return 0
+
+
+# ---------- what is asked
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="tokenring bench",
+        description="Race schedules, torch's plain kernel in one process, and other libraries that are installed, "
+        "on the same inputs and in turns.",
+        epilog="Under torchrun, without --ranks, it runs on the processes at hand. docs/bench.md says how it measures.",
+    )
+    add_call_options(parser, tuple(ERROR_LIMITS))
+    add = parser.add_argument
+    add("--rounds", type=int, default=11, metavar="N", help="rounds that count (11)")
+    add("--schedules", default="all", metavar="NAMES",
+        help="of ours, separated by commas; all: the best of each family that fits, and auto (all)")  # fmt: skip
+    add("--peers", default="auto", metavar="NAMES", help="other libraries, separated by commas; auto: all; none (auto)")
+    add("--layout", default="zigzag", metavar="NAME", help="of our schedules (zigzag); peers have their own")
+    add("--transport", default="auto", metavar="NAME", help="of our schedules (auto); peers use Gloo")
+    add("--pieces", type=int, metavar="N", help="parts of a chunk that our schedules move apart (their own choice)")
+    add("--json", metavar="FILE", help="write the report with every sample (docs/bench.md)")
+    add("--picture", metavar="FILE", help="draw the report, as SVG")
+    add_options(parser)
+    return parser.parse_args(argv)
+
+
+def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
+    """The options as a case. Raises ConfigurationError for what no rank could run."""
+    from tokenring.cli.bench.contenders import contenders
+    from tokenring.cli.bench.peers import PEERS
+
+    call = check_call(options, ranks)
+    schedules = _schedules(options.schedules)
+    if options.pieces is not None and "auto" in schedules:
+        raise ConfigurationError("--pieces goes with schedules by name: leave auto out")
+    emulation = check_options(options, ranks, started)
+    peers = _names("--peers", options.peers, {"auto": [*PEERS], "none": []}, [*PEERS])
+    case = Case(**{**call, "schedules": schedules, "peers": peers, **emulation})
+    return case if schedules else replace(case, schedules=contenders(case, ranks))
+
+
+def _schedules(text: str) -> list[str]:
+    """Schedules separated by commas, each once; whether they fit is found out when they are made. None for "all"."""
+    if text == "all":
+        return []
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if not is_known(name) and name != "auto":
+            raise ConfigurationError(f"--schedules {text}: {name!r} is none of all, {forms()}, auto")
+        if name != "auto":
+            parse(name)
+    return names
+
+
+def _names(option: str, text: str, words: Mapping[str, list[str]], known: list[str]) -> list[str]:
+    """Names separated by commas, each once; or a word that stands for several."""
+    if text in words:
+        return words[text]
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(f"{option} {text}: {name!r} is none of {', '.join([*words, *known])}")
+    return names

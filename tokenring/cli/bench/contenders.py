@@ -1,0 +1,81 @@
+"""Which schedules race where nobody says: the best member of each family that fits, and auto."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenring.backends.registry import kernel_for_planning, transport_capabilities
+from tokenring.cli.bench.candidates import emulated
+from tokenring.cli.bench.results import Case
+from tokenring.errors import ConfigurationError
+from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.target import IDEAL
+from tokenring.planner.choosing.auto import Call, plan_call
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.machines.machine import machine_of_topology
+from tokenring.planner.simulation.predict import Setting
+from tokenring.schedule.families.registry import FAMILIES, misfit, parse
+from tokenring.schedule.names import SCHEMES
+from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.mask import parse_mask
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Machine
+from tokenring.topology.model.ranks import Topology
+
+MOST = 12  # families: the others are predicted to be slower than all of these
+MOST_RANKS = 16  # above, planning takes too long for a default: what needs no parameters races
+
+
+def contenders(case: Case, ranks: int) -> list[str]:
+    """The best member of each of the `MOST` best families, in the registry's order, then auto.
+
+    Best is what the planner predicts, in one memory that all ranks share where links are not emulated. With `pieces`
+    only what can move so, and no auto. Where nothing can be planned for, schemes without parameters: they say why.
+    """
+    layout = make_layout(case.layout, ranks, case.seq_len)
+    dtype = getattr(torch, case.dtype)
+    size = Workload(case.batch, case.seq_len, case.seq_len, case.heads, case.kv_heads, case.head_dim, dtype)
+    names = _best_of_families([name for name in _ranked(case, ranks, size, layout) if _fits(name, case, size, layout)])
+    return [*(names or SCHEMES), *(["auto"] if case.pieces is None else [])]
+
+
+def _ranked(case: Case, ranks: int, size: Workload, layout: Layout) -> Sequence[str]:
+    """All schedules that fit, the fastest first."""
+    if not 1 < ranks <= MOST_RANKS:
+        return [name for name, family in FAMILIES.items() if family.takes(0)]
+    net, machine = _where(case, ranks, size.dtype)
+    passes = PASSES if case.backward else PASSES[:1]
+    able = transport_capabilities("gloo") if case.emulate is not None else IDEAL
+    setting = Setting(size, net, machine, passes, kernel_for_planning().supports_patch, able)
+    try:
+        plan = plan_call(Call(setting, layout, layout, parse_mask(case.mask)))
+    except ConfigurationError:
+        return []
+    return [each.name for each in plan.candidates]
+
+
+def _where(case: Case, ranks: int, dtype: torch.dtype) -> tuple[Interconnect, Machine]:
+    if case.emulate is not None:
+        net = emulated(case.emulate, case.compute_tflops)
+        assert net.machine is not None
+        return net, net.machine
+    here = Topology("machine without accelerators", ranks)
+    return interconnect_of(here), machine_of_topology(here, dtype)
+
+
+def _fits(name: str, case: Case, size: Workload, layout: Layout) -> bool:
+    if case.pieces is not None and parse(name).pieces is not None:
+        return False
+    return misfit(name, layout.world_size, size, layout, layout, case.pieces) is None
+
+
+def _best_of_families(ranked: Sequence[str]) -> list[str]:
+    """The first of each family, of the first `MOST`; in the order of the registry."""
+    first: dict[str, str] = {}
+    for name in ranked:
+        first.setdefault(parse(name).family.name, name)
+    chosen = dict(list(first.items())[:MOST])
+    return [chosen[family] for family in FAMILIES if family in chosen]

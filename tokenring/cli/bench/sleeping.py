@@ -1,0 +1,90 @@
+"""Kernels that sleep: for emulated links, where many ranks would fight over few cores.
+
+Only the benchmark has them: no user can choose one by name. What they return has the right shapes, and is zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from typing import Any
+
+import torch
+
+from tokenring.api.context import ContextParallel
+from tokenring.lowering.footprint import FLOPS_PER_PAIR
+from tokenring.sequence.region import Patch
+
+PR_SET_TIMERSLACK = 29
+MOST_OVERSLEPT_SECONDS = 0.002
+
+
+class Sleeping:
+    """An attention kernel that takes the time of one of so many TFLOP/s, and computes nothing."""
+
+    name = "sleeping"
+
+    def __init__(self, tflops: float) -> None:
+        self.flops_per_s = tflops * 1e12
+        self._overslept = 0.0
+        if sys.platform == "linux":  # else a thread's sleep may be 50 µs longer than asked
+            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
+
+    def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return None
+
+    def supports_patch(self, patch: Patch) -> str | None:
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        began = time.perf_counter()
+        batch, heads, rows, dim = q.shape
+        out, lse = _zeros(q), torch.zeros(batch, rows, heads).transpose(1, 2)
+        self._sleep(began, FLOPS_PER_PAIR["forward"] * batch * heads * dim * patch.pairs())
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        patch: Patch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        began = time.perf_counter()
+        batch, heads, _, dim = q.shape
+        made = _zeros(q), _zeros(k), _zeros(v)
+        self._sleep(began, FLOPS_PER_PAIR["backward"] * batch * heads * dim * patch.pairs())
+        return made
+
+    def _sleep(self, began: float, flops: float) -> None:
+        """Until a moment. By what one sleep was too long the next are shorter, within limits: nothing runs for free."""
+        end = began + flops / self.flops_per_s - self._overslept
+        if (left := end - time.perf_counter()) > 0:
+            time.sleep(left)
+        self._overslept = min(MOST_OVERSLEPT_SECONDS, time.perf_counter() - end)
+
+
+class SleepingContext(ContextParallel):
+    """A ContextParallel whose kernel sleeps."""
+
+    def __init__(self, tflops: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._sleeping = Sleeping(tflops)
+
+    def kernel(self, device: torch.device) -> Sleeping:
+        return self._sleeping
+
+
+def _zeros(like_BHSD: torch.Tensor) -> torch.Tensor:
+    """fp32, with heads inside rows, as torch's own kernel returns it."""
+    batch, heads, rows, dim = like_BHSD.shape
+    return torch.zeros(batch, rows, heads, dim).transpose(1, 2)

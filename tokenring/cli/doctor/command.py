@@ -1,0 +1,42 @@
+"""`tokenring doctor`: the command. Exit codes, as docs/doctor.md has them: 0 a report, whatever it says; 2 a wrong
+option, or a file that cannot be written; 130 interrupted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from tokenring.cli.doctor.examine import SECONDS, examine
+from tokenring.cli.doctor.report import report
+from tokenring.display.console import Parser, check_suffix, read_options, write_file
+from tokenring.errors import ConfigurationError
+
+
+def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
+    options = read_options(_parser().parse_args, argv)
+    if isinstance(options, int):
+        return options
+    if not 0 < options.seconds <= 3600:
+        raise ConfigurationError(f"--seconds {options.seconds:g}: give a time above 0, and an hour at most")
+    suffix = check_suffix("--output", options.output, ".txt", ".json")
+    if options.json and suffix == ".txt":
+        raise ConfigurationError(f"--json and --output {options.output!r} say different things: leave one out")
+    found = examine(environment, options.seconds)
+    text = found.to_json() if options.json or suffix == ".json" else report(found)
+    if options.output is None:
+        print(text, end="")
+    else:
+        write_file(options.output, text)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tokenring doctor",
+        description="What is installed, which transport and kernel would be used, what is missing and what to do.",
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="as JSON (docs/doctor.md)")
+    add("--seconds", type=float, default=SECONDS, metavar="N", help=f"for each import that is tried ({SECONDS:g})")
+    add("-o", "--output", metavar="FILE", help="write to a file instead: .txt or .json")
+    return parser

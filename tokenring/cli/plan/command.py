@@ -1,0 +1,125 @@
+"""`tokenring plan`: which schedule is fastest for a workload on a topology, how long it takes, and why.
+
+Exit codes: 0 a plan; 2 a wrong option, a file that cannot be read, or nothing that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from tokenring.cli.plan.options import SIZES, Asked, ask, read_size
+from tokenring.cli.plan.report import explained, table
+from tokenring.cli.plan.sweep import sweep, sweep_svg, sweep_table
+from tokenring.cli.plan.timeline import drawn, timeline
+from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
+from tokenring.errors import ConfigurationError
+from tokenring.gc_pause import no_collection
+from tokenring.planner.choosing.auto import Call, call_bound, check_made, make, plan_or_forecast
+from tokenring.planner.simulation.predict import predict
+
+SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",)}
+
+
+def main(argv: list[str]) -> int:
+    options = read_options(_parser().parse_args, argv)
+    if isinstance(options, int):
+        return options
+    for name, known in SUFFIXES.items():
+        check_suffix(f"--{name}", getattr(options, name), *known)
+    console = Console(sys.stdout, sys.stderr, os.environ)
+    if options.sweep is not None:
+        return _sweep(options, console)
+    if options.svg is not None:
+        raise ConfigurationError("--svg draws a --sweep; for one plan say --timeline FILE.svg")
+    with no_collection():
+        asked = ask(options)
+    for name in ("explain", "timeline"):
+        if getattr(options, name) is not None:
+            check_made(asked.call.setting.interconnect, f"--{name}")
+    if options.explain is not None:
+        return _explain(options, asked, console)
+    console.status(f"planning for {asked.call.setting.interconnect.world_size} ranks")  # for many it takes a while
+    plan = plan_or_forecast(asked.call)
+    console.clear()
+    if options.json:
+        print(plan.to_json(), end="")
+    else:
+        console.say(table(plan, asked, options.all))
+    if options.save is not None:
+        write_file(options.save, plan.to_json())
+    if options.timeline is not None:
+        _timeline(options.timeline, plan.candidates[0].name, asked.call.in_mode(plan.transport))
+    return 0
+
+
+def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int:
+    """One schedule alone: what it costs, and where the time goes."""
+    schedule = make(asked.call, options.explain)
+    prediction = predict(schedule, asked.call.setting, record=True)
+    console.say(explained(options.explain, schedule, prediction, asked, call_bound(asked.call)))
+    if options.timeline is not None:
+        _timeline(options.timeline, options.explain, asked.call)
+    return 0
+
+
+def _timeline(path: str, name: str, call: Call) -> None:
+    prediction = predict(make(call, name), call.setting, record=True)
+    write_file(path, drawn(path, timeline(name, call.setting, prediction)))
+
+
+def _sweep(options: argparse.Namespace, console: Console) -> int:
+    """Which schedule wins at which length."""
+    stray = [name for name in ("json", "save", "timeline", "explain") if getattr(options, name) not in (None, False)]
+    if stray:
+        raise ConfigurationError(f"--{stray[0]} is for one plan, and --sweep makes one for every length: leave one out")
+    what, _, ends = options.sweep.partition("=")
+    first, dots, last = ends.partition("..")
+    if what != "seq" or not dots:
+        raise ConfigurationError(
+            f"--sweep {options.sweep}: write seq=8k..1M, every power of two from the one to the other"
+        )
+    points, skipped = sweep(options, read_size("--sweep", first), read_size("--sweep", last), console.status)
+    console.say(sweep_table(points, skipped))
+    if options.svg is not None:
+        write_file(options.svg, sweep_svg(points, options))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tokenring plan",
+        description="Which attention schedule is fastest for a workload on a topology, and why.",
+        epilog=f"Sizes may end in {', '.join(SIZES)} (powers of 1024). docs/planner.md says how it is reckoned.",
+    )
+    add = parser.add_argument
+    add("--topology", metavar="TOPOLOGY", required=True,
+        help="preset:NAME, preset:NAME*4 (four over their NICs), a saved topology, a dump, or `measured`")  # fmt: skip
+    add("--seq", default="128k", metavar="N", help="tokens of the whole sequence (128k)")
+    add("--heads", type=int, default=32, metavar="N", help="query heads (32)")
+    add("--kv-heads", type=int, metavar="N", help="kv heads (as many as query heads)")
+    add("--dim", type=int, default=128, metavar="N", help="head dimension (128)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(bf16)")
+    add("--batch", type=int, default=1, metavar="N", help="(1)")
+    add("--mask", default="causal", metavar="MASK", help='full, causal, "window(128,0)", ... (causal)')
+    add("--layout", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag if causal)")
+    add("--pass", dest="passes", choices=("forward", "training"), default="training", help="(training)")
+    add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator); of a preset also a multiple")
+    add("--tp", type=int, default=1, metavar="N", help="neighbours that share the heads by tensor parallelism (1)")
+    add("--schedules", metavar="NAMES", help="only these families or schedules, separated by commas")
+    add("--memory-limit", metavar="N",
+        help="bytes a rank for buffers, communicators and what forward keeps, such as 8G")  # fmt: skip
+    add("--device", metavar="NAME", help="reckon with this device's figures (docs/presets.md)")
+    add("--tflops", type=float, metavar="N", help="reckon with this rate of attention, whatever the device")
+    add("--rates", metavar="FILE", help="reckon with a table that `tokenring rates` made")
+    add("--transport", metavar="NAME",
+        help="whose queues and communicators count: hccl, hccl/channel, ... (hccl on Ascend)")  # fmt: skip
+    add("--all", action="store_true", help="simulate and show also what cannot win")
+    add("--json", action="store_true", help="the plan as JSON, for schedule=Plan.load(...)")
+    add("--save", metavar="FILE", help="write the plan's JSON to a file")
+    add("--explain", metavar="SCHEDULE", help="one schedule: where its time goes")
+    add("--timeline", metavar="FILE", help="draw the simulation: .svg, or .json for Perfetto")
+    add("--sweep", metavar="seq=A..B", help="which schedule wins at every power of two from A to B")
+    add("--svg", metavar="FILE", help="of the sweep: draw it")
+    return parser

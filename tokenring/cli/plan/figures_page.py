@@ -1,0 +1,104 @@
+"""docs/presets.md, written from the figures: `python -m tokenring.cli.plan.figures_page > docs/presets.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from tokenring.planner.machines.devices import DEVICES, DeviceFigures
+from tokenring.planner.machines.models import MODELS, ModelHeads
+from tokenring.planner.machines.presets import MAX_HOSTS, PRESETS, Preset
+from tokenring.planner.machines.sourced import GRADES, Figure
+
+HEAD = """\
+# Presets: known machines, devices and models
+
+`preset("hgx-h100")` of `tokenring.planner.machines.presets`, or `--topology preset:hgx-h100`, is a topology to plan for
+without the machine; `preset:hgx-h100*4` is four of them over their NICs, as many as {max_hosts}. Their graphs say
+who shares what: a path through the graph passes edges, and each edge is a resource with GB/s one way
+(`tokenring.planner.machines.server_spec`). The network between hosts blocks nothing. Written from the code by
+`python -m tokenring.cli.plan.figures_page`; a test compares.
+
+Bandwidth is GB/s (10^9 bytes) one way, as published; *reached* is the share of it that a copy gets. All of it was
+written down before any prediction was compared with a measurement, and is not fitted. Grades:
+"""
+MODELS_TEXT = """\
+DeepSeek's MLA stands as multi-head attention with head dim 192 and V padded from 128: exact, and an upper bound of
+flops (1.2 x) and bytes.
+"""
+DEVICE_HEAD = (
+    "device", "", "fp32", "tf32", "bf16", "fp16", "memory GB/s", "memory GiB", "forward", "backward",
+)  # fmt: skip
+MODEL_HEAD = ("model", "", "q heads", "kv heads", "head dim", "layers", "mask", "dtype", "source")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD.format(max_hosts=MAX_HOSTS), _table(["grade", ""], GRADES.items())]
+    parts += [
+        "## Machines\n",
+        _table(["preset", "machine", "class", "devices", "NICs a host"], map(_summary, PRESETS.values())),
+    ]
+    for each in PRESETS.values():
+        parts += [f"### {each.name}\n", f"{each.note}\n", _table(["", "value", "grade", "source"], _rows(each))]
+    parts += [
+        "## Devices\n",
+        "Dense peaks in TFLOP/s, memory in GB/s and GiB, and the share of the peak that attention reaches.\n",
+        _table(DEVICE_HEAD, map(_device, DEVICES.values())),
+        _table(["device", "figure", "grade", "source"], _device_sources()),
+        "## Models\n",
+        MODELS_TEXT,
+        _table(MODEL_HEAD, map(_model, MODELS.values())),
+    ]
+    return "\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _summary(preset: Preset) -> list[str]:
+    server = preset.server
+    nics = f"{server.nics.count} x {_value(server.nics.gbs)}"
+    return [f"`{preset.name}`", preset.title, preset.shape, f"{server.count} x `{preset.device}`", nics]
+
+
+def _rows(preset: Preset) -> Iterator[list[str]]:
+    for name, figure in preset.server.figures():
+        yield [f"{name}, GB/s", *_cells(figure)]
+    for kind, figure in preset.reached.items():
+        yield [f"reached of {kind}", *_cells(figure)]
+    yield ["a message, us", *_cells(preset.operation_us)]
+
+
+def _cells(figure: Figure) -> list[str]:
+    return [_value(figure), figure.grade, figure.source]
+
+
+def _value(figure: Figure) -> str:
+    return "–" if figure.value is None else f"{figure.value:g}"
+
+
+def _device(device: DeviceFigures) -> list[str]:
+    return [f"`{device.name}`", device.title, *map(_value, device.figures().values())]
+
+
+def _device_sources() -> Iterator[list[str]]:
+    """Figures of a device that share a source in one row."""
+    for device in DEVICES.values():
+        found: dict[tuple[str, str], list[str]] = {}
+        for name, figure in device.figures().items():
+            found.setdefault((figure.grade, figure.source), []).append(name)
+        for (grade, source), names in found.items():
+            yield [f"`{device.name}`", ", ".join(names), grade, source]
+
+
+def _model(model: ModelHeads) -> list[str]:
+    numbers = (model.q_heads, model.kv_heads, model.head_dim, model.layers)
+    mask = "causal" if model.causal else "full"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return [f"`{model.name}`", model.title, *map(str, numbers), mask, dtype, model.source]
+
+
+if __name__ == "__main__":
+    print(page(), end="")

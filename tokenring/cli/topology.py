@@ -1,0 +1,100 @@
+"""`tokenring topology`: what links the accelerators of this machine, or of dumps from others.
+
+Exit codes, as docs/topology.md has them: 0 a report, also where there are no accelerators; 1 nobody reads it; 2 a file
+that cannot be read or written, or a wrong option; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from tokenring.display.console import Parser, check_suffix, read_options, write_file
+from tokenring.errors import ConfigurationError, TopologyError
+from tokenring.gc_pause import no_collection
+from tokenring.topology.model.facts import Facts
+from tokenring.topology.model.graph import merge, on_machines
+from tokenring.topology.model.sanity import storable
+from tokenring.topology.model.schema import MAX_CHARACTERS, from_json, is_document, to_json
+from tokenring.topology.model.verdict import classify
+from tokenring.topology.probing.probe import probe
+from tokenring.topology.report.page import to_html
+from tokenring.topology.report.picture import to_svg
+from tokenring.topology.report.text import report
+from tokenring.topology.sources import read
+
+SUFFIXES = {"save": (".json",), "svg": (".svg",), "html": (".html", ".htm")}
+MAX_BYTES = MAX_CHARACTERS  # ours may be longer than dumps: it has every link twice
+
+
+def main(argv: list[str]) -> int:
+    if "--measure" in argv:
+        from tokenring.cli.topology_measure import main as measure_main  # it runs on ranks, as bench does
+
+        return measure_main(argv)
+    options = read_options(_parser().parse_args, argv)
+    if isinstance(options, int):
+        return options
+    for name, known in SUFFIXES.items():
+        check_suffix(f"--{name}", getattr(options, name), *known)
+    with no_collection():  # a matrix of a thousand devices is half a million links, all of them needed to the end
+        return _run(options)
+
+
+def _run(options: Namespace) -> int:
+    files = dict.fromkeys(options.source or ())  # each once
+    facts = on_machines([(storable(path), read_file(path)) for path in files]) if files else probe()
+    if options.save is not None:
+        write_file(options.save, to_json(facts))
+    if options.json:
+        print(to_json(facts), end="")
+    if options.json and options.svg is None and options.html is None:
+        return 0
+    graph = merge(facts)
+    verdict = classify(graph)
+    if options.svg is not None:
+        write_file(options.svg, to_svg(graph, verdict))
+    if options.html is not None:
+        write_file(options.html, to_html(graph, verdict))
+    if not options.json and (options.save, options.svg, options.html) == (None, None, None):
+        print(report(graph, verdict), end="")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tokenring topology",
+        description="What links the accelerators, and what follows from it.",
+        allow_abbrev=False,  # of --measure, which is another command
+    )
+    add = parser.add_argument
+    add("--from", dest="source", nargs="+", action="extend", metavar="FILE",
+        help="dumps of tools, or a saved topology, instead of this machine; several are one machine seen by "
+        "several tools, or several machines seen by one")  # fmt: skip
+    add("--measure", action="store_true", help="transfers between ranks instead: --measure --help says more")
+    add("--json", action="store_true", help="as JSON (docs/topology.md)")
+    add("--save", metavar="FILE", help="write the JSON to a file, for --from and for bug reports")
+    add("--svg", metavar="FILE", help="write a picture")
+    add("--html", metavar="FILE", help="write a page with the picture and the report, complete in one file")
+    return parser
+
+
+def read_file(path: str) -> list[Facts]:
+    """The facts of one file: a dump, or a saved topology."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path!r}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigurationError(f"cannot read {path!r}: no such name can be") from None
+    if len(raw) > MAX_BYTES:
+        raise TopologyError(f"a file of more than {MAX_BYTES >> 20} MB is too long", file=path)
+    text = _decoded(raw)
+    return from_json(text, path) if is_document(text) else [read(text, path)]
+
+
+def _decoded(raw: bytes) -> str:
+    """Text in UTF-8, or in what Windows saves; what is neither is replaced, and parsers will say."""
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return raw.decode("utf-16", "replace")
+    return raw.decode("utf-8-sig", "replace")

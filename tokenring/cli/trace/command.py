@@ -1,0 +1,71 @@
+"""The command: what the user asks, and what becomes of the trace."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from tokenring.cli.bench.results import ERROR_LIMITS, Case
+from tokenring.cli.trace.chrome import to_chrome
+from tokenring.cli.trace.picture import simulation_of, timeline_of, to_svg
+from tokenring.cli.trace.record import Traced
+from tokenring.cli.trace.table import table, to_json
+from tokenring.display.console import Console, Parser
+from tokenring.errors import ConfigurationError
+from tokenring.launch.command import Command, add_call_options, check_call
+from tokenring.topology.report.safe_text import plain
+
+MODULE = "tokenring.cli.trace.worker"
+
+
+def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Trace a call; returns the exit code: 0, 1 (something went wrong), 130 (interrupted).
+
+    Raises ConfigurationError for options that do not fit.
+    """
+    outputs = {"picture": lambda traced: to_svg(timeline_of(traced), simulation_of(traced)), "chrome": to_chrome}
+    suffixes = {"picture": (".svg",), "chrome": (".json",)}
+    return Command("trace", MODULE, _options, _case, Traced.from_json, outputs, _show, suffixes).main(argv, environment)
+
+
+def _show(traced: Traced, options: argparse.Namespace, console: Console) -> int:
+    if options.json:
+        console.data(to_json(traced))
+    else:
+        console.say(table(traced, console.ink).rstrip("\n"))
+    hints = ((options.picture, "open it in a browser"), (options.chrome, "open it in ui.perfetto.dev"))
+    for path, hint in hints if not options.json else ():
+        if path is not None:
+            console.say(console.ink.pale(f"written: {plain(path)} ({hint})"))
+    return 0
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="tokenring trace",
+        description="Run a schedule on real ranks, and show what each of them did when.",
+        epilog="Under torchrun, without --ranks, it runs on the processes at hand. docs/trace.md says what is shown.",
+    )
+    add = parser.add_argument
+    add("schedule", metavar="SCHEDULE", help="ring, tokenring, ..., auto, or auto:ring,tokenring")
+    add_call_options(parser, tuple(ERROR_LIMITS))
+    add("--layout", default="zigzag", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag)")
+    add("--transport", default="auto", metavar="NAME", help="auto, or a transport's name (auto)")
+    add("--pieces", type=int, metavar="N", help="parts of a chunk that move apart (the schedule's own choice)")
+    add("--rounds", type=int, default=5, metavar="N", help="calls to choose the one with the median time from (5)")
+    add("--picture", metavar="FILE", help="draw all ranks on one clock, as SVG")
+    add("--chrome", metavar="FILE", help="write a trace for Perfetto and chrome://tracing, as JSON")
+    add("--json", action="store_true", help="print the table as JSON (docs/trace.md)")
+    return parser.parse_args(argv)
+
+
+def _case(options: argparse.Namespace, ranks: int) -> Case:
+    """The options as a case. Raises ConfigurationError for what no rank could run."""
+    from tokenring.api.arguments import check_schedule_name
+
+    call = check_call(options, ranks)
+    check_schedule_name(options.schedule)
+    if options.pieces is not None and options.schedule.startswith("auto"):
+        raise ConfigurationError(f"--pieces goes with a schedule by name, not with {options.schedule}")
+    return Case(**call, schedules=[options.schedule], peers=[])

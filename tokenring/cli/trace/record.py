@@ -1,0 +1,114 @@
+"""What a traced call consists of, on one clock: seconds since the first rank began."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tokenring.cli.bench.results import Case, Machine
+from tokenring.ir.schedule_data import Pass
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that a rank did. `name` is short, `label` a sentence, `short` fits into a bar."""
+
+    rank: int
+    direction: str
+    kind: str  # one of picture.KINDS
+    label: str
+    short: str
+    began: float
+    ended: float
+    step: int = 0
+    name: str = ""
+    details: dict[str, int | str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(frozen=True)
+class Message:
+    """From when it was posted until its receiver had waited for it; `waited`: when that wait began."""
+
+    src: int
+    dst: int
+    label: str
+    sent: float
+    received: float
+    waited: float = 0.0
+    direction: str = ""
+    details: dict[str, int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One pass at one rank, from the caller's side: its instructions lie inside."""
+
+    rank: int
+    direction: Pass
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The same call as the planner expects it, on a clock of its own. source: with what figures."""
+
+    source: str
+    stretches: list[Stretch]
+    bars: list[Bar]
+    messages: list[Message]
+
+    def seconds(self, direction: str) -> float:
+        """Of a pass; 0 where there was none."""
+        return max((each.ended - each.began for each in self.stretches if each.direction == direction), default=0.0)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One call on all ranks: the round with the median time.
+
+    rounds_s: the slowest rank's time in each round; round: which of them this is. one_clock: ranks share
+    a machine and so a clock; else their clocks were set by the barrier before the call. simulated: None for one rank.
+    """
+
+    case: Case
+    machine: Machine
+    schedule: str
+    rounds_s: list[float]
+    round: int
+    one_clock: bool
+    stretches: list[Stretch]
+    bars: list[Bar]
+    messages: list[Message]
+    simulated: Simulated | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The slowest rank's time."""
+        return self.rounds_s[self.round]
+
+    @property
+    def ranks(self) -> int:
+        return self.machine.ranks
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Traced:
+        values = json.loads(text)
+        values["case"], values["machine"] = Case(**values["case"]), Machine(**values["machine"])
+        if values["simulated"] is not None:
+            values["simulated"] = Simulated(**_timed(values["simulated"]))
+        return cls(**_timed(values))
+
+
+def _timed(values: dict[str, Any]) -> dict[str, Any]:
+    """What was done when, from JSON."""
+    kinds: dict[str, Any] = {"stretches": Stretch, "bars": Bar, "messages": Message}
+    return values | {name: [kind(**each) for each in values[name]] for name, kind in kinds.items()}

@@ -1,0 +1,25 @@
+"""The same call as the planner sees it: its programs simulated, to be shown beside what was measured."""
+
+from __future__ import annotations
+
+from tokenring.api.context import ContextParallel
+from tokenring.cli.plan.timeline import timeline
+from tokenring.cli.trace.record import Simulated
+from tokenring.planner.choosing.planner import Planner
+from tokenring.planner.simulation.predict import predict
+from tokenring.sequence.request import Request
+
+
+def simulated(cp: ContextParallel, request: Request) -> Simulated | None:
+    """What `schedule="auto"` would expect of this schedule here; None for one rank. All ranks call it together."""
+    if cp.world_size == 1:
+        return None
+    planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)
+    transport = cp.transport_for(request.device, request.workload)
+    able = None if transport is None else transport.capabilities
+    setting = planner.setting(request, cp.kernel(request.device), able)
+    plan = cp.plan(request)
+    made = timeline(plan.name, setting, predict(plan.schedule, setting, record=True))
+    net = setting.interconnect  # whose notes may say what ranks compute with
+    source = "; ".join(dict.fromkeys((net.name, setting.machine.source, *net.notes)))
+    return Simulated(source, list(made.stretches), list(made.bars), list(made.messages))

@@ -1,0 +1,158 @@
+"""What commands share in front of the user: options, results on standard output, and what the machine is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from tokenring.errors import ConfigurationError
+from tokenring.topology.report.safe_text import plain, plain_lines
+
+LARGEST = 1 << 50  # of any count; far above, Python's containers and torch overflow
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses as the rest of tokenring does."""
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """As argparse does it; no integer may be without measure."""
+        found = super().parse_known_args(*given, **named)
+        for action in self._actions:
+            value = getattr(found[0], action.dest, None)
+            if isinstance(value, int) and abs(value) > LARGEST:
+                self.error(f"argument {'/'.join(action.option_strings)}: {value} is too large: {LARGEST} at most")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
+
+
+def read_options(read: Callable[[list[str]], argparse.Namespace], argv: list[str]) -> argparse.Namespace | int:
+    """What `read`, which parses, makes of a command's arguments; or the exit code, if --help or --version said all.
+
+    Raises ConfigurationError, from Parser, for what is wrong.
+    """
+    try:
+        return read(argv)
+    except SystemExit as done:
+        return int(done.code or 0)
+
+
+INK = re.compile(r"(\x1b\[(?:0|1|2|31|32)m)")
+
+
+class Ink:
+    """Colours of the terminal, or none."""
+
+    def __init__(self, colour: bool = False) -> None:
+        self.colour = colour
+
+    def bold(self, text: str) -> str:
+        return self._paint("1", text)
+
+    def pale(self, text: str) -> str:
+        return self._paint("2", text)
+
+    def good(self, text: str) -> str:
+        return self._paint("32", text)
+
+    def bad(self, text: str) -> str:
+        return self._paint("31", text)
+
+    def _paint(self, code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
+
+
+def harmless(text: str) -> str:
+    """Lines with nothing in them that drives a terminal, but for the colours of Ink: names may come from anybody."""
+    parts = INK.split(text)
+    return "".join(part if at % 2 else plain_lines(part) for at, part in enumerate(parts))
+
+
+class Console:
+    """Results as they come; below them, on a terminal, one line that is written over and over."""
+
+    def __init__(self, out: TextIO, err: TextIO, environment: Mapping[str, str]) -> None:
+        self._out, self._err = out, err
+        self.live = err.isatty() and environment.get("TERM") != "dumb"
+        self._shown = ""
+        self.ink = Ink(out.isatty() and self.live and "NO_COLOR" not in environment)
+
+    def say(self, text: str) -> None:
+        """Lines that stay."""
+        self.data(self._harmless(text) + "\n")
+
+    def data(self, text: str) -> None:
+        """What a program reads, such as JSON: as it is."""
+        self.clear()
+        self._out.write(text)
+        self._out.flush()
+
+    def complain(self, text: str) -> None:
+        """Lines that stay, on standard error."""
+        self.clear()
+        self._err.write(self._harmless(text) + "\n")
+        self._err.flush()
+
+    def _harmless(self, text: str) -> str:
+        return harmless(text) if self.ink.colour else plain_lines(text)
+
+    def status(self, text: str) -> None:
+        """A line until the next one comes; nothing where there is no terminal."""
+        if self.live and text != self._shown:
+            width = shutil.get_terminal_size().columns - 1
+            self._err.write("\r\x1b[2K" + plain(text)[:width])
+            self._err.flush()
+            self._shown = text
+
+    def clear(self) -> None:
+        """Take away the line of the moment."""
+        if self._shown:
+            self._err.write("\r\x1b[2K")
+            self._err.flush()
+            self._shown = ""
+
+
+def check_suffix(option: str, path: str | None, *known: str) -> str:
+    """The suffix of a file that an option names, or "" where it has none and any content will do.
+
+    Raises ConfigurationError for one that promises what the option does not write.
+    """
+    suffix = Path(path or "").suffix.lower()
+    if suffix and suffix not in known:
+        raise ConfigurationError(f"{option} {path!r}: no {suffix!r} is written; end the name in {' or '.join(known)}")
+    return suffix
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a whole file. Raises ConfigurationError."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path!r}: {error.strerror}") from None
+
+
+def cores() -> int:
+    """How many cores we may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        with open("/proc/cpuinfo", errors="replace") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else "processor of unknown name"
+
+
+def machine() -> str:
+    """The processor's name and its cores."""
+    count = cores()
+    return f"{processor()}, {count} core{'s' if count != 1 else ''}"

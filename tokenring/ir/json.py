@@ -1,0 +1,353 @@
+"""The schedule as JSON that other programs can replay and check: docs/schedule-json.md is the format."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from heapq import merge
+from typing import TypeVar
+
+from tokenring.errors import ConfigurationError, ScheduleError
+from tokenring.ir.passes import move_order
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
+from tokenring.sequence.layout import Layout, Positions, make_layout
+from tokenring.sequence.mask import Mask
+
+FORMAT = "tokenring-schedule"
+VERSION = 1
+INTEGER_LIMIT = 2**53 - 1  # beyond it JSON readers of other languages lose digits
+T = TypeVar("T")
+Name = TypeVar("Name", bound=str)
+
+
+def to_json(schedule: Schedule) -> str:
+    """The schedule as a document of the format, one tile or move a line."""
+    return _dump(_document(schedule)) + "\n"
+
+
+def _document(schedule: Schedule) -> dict[str, object]:
+    requests = [move for move in schedule.moves if move.block.kind in PARTIAL_OF]
+    partials = [move for move in schedule.moves if move.block.kind not in PARTIAL_OF]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": schedule.name,
+        "world_size": schedule.world_size,
+        "mask": mask_document(schedule.mask),
+        "q_layout": _layout_document(schedule.q_layout),
+        "kv_layout": _layout_document(schedule.kv_layout),
+        "head_groups": schedule.head_groups,
+        "q_pieces": schedule.q_pieces,
+        "kv_pieces": schedule.kv_pieces,
+        "keep": sorted(schedule.keep),
+        "slack": schedule.slack,
+        "codecs": [{"kind": kind, "codec": codec} for kind, codec in schedule.codecs],
+        "tiles": [_tile_document(schedule, tile) for tile in schedule.tiles],
+        "moves": [_move_document(schedule, move) for move in requests],
+        "returns": [_return_document(schedule, move) for move in partials],
+    }
+
+
+def mask_document(mask: Mask) -> dict[str, object]:
+    """The three numbers of a mask."""
+    return {"low": mask.low, "high": mask.high, "cu_seqlens": mask.cu_seqlens}
+
+
+def _layout_document(layout: Layout) -> dict[str, object]:
+    pairs = zip(layout.chunks, layout.owners, strict=True)
+    chunks = [chunk._asdict() | {"owner": owner} for chunk, owner in pairs]
+    return {"name": layout.name, "length": layout.length, "chunks": chunks}
+
+
+def _tile_document(schedule: Schedule, tile: Tile) -> dict[str, object]:
+    blocks = (*tile.q, *tile.kv)
+    kinds = [block.kind for block in blocks]
+    fits = tile.q and tile.kv and kinds == ["q"] * len(tile.q) + ["kv"] * len(tile.kv)
+    if not fits or len({block.heads for block in blocks}) != 1:
+        raise ScheduleError(f"{schedule.name}: step {tile.step}, rank {tile.rank}: cannot be written: {tile}")
+    q, kv = ([{"chunk": block.chunk, "piece": block.piece} for block in part] for part in (tile.q, tile.kv))
+    return {"step": tile.step, "rank": tile.rank, "heads": tile.heads, "q": q, "kv": kv}
+
+
+def _move_document(schedule: Schedule, move: Move) -> dict[str, object]:
+    if move.add or move.block.made_at is not None:
+        raise ScheduleError(f"{schedule.name}: step {move.step}, rank {move.src}: not a request: {move}")
+    head, tail = _common(move)
+    return head | tail
+
+
+def _return_document(schedule: Schedule, move: Move) -> dict[str, object]:
+    if move.block.made_at is None:
+        raise ScheduleError(f"{schedule.name}: step {move.step}, rank {move.src}: made nowhere: {move}")
+    head, tail = _common(move)
+    return head | {"made_at": move.block.made_at} | tail | {"add": move.add}
+
+
+def _common(move: Move) -> tuple[dict[str, object], dict[str, object]]:
+    block = move.block
+    unit = {"kind": block.kind, "chunk": block.chunk, "heads": block.heads, "piece": block.piece}
+    return {"step": move.step, **unit}, {"src": move.src, "dst": move.dst, "channel": move.channel}
+
+
+def _dump(value: object, depth: int = 0) -> str:
+    """JSON with each tile, move and chunk, and each key of the objects around them, on a line of its own."""
+    if isinstance(value, dict) and (depth == 0 or any(map(_is_table, value.values()))):
+        parts, ends = [f"{json.dumps(key)}: {_dump(part, depth + 1)}" for key, part in value.items()], "{}"
+    elif isinstance(value, list) and _is_table(value):
+        parts, ends = [json.dumps(part) for part in value], "[]"
+    else:
+        return json.dumps(value)
+    inner = "\n" + "  " * (depth + 1)
+    return ends[0] + inner + f",{inner}".join(parts) + "\n" + "  " * depth + ends[1]
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def from_json(text: str) -> Schedule:
+    """The schedule in a document of the format; its form is checked, its proof is left to `verify`.
+
+    Raises ScheduleError, which says where in the document.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except ScheduleError:
+        raise
+    except RecursionError:
+        raise ScheduleError("document: nested too deeply") from None
+    except (ValueError, TypeError) as error:
+        raise ScheduleError(f"document: not JSON: {error}") from None
+    return _schedule(Node(value, ""))
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ScheduleError(f"document: the key {_short(twice)} stands twice in one object")
+    return made
+
+
+def _schedule(root: Node) -> Schedule:
+    kind = root.fields("format", "version", others=True)
+    kind["format"].choice(FORMAT)
+    if (version := kind["version"].integer()) != VERSION:
+        raise kind["version"].error(f"{version} is not known; this program reads version {VERSION}")
+    part = root.fields(
+        "format", "version", "name", "world_size", "mask", "q_layout", "kv_layout", "head_groups", "q_pieces",
+        "kv_pieces", "keep", "slack", "codecs", "tiles", "moves", "returns",
+    )  # fmt: skip
+    world = part["world_size"].integer(1)
+    q_layout, kv_layout = _layout(part["q_layout"], world), _layout(part["kv_layout"], world)
+    empty = Schedule(
+        part["name"].name(),
+        world,
+        q_layout,
+        kv_layout,
+        _mask(part["mask"], q_layout.length),
+        (),
+        (),
+        part["head_groups"].integer(1),
+        _pieces(part["q_pieces"], q_layout),
+        _pieces(part["kv_pieces"], kv_layout),
+        frozenset(part["keep"].distinct(lambda node: node.choice("q", "kv"))),
+        part["slack"].optional(lambda node: node.integer(0)),
+        _codecs(part["codecs"]),
+    )
+    tiles = part["tiles"].each(lambda node: _tile(node, empty))
+    moves = part["moves"].each(lambda node: _request(node, empty))
+    returns = part["returns"].each(lambda node: _return(node, empty))
+    # Each list keeps its own order, which verify() checks; a sorted pair gives the total order back.
+    return empty.replace(tiles=tuple(tiles), moves=tuple(merge(moves, returns, key=move_order)))
+
+
+def _mask(node: Node, length: int) -> Mask:
+    part = node.fields("low", "high", "cu_seqlens")
+    low, high = (part[key].optional(lambda bound: bound.integer(-INTEGER_LIMIT)) for key in ("low", "high"))
+    bounds = part["cu_seqlens"].optional(lambda list_: list_.each(lambda bound: bound.integer(0, length)))
+    try:
+        return Mask(low, high, None if bounds is None else tuple(bounds))
+    except ConfigurationError as error:
+        raise part["cu_seqlens"].error(str(error)) from None
+
+
+def _layout(node: Node, world_size: int) -> Layout:
+    part = node.fields("name", "length", "chunks")
+    name, length = part["name"].name(), part["length"].integer(1)
+    pairs = part["chunks"].each(lambda chunk: _chunk(chunk, length, world_size))
+    if len(pairs) < world_size:
+        raise part["chunks"].error(f"{len(pairs)} chunks are too few for {world_size} ranks")
+    try:
+        chunks, owners = zip(*pairs, strict=True)
+        return Layout(name, world_size, length, chunks, owners)
+    except ConfigurationError as error:
+        raise node.error(str(error)) from None
+
+
+def _chunk(node: Node, length: int, world_size: int) -> tuple[Positions, int]:
+    part = node.fields("start", "stop", "step", "owner")
+    start = part["start"].integer(0, length - 1)
+    positions = Positions(start, part["stop"].integer(start + 1), part["step"].integer(1))
+    return positions, part["owner"].index(world_size, "a rank")
+
+
+def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout | None:
+    """The layout that make_layout knows by this name, if there is one with so many chunks."""
+    cuts = name.partition("/")[2]
+    # A name from outside must not make us cut a sequence into more chunks than the document lists.
+    if cuts and not (cuts.isascii() and cuts.isdigit() and len(cuts) < 10 and int(cuts) * world_size <= chunks):
+        return None
+    try:
+        layout = make_layout(name, world_size, length)
+    except ConfigurationError:
+        return None
+    return layout if len(layout.chunks) == chunks else None
+
+
+def _pieces(node: Node, layout: Layout) -> int:
+    """Into how many parts the layout's chunks are cut."""
+    pieces = node.integer(1)
+    if layout.chunk_length % pieces:
+        raise node.error(f"{pieces} pieces do not divide chunks of {layout.chunk_length} positions")
+    return pieces
+
+
+def _codecs(node: Node) -> tuple[tuple[str, str], ...]:
+    def codec(entry: Node) -> tuple[str, str]:
+        part = entry.fields("kind", "codec")
+        return part["kind"].choice("q", "kv"), part["codec"].name()
+
+    codecs = node.each(codec)
+    if len(dict(codecs)) < len(codecs):
+        raise node.error("a kind stands twice")
+    return tuple(codecs)
+
+
+def _tile(node: Node, schedule: Schedule) -> Tile:
+    part = node.fields("step", "rank", "heads", "q", "kv")
+    heads = part["heads"].index(schedule.head_groups, "a head group")
+
+    def units(kind: Kind) -> tuple[Block, ...]:
+        def unit(entry: Node) -> Block:
+            return Block(kind, *_unit(entry.fields("chunk", "piece"), kind, schedule, heads))
+
+        blocks = part[kind].each(unit)
+        if not blocks:
+            raise part[kind].error(f"a tile needs at least one {kind} unit")
+        return tuple(blocks)
+
+    rank = part["rank"].index(schedule.world_size, "a rank")
+    return Tile(part["step"].integer(0), rank, units("q"), units("kv"))
+
+
+def _unit(part: dict[str, Node], kind: Kind, schedule: Schedule, heads: int) -> tuple[int, int, int]:
+    name = "q" if kind.startswith("q") else "kv"
+    chunk = part["chunk"].index(len(schedule.layout_of(kind).chunks), f"a {name} chunk")
+    return chunk, heads, part["piece"].index(schedule.pieces_of(kind), f"a {name} piece")
+
+
+def _request(node: Node, schedule: Schedule) -> Move:
+    part = node.fields("step", "kind", "chunk", "heads", "piece", "src", "dst", "channel")
+    return _move(part, part["kind"].choice("q", "kv"), None, schedule, REQUESTS)
+
+
+def _return(node: Node, schedule: Schedule) -> Move:
+    part = node.fields("step", "kind", "chunk", "heads", "piece", "made_at", "src", "dst", "channel", "add")
+    made_at = part["made_at"].index(schedule.world_size, "a rank")
+    move = _move(part, part["kind"].choice("q_partial", "kv_partial"), made_at, schedule, PARTIALS)
+    return move._replace(add=part["add"].boolean())
+
+
+def _move(part: dict[str, Node], kind: Kind, made_at: int | None, schedule: Schedule, channel: str) -> Move:
+    heads = part["heads"].index(schedule.head_groups, "a head group")
+    block = Block(kind, *_unit(part, kind, schedule, heads), made_at)
+    src, dst = (part[end].index(schedule.world_size, "a rank") for end in ("src", "dst"))
+    return Move(part["step"].integer(0), block, src, dst, part["channel"].choice(channel))
+
+
+class Node:
+    """A value of the document and where it stands, for errors that say so."""
+
+    def __init__(self, value: object, path: str) -> None:
+        self.value, self.path = value, path
+
+    def error(self, text: str) -> ScheduleError:
+        """What is wrong, after where it is."""
+        return ScheduleError(f"{self.path or 'document'}: {text}")
+
+    def _expected(self, what: str) -> ScheduleError:
+        return self.error(f"expected {what}, found {_short(self.value)}")
+
+    def fields(self, *names: str, others: bool = False) -> dict[str, Node]:
+        """An object with exactly these keys, or with others as well."""
+        if not isinstance(self.value, dict):
+            raise self._expected("an object")
+        for name in names:
+            if name not in self.value:
+                raise self.error(f"has no key {name!r}")
+        for name in self.value:
+            if name not in names and not others:
+                raise self.error(f"has an unknown key {_short(name)}")
+        dot = "." if self.path else ""
+        return {name: Node(self.value[name], f"{self.path}{dot}{name}") for name in names}
+
+    def each(self, read: Callable[[Node], T]) -> list[T]:
+        """What `read` makes of each element of a list."""
+        if not isinstance(self.value, list):
+            raise self._expected("a list")
+        return [read(Node(value, f"{self.path}[{index}]")) for index, value in enumerate(self.value)]
+
+    def distinct(self, read: Callable[[Node], T]) -> list[T]:
+        """The same, each once."""
+        values = self.each(read)
+        if len(set(values)) < len(values):
+            raise self.error("names something twice")
+        return values
+
+    def optional(self, read: Callable[[Node], T]) -> T | None:
+        """None for null."""
+        return None if self.value is None else read(self)
+
+    def integer(self, least: int = 0, most: int = INTEGER_LIMIT) -> int:
+        """An integer in [least, most]."""
+        if isinstance(self.value, bool) or not isinstance(self.value, int):
+            raise self._expected("an integer")
+        if not least <= self.value <= most:
+            raise self.error(f"{_short(self.value)} is not between {least} and {most}")
+        return self.value
+
+    def index(self, count: int, what: str) -> int:
+        """The number of one of `count` things."""
+        value = self.integer(-INTEGER_LIMIT)
+        if not 0 <= value < count:
+            raise self.error(f"{value} is not {what} of {count}")
+        return value
+
+    def boolean(self) -> bool:
+        """True or false."""
+        if not isinstance(self.value, bool):
+            raise self._expected("true or false")
+        return self.value
+
+    def name(self) -> str:
+        """A name that can be printed on one line."""
+        if not isinstance(self.value, str) or not self.value or not self.value.isprintable():
+            raise self._expected("a printable name")
+        return self.value
+
+    def choice(self, *values: Name) -> Name:
+        """One of these strings."""
+        for value in values:
+            if self.value == value:
+                return value
+        raise self._expected(" or ".join(json.dumps(value) for value in values))
+
+
+def _short(value: object) -> str:
+    """A value in an error message; never the inside of a list, which may be deep."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,171 @@
+"""The schedule as data: blocks, moves, tiles.
+
+A *unit* is one piece of one chunk. A block is a unit of q or kv of one head group, or a partial
+result for such a unit, named also by the rank that made it. The order inside a step is: requests
+(moves of q and kv blocks that were held before the step), tiles, partials (moves of results of
+tiles up to this step). A step is an order, never a barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from tokenring.errors import ConfigurationError
+from tokenring.sequence.layout import Layout, Positions
+from tokenring.sequence.mask import Mask
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Kind = Literal["q", "kv", "q_partial", "kv_partial"]
+KINDS: tuple[Kind, ...] = ("q", "kv", "q_partial", "kv_partial")
+Pass = Literal["forward", "backward"]
+PASSES: tuple[Pass, ...] = ("forward", "backward")
+REQUESTS = "requests"
+PARTIALS = "partials"
+PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}
+REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
+
+
+class Block(NamedTuple):
+    """One unit of `kind`; partials also say at which rank they were made."""
+
+    kind: Kind
+    chunk: int
+    heads: int = 0
+    piece: int = 0
+    made_at: int | None = None
+
+    def partial(self, rank: int) -> Block:
+        """The partial result for this q or kv unit, as made at a rank."""
+        return Block(PARTIAL_OF[self.kind], self.chunk, self.heads, self.piece, rank)
+
+    def request(self) -> Block:
+        """The q or kv unit that this partial belongs to."""
+        return Block(REQUEST_OF[self.kind], self.chunk, self.heads, self.piece)
+
+    def __str__(self) -> str:
+        name = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}[self.kind]
+        heads = f".h{self.heads}" if self.heads else ""
+        piece = f".p{self.piece}" if self.piece else ""
+        made_at = "" if self.made_at is None else f"@{self.made_at}"
+        return f"{name}{self.chunk}{heads}{piece}{made_at}"
+
+
+class Move(NamedTuple):
+    """`block` goes from rank src to rank dst; with `add`, dst adds it to its own partial for that unit."""
+
+    step: int
+    block: Block
+    src: int
+    dst: int
+    channel: str
+    add: bool = False
+
+
+class Tile(NamedTuple):
+    """Attention of all these q blocks over all these kv blocks, where the mask lets them see each other."""
+
+    step: int
+    rank: int
+    q: tuple[Block, ...]
+    kv: tuple[Block, ...]
+
+    @property
+    def heads(self) -> int:
+        return self.q[0].heads
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who computes which tiles, which blocks move where, in which order, for both passes.
+
+    `q_pieces` and `kv_pieces` cut each chunk into so many neighbouring parts that move apart.
+    `keep` names the kinds ("q", "kv") that backward finds where forward gathered them: kept kv do
+    not move again, kept q carry only what is new. `slack` is how many steps a partial may be on its
+    way before its owner waits for it (None: until the end). `codecs` says how requests of a kind are
+    written on the wire.
+    """
+
+    name: str
+    world_size: int
+    q_layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    tiles: tuple[Tile, ...]
+    moves: tuple[Move, ...]
+    head_groups: int = 1
+    q_pieces: int = 1
+    kv_pieces: int = 1
+    keep: frozenset[str] = frozenset()
+    slack: int | None = None
+    codecs: tuple[tuple[str, str], ...] = ()
+
+    def layout_of(self, kind: Kind) -> Layout:
+        return self.q_layout if kind.startswith("q") else self.kv_layout
+
+    def pieces_of(self, kind: Kind) -> int:
+        return self.q_pieces if kind.startswith("q") else self.kv_pieces
+
+    def owner(self, block: Block) -> int:
+        return self._owners[block.kind][block.chunk]
+
+    @cached_property
+    def _owners(self) -> dict[Kind, tuple[int, ...]]:
+        return {kind: self.layout_of(kind).owners for kind in KINDS}
+
+    def positions(self, block: Block) -> Positions:
+        return self.unit_positions[block.kind[0]][block.chunk * self.pieces_of(block.kind) + block.piece]
+
+    @cached_property
+    def unit_positions(self) -> dict[str, tuple[Positions, ...]]:
+        """The positions of every unit, by the first letter of its kind, then chunk · pieces + piece."""
+        kinds: tuple[Kind, ...] = ("q", "kv")
+        return {
+            kind[0]: tuple(
+                chunk.part(piece, self.pieces_of(kind))
+                for chunk in self.layout_of(kind).chunks
+                for piece in range(self.pieces_of(kind))
+            )
+            for kind in kinds
+        }
+
+    def unit_index(self, block: Block) -> int:
+        return block.chunk * self.pieces_of(block.kind) + block.piece
+
+    def unit_length(self, kind: Kind) -> int:
+        """Tokens in one unit."""
+        return self._unit_lengths[kind]
+
+    @cached_property
+    def _unit_lengths(self) -> dict[Kind, int]:
+        return {kind: self.layout_of(kind).chunk_length // self.pieces_of(kind) for kind in KINDS}
+
+    def moves_in(self, direction: Pass) -> tuple[Move, ...]:
+        """The moves that take place in a pass."""
+        return self._moves_by_pass[direction]
+
+    @cached_property
+    def _moves_by_pass(self) -> dict[Pass, tuple[Move, ...]]:
+        skipped = {"forward": {"kv_partial"}, "backward": {"kv"} & self.keep}
+        return {
+            direction: tuple(move for move in self.moves if move.block.kind not in skipped[direction])
+            for direction in PASSES
+        }
+
+    @cached_property
+    def _wide_partials(self) -> frozenset[Block]:
+        added = [(move.block, move.block._replace(made_at=move.dst)) for move in self.moves if move.add]
+        return frozenset(block for pair in added for block in pair)
+
+    def in_full_precision(self, move: Move) -> bool:
+        """Whether a partial travels in fp32, on its whole way: one that a relay adds, or adds to, does."""
+        return move.block in self._wide_partials
+
+    def replace(self, **changes: object) -> Self:
+        """A copy with some fields changed; not verified."""
+        if unknown := changes.keys() - {field.name for field in fields(self)}:
+            raise ConfigurationError(f"a schedule has no {min(unknown)!r} to replace")
+        return replace(self, **changes)  # type: ignore[arg-type]

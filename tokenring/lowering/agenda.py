@@ -1,0 +1,99 @@
+"""What one rank has to do in a pass, sorted and counted, before any slot is given out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Pass, Tile
+from tokenring.lowering.calls import Call, Supports, calls
+from tokenring.lowering.filled_rows import Coverage
+from tokenring.lowering.storage import Group, Message, Slab, Storage
+
+
+class Agenda:
+    """Tiles (with their kernel calls) and messages, and how often each slot will be used.
+
+    `adds` are partials that this rank adds to its own on their way home, `homecoming` those for
+    units that it owns. `direct_partials` are the slabs of which no row is ever written twice:
+    their partials may be written in the wire's dtype at once. Only asked for when `half`.
+    It is the same whenever receives are posted, and does not change.
+    """
+
+    def __init__(self, storage: Storage, rank: int, direction: Pass, supports: Supports, half: bool) -> None:
+        self.storage, self.schedule, self.rank, self.direction, self.half = (
+            storage, storage.schedule, rank, direction, half,
+        )  # fmt: skip
+        self.tiles: dict[int, list[tuple[Tile, list[Call]]]] = defaultdict(list)
+        for tile in storage.tiles(rank):
+            self.tiles[tile.step].append((tile, calls(storage, tile, supports)))
+        self.messages = storage.messages(rank, direction)
+        self.uses = self._count_uses()
+        received = self.incoming(PARTIALS)
+        self.homecoming = [m for m in received if m.owner == rank]
+        self.adds = [m for m in received if m.add and m.owner != rank]
+        self.direct_partials = self._written_once() if half else set()
+
+    def by_step(self, early: bool, small: bool) -> dict[int, list[Message]]:
+        """When messages are posted: some receives at once, so that no announcement stands behind what this rank sends.
+
+        Without slack these are incoming partials, which have slots of their own all along; where requests are small,
+        these too, which then have (nothing is received twice).
+        """
+        at_once = {PARTIALS: early and self.schedule.slack is None, REQUESTS: early and small}
+        posted: dict[int, list[Message]] = defaultdict(list)
+        for message in self.messages:
+            posted[0 if message.dst == self.rank and at_once[message.channel] else message.step].append(message)
+        return posted
+
+    def incoming(self, channel: str) -> list[Message]:
+        return [message for message in self.messages if message.dst == self.rank and message.channel == channel]
+
+    def slabs(self, tile: Tile) -> tuple[Slab, Slab]:
+        """Where the tile's q and kv blocks lie."""
+        return self.storage.slab(self.rank, tile.q[0]), self.storage.slab(self.rank, tile.kv[0])
+
+    def use_key(self, message: Message) -> object:
+        """Which slot a message uses at this rank, None if it only fills one."""
+        incoming = message.dst == self.rank
+        if message.made_at is None:
+            if incoming:
+                return None
+            slab = self.storage.slab(self.rank, message.unit)
+            return ("staged", message.group) if slab.own_only else slab.key
+        if incoming and not (message.add or message.owner == self.rank):
+            return None
+        if not incoming and message.made_at == self.rank:
+            return "partial", self.storage.slab(self.rank, message.unit).key
+        return incoming_key(message)
+
+    def _count_uses(self) -> Counter[object]:
+        uses = Counter(map(self.use_key, self.messages))
+        for tiles in self.tiles.values():
+            for tile, _ in tiles:
+                uses.update(slab.key for slab in self.slabs(tile) if not slab.own_only)
+        return uses
+
+    def _written_once(self) -> set[Group]:
+        written: dict[Group, Coverage] = defaultdict(Coverage)
+        twice = {
+            self.storage.slab(self.rank, message.unit).key
+            for message in self.messages
+            if message.made_at == self.rank and message.full_precision
+        }
+        for tiles in self.tiles.values():
+            for tile, made in tiles:
+                q_slab, kv_slab = self.slabs(tile)
+                for call in made:
+                    for slab, row, rows in (
+                        (q_slab, call.q_row, call.patch.rows),
+                        (kv_slab, call.kv_row, call.patch.cols),
+                    ):
+                        if written[slab.key].overlaps(row, row + rows):
+                            twice.add(slab.key)
+                        written[slab.key].add(row, row + rows)
+        return set(written) - twice
+
+
+def incoming_key(message: Message) -> tuple[Group, int | None, bool]:
+    """What shares a slot among partials that come in: one owner, maker and precision."""
+    return message.group, message.made_at, message.full_precision

@@ -1,0 +1,239 @@
+"""What a schedule costs: bytes on each link, bytes of buffers, floating-point operations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tokenring.ir.schedule_data import PARTIALS, PASSES, Pass, Schedule
+from tokenring.lowering.calls import Supports
+from tokenring.lowering.exchanges import exchanges
+from tokenring.lowering.lower import lower
+from tokenring.lowering.mailboxes import lay
+from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Program, Recv, Send
+from tokenring.lowering.records import STATISTIC_BYTES, Records, check_workload
+from tokenring.lowering.storage import storage_of
+from tokenring.lowering.target import Capabilities, Link
+from tokenring.sequence.workload import Workload
+
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
+
+
+def link_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
+    """Payload bytes of each (source, destination) that carries any in this pass."""
+    records = Records(schedule, workload, direction)
+    links: dict[tuple[int, int], int] = defaultdict(int)
+    for move in schedule.moves_in(direction):
+        full = move.channel == PARTIALS and schedule.in_full_precision(move)
+        links[move.src, move.dst] += records(move.block.kind, full).nbytes * schedule.unit_length(move.block.kind)
+    return dict(sorted(links.items()))
+
+
+def links(schedule: Schedule, passes: Iterable[Pass] = PASSES) -> set[Link]:
+    """(source, destination, channel) of all messages of these passes."""
+    return {(move.src, move.dst, move.channel) for direction in passes for move in schedule.moves_in(direction)}
+
+
+class Contacts(NamedTuple):
+    """Who meets whom: two ranks for messages, and all ranks of an exchange for collectives."""
+
+    links: frozenset[Link]
+    groups: frozenset[tuple[int, ...]] = frozenset()
+
+
+def contacts(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PASSES) -> Contacts:
+    """What a transport has to connect for these passes: with collectives, no two ranks for what goes as one."""
+    if not able.collectives:
+        return Contacts(frozenset(links(schedule, passes)))
+    storage = storage_of(schedule)
+    found: set[Link] = set()
+    groups: set[tuple[int, ...]] = set()
+    for direction in passes:
+        together = exchanges(storage, direction)
+        groups.update(each.ranks for each in together)
+        apart = {message for rank in range(schedule.world_size) for message in storage.messages(rank, direction)}
+        apart.difference_update(message for each in together for message in each.messages)
+        found.update((message.src, message.dst, message.channel) for message in apart)
+    return Contacts(frozenset(found), frozenset(groups))
+
+
+def connections(some: Iterable[Link], able: Capabilities, rank: int) -> int:
+    """How many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL."""
+    found = {
+        (
+            dst if src == rank else src,
+            channel if able.channels > 1 else "",
+            not able.pair_serial and src < dst,
+        )
+        for src, dst, channel in some
+        if rank in (src, dst)
+    }
+    return len(found)
+
+
+def most_connected(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PASSES) -> int:
+    """The connections of the rank that has most: of pairs, and of more ranks."""
+    used = contacts(schedule, able, passes)
+    return max(
+        connections(used.links, able, rank) + sum(rank in ranks for ranks in used.groups)
+        for rank in range(schedule.world_size)
+    )
+
+
+class Held(NamedTuple):
+    """Of the rank that holds most: bytes with its connections; of the one whose connections take most: their number,
+    those of more than two ranks with them, and bytes."""
+
+    peak_bytes: int
+    connections: int
+    connection_bytes: int
+
+
+def held(used: Contacts, able: Capabilities, pools: Sequence[int]) -> Held:
+    """used: of all passes, since connections stay. pools: of each rank, the bytes of its buffers."""
+    made = []
+    for rank in range(len(pools)):
+        pairs, groups = connections(used.links, able, rank), sum(rank in ranks for ranks in used.groups)
+        made.append((pairs * able.connection_bytes + groups * able.group_bytes, pairs + groups))
+    peak = max(pool + nbytes for pool, (nbytes, _) in zip(pools, made, strict=True))
+    nbytes, count = max(made)
+    return Held(peak, count, nbytes)
+
+
+def slot_bytes(schedule: Schedule, workload: Workload, program: Program) -> list[int]:
+    """Bytes of each slot of a program."""
+    records = Records(schedule, workload, program.direction)
+    forward = Records(schedule, workload, "forward")
+    return [
+        (forward if slot.kept else records)(slot.kind, slot.full_precision, slot.all_heads).nbytes * slot.rows
+        for slot in program.slots
+    ]
+
+
+def scratch_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+    """Two statistics for each row of the largest merge."""
+    heads = workload.q_heads // schedule.head_groups
+    return 2 * program.scratch_rows * workload.batch * heads * STATISTIC_BYTES
+
+
+def landing_slots(program: Program) -> list[int]:
+    """Kept slots that receive messages: one-sided transports need memory in the pool for these to land in."""
+    received = {each.span.slot for each in program.instructions if isinstance(each, Recv)}
+    return sorted(slot for slot in received if program.slots[slot].kept)
+
+
+def program_bytes(schedule: Schedule, workload: Workload, program: Program, one_sided: bool = False) -> int:
+    """The buffer pool that one rank's program needs; saved tensors and outputs are not counted."""
+    sizes = slot_bytes(schedule, workload, program)
+    slots = [slot for slot, spec in enumerate(program.slots) if spec.pooled]
+    slots += landing_slots(program) if one_sided else []
+    bundled = sum(aligned(each) for each in bundled_bytes(sizes, program).values())
+    return sum(aligned(sizes[slot]) for slot in slots) + bundled + aligned(scratch_bytes(schedule, workload, program))
+
+
+def bundled_bytes(sizes: Sequence[int], program: Program) -> dict[Collective, int]:
+    """Of each bundle, the bytes of its messages, which lie together in the pool beside their slots, of these sizes."""
+    found = [each for each in program.collectives if each.kind == BUNDLE]
+    given = message_bytes(sizes, program) if found else {}
+    return {each: sum(given[message] for message in each.messages) for each in found}
+
+
+def message_bytes(sizes: Sequence[int], program: Program) -> dict[int, int]:
+    """Of each message, by number; sizes: of the slots."""
+    return {
+        each.message: sizes[each.span.slot] // program.slots[each.span.slot].rows * each.span.rows
+        for each in program.instructions
+        if isinstance(each, Send | Recv)
+    }
+
+
+def staged_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+    """Device memory beside the pool into which collectives copy what a rank gives and takes, for the largest of them.
+
+    An all-gather takes the rank's own with the others', and gives what lies in the pool.
+    """
+    whole = [each for each in program.collectives if each.kind != BUNDLE]
+    if not whole:
+        return 0
+    posts = {each.message: each for each in program.instructions if isinstance(each, Send | Recv)}
+    sizes = message_bytes(slot_bytes(schedule, workload, program), program)
+    most = 0
+    for each in whole:
+        given, taken = 0, 0
+        for post in (posts[message] for message in each.messages):
+            nbytes = sizes[post.message]
+            given, taken = given + nbytes * isinstance(post, Send), taken + nbytes * isinstance(post, Recv)
+        own = taken // (len(each.ranks) - 1)
+        most = max(most, taken + (own if each.kind == ALL_GATHER else given))
+    return most
+
+
+def incoming(schedule: Schedule, workload: Workload, program: Program) -> dict[Link, list[int]]:
+    """Bytes of each message that a rank receives, by link."""
+    sizes = message_bytes(slot_bytes(schedule, workload, program), program)
+    found: dict[Link, list[int]] = defaultdict(list)
+    for each in program.instructions:
+        if isinstance(each, Recv):
+            found[each.src, program.rank, each.channel].append(sizes[each.message])
+    return found
+
+
+def kept_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+    """What forward keeps for backward beside the rank's own tensors."""
+    sizes = slot_bytes(schedule, workload, program)
+    return sum(size for size, slot in zip(sizes, program.slots, strict=True) if slot.kept)
+
+
+def aligned(nbytes: int) -> int:
+    """Slots begin at multiples of a cache line."""
+    return -(-nbytes // 64) * 64
+
+
+def peak_bytes(
+    schedule: Schedule, workload: Workload, direction: Pass, able: Capabilities, supports: Supports
+) -> int:
+    """The pool of the rank that needs most, and what the connections or boxes of such a transport take there."""
+    check_workload(schedule, workload, direction)
+    pools = Pools(schedule, workload, able)
+    for rank in range(schedule.world_size):
+        pools.add(lower(schedule, rank, direction, workload, supports, *able.way))
+    return held(contacts(schedule, able, (direction,)), able, pools.nbytes()).peak_bytes
+
+
+class Pools:
+    """What each rank's buffers take, with what its transport copies through and the boxes of all ranks' messages.
+
+    Programs are given one after another, by rank: there is no need to have those of all ranks at once.
+    """
+
+    def __init__(self, schedule: Schedule, workload: Workload, able: Capabilities) -> None:
+        self._schedule, self._workload, self._able = schedule, workload, able
+        self._own: list[int] = []
+        self._messages: dict[Link, list[int]] = {}
+
+    def add(self, program: Program, more: int = 0) -> None:
+        """The next rank's; more: bytes that it holds beside them."""
+        given = self._schedule, self._workload, program
+        self._own.append(program_bytes(*given, self._able.one_sided) + staged_bytes(*given) + more)
+        if self._able.mailboxes:
+            self._messages |= incoming(*given)
+
+    def nbytes(self) -> list[int]:
+        """Of each rank."""
+        boxes = lay(self._messages).nbytes
+        return [own + boxes for own in self._own]
+
+
+def flops(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
+    """Floating-point operations of each rank: 4 (forward) or 10 (backward) for each visible pair and head element."""
+    check_workload(schedule, workload, direction)
+    low, high = workload.q_head_range(0, schedule.head_groups)
+    a_pair = FLOPS_PER_PAIR[direction] * workload.batch * (high - low) * workload.head_dim
+    total = dict.fromkeys(range(schedule.world_size), 0)
+    for tile in schedule.tiles:
+        for q in tile.q:
+            for kv in tile.kv:
+                region = schedule.mask.region(schedule.positions(q), schedule.positions(kv))
+                total[tile.rank] += a_pair * sum(patch.pairs() for patch in region)
+    return total

@@ -1,0 +1,252 @@
+"""From a schedule to the program of one rank.
+
+Steps are worked off in order: receives are posted first (transports that match messages by pair
+order get both ends' posts in the one total order instead), then requests are sent on, tiles
+computed, partials sent, and partials merged that have had `slack` steps to arrive. Every wait is
+for one message, and stands where its content is needed. Where a transport has collectives, the messages
+of each exchange (`exchange`) are posted together, before the others of their step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from tokenring.errors import ConfigurationError
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Pass, Schedule, Tile
+from tokenring.lowering.accumulators import Accumulators
+from tokenring.lowering.agenda import Agenda, incoming_key
+from tokenring.lowering.bundles import Bundle, bundles, nbytes
+from tokenring.lowering.calls import Call, Supports, anything
+from tokenring.lowering.exchanges import Exchange, exchanges
+from tokenring.lowering.program import OWN, Attend, Collective, Pack, Program, Recv, Send, Slot, Span
+from tokenring.lowering.records import Records, check_workload
+from tokenring.lowering.storage import Group, Message, Slab, Storage, storage_of
+from tokenring.lowering.target import Way
+from tokenring.sequence.layout import as_integer
+from tokenring.sequence.workload import Workload
+
+
+def lower(
+    schedule: Schedule,
+    rank: int,
+    direction: Pass,
+    workload: Workload,
+    supports: Supports = anything,
+    early_receives: bool = True,
+    collectives: bool = False,
+    bundle_bytes: int = 0,
+    ahead_bytes: int = 0,
+) -> Program:
+    """The program of one rank in one pass.
+
+    supports: says why the kernel refuses a patch; such patches are cut until it does not.
+    early_receives: whether the transport matches the two directions of a pair apart, so that
+    receives may be posted before sends; else posts follow the total order of `passes.order`.
+    collectives: whether exchanges go as collectives; not with early receives. bundle_bytes: up to how many bytes what
+    one rank gives another at once goes as one message (`bundles`); ahead_bytes: up to how many bytes of requests, in
+    all, are received from the start; both with early receives only.
+    Raises ConfigurationError for a rank, a pass or a workload that the schedule does not have.
+    """
+    check_workload(schedule, workload, direction)
+    if as_integer(rank) not in range(schedule.world_size):
+        raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
+    agenda = agenda_of(storage_of(schedule), rank, direction, workload, supports)
+    return lower_agenda(agenda, workload, Way(early_receives, collectives, bundle_bytes, ahead_bytes))
+
+
+def agenda_of(
+    storage: Storage, rank: int, direction: Pass, workload: Workload, supports: Supports = anything
+) -> Agenda:
+    """What the program of a rank has to do, whenever the transport wants receives posted."""
+    return Agenda(storage, rank, direction, supports, half=workload.dtype != torch.float32)
+
+
+def lower_agenda(agenda: Agenda, workload: Workload, way: Way) -> Program:
+    """The program that does it."""
+    storage, direction = agenda.storage, agenda.direction
+    together: Sequence[Exchange | Bundle] = ()
+    if way.early_receives and way.bundle_bytes:
+        records = Records(agenda.schedule, workload, direction)
+        together = bundles(storage, agenda.rank, direction, records, way.bundle_bytes)
+    elif way.collectives and not way.early_receives:
+        together = exchanges(storage, direction)
+    return _Lowering(agenda, workload, way.early_receives, together).run(way.ahead_bytes)
+
+
+class _Lowering(Accumulators):
+    """Steps, messages, requests and tiles."""
+
+    def run(self, ahead_bytes: int) -> Program:
+        self._keep_slots()
+        small = ahead_bytes > 0 and nbytes(self.agenda.incoming(REQUESTS), self.records) <= ahead_bytes
+        messages = self.agenda.by_step(self.early, small)
+        for step in sorted({*self.agenda.tiles, *messages}):
+            self.listing.step = step
+            self._one_step(messages.get(step, []), self.agenda.tiles.get(step, []))
+        self._merge_home(None)
+        self.slots.settle_all()
+        self._fill_home()
+        return Program(
+            self.rank, self.direction, tuple(self.slots.specs), tuple(self.listing.instructions),
+            tuple(self.home.items()), self.scratch_rows, tuple(self.listing.steps), self._collectives(),
+        )  # fmt: skip
+
+    def _collectives(self) -> tuple[Collective, ...]:
+        numbers = {message: number for number, message in enumerate(self.posted)}
+        return tuple(
+            Collective(
+                each.kind,
+                each.ranks,
+                tuple(sorted(numbers[message] for message in each.messages if message in numbers)),
+                each.parts,
+                each.label,
+            )
+            for each in self.exchanges
+            if self.rank in each.ranks
+        )
+
+    def _one_step(self, messages: list[Message], tiles: list[tuple[Tile, list[Call]]]) -> None:
+        messages = sorted(messages, key=lambda message: self.turns.get(message, len(self.exchanges)))
+        requests = [message for message in messages if message.channel == REQUESTS]
+        partials = [message for message in messages if message.channel == PARTIALS]
+        leaving = [message for message in requests if message.src == self.rank]
+        going_home = [message for message in partials if message.src == self.rank]
+        if self.early:
+            for message in (*requests, *partials):
+                if message.dst == self.rank:
+                    self._post(message)
+        for message in leaving:
+            self._have_request(message)
+        for message in leaving if self.early else requests:
+            self._post(message)
+        for tile, made in tiles:
+            self._tile(tile, made)
+        for message in going_home:
+            self._finish_partial(message)
+        for message in going_home if self.early else partials:
+            self._post(message)
+        if self.schedule.slack is not None:
+            self._merge_home(self.listing.step - self.schedule.slack)
+
+    # ---------- messages
+
+    def _post(self, message: Message) -> None:
+        """Post the send or the receive of neighbouring blocks."""
+        number = len(self.posted)
+        self.posted.append(message)
+        if message.dst == self.rank:
+            span = self._receive_span(message)
+            for block in message.blocks:
+                self.arriving[block] = number
+            self.emit(Recv(number, span, message.src, message.channel, message.label))
+            return
+        span, sources = self._send_span(message)
+        self.emit(Send(number, span, message.dst, message.channel, message.label))
+        self.slots.sent(span.slot, number, self.listing.step)
+        self._used(self.agenda.use_key(message), *sources)
+
+    def _receive_span(self, message: Message) -> Span:
+        if message.channel == REQUESTS:
+            slot = self._request_slot(self.storage.slab(self.rank, message.unit))
+            return self._span(slot, self.storage.row(self.rank, message.unit), message.rows, message.unit)
+        slot = self._incoming_slot(message)
+        return self._span(slot, self.storage.group_row(message.unit), message.rows, message.unit)
+
+    def _send_span(self, message: Message) -> tuple[Span, list[int]]:
+        """What is sent, and the slots that are done with when this was the last send from them."""
+        unit, rows = message.unit, message.rows
+        if message.channel == REQUESTS:
+            slab = self.storage.slab(self.rank, unit)
+            slot = self.staged[message.group] if slab.own_only else self._request_slot(slab)
+            row = self.storage.group_row(unit) if slab.own_only else self.storage.row(self.rank, unit)
+            return self._span(slot, row, rows, unit), [slot]
+        if message.made_at == self.rank:
+            slab = self.storage.slab(self.rank, unit)
+            span = self._span(self._wire_slot(message, slab), self.storage.row(self.rank, unit), rows, unit)
+            wire = self.wire_slots.get(slab.key)
+            return span, [self._partial_slot(message.kind, slab), *([] if wire is None else [wire])]
+        slot = self.incoming_slots[incoming_key(message)]
+        return self._span(slot, self.storage.group_row(unit), rows, unit), [slot]
+
+    # ---------- requests
+
+    def _have_request(self, message: Message) -> None:
+        """Before a send: what is passed on has arrived, what is the rank's own is packed."""
+        self._await(message.blocks)
+        if message.owner == self.rank:
+            self._pack(message.blocks)
+
+    def _pack(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block in self.packed:
+                continue
+            self.packed.add(block)
+            slab, group = self.storage.slab(self.rank, block), self.storage.group(block)
+            length, source = self.schedule.unit_length(block.kind), self.storage.own_row(block)
+            if slab.own_only:
+                if group not in self.staged:
+                    rows = len(self.storage.group_blocks(group)) * length
+                    # Not where an earlier piece lies that is still being sent: waiting for it would leave the
+                    # wires empty between any two pieces.
+                    self.staged[group] = self.slots.take(Slot(block.kind, rows), self.listing.step, None)
+                slot, row = self.staged[group], self.storage.group_row(block)
+            else:
+                slot, row = self._request_slot(slab), self.storage.row(self.rank, block)
+            self.emit(Pack(block.kind, self._span(OWN, source, length, block), self._span(slot, row, length, block)))
+
+    def _request_slot(self, slab: Slab) -> int:
+        if slab.key not in self.request_slots:
+            kind = slab.key[0]
+            spec = Slot(kind, len(slab.blocks) * self.schedule.unit_length(kind))
+            self.request_slots[slab.key] = self.slots.take(spec, self.listing.step, 0)
+        return self.request_slots[slab.key]
+
+    def _keep_slots(self) -> None:
+        """Slots that outlive the pass come first, in an order on which both passes agree."""
+        slabs = {
+            slab.key: slab
+            for tiles in self.agenda.tiles.values()
+            for tile, _ in tiles
+            for slab in self.agenda.slabs(tile)
+        }
+        self.kept: dict[Group, int] = {}
+        for key in sorted(slabs):
+            slab = slabs[key]
+            if key[0] in self.schedule.keep and not slab.own_only:
+                rows = len(slab.blocks) * self.schedule.unit_length(key[0])
+                self.kept[key] = self.slots.take(Slot(key[0], rows, kept=True), 0, None)
+                if self.direction == "forward" or key[0] == "kv":
+                    self.request_slots[key] = self.kept[key]
+
+    # ---------- tiles
+
+    def _tile(self, tile: Tile, made: list[Call]) -> None:
+        q_slab, kv_slab = self.agenda.slabs(tile)
+        for blocks, slab in ((tile.q, q_slab), (tile.kv, kv_slab)):
+            self._await(blocks)
+            packs = not slab.own_only and self.request_slots.get(slab.key) not in self._kept_before()
+            if packs:
+                self._pack([block for block in blocks if self.schedule.owner(block) == self.rank])
+        q_slot = OWN if q_slab.own_only else self._request_slot(q_slab)
+        kv_slot = OWN if kv_slab.own_only else self._request_slot(kv_slab)
+        for call in made:
+            q = Span(q_slot, call.q_row, call.q_row + call.patch.rows, tile.heads)
+            kv = Span(kv_slot, call.kv_row, call.kv_row + call.patch.cols, tile.heads)
+            results = [*self._results("q_partial", q_slab, tile.q, q)]
+            if "kv_partial" in self.kinds:
+                results += self._results("kv_partial", kv_slab, tile.kv, kv)
+            kept_q = None
+            if self.direction == "backward" and q_slab.key in self.kept:
+                kept_q = q._replace(slot=self.kept[q_slab.key])
+            self.emit(Attend(tile.step, q, kv, call.patch, tuple(results), kept_q))
+        for slab, slot in ((q_slab, q_slot), (kv_slab, kv_slot)):
+            if not slab.own_only:
+                self._used(slab.key, slot)
+
+    def _kept_before(self) -> set[int]:
+        """Slots that forward has filled already."""
+        if self.direction == "forward":
+            return set()
+        return {slot for key, slot in self.kept.items() if key[0] == "kv"}

@@ -1,0 +1,112 @@
+"""What a block is made of: one record for each token, with every tensor of the block in it.
+
+Records of neighbouring tokens are neighbours in memory, so any run of tokens, of chunks or of
+pieces is one contiguous message whatever it carries, and kernels read it in place, strided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.ir.schedule_data import PASSES, Kind, Pass, Schedule
+from tokenring.sequence.workload import Workload
+
+CODECS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STATISTIC_BYTES = 4  # lse and delta are fp32 everywhere
+
+
+class Field(NamedTuple):
+    """One tensor of a record: [batch, heads, head_dim] in `dtype`, or an fp32 statistic [batch, heads]."""
+
+    name: str
+    dtype: torch.dtype
+    offset_bytes: int
+    statistic: bool = False
+
+
+class Record(NamedTuple):
+    """The layout of one token's bytes. Statistics come first, so that they stay aligned."""
+
+    fields: tuple[Field, ...]
+    heads: int
+    nbytes: int
+
+    def field(self, name: str) -> Field:
+        return next(field for field in self.fields if field.name == name)
+
+
+NAMES: Mapping[tuple[Kind, Pass], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # (kind, pass): (statistics, tensors)
+    ("q", "forward"): ((), ("q",)),
+    ("q", "backward"): (("lse", "delta"), ("q", "dout")),
+    ("kv", "forward"): ((), ("k", "v")),
+    ("kv", "backward"): ((), ("k", "v")),
+    ("q_partial", "forward"): (("lse",), ("out",)),
+    ("q_partial", "backward"): ((), ("dq",)),
+    ("kv_partial", "backward"): ((), ("dk", "dv")),
+}
+
+
+def check_workload(schedule: Schedule, workload: Workload, direction: Pass) -> None:
+    """Raises ConfigurationError unless the schedule has such a pass, and is for such a workload."""
+    if not isinstance(workload, Workload):
+        raise ConfigurationError(
+            f"workload is of type {type(workload).__name__}; "
+            f"give a Workload(batch, q_length, kv_length, q_heads, kv_heads, head_dim)"
+        )
+    if direction not in PASSES:
+        raise ConfigurationError(f"there is no pass {direction!r}; use {' or '.join(PASSES)}")
+    lengths = schedule.q_layout.length, schedule.kv_layout.length
+    if (workload.q_length, workload.kv_length) != lengths:
+        raise ConfigurationError(
+            f"the schedule is for {lengths[0]} q and {lengths[1]} kv positions, the workload has "
+            f"{workload.q_length} and {workload.kv_length}: make the schedule with this length"
+        )
+
+
+class Records:
+    """The records of one schedule, workload and pass."""
+
+    def __init__(self, schedule: Schedule, workload: Workload, direction: Pass) -> None:
+        check_workload(schedule, workload, direction)
+        self.workload, self.direction = workload, direction
+        self.groups, self.keep = schedule.head_groups, schedule.keep
+        self.codecs = dict(schedule.codecs)
+        unknown = set(self.codecs.values()) - set(CODECS)
+        if unknown:
+            raise UnsupportedError(f"codec {sorted(unknown)[0]!r} is not known; use one of {', '.join(CODECS)}")
+        self._made: dict[tuple[Kind, bool, bool], Record] = {}
+
+    def __call__(self, kind: Kind, full_precision: bool = False, all_heads: bool = False) -> Record:
+        """The record of a block on the wire; partials in fp32 where they are added to; one head group or all."""
+        key = (kind, full_precision, all_heads)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, kind: Kind, full_precision: bool, all_heads: bool) -> Record:
+        statistics, tensors = NAMES[kind, self.direction]
+        if self.direction == "backward" and kind == "q" and "q" in self.keep:
+            tensors = ("dout",)
+        size = self.workload
+        total = size.q_heads if kind.startswith("q") else size.kv_heads
+        low, high = self.head_range(kind, 0)
+        heads = total if all_heads else high - low
+        dtype = torch.float32 if full_precision else CODECS.get(self.codecs.get(kind, ""), size.dtype)
+        fields, at = [], 0
+        for name in statistics:
+            fields.append(Field(name, torch.float32, at, statistic=True))
+            at += STATISTIC_BYTES * size.batch * heads
+        for name in tensors:
+            fields.append(Field(name, dtype, at))
+            at += dtype.itemsize * size.batch * heads * size.head_dim
+        return Record(tuple(fields), heads, -(-at // 4) * 4)
+
+    def head_range(self, kind: Kind, group: int) -> tuple[int, int]:
+        """The heads of a head group, in tensors of this kind."""
+        of = self.workload.q_head_range if kind.startswith("q") else self.workload.kv_head_range
+        return of(group, self.groups)

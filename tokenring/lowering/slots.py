@@ -1,0 +1,72 @@
+"""Buffer slots from lifetimes: which slot a block gets, and when it may be written again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokenring.lowering.program import Release, Slot, Wait
+
+
+@dataclass
+class _State:
+    free: bool = False
+    sends: list[tuple[int, int]] = field(default_factory=list)  # (message, step) still to be waited for
+
+
+class Slots:
+    """Hands out slots; emits the waits and releases that make reuse safe.
+
+    A slot whose last send was posted in the step before, or `patience` steps earlier than that, is
+    waited for and reused; otherwise a new slot is made: this is how a ring needs two slots and a
+    direct schedule one for each peer.
+    """
+
+    def __init__(self, emit: Callable[[Wait | Release], None]) -> None:
+        self.specs: list[Slot] = []
+        self._states: list[_State] = []
+        self._emit = emit
+
+    def take(self, spec: Slot, step: int, patience: int | None) -> int:
+        """A slot for this content; patience None never waits."""
+        if not spec.kept:
+            for clean in (True, False):
+                for slot, state in enumerate(self._states):
+                    if self.specs[slot] == spec and state.free and self._ready(state, step, patience, clean):
+                        self.settle(slot)
+                        state.free = False
+                        return slot
+        self.specs.append(spec)
+        self._states.append(_State())
+        return len(self.specs) - 1
+
+    def sent(self, slot: int, message: int, step: int) -> None:
+        """A send from this slot was posted."""
+        self._states[slot].sends.append((message, step))
+
+    def drop(self, slot: int) -> None:
+        """The slot was used for the last time (sends may still be on their way)."""
+        state = self._states[slot]
+        state.free = True
+        if not state.sends and not self.specs[slot].kept:
+            self._emit(Release(slot))
+
+    def settle(self, slot: int) -> None:
+        """Wait for the slot's sends; if it is not in use any more, its release follows."""
+        state = self._states[slot]
+        if state.sends:
+            for message, _ in state.sends:
+                self._emit(Wait(message))
+            state.sends.clear()
+            if state.free and not self.specs[slot].kept:
+                self._emit(Release(slot))
+
+    def settle_all(self) -> None:
+        for slot in range(len(self.specs)):
+            self.settle(slot)
+
+    @staticmethod
+    def _ready(state: _State, step: int, patience: int | None, clean: bool) -> bool:
+        if clean or patience is None:
+            return not state.sends
+        return all(sent <= step - 1 - patience for _, sent in state.sends)

@@ -1,0 +1,205 @@
+"""Where blocks lie at each rank: which of them share a slot, and in which order.
+
+Units that a tile reads together lie together, in sequence order, so that one kernel call can
+take them; all units of one owner, head group and piece lie together too, in the owner's order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from tokenring.ir.schedule_data import REQUEST_OF, Block, Kind, Move, Pass, Schedule, Tile
+
+Group = tuple[Kind, int, int, int]  # kind (q or kv), owner, head group, piece
+
+
+class Message:
+    """Moves of one step, source, destination and channel whose rows are neighbours at both ends."""
+
+    def __init__(self, storage: Storage, moves: list[Move]) -> None:
+        first, schedule = moves[0], storage.schedule
+        self.moves = tuple(moves)
+        self.step, self.src, self.dst, self.channel, self.add = (
+            first.step,
+            first.src,
+            first.dst,
+            first.channel,
+            first.add,
+        )
+        self.block = first.block
+        self.kind, self.made_at = first.block.kind, first.block.made_at
+        self.blocks = tuple(move.block for move in moves)
+        self.units = self.blocks if self.made_at is None else tuple(block.request() for block in self.blocks)
+        self.unit = self.units[0]
+        self.owner = schedule.owner(self.unit)
+        self.group = storage.group(self.unit)
+        self.rows = len(moves) * schedule.unit_length(self.kind)
+        self.full_precision = schedule.in_full_precision(first)
+        self.label = f"step {self.step}, {','.join(map(str, self.blocks))}"
+
+
+class Slab(NamedTuple):
+    """Request blocks that share a slot at one rank, in the order in which they lie there."""
+
+    key: Group
+    blocks: tuple[Block, ...]
+    own_only: bool
+
+
+@lru_cache(maxsize=64)
+def storage_of(schedule: Schedule) -> Storage:
+    """The schedule's storage, worked out once."""
+    return Storage(schedule)
+
+
+class Storage:
+    """The slabs of every rank of a schedule. Ranks agree on it without talking."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._groups: dict[Block, Group] = {}
+        self._joined = self._join_fused()
+        self._members: dict[tuple[int, Group], list[Group]] = defaultdict(list)
+        for (rank, group), key in self._joined.items():
+            self._members[rank, key].append(group)
+        self._slabs: dict[tuple[int, Group], Slab] = {}
+        ranks = range(schedule.world_size)
+        self._slab_of: list[dict[Block, Slab]] = [{} for _ in ranks]
+        self._row_of: list[dict[Block, int]] = [{} for _ in ranks]
+        self._messages: dict[Pass, list[list[Message]]] = {}
+        self._tiles: list[list[Tile]] = [[] for _ in ranks]
+        for tile in schedule.tiles:
+            self._tiles[tile.rank].append(tile)
+
+    def group(self, block: Block) -> Group:
+        group = self._groups.get(block)
+        if group is None:
+            kind = REQUEST_OF.get(block.kind, block.kind)
+            group = self._groups[block] = (kind, self.schedule.owner(block), block.heads, block.piece)
+        return group
+
+    def slab(self, rank: int, block: Block) -> Slab:
+        """The slab of a request block at a rank (partials of a unit lie as their requests do)."""
+        slab = self._slab_of[rank].get(block)
+        if slab is None:
+            group = self.group(block)
+            key = self._joined.get((rank, group), group)
+            if (rank, key) not in self._slabs:
+                self._slabs[rank, key] = self._make(rank, key)
+            slab = self._slab_of[rank][block] = self._slabs[rank, key]
+        return slab
+
+    def row(self, rank: int, block: Block) -> int:
+        """The first row of a request block in its slab; in the own tensors if the slab is the rank's own."""
+        row = self._row_of[rank].get(block)
+        if row is None:
+            slab = self.slab(rank, block)
+            if slab.own_only:
+                return self.own_row(block)
+            length = self.schedule.unit_length(slab.key[0])
+            self._row_of[rank].update({each: index * length for index, each in enumerate(slab.blocks)})
+            row = self._row_of[rank][block]
+        return row
+
+    def own_row(self, block: Block) -> int:
+        """The first row of a unit in its owner's tensors."""
+        layout = self.schedule.layout_of(block.kind)
+        return layout.local_start[block.chunk] + block.piece * self.schedule.unit_length(block.kind)
+
+    def group_row(self, block: Block) -> int:
+        """The first row of a unit among its owner's units of the same head group and piece."""
+        layout = self.schedule.layout_of(block.kind)
+        return layout.local_start[block.chunk] // layout.chunk_length * self.schedule.unit_length(block.kind)
+
+    def group_blocks(self, group: Group) -> tuple[Block, ...]:
+        kind, owner, heads, piece = group
+        return tuple(Block(kind, chunk, heads, piece) for chunk in self.schedule.layout_of(kind).owned_by(owner))
+
+    def destinations(
+        self, rank: int, slab: Slab, blocks: tuple[Block, ...], start: int, stop: int
+    ) -> Iterator[tuple[int, int, bool, int]]:
+        """Where rows [start, stop) of a result go, counted from start: (first, last, whether home, row there)."""
+        owners = {self.schedule.owner(block) == rank for block in blocks}
+        if slab.own_only or owners == {False}:
+            yield 0, stop - start, slab.own_only, start
+            return
+        length = self.schedule.unit_length(blocks[0].kind)
+        for block in blocks:
+            at = self.row(rank, block)
+            low, high = max(at, start), min(at + length, stop)
+            if low < high:
+                home = self.schedule.owner(block) == rank
+                yield low - start, high - start, home, self.own_row(block) + low - at if home else low
+
+    def tiles(self, rank: int) -> list[Tile]:
+        """The tiles of a rank, in order."""
+        return self._tiles[rank]
+
+    def messages(self, rank: int, direction: Pass) -> list[Message]:
+        """What a rank sends and receives in a pass, in the order that both ends share."""
+        if direction not in self._messages:
+            found = self._messages[direction] = [[] for _ in range(self.schedule.world_size)]
+            for moves in self._runs(self.schedule.moves_in(direction)):
+                message = Message(self, moves)
+                found[message.src].append(message)
+                found[message.dst].append(message)
+        return self._messages[direction][rank]
+
+    def _runs(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
+        """Moves that go in one message. In the total order those of one step, pair and piece stand together."""
+        run: list[Move] = []
+        for move in moves:
+            if run and not self._adjacent(run[-1], move):
+                yield run
+                run = []
+            run.append(move)
+        if run:
+            yield run
+
+    def _adjacent(self, a: Move, b: Move) -> bool:
+        if (a.step, a.src, a.dst, a.channel, a.add) != (b.step, b.src, b.dst, b.channel, b.add):
+            return False
+        precise = self.schedule.in_full_precision
+        if self._slot_group(a.block) != self._slot_group(b.block) or precise(a) != precise(b):
+            return False
+        length = self.schedule.unit_length(a.block.kind)
+        return all(self._wire_row(rank, b.block) - self._wire_row(rank, a.block) == length for rank in (a.src, a.dst))
+
+    def _slot_group(self, block: Block) -> tuple[Group, int | None]:
+        return self.group(block), block.made_at
+
+    def _wire_row(self, rank: int, block: Block) -> int:
+        """The row from or into which a rank sends or receives the block."""
+        request = block.request() if block.made_at is not None else block
+        if block.made_at not in (None, rank) or self.slab(rank, request).own_only:
+            return self.group_row(request)
+        return self.row(rank, request)
+
+    def _make(self, rank: int, key: Group) -> Slab:
+        members = self._members.get((rank, key)) or [key]
+        blocks = [block for group in members for block in self.group_blocks(group)]
+        blocks.sort(key=self.schedule.positions)
+        own = all(group[1] == rank for group in members)
+        return Slab(key, tuple(blocks), own)
+
+    def _join_fused(self) -> dict[tuple[int, Group], Group]:
+        """For groups that some tile reads together with another: the group that stands for all of them."""
+        parent: dict[tuple[int, Group], Group] = {}
+
+        def find(rank: int, group: Group) -> Group:
+            while (up := parent.get((rank, group), group)) != group:
+                group = up
+            return group
+
+        for tile in self.schedule.tiles:
+            for blocks in (tile.q, tile.kv):
+                groups = sorted({self.group(block) for block in blocks})
+                for group in groups:
+                    if len(groups) > 1:
+                        parent.setdefault((tile.rank, group), group)
+                        low, high = sorted((find(tile.rank, groups[0]), find(tile.rank, group)))
+                        parent[tile.rank, high] = low
+        return {(rank, group): find(rank, group) for rank, group in parent}

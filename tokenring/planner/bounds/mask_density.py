@@ -1,0 +1,85 @@
+"""What a mask leaves of all (query, key) pairs, and whether it leaves as much of every pair of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tokenring.sequence.layout import Layout, Positions
+from tokenring.sequence.mask import Mask
+from tokenring.sequence.region import Patch
+
+UNEVEN = 0.1  # a share that differs by more from that of the whole is another one
+MOST_CHUNK_PAIRS = 1 << 14  # that are looked at one by one: 64 ranks of two chunks
+SOME = 3  # owners of queries that are looked at, and one more of keys
+
+
+def visible_pairs(mask: Mask, q_length: int, kv_length: int) -> int:
+    """(query, key) pairs that a mask leaves, of one head."""
+    region: Iterable[Patch] = mask.region(Positions(0, q_length), Positions(0, kv_length))
+    return sum(patch.pairs() for patch in region)
+
+
+def visible_share(mask: Mask, q_length: int, kv_length: int) -> float:
+    """Of all pairs, how many a mask leaves."""
+    return visible_pairs(mask, q_length, kv_length) / (q_length * kv_length)
+
+
+def own_pairs(mask: Mask, q_layout: Layout, kv_layout: Layout, groups: Sequence[Sequence[int]]) -> int:
+    """How many (query, key) pairs that a mask leaves, of one head, have both in the same group of ranks; at most.
+
+    Where there are many chunks, or all is visible: all pairs that the groups have.
+    """
+    if not mask.needs_equal_lengths or len(q_layout.chunks) * len(kv_layout.chunks) > MOST_CHUNK_PAIRS:
+        return sum(len(group) ** 2 for group in groups) * q_layout.local_length * kv_layout.local_length
+    return sum(_seen(mask, q_layout, kv_layout, group, group) for group in groups)
+
+
+def is_even(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
+    """Whether a mask leaves about the same share of every two ranks' pairs, by some of them.
+
+    So do full masks, and causal ones in layouts that balance them. Where it does not, as a window in a contiguous
+    layout, ranks compute unequally much, and blocks that nobody sees need not move.
+    """
+    if not mask.needs_equal_lengths:
+        return True
+    whole = visible_share(mask, q_layout.length, kv_layout.length)
+    return all(
+        abs(_share_of(mask, q_layout, kv_layout, q_owner, kv_owner) - whole) <= UNEVEN * whole
+        for q_owner in _some(q_layout.world_size, SOME)
+        for kv_owner in _some(kv_layout.world_size, SOME + 1)
+    )
+
+
+def most_of_own_rows(mask: Mask, q_layout: Layout, kv_length: int) -> float:
+    """Of the pairs that a rank's own queries see, how many times the average those of the rank that sees most.
+
+    By the ranks at the ends and some between them.
+    """
+    average = visible_pairs(mask, q_layout.length, kv_length) / q_layout.world_size
+    everything = Positions(0, kv_length)
+    seen = [
+        sum(patch.pairs() for chunk in q_layout.owned_by(rank) for patch in _patches(mask, q_layout, chunk, everything))
+        for rank in _some(q_layout.world_size, SOME)
+    ]
+    return max(seen) / average if average else 1.0
+
+
+def _some(count: int, wanted: int) -> list[int]:
+    """The first, the last, and others between them; all where there are few."""
+    return sorted({each * (count - 1) // (wanted - 1) for each in range(wanted)})
+
+
+def _share_of(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owner: int, kv_owner: int) -> float:
+    seen = _seen(mask, q_layout, kv_layout, (q_owner,), (kv_owner,))
+    return seen / (q_layout.local_length * kv_layout.local_length)
+
+
+def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owners: Iterable[int], kv_owners: Iterable[int]) -> int:
+    """Pairs of queries of some ranks and keys of some."""
+    queries = [chunk for rank in q_owners for chunk in q_layout.owned_by(rank)]
+    keys = [kv_layout.chunks[chunk] for rank in kv_owners for chunk in kv_layout.owned_by(rank)]
+    return sum(patch.pairs() for q in queries for kv in keys for patch in _patches(mask, q_layout, q, kv))
+
+
+def _patches(mask: Mask, q_layout: Layout, chunk: int, kv: Positions) -> Iterable[Patch]:
+    return mask.region(q_layout.chunks[chunk], kv)

@@ -1,0 +1,270 @@
+"""Planning a call: which schedules to try on this interconnect, in two rounds, and what is said of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from tokenring.api.limits import MADE_RANKS
+from tokenring.errors import ConfigurationError, MemoryLimitError
+from tokenring.gc_pause import no_collection
+from tokenring.lowering.target import Capabilities
+from tokenring.planner.bounds.bound import Bound, lower_bound
+from tokenring.planner.bounds.mask_density import (
+    UNEVEN,
+    is_even,
+    most_of_own_rows,
+    own_pairs,
+    visible_pairs,
+    visible_share,
+)
+from tokenring.planner.choosing.memory_fallback import over, within_limit
+from tokenring.planner.choosing.memory_limits import needs
+from tokenring.planner.choosing.plan import Forecast, Plan
+from tokenring.planner.choosing.scale_out import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
+from tokenring.planner.choosing.select import Choice, Judged, Judgement, decide, judge, mb_text
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.interconnects.rank_order import good_order, node_sizes
+from tokenring.planner.simulation.predict import Setting
+from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
+from tokenring.schedule.pieces import CUT_BY_DEFAULT, named_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import Layout
+from tokenring.sequence.mask import Mask
+
+EXACT_RANKS = 32  # above, one host stands for all, where there are many
+IN_THE_COMMAND = f"ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
+IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenring plan` says which is fastest)"
+REFINED = 4  # schedules of the first round to try in pieces: the fastest, and as many that need least if all hid
+MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks the fastest alone, and fewer: each takes seconds
+PIECES = (2, 4)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is planned for: an attention call, and where it runs.
+
+    modes: of the transport, those with fewer connections that may be taken to keep to the limit.
+    """
+
+    setting: Setting
+    q_layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    families: tuple[str, ...] = ()  # restrict the choice to these; names of members, too
+    memory_limit_bytes: int | None = None
+    everything: bool = False  # simulate also what cannot win
+    modes: Mapping[str, Capabilities] = field(default_factory=dict)
+
+    def in_mode(self, name: str | None) -> Call:
+        """The same over one of the modes; None: as it is."""
+        return self if name is None else replace(self, setting=over(self.setting, self.modes[name]), modes={})
+
+
+def plan_call(call: Call) -> Plan:
+    """The fastest schedule for a call. Raises ConfigurationError where nothing fits.
+
+    First every member of every family in whole blocks, then the best of them in pieces and with part of the local
+    tile kept for last. The same input gives the same plan, everywhere.
+    """
+    return within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
+
+
+def _limited(call: Call) -> tuple[Setting, int | None, Mapping[str, Capabilities]]:
+    return call.setting, call.memory_limit_bytes, call.modes
+
+
+def _plan(call: Call) -> Plan:
+    """Over one transport."""
+    setting, limit = call.setting, call.memory_limit_bytes
+    if is_large(setting.interconnect, EXACT_RANKS):
+        check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
+        found = _forecast(call)
+        return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
+    _check_simulated(setting.interconnect)
+    _check_one_row(call)
+    first = _first_round(call)
+    both = judge(_choices(call, _finer(_worth_refining(call, first))), setting, limit, call.everything, first)
+    return decide(both, setting, call_bound(call), limit)
+
+
+def check_made(net: Interconnect, what: str, instead: str = IN_THE_COMMAND) -> None:
+    """Raises ConfigurationError where a schedule of all ranks would take too long to make; says what to do instead."""
+    if net.world_size > MADE_RANKS:
+        raise ConfigurationError(
+            f"{what} needs a schedule of {net.world_size:,} ranks, each of its moves; more than {MADE_RANKS} take "
+            f"minutes and gigabytes: {instead}"
+        )
+
+
+def _check_simulated(net: Interconnect) -> None:
+    """Raises ConfigurationError where neither one host stands for all nor all can be simulated rank by rank."""
+    if net.world_size > MADE_RANKS:
+        raise ConfigurationError(
+            f"{net.world_size:,} ranks of {net.name!r} cannot be planned for: above {MADE_RANKS} that takes at least "
+            f"{LEAST_HOSTS} equal hosts, numbered host by host; plan for such a part of them, as with --ranks, or name "
+            f"a schedule"
+        )
+
+
+def _check_one_row(call: Call) -> None:
+    """Raises MemoryLimitError for a limit so small that no schedule needs to be made to tell: many take a minute."""
+    limit, setting = call.memory_limit_bytes, call.setting
+    size, ranks = setting.workload, setting.interconnect.world_size
+    row = size.head_dim * size.dtype.itemsize
+    if limit is None or limit >= row or ranks <= MANY_RANKS:
+        return
+    if own_pairs(call.mask, call.q_layout, call.kv_layout, [[rank] for rank in range(ranks)]) >= visible_pairs(
+        call.mask, size.q_length, size.kv_length
+    ):
+        return  # it may be that nothing has to move
+    text = f"no schedule fits in {limit} bytes a rank: of what arrives from others one row of one head takes {row}"
+    names = first_names(call)
+    if ranks <= EXACT_RANKS:
+        name = "ring" if "ring" in names else names[0]
+        text += f", and {name}, to name one, needs {mb_text(needs(make(call, name), setting).peak_bytes)}"
+    raise MemoryLimitError(f"{text}: raise the limit")
+
+
+def _first_round(call: Call) -> Judgement:
+    """Whole blocks. Of many ranks in equal hosts those that look best on one host, and those that cannot be seen so."""
+    setting, names = call.setting, first_names(call)
+    if call.everything or not _shows_on_one_host(call):
+        return judge(_choices(call, names), setting, call.memory_limit_bytes, call.everything)
+    best, unknown = promising(names, _task(call), MANY_REFINED)
+    found = judge(_choices(call, best), setting, call.memory_limit_bytes, False)
+    return judge(_choices(call, unknown), setting, call.memory_limit_bytes, False, found)
+
+
+def _shows_on_one_host(call: Call) -> bool:
+    """Whether one host shows which schedules are best: not how a mask prunes them, nor whether they fit."""
+    limited = call.memory_limit_bytes is not None  # what looks best may not fit
+    return _is_many(call) and not limited and is_even(call.mask, call.q_layout, call.kv_layout)
+
+
+def _is_many(call: Call) -> bool:
+    net = call.setting.interconnect
+    return net.world_size > MANY_RANKS and has_equal_hosts(net)
+
+
+def _worth_refining(call: Call, found: Judgement) -> list[str]:
+    """Schedules of the first round to try in finer pieces: pieces hide, so that what hid little may overtake."""
+    if found.judged and all(each.prediction is None for each in found.judged):  # by memory, which pieces may save
+        least = sorted(found.judged, key=lambda each: each.needs_bytes or 0)
+        return [each.name for each in least if not _says_how(each.name)][:REFINED]
+    whole = _whole(found)
+    limited = call.memory_limit_bytes is not None
+    if _is_many(call) and not limited and not call.everything:
+        return [each.name for each in whole[:MANY_REFINED]]
+    rest = sorted(whole[REFINED:], key=lambda each: each.least.seconds)
+    return [each.name for each in (*whole[:REFINED], *rest[:REFINED])]
+
+
+def plan_or_forecast(call: Call) -> Plan | Forecast:
+    """A plan, or where there are too many ranks for a schedule to be made, all that is said of one."""
+    net = call.setting.interconnect
+    return forecast_call(call) if is_large(net, MADE_RANKS) else plan_call(call)
+
+
+def forecast_call(call: Call) -> Forecast:
+    """The same for worlds of many equal hosts, without making a schedule. Raises ConfigurationError."""
+    return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
+
+
+def _forecast(call: Call) -> Forecast:
+    with no_collection():  # a quarter of the time for 4,096 ranks
+        return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes)
+
+
+def _task(call: Call) -> Task:
+    """What one host shows of it, and what it does not."""
+    size = call.setting.workload
+    share = visible_share(call.mask, size.q_length, size.kv_length)
+    notes = () if is_even(call.mask, call.q_layout, call.kv_layout) else (_uneven_note(call),)
+    return Task(call.setting, share, (call.q_layout, call.kv_layout), notes)
+
+
+def _uneven_note(call: Call) -> str:
+    """Of a mask whose shape counts, where one host cannot show it."""
+    text = "the mask is reckoned by its share of all pairs alone, though"
+    most = most_of_own_rows(call.mask, call.q_layout, call.kv_layout.length)
+    if most >= 1 + UNEVEN:
+        text += f" one rank's queries see {most:.2g} × the average and"
+    return f"{text} some blocks (layout {call.q_layout.name}) see nothing of others and need not move"
+
+
+def call_bound(call: Call) -> Bound:
+    """What no schedule can beat."""
+    setting = call.setting
+    pairs = visible_pairs(call.mask, setting.workload.q_length, setting.workload.kv_length)
+    net, machine = setting.interconnect, setting.machine
+    own = partial(own_pairs, call.mask, call.q_layout, call.kv_layout)
+    found = lower_bound(setting.workload, pairs, net, machine.rates, setting.passes, own)
+    return replace(found, compute_seconds=machine.kernel_seconds([found.compute_seconds] * net.world_size))
+
+
+def first_names(call: Call) -> list[str]:
+    """Every member worth trying, of the families that are allowed. Raises ConfigurationError if there is none."""
+    net, workload = call.setting.interconnect, call.setting.workload
+    families = call.families or tuple(FAMILIES)
+    names: dict[str, None] = {}
+    nothing: ConfigurationError | None = None
+    for local in node_sizes(net):
+        try:
+            names.update(dict.fromkeys(expand(families, net.world_size, workload, local)))
+        except ConfigurationError as error:  # of nodes of this size; there may be others
+            nothing = error
+    if not names and nothing is not None:
+        raise nothing
+    # By their names alone these move in pieces where that usually pays: in one piece, too.
+    return [each for name in names for each in ([name, f"{name}/pieces1"] if name in CUT_BY_DEFAULT else [name])]
+
+
+def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
+    order = order_of(call.setting.interconnect)
+    return [Choice(name, partial(make_in_order, call, name, order)) for name in names]
+
+
+def _whole(found: Judgement) -> list[Judged]:
+    """What was simulated, best first, but for those whose names say in what pieces, or what is kept for last."""
+    return [each for each in found.judged if each.prediction is not None and not _says_how(each.name)]
+
+
+def _finer(names: Sequence[str]) -> list[str]:
+    """The same schedules in pieces, and with part of the local tile last."""
+    options = ("/late", *(f"/pieces{n}" for n in PIECES))
+    return [f"{name}{option}" for name in names for option in options]
+
+
+def _says_how(name: str) -> bool:
+    named = parse(name)
+    return named.pieces is not None or "late" in named.options
+
+
+def make(call: Call, name: str) -> Schedule:
+    """A schedule by its name, with the ranks in a good order for this interconnect."""
+    return make_in_order(call, name, order_of(call.setting.interconnect))
+
+
+def make_in_order(call: Call, name: str, order: Sequence[int] | None) -> Schedule:
+    """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
+    return named_schedule(name, call.setting.workload, call.q_layout, call.kv_layout, call.mask, order=order)
+
+
+def order_of(net: Interconnect) -> tuple[int, ...] | None:
+    """None where the ranks are in a good order as they are."""
+    order = good_order(net)
+    return None if list(order) == sorted(order) else order
+
+
+def restricted(text: str) -> tuple[str, ...]:
+    """The families and schedules that "auto" or "auto:ring,usp/2" allows. Raises ConfigurationError."""
+    name, colon, rest = text.partition(":")
+    if name != "auto":
+        raise ConfigurationError(f"schedule {text!r} is not one to plan for; say auto, or auto:ring,tokenring")
+    families = tuple(rest.split(",")) if colon else ()
+    for each in families:
+        if not is_known(each):
+            parse(each)  # says what is wrong
+    return families

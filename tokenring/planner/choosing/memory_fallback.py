@@ -1,0 +1,113 @@
+"""Plans within a limit over transports that have modes with fewer connections, as HCCL has.
+
+A mode costs time (messages share queues) and gives memory. Where a limit of memory excludes what would be faster, or
+everything, the call is planned for over each mode as well, and the fastest plan of all is taken, whichever mode it
+needs; so it is wherever the connections themselves are limited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from tokenring.errors import ConfigurationError, MemoryLimitError
+from tokenring.lowering.footprint import most_connected
+from tokenring.lowering.target import Capabilities
+from tokenring.planner.choosing.plan import Candidate, Forecast, Plan
+from tokenring.planner.choosing.select import SAME, mb_text, time_text
+from tokenring.planner.simulation.predict import Setting
+
+if TYPE_CHECKING:
+    from tokenring.launch.groups import Held
+
+P = TypeVar("P", Plan, Forecast)
+
+
+def over(setting: Setting, able: Capabilities) -> Setting:
+    """The same where messages move in the queues of this transport, and its connections take memory."""
+    return replace(setting, machine=setting.machine.over(able), able=able)
+
+
+def within_limit(
+    plan_over: Callable[[Setting], P], setting: Setting, limit_bytes: int | None, modes: Mapping[str, Capabilities]
+) -> P:
+    """The fastest plan over the transport as it is, or where a limit excludes a faster one over one of its modes.
+
+    modes: by name, those with most connections first. Raises MemoryLimitError where nothing fits over any, and at once
+    whatever else `plan_over` raises, which has nothing to do with the limit; a ConfigurationError where the connections
+    are limited.
+    """
+    few = setting.able.most_connections is not None
+    if (limit_bytes is None and not few) or not modes:
+        return plan_over(setting)
+    refusals: list[ConfigurationError] = []
+    found: list[tuple[str | None, P]] = []
+    settings: list[tuple[str | None, Setting]] = [(None, setting)]
+    settings += [(mode, over(setting, able)) for mode, able in modes.items()]
+    for mode, each in settings:
+        try:
+            found.append((mode, plan_over(each)))
+        except ConfigurationError as error:
+            if not few and not isinstance(error, MemoryLimitError):
+                raise
+            refusals.append(error)
+        if mode is None and found and not few and not excluded(found[0][1].candidates, limit_bytes):
+            return found[0][1]
+    if not found:
+        last = refusals[-1]
+        raise type(last)(f"{last}. That is over {list(modes)[-1]!r}; over others it is more")
+    least = min(seconds(plan) for _, plan in found)
+    mode, best = next((mode, plan) for mode, plan in found if seconds(plan) <= least * SAME)
+    if mode is None:
+        return best
+    limit = f"within {setting.able.most_connections} communicators" if few else f"in {mb_text(limit_bytes or 0)} a rank"
+    reason = f"{best.reason}; {_why(mode, best, found[0], limit)}"
+    reason += f" ({setting.able.why_few_connections})" if few else ""
+    return replace(best, transport=mode, reason=reason)
+
+
+def within_connections(plan: Plan, asked: object, group: Held | None, device: torch.device) -> Plan:
+    """A plan that was not chosen here, over the first mode of transport "auto" in which it keeps to a limit.
+
+    The plan itself where there is no limit, where it keeps to it anyway, and where it does so in no mode: then the
+    transport refuses it. asked: for which transport.
+    """
+    from tokenring.backends.registry import automatic, modes_of, transport_capabilities
+
+    modes = modes_of(asked, group, device)
+    if not modes or group is None:
+        return plan
+    able = transport_capabilities(automatic(group, device))
+    most = able.most_connections
+    if most is None or most_connected(plan.schedule, able) <= most:
+        return plan
+    mode = next((name for name, each in modes.items() if most_connected(plan.schedule, each) <= most), None)
+    if mode is None:
+        return plan
+    return replace(plan, transport=mode, reason=f"{plan.reason}; over transport {mode!r}: {able.why_few_connections}")
+
+
+def excluded(candidates: tuple[Candidate, ...], limit_bytes: int | None) -> bool:
+    """Whether what does not fit is faster than what does, the first of them, or was not simulated."""
+    best, limit = candidates[0].predicted_seconds or 0.0, float("inf") if limit_bytes is None else limit_bytes
+    return any(
+        (each.predicted_seconds is None or each.predicted_seconds * SAME < best) and (each.peak_bytes or 0) > limit
+        for each in candidates
+    )
+
+
+def seconds(plan: Plan | Forecast) -> float:
+    """As predicted."""
+    found = plan.candidates[0].predicted_seconds
+    return float("inf") if found is None else found
+
+
+def _why(mode: str, best: Plan | Forecast, first: tuple[str | None, Plan | Forecast], limit: str) -> str:
+    chosen = best.candidates[0]
+    held = f"{chosen.connections} communicators ({mb_text(chosen.connection_bytes or 0)})"
+    name, plan = first
+    other = "nothing fits" if name else f"{plan.name} is the best that fits, with {time_text(seconds(plan))},"
+    return f"over transport {mode!r}, for its {held}: without, {other} {limit}"

@@ -1,0 +1,49 @@
+"""What schedules need of a rank's memory, without simulating them: whether any of them can keep to a limit at all.
+
+A limit that nothing meets is refused by this alone. Simulating them all only to say so takes minutes for 64 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+from typing import TypeVar
+
+from tokenring.ir.schedule_data import Schedule
+from tokenring.lowering.footprint import Held, Pools, contacts, held, kept_bytes, program_bytes, staged_bytes
+from tokenring.planner.simulation.predict import Setting, lowered
+
+T = TypeVar("T")
+
+
+def least_bytes(schedule: Schedule, setting: Setting) -> int:
+    """What rank 0 needs in the last pass, but for the boxes of others' messages: no more than the schedule needs."""
+    size, able = setting.workload, setting.able
+    (program,) = lowered(schedule, setting, setting.passes[-1], [0])
+    own = program_bytes(schedule, size, program, able.one_sided) + staged_bytes(schedule, size, program)
+    return held(contacts(schedule, able, setting.passes), able, [own + kept_bytes(schedule, size, program)]).peak_bytes
+
+
+def needs(schedule: Schedule, setting: Setting) -> Held:
+    """What a prediction would say that it needs, to the byte."""
+    size, able = setting.workload, setting.able
+    of_passes = []
+    for direction in setting.passes:
+        pools = Pools(schedule, size, able)
+        for program in lowered(schedule, setting, direction):
+            pools.add(program, kept_bytes(schedule, size, program))
+        of_passes.append(pools.nbytes())
+    return held(contacts(schedule, able, setting.passes), able, [max(each) for each in zip(*of_passes, strict=True)])
+
+
+def smallest(some: Iterable[tuple[T, float]], exactly: Callable[[T], Held]) -> tuple[T, Held]:
+    """The one that needs least, of each with no more than what it needs; few are asked exactly."""
+    waiting: list[tuple[float, int, T, Held | None]] = []
+    waiting += ((nbytes, at, each, None) for at, (each, nbytes) in enumerate(some))
+    heapify(waiting)
+    while True:
+        _, at, each, need = heappop(waiting)
+        if need is not None:
+            return each, need
+        need = exactly(each)
+        heappush(waiting, (need.peak_bytes, at, each, need))

@@ -1,0 +1,149 @@
+"""A plan: the chosen schedule for a workload, what else there was, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenring.errors import ConfigurationError
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.workload import Workload
+
+VERSION = 1
+FORMAT = "tokenring plan"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule that was considered, all passes asked for together.
+
+    predicted_seconds: None where it was not simulated, because its busiest wire alone needs longer than the best.
+    compute_seconds: kernels of the rank that computes longest. exposed_seconds: waiting that nothing hides.
+    worst_link_bytes: on the wire that needs longest. bound_seconds: what no schedule can be faster than.
+    reason: why it wins or loses. connections: of the rank that has most, which take connection_bytes of peak_bytes;
+    None where they take no device memory, or nothing is known of the transport.
+    """
+
+    name: str
+    predicted_seconds: float | None
+    compute_seconds: float | None
+    exposed_seconds: float | None
+    worst_link_bytes: int | None
+    peak_bytes: int | None
+    bound_seconds: float | None
+    reason: str
+    connections: int | None = None
+    connection_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen schedule, why, and what else there was, best first.
+
+    transport: the mode of the transport that it needs to keep to a memory limit; None: as it is.
+    """
+
+    schedule: Schedule
+    workload: Workload
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+    transport: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.schedule.name
+
+    def to_json(self) -> str:
+        """The plan as JSON, with its schedule; `Plan.load` reads it."""
+        return _document(self, json.loads(self.schedule.to_json()))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON. Raises ConfigurationError."""
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan in a file that `save` or `tokenring plan --json` wrote. Raises ConfigurationError, ScheduleError."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"cannot read the plan {str(path)!r}: {error}") from None
+        return Plan.from_json(text)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that to_json wrote. Raises ConfigurationError; ScheduleError for what is wrong in its schedule."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:  # broken JSON, or a number of thousands of digits
+            raise ConfigurationError(f"this is no plan: {error}") from None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ConfigurationError("this is no plan: write one with Plan.save or `tokenring plan --json`")
+        if found.get("version") != VERSION:
+            raise ConfigurationError(
+                f"the plan has version {found.get('version')!r}, this reads version {VERSION}: plan again"
+            )
+        if found.get("schedule") is None:
+            raise ConfigurationError("the plan has no schedule: it is for more ranks than can be written down")
+        try:
+            workload = Workload(**found["workload"] | {"dtype": _dtype(found["workload"]["dtype"])})
+            candidates = tuple(_candidate(each) for each in found["candidates"])
+            reason, transport = str(found["reason"]), found.get("transport")
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"the plan is not whole ({type(error).__name__}: {error}): write it again with Plan.save"
+            ) from None
+        if transport is not None and not isinstance(transport, str):
+            raise ConfigurationError(f"the plan's transport is {transport!r}: a name, or null")
+        return Plan(Schedule.from_json(json.dumps(found["schedule"])), workload, reason, candidates, transport)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan for more ranks than a schedule can be made for: the candidates, best first, and why."""
+
+    name: str
+    workload: Workload
+    reason: str
+    candidates: tuple[Candidate, ...]
+    transport: str | None = None  # as of a plan
+
+    def to_json(self) -> str:
+        """As of a plan, but for its schedule, which is null."""
+        return _document(self, None)
+
+
+def _document(found: Plan | Forecast, schedule: object) -> str:
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": found.name,
+        "reason": found.reason,
+        "transport": found.transport,
+        "workload": asdict(found.workload) | {"dtype": str(found.workload.dtype).removeprefix("torch.")},
+        "candidates": [asdict(each) for each in found.candidates],
+        "schedule": schedule,
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def _dtype(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"the plan's workload has dtype {name!r}, which torch does not know")
+    return dtype
+
+
+def _candidate(found: Mapping[str, Any]) -> Candidate:
+    if not isinstance(found, Mapping):
+        raise TypeError(f"a candidate is {found!r}")
+    older = {"connections": None, "connection_bytes": None} | dict(found)  # plans written before these were known
+    return Candidate(**{field.name: older[field.name] for field in fields(Candidate)})

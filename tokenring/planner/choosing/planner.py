@@ -1,0 +1,240 @@
+"""What `schedule="auto"` does in a job: look at the interconnect once, plan at rank 0, tell the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tokenring.api.arguments import check_memory_limit, check_topology
+from tokenring.backends.measuring import key_of
+from tokenring.display.console import cores
+from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.ir.schedule_data import Pass
+from tokenring.launch.groups import held
+from tokenring.lowering.target import IDEAL
+from tokenring.planner.choosing.auto import Call, order_of, plan_call
+from tokenring.planner.choosing.background import Aside
+from tokenring.planner.choosing.plan import Candidate, Plan
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.interconnects.shared_links import group_net
+from tokenring.planner.machines.devices import device_figures
+from tokenring.planner.machines.machine import (
+    CPU,
+    CPU_MESSAGES,
+    device_rates,
+    machine_of_topology,
+    messages_of,
+    models_of,
+)
+from tokenring.planner.simulation.predict import Setting
+from tokenring.schedule.names import make_schedule
+from tokenring.schedule.pieces import named_schedule
+from tokenring.sequence.layout import Layout
+from tokenring.tables.kernel_rates import Key, kept
+from tokenring.tables.rates import Machine, Rates
+from tokenring.topology.model.facts import PROCESS
+from tokenring.topology.model.ranks import Topology
+
+if TYPE_CHECKING:
+
+    from tokenring.backends.interfaces import AttentionKernel, Transport
+    from tokenring.launch.groups import Held
+    from tokenring.lowering.target import Capabilities
+    from tokenring.sequence.request import Request
+
+LOG = logging.getLogger("tokenring")
+REFUSAL = "refusal"
+PROBE = b"probe"  # what rank 0 says where it has to look at what joins the ranks
+STILL_PLANNING, STILL_SECONDS = b"still planning", 0.5  # what rank 0 says meanwhile, and how often
+ASSUMED_DEVICE = "a100-sxm"  # what ranks compute with where nothing is known of their accelerators
+MEASURED_HERE = "kernels at the rates that `tokenring rates` measured here"
+
+
+class Planner:
+    """The plans of one ContextParallel."""
+
+    def __init__(
+        self,
+        group: Held | None,
+        world_size: int,
+        topology: Topology | Interconnect | None,
+        families: tuple[str, ...],
+        memory_limit_bytes: int | None,
+        tensor_parallel: int = 1,
+    ) -> None:
+        self.group = None if group is None else held(group)
+        self.world_size, self.families = world_size, families
+        self.memory_limit_bytes, self.tensor_parallel = memory_limit_bytes, tensor_parallel
+        self._given = topology
+        self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}
+        self._kept: dict[Key, Rates | None] = {}  # tables of rates as this planner found them when it first asked
+        check_topology(topology, world_size, tensor_parallel)
+        check_memory_limit(memory_limit_bytes)
+
+    def look(
+        self, device: torch.device, dtype: torch.dtype, measured: Rates | None = None
+    ) -> tuple[Interconnect, Machine]:
+        """The interconnect, and what ranks compute with; where it has to be probed, all ranks do it together.
+
+        measured: what this machine's kernel was found to do; taken where the interconnect does not say itself.
+        """
+        if device not in self._seen:
+            self._seen[device] = self._look(device)
+        net, topology = self._seen[device]
+        if net.machine is not None:
+            return net, net.machine
+        machine, note = _machine(topology, device, dtype)
+        notes: tuple[str, ...] = (machine.source,) if note is None else (note, machine.source)
+        if measured is not None:
+            machine = replace(machine, rates=measured)
+            notes = (MEASURED_HERE, f"messages: {machine.messages.source}")
+        if device.type == "cpu" and self._given is None:  # processes of this machine, as far as anybody knows
+            threads = 1 if measured is None else torch.get_num_threads()
+            machine, more = _on_shared_cores(machine, self.world_size, threads, self.tensor_parallel)
+            notes += more
+        return (replace(net, notes=(*net.notes, *notes)) if notes else net), machine
+
+    def _look(self, device: torch.device) -> tuple[Interconnect, Topology | None]:
+        given = self._given
+        if given is None and device.type == "cpu":
+            given = Topology("machine without accelerators", self.world_size * self.tensor_parallel)
+        elif given is None:
+            given = Topology.probe(self.group, device)
+        return self._seen_in(given)
+
+    def _seen_in(self, given: Topology | Interconnect) -> tuple[Interconnect, Topology | None]:
+        """What the group's ranks get of it, and by what to find what they compute with."""
+        net = group_net(given, self.world_size, self.tensor_parallel, _job_ranks())
+        return net, None if isinstance(given, Interconnect) else given
+
+    def plan(
+        self,
+        request: Request,
+        layouts: tuple[Layout, Layout],
+        kernel: AttentionKernel,
+        able: Capabilities | None,
+        modes: Mapping[str, Capabilities] | None = None,
+    ) -> Plan:
+        """The fastest schedule for a call, over one of these modes of the transport where the limit asks for it.
+
+        Raises ConfigurationError where nothing fits.
+        """
+        if self.world_size == 1:
+            made = make_schedule("ring", *layouts, request.mask)  # whatever is allowed: some families need two ranks
+            return Plan(made, request.workload, "nothing has to move")
+        return plan_call(replace(self._call(request, layouts, kernel, able), modes=modes or {}))
+
+    def _call(
+        self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
+    ) -> Call:
+        setting = self.setting(request, kernel, able)
+        return Call(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
+
+    def setting(self, request: Request, kernel: AttentionKernel, able: Capabilities | None) -> Setting:
+        """For what schedules of a call are judged. Where there is something to probe, all ranks call it together."""
+        size = request.workload
+        key = key_of(kernel, request.device, size.dtype, size.head_dim)
+        if key not in self._kept:
+            self._kept[key] = kept(key)
+        net, machine = self.look(request.device, size.dtype, self._kept[key])
+        passes: tuple[Pass, ...] = ("forward", "backward") if request.backward else ("forward",)
+        able = IDEAL if able is None else able
+        return Setting(request.workload, net, machine.over(able), passes, kernel.supports_patch, able)
+
+    # ---------- what rank 0 tells the others
+
+    def together(
+        self, transport: Transport, request: Request, layouts: tuple[Layout, Layout], plan: Callable[[], Plan]
+    ) -> Plan:
+        """What rank 0 plans, by `plan`, on every rank. Raises ConfigurationError, on all, where nothing fits."""
+        self._look_together(transport, request.device)
+        told = None if transport.rank != 0 else Aside(lambda: self._said(request, plan))
+        while True:
+            word = b"" if told is None else self._so_far(told, transport)
+            if (said := transport.exchange_text(word, "the plan")[0]) != STILL_PLANNING:
+                return self.understood(said, request, layouts)
+
+    def _look_together(self, transport: Transport, device: torch.device) -> None:
+        """Probe, all ranks together, where rank 0 knows nothing of accelerators: what others know does not count."""
+        if device.type == "cpu":
+            return
+        unknown = transport.rank == 0 and self._given is None and device not in self._seen
+        if transport.exchange_text(PROBE if unknown else b"", "the plan")[0] == PROBE:
+            found = Topology.probe(self.group, device)
+            self._seen[device] = self._seen_in(found)
+
+    def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
+        """The plan, or why there is none, as it is told."""
+        try:
+            return self.word(plan(), order_of(self.look(request.device, request.workload.dtype)[0]))
+        except TokenRingError as error:
+            return json.dumps({REFUSAL: str(error)}).encode()
+
+    @staticmethod
+    def _so_far(told: Aside[bytes], transport: Transport) -> bytes:
+        """What rank 0 can tell by now: planning for many ranks takes longer than others may wait for a word."""
+        try:
+            return told.result(STILL_SECONDS)
+        except TimeoutError:
+            return STILL_PLANNING
+        except BaseException as error:  # such as Ctrl-C: the others wait for the word
+            transport.fail(error)
+            raise
+
+    @staticmethod
+    def word(plan: Plan, order: tuple[int, ...] | None) -> bytes:
+        """A plan without its schedule, which everybody makes from its name and the order of the ranks."""
+        LOG.info("schedule auto: %s", plan.reason)
+        candidates = [asdict(each) for each in plan.candidates]
+        said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}
+        return json.dumps(said | {"transport": plan.transport}).encode()
+
+    @staticmethod
+    def understood(said: bytes, request: Request, layouts: tuple[Layout, Layout]) -> Plan:
+        """The plan that rank 0 told. Raises ConfigurationError, as it did, where there is none."""
+        found = json.loads(said)
+        if REFUSAL in found:
+            raise ConfigurationError(found[REFUSAL])
+        candidates = tuple(Candidate(**each) for each in found["candidates"])
+        # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
+        made = named_schedule(found["name"], request.workload, *layouts, request.mask, order=found["order"])
+        return Plan(made, request.workload, found["reason"], candidates, found["transport"])
+
+
+def _job_ranks() -> int | None:
+    """Of all groups."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+
+
+def _on_shared_cores(machine: Machine, ranks: int, threads: int, groups: int) -> tuple[Machine, tuple[str, ...]]:
+    """The same where so many groups' ranks, with so many threads each, have fewer cores; and a note that says so.
+
+    A group has one core at least: where several groups share one, its kernels take longer than that.
+    """
+    at_once = max(1.0, cores() / threads / groups)  # kernels of one group
+    if at_once >= ranks:
+        return machine, ()
+    note = f"{ranks * groups} ranks share {cores()} core{'s' if cores() > 1 else ''}"
+    return replace(machine, shared_cores=at_once, kernels_share=True), (note,)
+
+
+def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype) -> tuple[Machine, str | None]:
+    """Published figures of the device; those of another one where there are none, and a note that says so."""
+    models = [] if topology is None else [model for model in models_of(topology) if model not in (None, PROCESS)]
+    if device.type == "cpu" and not models:
+        return Machine(CPU, CPU_MESSAGES), None
+    why = "no compute figures of these accelerators"
+    if topology is not None and models:
+        try:
+            return machine_of_topology(topology, dtype), None
+        except TokenRingError as error:
+            why = str(error).partition(":")[0]
+    assumed = device_figures(ASSUMED_DEVICE)
+    machine = Machine(device_rates(assumed, dtype), messages_of(None))
+    return machine, f"{why}; those of {assumed.title} are assumed"

@@ -1,0 +1,371 @@
+"""Worlds too large to simulate rank by rank: one host stands for all, and time grows in proportion to the hosts.
+
+A schedule is folded (fold.py) on all hosts if it has few tiles, else on few hosts, twice: every host added brings
+as many tokens, tiles and messages for each rank as the one before, so that time, compute and bytes lie on a
+straight line (docs/planner.md says how straight). A mask counts by the share of pairs that it leaves, which balanced
+layouts give to every rank alike; bytes are those without a mask. Of masks that leave ranks unequally much this is
+no more than a guess (`visible.is_even`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+
+from tokenring.errors import ConfigurationError, MemoryLimitError
+from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.footprint import Contacts, Held, held, kept_bytes, links, program_bytes
+from tokenring.lowering.lower import lower
+from tokenring.lowering.program import Program
+from tokenring.planner.bounds.bound import Bound
+from tokenring.planner.choosing.plan import Candidate, Forecast
+from tokenring.planner.choosing.select import binding_text, check_count, connected, mb_text, time_text, too_little_text
+from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.simulation.operations import operations
+from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of
+from tokenring.planner.simulation.simulate import simulate
+from tokenring.schedule.families.registry import check_fit, parse
+from tokenring.schedule.scheme import Scheme
+from tokenring.sequence.layout import Layout
+from tokenring.tables.rates import Rates
+
+FEW_HOSTS = 2  # at least, of the smaller of two worlds
+HOPELESS = 2  # times the time of the best so far
+LEAST_HOSTS = 4 * FEW_HOSTS  # equal ones, of which one stands for all
+FINAL = 4  # schedules that are looked at on twice as many
+MOST_TILES = 6_000
+TOO_MANY_TILES = 40_000  # of one host: a schedule with more is not looked at
+LEAST_SHARE = 1e-12  # of pairs that are visible, where none is
+GROWS_FIRST = frozenset({"tiles", "mesh-kv", "mesh-q"})  # families whose first parameter grows with the hosts
+CROWDED = frozenset({"uneven"})  # whose busiest ranks compute more the more hosts there are: on no straight line
+
+
+HELD = ("peak_bytes", "connections", "connection_bytes")  # is there all along, and does not add up
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is planned for, as far as one host shows it.
+
+    share: of all (query, key) pairs, how many the mask leaves. layouts: of q and of kv, whose chunks pieces must
+    divide. notes: what the mask and the layouts change that is not reckoned. most_tiles: of one host, that are folded
+    as they are; schedules with more are drawn out from a few hosts. known: worlds folded before.
+    """
+
+    setting: Setting
+    share: float = 1.0
+    layouts: tuple[Layout | None, Layout | None] = (None, None)
+    notes: tuple[str, ...] = ()
+    most_tiles: int = MOST_TILES
+    known: dict[tuple[str, int], _World] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def world(self, name: str, hosts: int, unit: int) -> _World:
+        """The schedule folded on so many hosts. Raises ConfigurationError if it does not fold."""
+        if (name, hosts) not in self.known:
+            self.known[name, hosts] = _World(name, self, hosts, unit)
+        return self.known[name, hosts]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a schedule on some hosts; all of them grow on a straight line. Of wires, those of each pass's busiest."""
+
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    worst_wire_bytes: float
+    worst_wire_seconds: float
+    peak_bytes: float
+    connections: float
+    connection_bytes: float
+
+    @property
+    def needs(self) -> Held:
+        return Held(round(self.peak_bytes), round(self.connections), round(self.connection_bytes))
+
+    def grown(self, larger: Figures, times: float) -> Figures:
+        """On the line from here through `larger`, so many times as far."""
+        mine, other = vars(self), vars(larger)
+        return Figures(**{name: max(0.0, mine[name] + (other[name] - mine[name]) * times) for name in mine})
+
+    def and_then(self, after: Figures) -> Figures:
+        """Both passes, one after the other; memory is that of the larger. Connections are those of both anyway."""
+        mine, other = vars(self), vars(after)
+        added = {name: mine[name] + other[name] for name in mine}
+        return Figures(**{**added, **{name: max(mine[name], other[name]) for name in HELD}})
+
+
+def is_large(net: Interconnect, most_ranks: int) -> bool:
+    """Whether there are many ranks, in enough equal hosts to fold."""
+    return net.world_size > most_ranks and has_equal_hosts(net) and len(net.fabrics) >= LEAST_HOSTS
+
+
+def promising(names: list[str], task: Task, best: int) -> tuple[list[str], list[str]]:
+    """Of names, the best by what one of several equal hosts does; and those that cannot be judged so.
+
+    Far cheaper than simulating all ranks: flows grow with their square, and rates with the flows.
+    """
+    judged = list(_judged(names, task))
+    found = sorted((each.seconds, name) for name, each in judged if isinstance(each, Figures))
+    unknown = [name for name, each in judged if isinstance(each, ConfigurationError)]
+    return [name for _, name in found[:best]], unknown
+
+
+def _judged(
+    names: list[str], task: Task, limit_bytes: float = float("inf")
+) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
+    """The figures of each; None where it is hopelessly slower than one that keeps to the limit, or why it has none."""
+    fastest = float("inf")
+    for name in names:
+        try:
+            each = figures(name, task, FEW_HOSTS, HOPELESS * fastest)
+            if each is not None:
+                check_count(round(each.connections), task.setting.able)
+        except ConfigurationError as error:
+            yield name, error
+            continue
+        if each is not None and each.peak_bytes <= limit_bytes:
+            fastest = min(fastest, each.seconds)
+        yield name, each
+
+
+def has_equal_hosts(net: Interconnect) -> bool:
+    """Whether one of several hosts can stand for all."""
+    return net.local is not None and len(net.fabrics) > 1 and len({id(fabric) for fabric in net.fabrics}) == 1
+
+
+def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int | None) -> Forecast:
+    """The best of these schedules. Raises ConfigurationError where nothing fits."""
+    found: list[tuple[str, Figures]] = []
+    slow: list[Candidate] = []
+    misfits: dict[str, Candidate] = {}  # one of a family stands for all
+    # With one piece and with pieces it is the same at this size: chunks move whole.
+    names = [name for name in names if not (name.endswith("/pieces1") and name.removesuffix("/pieces1") in names)]
+    limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
+    if memory_limit_bytes is not None and (least := _all_above(limit, names, task)) is not None:
+        raise MemoryLimitError(too_little_text(memory_limit_bytes, *least, task.setting.able))
+    for name, each in _judged(names, task, limit):
+        if isinstance(each, Figures):
+            found.append((name, each))
+        elif each is None:
+            slow.append(Candidate(name, None, None, None, None, None, bound.seconds, f"over {HOPELESS} × as slow"))
+        else:
+            family = name.partition("/")[0]
+            misfits.setdefault(family, Candidate(name, None, None, None, None, None, None, f"not planned: {each}"))
+    found = _ranked(_looked_at_again(_ranked(found, limit), task), limit)
+    if not found or found[0][1].peak_bytes > limit:
+        raise (MemoryLimitError if found else ConfigurationError)(_nothing(found, misfits.values(), task, limit))
+    best = found[0][1]
+    candidates = [_candidate(name, each, best, task, bound, limit) for name, each in found]
+    return Forecast(
+        found[0][0],
+        task.setting.workload,
+        _reason([each for each in found if each[1].peak_bytes <= limit], task, bound),
+        (*candidates, *slow, *misfits.values()),
+    )
+
+
+def _all_above(limit: float, names: Iterable[str], task: Task) -> tuple[str, Held] | None:
+    """The schedule that needs least, where all need more than the limit; else None, as soon as one may keep to it.
+
+    Without simulating any of them, which takes several times as long.
+    """
+    found: list[tuple[str, Held]] = []
+    for name in names:
+        try:
+            need = needed(name, task)
+        except ConfigurationError:
+            continue
+        if need.peak_bytes <= limit:
+            return None
+        found.append((name, need))
+    return min(found, key=lambda each: each[1].peak_bytes, default=None)
+
+
+def _ranked(found: Iterable[tuple[str, Figures]], limit: float) -> list[tuple[str, Figures]]:
+    """What fits first, then by time."""
+    return sorted(found, key=lambda each: (each[1].peak_bytes > limit, each[1].seconds, each[0]))
+
+
+def _looked_at_again(ranked: list[tuple[str, Figures]], task: Task) -> Iterator[tuple[str, Figures]]:
+    """The first of them on twice as many hosts."""
+    for name, known in ranked[:FINAL]:
+        again = figures(name, task, 2 * FEW_HOSTS, float("inf"))
+        yield name, known if again is None else again
+    yield from ranked[FINAL:]
+
+
+def _nothing(found: list[tuple[str, Figures]], misfits: Iterable[Candidate], task: Task, limit: float) -> str:
+    """Why there is no plan."""
+    if found:
+        name, least = min(found, key=lambda each: each[1].peak_bytes)
+        return too_little_text(int(limit), name, least.needs, task.setting.able)
+    why = next((f": {each.name}: {each.reason}" for each in misfits), "")
+    return f"no schedule can be planned for so many ranks{why}"
+
+
+def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str:
+    """One line: what, on what, how long, how far from the bound, what the next would cost, what was not reckoned."""
+    (name, best), net = fitting[0], task.setting.interconnect
+    text = f"{name}: {time_text(best.seconds)} predicted for {' + '.join(task.setting.passes)} on {net.name}"
+    if bound.seconds > 0:
+        text += f", {best.seconds / bound.seconds:.2f} × the lower bound"
+    text += f", {_binding(best, task)}"
+    if len(fitting) > 1:
+        text += f"; next {fitting[1][0]} with {time_text(fitting[1][1].seconds)}"
+    return "; ".join([text, "one host stands for all, bytes as without a mask", *task.notes, *net.notes])
+
+
+def _binding(best: Figures, task: Task) -> str:
+    wire = "its busiest wire" if len(task.setting.passes) == 1 else "the busiest wire of each pass"
+    return binding_text(best.seconds, best.compute_seconds, wire, best.worst_wire_seconds)
+
+
+def _candidate(name: str, each: Figures, best: Figures, task: Task, bound: Bound, limit: float) -> Candidate:
+    slower = each.seconds / best.seconds - 1
+    lost = f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
+    reason = f"the fastest, {_binding(best, task)}" if each is best else lost
+    if each.peak_bytes > limit:
+        reason = f"needs {mb_text(int(each.peak_bytes))} a rank, more than the limit of {mb_text(int(limit))}"
+    connections = connected(round(each.connections), round(each.connection_bytes))
+    return Candidate(
+        name, each.seconds, each.compute_seconds, each.exposed_seconds, round(each.worst_wire_bytes),
+        round(each.peak_bytes), bound.seconds, reason, *connections,
+    )  # fmt: skip
+
+
+# ---------- one schedule
+
+
+def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> Figures | None:
+    """Of one schedule on all hosts, on the line through a few and twice as many.
+
+    None as soon as it takes longer than `hopeless_seconds`. Raises ConfigurationError if it does not fold or fit.
+    """
+    worlds, times = _worlds(name, task, few_hosts)
+    total: Figures | None = None
+    for direction in task.setting.passes:
+        found = [world.one_pass(direction) for world in worlds]
+        one = found[0] if len(found) == 1 else found[0].grown(found[1], times)
+        total = one if total is None else total.and_then(one)
+        if total.seconds > hopeless_seconds:
+            return None
+    return total
+
+
+def needed(name: str, task: Task) -> Held:
+    """What `figures` would say that a schedule needs. Raises ConfigurationError if it does not fold or fit."""
+    worlds, times = _worlds(name, task, FEW_HOSTS)
+    total = Figures(*[0.0] * len(fields(Figures)))
+    for direction in task.setting.passes:
+        found = [replace(total, **world.needs(direction)._asdict()) for world in worlds]
+        total = total.and_then(found[0] if len(found) == 1 else found[0].grown(found[1], times))
+    return total.needs
+
+
+def _worlds(name: str, task: Task, few_hosts: int) -> tuple[list[_World], float]:
+    """All hosts, or a few and twice as many of them, and how far all are from the few in steps of the few."""
+    net = task.setting.interconnect
+    hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
+    scheme = parse(name).make(net.world_size)
+    check_fit(name, scheme, task.setting.workload, *task.layouts)
+    few = _few_hosts(scheme, unit, few_hosts)
+    if _tiles(scheme, net.world_size, unit) <= task.most_tiles or 2 * few >= hosts:
+        worlds = [task.world(name, hosts, unit)]
+    else:
+        worlds = [task.world(_shrunk(name, hosts // some), some, unit) for some in (few, 2 * few)]
+    return worlds, (hosts - few) / few
+
+
+def _tiles(scheme: Scheme, ranks: int, unit: int) -> int:
+    return unit * ranks * scheme.head_groups * scheme.q_pieces * scheme.kv_pieces
+
+
+def _few_hosts(scheme: Scheme, unit: int, few: int) -> int:
+    """At least so many, and so many that every head group has several ranks."""
+    while few * unit < 4 * scheme.head_groups:
+        few *= 2
+    return few
+
+
+def _shrunk(name: str, times: int) -> str:
+    """The same schedule for a world so many times smaller."""
+    named = parse(name)
+    if named.family.name not in GROWS_FIRST | CROWDED:
+        return name
+    first, *rest = named.parameters
+    if first % times or named.family.name in CROWDED:
+        raise ConfigurationError(f"schedule {name!r} is too large to be planned")
+    return name.replace(named.family.written(named.parameters), named.family.written((first // times, *rest)), 1)
+
+
+class _World:
+    """A schedule folded on so many hosts, with as many tokens a rank as in the whole."""
+
+    def __init__(self, name: str, task: Task, hosts: int, unit: int) -> None:
+        setting = task.setting
+        net, whole = setting.interconnect, setting.workload
+        self.setting = setting
+        self.ranks, self.unit, self.messages = hosts * unit, unit, setting.machine.messages
+        q_length, kv_length = (n * self.ranks // net.world_size for n in (whole.q_length, whole.kv_length))
+        self.size = replace(whole, q_length=q_length, kv_length=kv_length)
+        self.net = FoldedNet(Interconnect(net.name, net.fabrics[:hosts], net.places[: self.ranks], net.notes))
+        self.rates = _masked(setting.machine.rates, task.share)
+        try:
+            scheme = parse(name).make(self.ranks)
+        except ConfigurationError:
+            raise ConfigurationError(f"schedule {name!r} is not the same on fewer hosts: too large") from None
+        if (tiles := _tiles(scheme, self.ranks, unit)) > TOO_MANY_TILES:
+            raise ConfigurationError(f"schedule {name!r} has {tiles:,} tiles on each host: too large to be planned")
+        self.symmetry = symmetry_of(scheme, self.ranks, unit)
+        self.schedule = folded(scheme, self.size.q_length, self.size.kv_length, self.symmetry)
+        self._known: dict[Pass, Figures] = {}
+        self._needs: dict[Pass, Held] = {}
+        self._lowered: dict[Pass, list[Program]] = {}  # until they are simulated
+
+    def one_pass(self, direction: Pass) -> Figures:
+        if direction not in self._known:
+            self._known[direction] = self._one_pass(direction)
+        return self._known[direction]
+
+    def needs(self, direction: Pass) -> Held:
+        """What a rank holds in one pass."""
+        if direction not in self._needs:
+            schedule, size = self.schedule, self.size
+            programs = self._programs(direction)
+            pools = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
+            # Without collectives: an exchange is more than one host shows.
+            used = Contacts(frozenset(links(schedule, self.setting.passes)))
+            self._needs[direction] = held(used, self.setting.able, pools)
+        return self._needs[direction]
+
+    def _programs(self, direction: Pass) -> list[Program]:
+        if direction not in self._lowered:
+            early = self.setting.early_receives
+            schedule, size = self.schedule, self.size
+            programs = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(self.unit)]
+            self._lowered[direction] = programs
+        return self._lowered[direction]
+
+    def _one_pass(self, direction: Pass) -> Figures:
+        schedule, size, needs = self.schedule, self.size, self.needs(direction)
+        programs = self._programs(direction)
+        del self._lowered[direction]
+        costs = [operations(schedule, size, program, self.rates) for program in programs]
+        compute = max(map(kernel_seconds_of, costs))
+        outcome = simulate(
+            self.net, costs, self.messages, canonical=self.symmetry.canonical, sharing_seconds=WINDOW_SHARE * compute
+        )
+        loads = outcome.wire_bytes
+        slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
+        wire_bytes = 0.0 if slowest is None else loads[slowest]
+        wire_seconds = 0.0 if slowest is None else wire_bytes / (self.net.gbs(slowest) * 1e9)
+        return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, wire_seconds, *needs)
+
+
+def _masked(rates: Rates, share: float) -> Rates:
+    """Rates at which a whole tile takes the time of the share of it that is visible."""
+    share = max(share, LEAST_SHARE)
+    forward, backward = (tuple((side, rate / share) for side, rate in each) for each in (rates.forward, rates.backward))
+    return replace(rates, forward=forward, backward=backward)

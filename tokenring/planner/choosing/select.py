@@ -1,0 +1,308 @@
+"""Which schedule for which workload: every one that fits is simulated on the interconnect, the fastest is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tokenring.errors import ConfigurationError, MemoryLimitError
+from tokenring.lowering.footprint import Held, most_connected
+from tokenring.lowering.target import Capabilities
+from tokenring.planner.bounds.bound import Bound
+from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
+from tokenring.planner.choosing.plan import Candidate, Plan
+from tokenring.planner.simulation.predict import Busiest, Least, Prediction, Setting, least_seconds, predict
+from tokenring.schedule.schedule import Schedule
+
+SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
+RISK = 0.1  # of the time for which the busiest wire alone is at work: where predictions fall short, it is there
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule that may be chosen, by the name that makes it again; made when it is first needed."""
+
+    name: str
+    make: Callable[[], Schedule]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A schedule with what it costs; without a prediction, its busiest wire or its kernels alone need too long, or it
+    needs too much memory."""
+
+    name: str
+    schedule: Schedule
+    least: Least
+    prediction: Prediction | None
+    needs_bytes: int | None = None  # at least, of what was not simulated because nothing keeps to the limit
+
+    @property
+    def seconds(self) -> float:
+        """As predicted; else the least that it could take."""
+        return self.least.seconds if self.prediction is None else self.prediction.seconds
+
+    @property
+    def weighed_seconds(self) -> float:
+        """By which schedules are compared: what wires need beyond what kernels can hide counts a little more."""
+        return self.seconds + RISK * max(0.0, self.least.wire_seconds - self.least.kernel_seconds)
+
+    def fits(self, memory_limit_bytes: int | None) -> bool:
+        """Whether it was simulated and keeps to the limit."""
+        if self.prediction is None:
+            return False
+        return memory_limit_bytes is None or self.prediction.peak_bytes <= memory_limit_bytes
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Schedules that were judged, best first, and the candidates that cannot be made, with the reason."""
+
+    judged: tuple[Judged, ...] = ()
+    misfits: tuple[Candidate, ...] = ()
+
+
+NOTHING_YET = Judgement()
+BINDS = 0.5  # of the time, from which on it is what a schedule is bound by
+NOTHING = 0.005  # a difference that rounds to 0%
+
+
+def select(
+    choices: Iterable[Choice],
+    setting: Setting,
+    bound: Bound | None = None,
+    memory_limit_bytes: int | None = None,
+    everything: bool = False,
+) -> Plan:
+    """The fastest of these schedules. The same for the same input, everywhere.
+
+    memory_limit_bytes: of each rank, for buffers and what forward keeps for backward. everything: simulate also what
+    cannot win, for a table. Raises ConfigurationError where nothing fits.
+    """
+    found = judge(choices, setting, memory_limit_bytes, everything)
+    return decide(found, setting, bound, memory_limit_bytes)
+
+
+def decide(found: Judgement, setting: Setting, bound: Bound | None, memory_limit_bytes: int | None) -> Plan:
+    """The plan of the best. Raises ConfigurationError where nothing fits."""
+    judged = found.judged
+    if not judged or not judged[0].fits(memory_limit_bytes):
+        wrong = MemoryLimitError if judged else ConfigurationError
+        raise wrong(_nothing_fits(found, setting, memory_limit_bytes))
+    best = judged[0]
+    candidates = tuple(_candidate(each, best, bound, memory_limit_bytes) for each in judged)
+    if best.seconds > (1 + NOTHING) * min(each.seconds for each in judged if each.fits(memory_limit_bytes)):
+        surest = replace(candidates[0], reason="nearly the fastest, and less depends on its busiest wire")
+        candidates = (surest, *candidates[1:])
+    reason = _reason(judged, setting, bound, memory_limit_bytes)
+    return Plan(best.schedule, setting.workload, reason, candidates + found.misfits)
+
+
+def judge(
+    choices: Iterable[Choice],
+    setting: Setting,
+    memory_limit_bytes: int | None,
+    everything: bool,
+    before: Judgement = NOTHING_YET,
+) -> Judgement:
+    """Adds these schedules to those that were judged before. One that does just what another does is left out."""
+    made, misfits = _made(choices, before, setting)
+    least = {name: least_seconds(schedule, setting) for name, schedule in made}
+    judged = list(before.judged)
+    if memory_limit_bytes is not None and not any(each.fits(memory_limit_bytes) for each in judged):
+        least_of = _all_above(memory_limit_bytes, [schedule for _, schedule in made], setting)
+        if least_of is not None:
+            more = (Judged(*each, least[each[0]], None, need) for each, need in zip(made, least_of, strict=True))
+            return Judgement((*judged, *more), before.misfits + tuple(misfits))
+    fastest = min((each.weighed_seconds for each in judged if each.fits(memory_limit_bytes)), default=float("inf"))
+    for name, schedule in sorted(made, key=lambda each: least[each[0]].seconds):
+        each = Judged(name, schedule, least[name], None)
+        if everything or each.weighed_seconds <= fastest * SAME:
+            each = replace(each, prediction=predict(schedule, setting))
+        judged.append(each)
+        if each.fits(memory_limit_bytes):
+            fastest = min(fastest, each.weighed_seconds)
+    names = [*(each.name for each in before.judged), *(name for name, _ in made)]
+    given = {name: number for number, name in enumerate(names)}
+
+    def order(each: Judged) -> tuple[bool, float, int]:
+        """What fits first, then by time; those as good as the best in the order in which they were given."""
+        seconds = fastest if each.weighed_seconds <= fastest * SAME else each.weighed_seconds
+        return not each.fits(memory_limit_bytes), seconds, given[each.name]
+
+    return Judgement(tuple(sorted(judged, key=order)), before.misfits + tuple(misfits))
+
+
+def _all_above(limit_bytes: int, schedules: Sequence[Schedule], setting: Setting) -> list[int] | None:
+    """What each needs at least, where all need more than the limit; else None, as soon as one may keep to it."""
+    found = []
+    for schedule in schedules:
+        found.append(least_bytes(schedule, setting))
+        if found[-1] <= limit_bytes:
+            return None
+    return found
+
+
+def _made(
+    choices: Iterable[Choice], before: Judgement, setting: Setting
+) -> tuple[list[tuple[str, Schedule]], list[Candidate]]:
+    """The schedules of those choices that can be made and are none of those there were."""
+    seen = {each.schedule.replace(name="") for each in before.judged}
+    made: list[tuple[str, Schedule]] = []
+    misfits: list[Candidate] = []
+    for choice in choices:
+        try:
+            schedule = choice.make()
+            check_connections(schedule, setting)
+        except ConfigurationError as error:
+            misfits.append(Candidate(choice.name, None, None, None, None, None, None, f"does not fit: {error}"))
+            continue
+        nameless = schedule.replace(name="")
+        if nameless not in seen:
+            seen.add(nameless)
+            made.append((choice.name, schedule))
+    return made, misfits
+
+
+def check_connections(schedule: Schedule, setting: Setting) -> None:
+    """Raises ConfigurationError for a schedule that needs more connections than the transport may have."""
+    if setting.able.most_connections is not None:
+        check_count(most_connected(schedule, setting.able, setting.passes), setting.able)
+
+
+def check_count(found: int, able: Capabilities) -> None:
+    """Raises ConfigurationError for more connections at a rank than the transport may have."""
+    if able.most_connections is not None and found > able.most_connections:
+        raise ConfigurationError(f"it takes {found} communicators on a rank: {able.why_few_connections}")
+
+
+# ---------- what is said of it
+
+
+def _candidate(each: Judged, best: Judged, bound: Bound | None, limit: int | None) -> Candidate:
+    found, reason = each.prediction, _why(each, best, limit)
+    seconds = None if bound is None else bound.seconds
+    if found is None:
+        return Candidate(each.name, None, None, None, None, each.needs_bytes, seconds, reason)
+    return Candidate(
+        each.name, found.seconds, found.compute_seconds, found.exposed_seconds, found.wires.worst_bytes,
+        found.peak_bytes, seconds, reason, *connected(found.connections, found.connection_bytes),
+    )  # fmt: skip
+
+
+def connected(connections: int, connection_bytes: int) -> tuple[int | None, int | None]:
+    """What a candidate says of its connections."""
+    return (connections, connection_bytes) if connection_bytes else (None, None)
+
+
+def _why(each: Judged, best: Judged, limit: int | None) -> str:
+    """Why it wins or loses, in a few words."""
+    found = each.prediction
+    if found is None and each.needs_bytes is not None and each.needs_bytes > (limit or 0):
+        return f"needs {mb_text(each.needs_bytes)} a rank at least, more than the limit of {mb_text(limit or 0)}"
+    if found is None and each.least.wire_seconds < each.least.kernel_seconds:
+        return f"its kernels alone take {time_text(each.least.kernel_seconds)}"
+    if found is None:
+        return wires_need(each.least.wires, " alone")
+    if not each.fits(limit):
+        return f"needs {mb_text(found.peak_bytes)} a rank, more than the limit of {mb_text(limit or 0)}"
+    if each is best:
+        return f"the fastest, {_binding(found)}"
+    assert best.prediction is not None
+    slower = found.seconds / best.prediction.seconds - 1
+    if slower <= -NOTHING:
+        return f"{slower:+.0%}, at more risk: {wires_need(found.wires)}"
+    return f"{slower:+.0%}: {_cause(found, best.prediction)}" if slower >= NOTHING else "as fast"
+
+
+def _cause(found: Prediction, best: Prediction) -> str:
+    """Where most of what it takes longer than the best goes."""
+    if found.wires.seconds > 0.8 * found.seconds:
+        return wires_need(found.wires)
+    kernels = found.compute_seconds - best.compute_seconds
+    waits = found.exposed_seconds - best.exposed_seconds
+    if waits >= max(kernels, (found.seconds - best.seconds) / 2):
+        return f"{time_text(found.exposed_seconds)} are not hidden"
+    if kernels >= (found.seconds - best.seconds) / 2:
+        return f"its kernels take {time_text(found.compute_seconds)}"
+    return "more copies, merges and messages"
+
+
+def wires_need(wires: Busiest, alone: str = "") -> str:
+    """How long its transfers take at least: by one wire, or by one of each pass."""
+    which, need = ("its busiest wire", "needs") if wires.is_one else ("the busiest wires of its passes", "need")
+    return f"{which}{alone} {need} {time_text(wires.seconds)}"
+
+
+def _binding(found: Prediction) -> str:
+    wires = found.wires
+    if wires.is_one:
+        name = f"wire {wires.worst}"
+    else:
+        name = "wires " + " and ".join(f"{each.wire} in {each.direction}" for each in wires.of_passes)
+    return binding_text(found.seconds, found.compute_seconds, name, wires.seconds)
+
+
+def binding_text(seconds: float, compute_seconds: float, wire: str, wire_seconds: float) -> str:
+    """What a schedule is bound by, of so many seconds in all: kernels, a wire (of each pass), or neither."""
+    kernels, moves = (part / seconds if seconds else 0.0 for part in (compute_seconds, wire_seconds))
+    if max(kernels, moves) < BINDS:
+        return f"bound by messages and waits (kernels {kernels:.0%}, {wire} {moves:.0%} of the time)"
+    return f"bound by {'kernels' if kernels >= moves else wire} ({max(kernels, moves):.0%} of the time)"
+
+
+def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, limit: int | None) -> str:
+    """One line: what, on what, how long, how far from the bound, what the next would cost."""
+    best, net = judged[0], setting.interconnect
+    assert best.prediction is not None
+    took = best.prediction.seconds
+    text = f"{best.name}: {time_text(took)} predicted for {' + '.join(setting.passes)} on {net.name}"
+    if bound is not None and bound.seconds > 0:
+        text += f", {took / bound.seconds:.2f} × the lower bound"
+    text += f", {_binding(best.prediction)}"
+    rest = [each for each in judged[1:] if each.prediction is not None and each.fits(limit)]
+    if rest and rest[0].prediction is not None:
+        text += f"; next {rest[0].name} with {time_text(rest[0].prediction.seconds)}"
+    return "; ".join([text, *net.notes])
+
+
+def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
+    judged, misfits = found.judged, found.misfits
+    if judged and limit is not None:
+        known = [(each, least) for each in judged if (least := _needed(each)) is not None]
+        best, need = smallest(known, lambda each: needs(each.schedule, setting))
+        return too_little_text(limit, best.name, need, setting.able)
+    if misfits:
+        return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"
+    return "there is no schedule to choose from"
+
+
+def _needed(each: Judged) -> int | None:
+    """Bytes, as predicted or at least; None where nobody asked."""
+    return each.needs_bytes if each.prediction is None else each.prediction.peak_bytes
+
+
+def too_little_text(limit: int, name: str, need: Held, able: Capabilities) -> str:
+    """That no schedule fits, what the smallest needs and for what, and what would help."""
+    peak_bytes, connections, connection_bytes = need
+    fewest = able.pair_serial and able.channels == 1  # one connection for all between two ranks
+    way_out = "" if fewest else ", or a transport with fewer communicators (docs/transports.md)"
+    connected = f", {mb_text(connection_bytes)} of it for {connections} communicators"
+    return (
+        f"no schedule fits in {mb_text(limit)} a rank; the smallest needs {mb_text(peak_bytes)}"
+        f"{connected if connection_bytes else ''}: raise the limit, use more ranks or a shorter sequence"
+        f"{way_out if connection_bytes else ''} (it is {name}; {mb_text(peak_bytes - connection_bytes)} are for what "
+        f"arrives from others and what forward keeps for backward, and the rank's own q, k, v and out come on top)"
+    )
+
+
+def time_text(seconds: float) -> str:
+    """A time as people write it."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def mb_text(nbytes: int) -> str:
+    """Bytes in MB or GB of 10^6 or 10^9."""
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"

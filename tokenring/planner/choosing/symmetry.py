@@ -1,0 +1,230 @@
+"""Large worlds of equal hosts: what one host does, when every host does the same for its neighbours' numbers.
+
+A scheme is shift-equivariant if all its routes and places for the owner `unit` ranks further are those of the
+owner itself, `unit` ranks further (and, where head groups are spread over hosts, for head groups that much further).
+Then one unit of ranks (a host) says it all: its tiles, and the moves that
+touch it, are images of those of blocks that it owns. The result is a Schedule like any other, of which only ranks
+0 to unit-1 have tiles and moves; it is lowered and simulated by the same code, for these ranks. It has no mask:
+masks spoil the symmetry, and balanced layouts restore it on average.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from tokenring.errors import ConfigurationError
+from tokenring.ir.passes import fuse, order
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
+from tokenring.planner.interconnects.interconnect import Interconnect, Way
+from tokenring.schedule.routes import Gather, Hop, Origin, Return
+from tokenring.schedule.scheme import Pair, Scheme
+from tokenring.sequence.layout import contiguous
+from tokenring.sequence.mask import Mask
+
+PROBES = 3  # owners at which equivariance is checked
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """All ranks `unit` further do the same, with head groups `head_step` further."""
+
+    world_size: int
+    unit: int
+    head_groups: int = 1
+    head_step: int = 0
+
+    def shift_heads(self, heads: int, by: int) -> int:
+        """The image of a head group when the host of rank `by` becomes host 0."""
+        return (heads - by // self.unit * self.head_step) % self.head_groups
+
+    def shift(self, rank: int, by: int) -> int:
+        """The image of a rank when the host of `by` becomes host 0."""
+        return (rank - by // self.unit * self.unit) % self.world_size
+
+    def canonical(self, src: int, dst: int) -> tuple[int, int]:
+        """The image of a pair whose source is in host 0."""
+        return self.shift(src, src), self.shift(dst, src)
+
+    def here(self, rank: int) -> bool:
+        return rank < self.unit
+
+
+class FoldedNet:
+    """An interconnect of equal hosts, of which one stands for all."""
+
+    def __init__(self, net: Interconnect) -> None:
+        self.net = net
+
+    def way(self, src: int, dst: int) -> Way:
+        return tuple(f"0:{wire.partition(':')[2]}" for wire in self.net.way(src, dst))
+
+    def burst_bytes(self, wire: str) -> float:
+        return self.net.burst_bytes(wire)
+
+    def gbs(self, wire: str) -> float:
+        return self.net.gbs(wire)
+
+
+def symmetry_of(scheme: Scheme, world_size: int, unit: int) -> Symmetry:
+    """Raises ConfigurationError if hosts of `unit` ranks do not all do the same."""
+    steps = () if scheme.place_for is not None else (0, scheme.head_groups * unit // world_size)
+    for head_step in dict.fromkeys(steps):
+        symmetry = Symmetry(world_size, unit, scheme.head_groups, head_step)
+        if all(_is_even(scheme, symmetry, probe) for probe in range(PROBES)):
+            return symmetry
+    raise ConfigurationError(
+        f"schedule {scheme.name!r} does not do the same on every host of {unit} ranks: too large to be planned"
+    )
+
+
+def _is_even(scheme: Scheme, symmetry: Symmetry, probe: int) -> bool:
+    """Whether what host 0 does is the image of what another does."""
+    world, unit = symmetry.world_size, symmetry.unit
+    owner = probe * (unit - 1) // (PROBES - 1)
+    hosts = 1 + probe * (world // unit - 1) // PROBES
+    far, by = (owner + unit * hosts) % world, unit * hosts
+    for heads in {0, scheme.head_groups - 1}:
+        there = (heads + hosts * symmetry.head_step) % scheme.head_groups
+        for distance in (0, 1, unit, world // 2):
+            kv = (owner + distance) % world
+            near = scheme.place(Pair(owner, kv, heads, 0, 0, world))
+            if (near + by) % world != scheme.place(Pair(far, (kv + by) % world, there, 0, 0, world)):
+                return False
+        for gather, pieces in ((scheme.gather_q, scheme.q_pieces), (scheme.gather_kv, scheme.kv_pieces)):
+            hops = gather(Origin(owner, world, owner, heads, 0, pieces))
+            moved = {hop._replace(src=(hop.src + by) % world, dst=(hop.dst + by) % world) for hop in hops}
+            if moved != set(gather(Origin(far, world, far, there, 0, pieces))):
+                return False
+    return True
+
+
+def folded(scheme: Scheme, length: int, kv_length: int, symmetry: Symmetry) -> Schedule:
+    """What the ranks of host 0 do, dense, of sequences of these lengths."""
+    return _Folding(scheme, length, kv_length, symmetry).schedule()
+
+
+class _Folding:
+    def __init__(self, scheme: Scheme, length: int, kv_length: int, symmetry: Symmetry) -> None:
+        self.scheme, self.sym = scheme, symmetry
+        self.world = symmetry.world_size
+        self.q_layout, self.kv_layout = contiguous(self.world, length), contiguous(self.world, kv_length)
+
+    def schedule(self) -> Schedule:
+        scheme = self.scheme
+        q_hops = self._hops("q", scheme.gather_q)
+        kv_hops = self._hops("kv", scheme.gather_kv)
+        tiles = self._tiles(_arrivals(q_hops), _arrivals(kv_hops))
+        moves = [*self._requests(q_hops, tiles), *self._requests(kv_hops, tiles)]
+        moves += self._partials("q", scheme.return_q, tiles)
+        moves += self._partials("kv", scheme.return_kv, tiles)
+        dense = Schedule(
+            scheme.name, self.world, self.q_layout, self.kv_layout, Mask(), tuple(tiles), tuple(moves),
+            scheme.head_groups, scheme.q_pieces, scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
+        )  # fmt: skip
+        made = order(fuse(dense))
+        vars(made)["_wide_partials"] = self._wide(made.moves)  # of its own moves it would see too few
+        return made
+
+    def _wide(self, moves: Iterable[Move]) -> frozenset[Block]:
+        """The partials among these that travel in fp32: a relay of host 0, or its image in another, adds to them."""
+
+        def at_home(block: Block) -> Block:
+            return self._image(block, block.chunk)
+
+        added = [(each.block, each.block._replace(made_at=each.dst)) for each in moves if each.add]
+        wide = {at_home(block) for pair in added for block in pair}
+        partials = (each.block for each in moves if each.block.made_at is not None)
+        return frozenset(block for block in partials if at_home(block) in wide)
+
+    def _units(self, kind: Kind) -> Iterator[Block]:
+        """The units that ranks of host 0 own."""
+        pieces = self.scheme.q_pieces if kind == "q" else self.scheme.kv_pieces
+        for owner in range(self.sym.unit):
+            for heads in range(self.scheme.head_groups):
+                for piece in range(pieces):
+                    yield Block(kind, owner, heads, piece)
+
+    def _origin(self, block: Block) -> Origin:
+        pieces = self.scheme.q_pieces if block.kind == "q" else self.scheme.kv_pieces
+        return Origin(block.chunk, self.world, block.chunk, block.heads, block.piece, pieces)
+
+    def _hops(self, kind: Kind, gather: Gather) -> dict[Block, tuple[Hop, ...]]:
+        return {block: gather(self._origin(block)) for block in self._units(kind)}
+
+    def _image(self, block: Block, by: int) -> Block:
+        """The block when the host of rank `by` becomes host 0."""
+        made_at = None if block.made_at is None else self.sym.shift(block.made_at, by)
+        heads = self.sym.shift_heads(block.heads, by)
+        return block._replace(chunk=self.sym.shift(block.chunk, by), heads=heads, made_at=made_at)
+
+    # ---------- tiles
+
+    def _tiles(self, q_arrivals: Arrivals, kv_arrivals: Arrivals) -> list[Tile]:
+        """All tiles of q units that host 0 owns, moved to host 0."""
+        tiles = []
+        for q in self._units("q"):
+            for kv_owner in range(self.world):
+                for piece in range(self.scheme.kv_pieces):
+                    kv = Block("kv", kv_owner, q.heads, piece)
+                    pair = Pair(q.chunk, kv_owner, q.heads, q.piece, piece, self.world)
+                    rank = self.scheme.place(pair)
+                    at_home = self._image(kv, kv_owner)
+                    step = max(
+                        0 if q.chunk == rank else q_arrivals[q].get(rank, 0),
+                        0 if kv_owner == rank else kv_arrivals[at_home].get(self.sym.shift(rank, kv_owner), 0),
+                    )
+                    step = self.scheme.when(pair, step) if self.scheme.when else step
+                    tiles.append(
+                        Tile(step, self.sym.shift(rank, rank), (self._image(q, rank),), (self._image(kv, rank),))
+                    )
+        if not self.scheme.together:
+            return tiles
+        last: dict[int, int] = defaultdict(int)
+        for tile in tiles:
+            last[tile.rank] = max(last[tile.rank], tile.step)
+        return [tile._replace(step=last[tile.rank]) for tile in tiles]
+
+    # ---------- moves
+
+    def _requests(self, hops: Mapping[Block, tuple[Hop, ...]], tiles: Iterable[Tile]) -> Iterator[Move]:
+        """Hops to ranks that use the block or pass it on, from the last backwards."""
+        needed = {(block, tile.rank) for tile in tiles for block in (*tile.q, *tile.kv)}
+        every = [(hop, block) for block, of_block in hops.items() for hop in of_block]
+        for hop, block in sorted(every, key=lambda each: -each[0].step):
+            if (self._image(block, hop.dst), self.sym.shift(hop.dst, hop.dst)) in needed:
+                needed.add((self._image(block, hop.src), self.sym.shift(hop.src, hop.src)))
+                yield from self._here(Move(hop.step, block, hop.src, hop.dst, REQUESTS))
+
+    def _partials(self, kind: Kind, back: Return, tiles: Iterable[Tile]) -> Iterator[Move]:
+        makers: dict[Block, dict[int, int]] = defaultdict(dict)
+        for tile in tiles:
+            for block in tile.q if kind == "q" else tile.kv:
+                if block.chunk != tile.rank:
+                    own = self._image(block, block.chunk)
+                    rank = self.sym.shift(tile.rank, block.chunk)
+                    makers[own][rank] = max(makers[own].get(rank, 0), tile.step)
+        for block, steps in makers.items():
+            held = set(steps)  # ranks that have something for it
+            for hop in sorted(back(self._origin(block), steps), key=lambda hop: hop.step):
+                if hop.src in held:
+                    held.add(hop.dst)
+                    yield from self._here(Move(hop.step, block.partial(hop.src), hop.src, hop.dst, PARTIALS, hop.add))
+
+    def _here(self, move: Move) -> Iterator[Move]:
+        """The images of a move that leave host 0 and that come in; one if it stays inside."""
+        for by in dict.fromkeys((move.src // self.sym.unit, move.dst // self.sym.unit)):
+            rank = by * self.sym.unit
+            yield move._replace(
+                block=self._image(move.block, rank),
+                src=self.sym.shift(move.src, rank),
+                dst=self.sym.shift(move.dst, rank),
+            )
+
+
+Arrivals = Mapping[Block, Mapping[int, int]]
+
+
+def _arrivals(hops: Mapping[Block, tuple[Hop, ...]]) -> dict[Block, dict[int, int]]:
+    return {block: {hop.dst: hop.arrival for hop in of_block} for block, of_block in hops.items()}

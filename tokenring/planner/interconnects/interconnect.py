@@ -1,0 +1,220 @@
+"""Which wires a transfer between two ranks passes, and how wide these are: what the simulator shares out.
+
+A wire is whatever transfers share one way: a link, a port of a switch, an uplink, a NIC. Both ways through
+one wire of the same name make it half duplex. Ranks sit in hosts; all ways inside a host are those of its
+fabric, and between hosts a transfer leaves by `out` of its source and comes in by `into` of its destination.
+So large clusters of equal hosts cost no more than one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from tokenring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tokenring.tables.rates import Machine
+
+Way = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The inside of a host, by its devices 0 to size-1.
+
+    ways: the wires of each (source, destination). gbs: of each wire, GB/s (10^9 bytes). out, into: of each device
+    the wires to and from the network between hosts; empty where there is none. burst_bytes: of wires that are token
+    buckets, what passes at once after they have been idle.
+    """
+
+    size: int
+    ways: Mapping[tuple[int, int], Way]
+    gbs: Mapping[str, float]
+    out: tuple[Way, ...] = ()
+    into: tuple[Way, ...] = ()
+    burst_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        used = {wire for way in (*self.ways.values(), *self.out, *self.into) for wire in way}
+        if missing := used - self.gbs.keys():
+            raise ConfigurationError(f"wire {min(missing)!r} is passed but has no bandwidth")
+        if narrow := [wire for wire, gbs in self.gbs.items() if not gbs > 0]:
+            raise ConfigurationError(f"wire {narrow[0]!r} has {self.gbs[narrow[0]]} GB/s; it must be above 0")
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """Ranks 0 to world_size-1 in hosts. `places`: of each rank its host and its device there.
+
+    notes: what was assumed where the topology did not say. machine: what its ranks compute with, where that is known.
+    """
+
+    name: str
+    fabrics: tuple[Fabric, ...]  # of each host
+    places: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...] = ()
+    machine: Machine | None = None
+    _ways: dict[tuple[int, int], Way] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.places)
+
+    def way(self, src: int, dst: int) -> Way:
+        """The wires from one rank to another. Raises ConfigurationError where there is no way."""
+        known = self._ways.get((src, dst))
+        if known is None:
+            known = self._ways[src, dst] = self._find(src, dst)
+        return known
+
+    def _find(self, src: int, dst: int) -> Way:
+        (host, device), (to_host, to_device) = self.places[src], self.places[dst]
+        here, there = self.fabrics[host], self.fabrics[to_host]
+        if host == to_host:
+            way: Way | None = here.ways.get((device, to_device), () if device == to_device else None)
+            wires = None if way is None else tuple(f"{host}:{wire}" for wire in way)
+        elif here.out and there.into:
+            wires = tuple(f"{host}:{wire}" for wire in here.out[device])
+            wires += tuple(f"{to_host}:{wire}" for wire in there.into[to_device])
+        else:
+            wires = None
+        if wires is None:
+            raise ConfigurationError(
+                f"no way from rank {src} to rank {dst} in {self.name!r}: its topology is not connected"
+            )
+        return wires
+
+    def gbs(self, wire: str) -> float:
+        """The width of a wire that `way` gave."""
+        host, _, name = wire.partition(":")
+        return self.fabrics[int(host)].gbs[name]
+
+    def burst_bytes(self, wire: str) -> float:
+        """What passes at once over a wire that has been idle."""
+        host, _, name = wire.partition(":")
+        return self.fabrics[int(host)].burst_bytes.get(name, 0.0)
+
+    def pair_gbs(self, src: int, dst: int) -> float:
+        """What one transfer alone gets."""
+        return min((self.gbs(wire) for wire in self.way(src, dst)), default=float("inf"))
+
+    def own_links(self, rank: int) -> int:
+        """To how many ranks it has a link that no other pair uses, as in a mesh: a ring sends over one of these."""
+        host, device = self.places[rank]
+        used = {place[1] for place in self.places if place[0] == host}
+        ways = self.fabrics[host].ways
+        return len({ways[device, to] for to in used if len(ways.get((device, to), ())) == 1})
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        """Of each rank its host."""
+        return tuple(host for host, _ in self.places)
+
+    @cached_property
+    def local(self) -> int | None:
+        """Ranks of each host, where all have equally many and they are numbered host by host; else None."""
+        counts = {host: self.hosts.count(host) for host in set(self.hosts)}
+        size = next(iter(counts.values()))
+        regular = all(host == self.hosts[rank // size * size] for rank, host in enumerate(self.hosts))
+        return size if len(set(counts.values())) == 1 and regular else None
+
+
+def of_one_host(name: str, fabric: Fabric, notes: Iterable[str] = ()) -> Interconnect:
+    """One rank on each device of one host."""
+    return Interconnect(name, (fabric,), tuple((0, device) for device in range(fabric.size)), tuple(notes))
+
+
+def of_hosts(name: str, fabric: Fabric, hosts: int, notes: Iterable[str] = ()) -> Interconnect:
+    """One rank on each device of equal hosts."""
+    places = tuple((host, device) for host in range(hosts) for device in range(fabric.size))
+    return Interconnect(name, (fabric,) * hosts, places, tuple(notes))
+
+
+# ---------- fabrics of the usual shapes
+
+
+def mesh_fabric(size: int, link_gbs: float) -> Fabric:
+    """Every pair has a link of its own."""
+    ways = {(a, b): (f"{a}>{b}",) for a in range(size) for b in range(size) if a != b}
+    return Fabric(size, ways, dict.fromkeys((way[0] for way in ways.values()), link_gbs))
+
+
+def switch_fabric(size: int, port_gbs: float) -> Fabric:
+    """Every device has one port of a switch."""
+    ways = {(a, b): (f"{a}>", f">{b}") for a in range(size) for b in range(size) if a != b}
+    return Fabric(size, ways, dict.fromkeys((wire for way in ways.values() for wire in way), port_gbs))
+
+
+def ring_fabric(size: int, link_gbs: float) -> Fabric:
+    """Links between neighbours alone; others are passed through, the shorter way; at a tie even sources go up."""
+    ways: dict[tuple[int, int], Way] = {}
+    for a in range(size):
+        for distance in range(1, size):
+            up = 2 * distance < size or (2 * distance == size and a % 2 == 0)
+            step = 1 if up else -1
+            hops = distance if step == 1 else size - distance
+            at = [(a + step * hop) % size for hop in range(hops + 1)]
+            ways[a, (a + distance) % size] = tuple(f"{src}>{dst}" for src, dst in pairwise(at))
+    gbs = {f"{a}>{(a + step) % size}": link_gbs for a in range(size) for step in (1, -1)}
+    return Fabric(size, ways, gbs)
+
+
+def tree_fabric(size: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False, leaf: int = 2) -> Fabric:
+    """Switches of `leaf` devices each, whose uplinks meet at a root: PCIe."""
+    ways: dict[tuple[int, int], Way] = {}
+    for a in range(size):
+        for b in range(size):
+            if a != b:
+                up, down = a // leaf, b // leaf
+                over = (
+                    ()
+                    if up == down
+                    else (_uplink(f"leaf{up}", True, half_duplex), _uplink(f"leaf{down}", False, half_duplex))
+                )
+                ways[a, b] = (f"{a}>", *over, f">{b}")
+    gbs = {wire: uplink_gbs if "leaf" in wire else port_gbs for way in ways.values() for wire in way}
+    return Fabric(size, ways, gbs)
+
+
+def _uplink(name: str, up: bool, half_duplex: bool) -> str:
+    return name if half_duplex else f"{name}>" if up else f">{name}"
+
+
+def with_network(fabric: Fabric, gbs: float, nic_per_device: bool = True, half_duplex: bool = False) -> Fabric:
+    """The same host with NICs: one for each device, or one uplink that all share."""
+    names = [f"nic{device}" if nic_per_device else "uplink" for device in range(fabric.size)]
+    out = tuple((_uplink(name, True, half_duplex),) for name in names)
+    into = tuple((_uplink(name, False, half_duplex),) for name in names)
+    wires = {way[0]: gbs for way in (*out, *into)}
+    return Fabric(fabric.size, fabric.ways, {**fabric.gbs, **wires}, out, into, fabric.burst_bytes)
+
+
+# ---------- interconnects of the usual shapes
+
+
+def full_mesh(ranks: int, link_gbs: float) -> Interconnect:
+    return of_one_host("full mesh", mesh_fabric(ranks, link_gbs))
+
+
+def switch(ranks: int, port_gbs: float) -> Interconnect:
+    return of_one_host("switch", switch_fabric(ranks, port_gbs))
+
+
+def ring(ranks: int, link_gbs: float) -> Interconnect:
+    return of_one_host("ring", ring_fabric(ranks, link_gbs))
+
+
+def pcie_tree(ranks: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False) -> Interconnect:
+    return of_one_host("PCIe tree", tree_fabric(ranks, port_gbs, uplink_gbs, half_duplex))
+
+
+def two_node(
+    ranks: int, link_gbs: float, uplink_gbs: float, inside: str = "full-mesh", nic_per_rank: bool = False
+) -> Interconnect:
+    """Half of the ranks in each of two nodes; inside: full-mesh or switch."""
+    fabric = (switch_fabric if inside == "switch" else mesh_fabric)(ranks // 2, link_gbs)
+    return of_hosts("two nodes", with_network(fabric, uplink_gbs, nic_per_rank), 2)

@@ -1,0 +1,168 @@
+"""Which ranks compute together: a context-parallel group inside a larger world, and how its ranks are best numbered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+
+from tokenring.errors import ConfigurationError
+from tokenring.planner.interconnects.interconnect import Fabric, Interconnect
+from tokenring.sequence.workload import Workload
+
+MOST_LOOKED_AT = 32  # ranks of a host, of which the pairs are compared
+AS_WIDE = 0.8  # of the widest way between two ranks: wider ones are as good as it, since measured links differ a little
+
+
+def context_parallel_group(net: Interconnect, tensor_parallel: int, first: int = 0) -> Interconnect:
+    """A context-parallel group where neighbours share heads by tensor parallelism: the first, or another one.
+
+    Its ranks are first, first + tp, first + 2·tp, ...; the tp groups run at once, so that each gets its part of a wire
+    that several pass. Raises ConfigurationError unless tp divides the world, and the ranks of each host.
+    """
+    tp, world = tensor_parallel, net.world_size
+    if tp < 1 or world % tp:
+        raise ConfigurationError(f"tensor parallelism of {tp} does not divide {world} ranks: choose a divisor")
+    if tp == 1:
+        return net
+    if net.local is None or (net.local % tp and len(net.fabrics) > 1):
+        raise ConfigurationError(f"tensor parallelism of {tp} does not fit hosts of {net.local or 'unequal'} ranks")
+    found = one_of_groups(net, [rank % tp for rank in range(world)], first, world // tp)
+    return replace(found, name=f"{net.name}, every {tp}th rank")
+
+
+def one_of_groups(net: Interconnect, group_of: Sequence[Hashable], mine: Hashable, size: int) -> Interconnect:
+    """The ranks of one group, on the hosts where it has some, where all groups exchange at once.
+
+    group_of: of each rank; None where it is in none. size: ranks of each group, also of those that are not all here.
+    A wire that several groups pass is divided by their number; to the network pass those with ranks on other hosts.
+    """
+    devices_on: dict[int, dict[Hashable, list[int]]] = {}
+    for (host, device), group in zip(net.places, group_of, strict=True):
+        if group is not None:
+            devices_on.setdefault(host, {}).setdefault(group, []).append(device)
+    number = {host: index for index, host in enumerate(sorted(host for host in devices_on if mine in devices_on[host]))}
+    known: dict[object, Fabric] = {}
+    fabrics = []
+    for host in number:
+        groups = [(tuple(devices), len(devices) < size) for devices in devices_on[host].values()]
+        own = tuple(devices_on[host][mine])
+        key = (id(net.fabrics[host]), own, tuple(groups))
+        if key not in known:
+            known[key] = _divided(net.fabrics[host], own, groups)
+        fabrics.append(known[key])
+    places = [
+        (number[host], devices_on[host][mine].index(device))
+        for (host, device), group in zip(net.places, group_of, strict=True)
+        if group == mine
+    ]
+    return Interconnect(net.name, tuple(fabrics), tuple(places), net.notes, net.machine)
+
+
+def _divided(fabric: Fabric, own: Sequence[int], groups: Iterable[tuple[Sequence[int], bool]]) -> Fabric:
+    """These devices alone, and of each wire what is left where all groups use it at once.
+
+    groups: the devices here of each, and whether it has ranks on other hosts.
+    """
+    users: Counter[str] = Counter()
+    for devices, leaves in groups:
+        ways = [fabric.ways[a, b] for a in devices for b in devices if a != b and (a, b) in fabric.ways]
+        if leaves:
+            ways += [side[device] for side in (fabric.out, fabric.into) if side for device in devices]
+        users.update({wire for way in ways for wire in way})
+    place = {device: index for index, device in enumerate(own)}
+    ways_kept = {(place[a], place[b]): way for (a, b), way in fabric.ways.items() if a in place and b in place}
+    out = tuple(fabric.out[device] for device in own) if fabric.out else ()
+    into = tuple(fabric.into[device] for device in own) if fabric.into else ()
+    shared = {wire: gbs / max(1, users[wire]) for wire, gbs in fabric.gbs.items()}
+    return Fabric(len(own), ways_kept, shared, out, into, fabric.burst_bytes)
+
+
+def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:
+    """One rank's share of the heads under tensor parallelism; KV heads are repeated where there are too few."""
+    tp = tensor_parallel
+    if workload.q_heads % tp:
+        raise ConfigurationError(f"{workload.q_heads} query heads do not split over tensor parallelism of {tp}")
+    if workload.kv_heads % tp and tp % workload.kv_heads:
+        raise ConfigurationError(f"{workload.kv_heads} kv heads do not split over tensor parallelism of {tp}")
+    return replace(workload, q_heads=workload.q_heads // tp, kv_heads=max(1, workload.kv_heads // tp))
+
+
+def node_sizes(net: Interconnect) -> tuple[int, ...]:
+    """Ranks a node, for schedules of two levels: hosts, and islands in a host, where they are equal and in order.
+
+    In the order in which schedules number them (good_order), however the job does.
+    """
+    hosts, world = _by_host(net), net.world_size
+    local = len(hosts[0]) if len({len(ranks) for ranks in hosts}) == 1 else None
+    sizes = []
+    if local is not None and local < world:
+        sizes.append(local)
+    island = _island_size(net, _ring_of(net, hosts[0]))
+    if len(hosts) == 1 and island:
+        sizes.append(world)  # schedules of one level, as meshes of all, fit as well
+    if island and local is not None and world % island == 0 and 1 < island < local:
+        sizes.append(island)
+    return tuple(dict.fromkeys(sizes)) or (world,)
+
+
+def _by_host(net: Interconnect) -> list[list[int]]:
+    """The ranks of each host that has some."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, host in enumerate(net.hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    return [ranks_of[host] for host in sorted(ranks_of)]
+
+
+def _island_size(net: Interconnect, ranks: Sequence[int]) -> int | None:
+    """Ranks that reach each other over the shortest and widest ways, if those are equal runs of neighbours."""
+    if not 4 <= len(ranks) <= MOST_LOOKED_AT:
+        return None
+    pairs = [(a, b) for a in ranks for b in ranks if a != b]
+    shortest = min(len(net.way(a, b)) for a, b in pairs)
+    widest = max(net.pair_gbs(a, b) for a, b in pairs if len(net.way(a, b)) == shortest)
+    near = {(a, b) for a, b in pairs if len(net.way(a, b)) == shortest and net.pair_gbs(a, b) >= AS_WIDE * widest}
+    island: list[int] = []
+    parts = 0
+    for place, rank in enumerate(ranks):
+        friends = [other for other in range(place) if (rank, ranks[other]) in near]
+        island.append(island[friends[0]] if friends else parts)
+        parts += not friends
+    size = len(ranks) // parts
+    return size if island == [place // size for place in range(len(ranks))] and parts > 1 else None
+
+
+def good_order(net: Interconnect) -> tuple[int, ...]:
+    """The ranks host by host, and inside a host round a ring of wide and short ways; identity where that is one."""
+    return tuple(rank for ranks in _by_host(net) for rank in _ring_of(net, ranks))
+
+
+def _ring_of(net: Interconnect, ranks: Sequence[int]) -> list[int]:
+    """The order as it is, unless its narrowest step is narrower than the widest pair: then greedily the best way on."""
+    if not 4 <= len(ranks) <= MOST_LOOKED_AT:
+        return list(ranks)
+
+    def cost(a: int, b: int) -> tuple[float, int]:
+        return -net.pair_gbs(a, b), len(net.way(a, b))
+
+    def worst(ring: Sequence[int]) -> tuple[float, int]:
+        return max(cost(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
+
+    best = list(ranks)
+    if worst(best) == min(cost(ranks[0], other) for other in ranks[1:]):
+        return best
+    improved = True
+    while improved:  # exchange the ends of a part, as long as the worst step, then the sum, gets better
+        improved = False
+        for i in range(1, len(best) - 1):
+            for j in range(i + 1, len(best)):
+                turned = best[:i] + best[i : j + 1][::-1] + best[j + 1 :]
+                if _score(turned, cost) < _score(best, cost):
+                    best, improved = turned, True
+    return best
+
+
+def _score(ring: Sequence[int], cost: object) -> tuple[tuple[float, int], ...]:
+    """All steps, worst first."""
+    steps = zip(ring, [*ring[1:], ring[0]], strict=True)
+    return tuple(sorted((cost(a, b) for a, b in steps), reverse=True))  # type: ignore[operator]

@@ -1,0 +1,161 @@
+"""A program as the simulator sees it: how long a rank computes, what it posts, what it waits for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenring.ir.schedule_data import Pass, Schedule
+from tokenring.lowering.footprint import bundled_bytes
+from tokenring.lowering.program import Attend, Collective, Fill, Merge, Pack, Program, Recv, Result, Send, Span, Wait
+from tokenring.lowering.records import Records
+from tokenring.sequence.region import Patch
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Rates
+
+TOUCHED = {True: 2, False: 3}  # by `first`: a copy reads and writes, a merge reads both and writes
+
+
+class Compute(NamedTuple):
+    """The rank is busy: with a kernel, or with copies and merges."""
+
+    seconds: float
+    kernel: bool
+    step: int
+    label: str
+
+
+class Post(NamedTuple):
+    """A send or a receive is posted; the rank goes on."""
+
+    message: int
+    peer: int
+    channel: str
+    nbytes: int
+    sends: bool
+    step: int
+    label: str
+
+
+class Await(NamedTuple):
+    """The rank goes on when the message has arrived, or left."""
+
+    message: int
+
+
+Operation = Compute | Post | Await
+
+
+def operations(schedule: Schedule, workload: Workload, program: Program, rates: Rates) -> list[Operation]:
+    """What a program costs, in its order. Neighbouring copies and merges are one operation."""
+    return Costs(schedule, workload, program.direction, rates).operations(program)
+
+
+class Costs:
+    """What the programs of one pass cost, of any rank: ranks do much the same, so results are kept."""
+
+    def __init__(self, schedule: Schedule, workload: Workload, direction: Pass, rates: Rates) -> None:
+        self.workload, self.direction, self.rates = workload, direction, rates
+        self.records = Records(schedule, workload, direction)
+        self.heads = workload.q_heads // schedule.head_groups
+        self._of_patch: dict[Patch, float] = {}
+
+    def operations(self, program: Program) -> list[Operation]:
+        """As `operations`."""
+        made: list[Operation] = []
+        maker = _Maker(self, program)
+        for instruction, step in zip(program.instructions, program.steps, strict=True):
+            for each in maker.of(instruction, step):
+                last = made[-1] if made else None
+                if isinstance(each, Compute) and isinstance(last, Compute) and not (each.kernel or last.kernel):
+                    made[-1] = last._replace(seconds=last.seconds + each.seconds)
+                else:
+                    made.append(each)
+        return made
+
+    def kernel_seconds(self, patch: Patch) -> float:
+        """One kernel call of a head group."""
+        known = self._of_patch.get(patch)
+        if known is None:
+            size = self.workload
+            known = self.rates.kernel_seconds(patch, self.heads, size.head_dim, size.batch, self.direction)
+            self._of_patch[patch] = known
+        return known
+
+
+class _Maker:
+    def __init__(self, costs: Costs, program: Program) -> None:
+        self.program, self.costs = program, costs
+        self.row_bytes = [costs.records(slot.kind, slot.full_precision).nbytes for slot in program.slots]
+        sizes = [nbytes * slot.rows for nbytes, slot in zip(self.row_bytes, program.slots, strict=True)]
+        self.bundled = bundled_bytes(sizes, program)
+        self.bundle_of = {message: each for each in self.bundled for message in each.messages}
+        self.taken: set[Collective] = set()  # bundles that were waited for
+
+    def of(self, instruction: object, step: int) -> list[Operation]:
+        match instruction:
+            case Attend():
+                return self._attend(instruction)
+            case Recv(message) | Send(message) if message in self.bundle_of:
+                return self._post_bundled(instruction, step)
+            case Wait(message) if message in self.bundle_of:
+                return self._await_bundle(self.bundle_of[message], step)
+            case Recv(message, span, src, channel, label):
+                return [Post(message, src, channel, self._nbytes(span), False, step, label)]
+            case Send(message, span, dst, channel, label):
+                return [Post(message, dst, channel, self._nbytes(span), True, step, label)]
+            case Wait(message):
+                return [Await(message)]
+            case Pack(_, _, into):
+                return [self._copy(2 * self._nbytes(into), step, "pack")]
+            case Merge(_, _, into, first):
+                return [self._copy(TOUCHED[first] * self._nbytes(into), step, "merge", self._merges(first))]
+            case Fill(_, into):
+                return [self._copy(self._nbytes(into), step, "fill")]
+        return []  # a release costs nothing
+
+    def _post_bundled(self, post: Send | Recv, step: int) -> list[Operation]:
+        """With the last of its bundle, which is copied together to be sent."""
+        bundle, sends = self.bundle_of[post.message], isinstance(post, Send)
+        last = bundle.messages[-1]
+        if post.message != last:
+            return []
+        peer, nbytes = bundle.ranks[sends], self.bundled[bundle]
+        made: list[Operation] = [self._copy(2 * nbytes, step, "bundle")] if sends else []
+        return [*made, Post(last, peer, post.channel, nbytes, sends, step, bundle.label)]
+
+    def _await_bundle(self, bundle: Collective, step: int) -> list[Operation]:
+        """The first wait takes what was received apart."""
+        if bundle in self.taken:
+            return []
+        self.taken.add(bundle)
+        made: list[Operation] = [Await(bundle.messages[-1])]
+        received = bundle.ranks[1] == self.program.rank
+        return [*made, self._copy(2 * self.bundled[bundle], step, "bundle")] if received else made
+
+    def _attend(self, attend: Attend) -> list[Operation]:
+        patch = attend.patch
+        seconds = self.costs.kernel_seconds(patch)
+        label = f"{patch.rows} × {patch.cols}"
+        made: list[Operation] = [Compute(seconds, True, attend.step, label)]
+        copied = sum(self._result_bytes(attend, result) for result in attend.results)
+        merges = sum(self._merges(result.first) for result in attend.results)
+        return [*made, self._copy(copied, attend.step, "merge", merges)] if copied else made
+
+    def _merges(self, first: bool) -> int:
+        """Results are merged by their log-sum-exp; gradients are added, and what comes first is copied."""
+        return int(not first and self.costs.direction == "forward")
+
+    def _result_bytes(self, attend: Attend, result: Result) -> int:
+        """Nothing where the caller gets the kernel's own result."""
+        slot = self.program.slots[result.into.slot]
+        whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
+        if slot.output and result.first and result.into.rows == whole == slot.rows:
+            return 0
+        return TOUCHED[result.first] * self._nbytes(result.into)
+
+    def _copy(self, nbytes: int, step: int, label: str, merges: int = 0) -> Compute:
+        rates = self.costs.rates
+        return Compute(rates.copy_seconds(nbytes) + merges * rates.merge_seconds, False, step, label)
+
+    def _nbytes(self, span: Span) -> int:
+        return self.row_bytes[span.slot] * span.rows

@@ -1,0 +1,222 @@
+"""What a schedule costs on an interconnect: its programs, lowered as they would run, simulated pass by pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenring.ir.schedule_data import Pass, Schedule
+from tokenring.lowering.calls import Supports, anything, calls
+from tokenring.lowering.footprint import Pools, contacts, held, kept_bytes, link_bytes
+from tokenring.lowering.lower import agenda_of, lower_agenda
+from tokenring.lowering.program import Program
+from tokenring.lowering.storage import Storage, storage_of
+from tokenring.lowering.target import IDEAL, Capabilities
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.simulation.operations import Compute, Costs, Operation
+from tokenring.planner.simulation.simulate import Outcome, simulate
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Machine
+
+FEW_RANKS = 16  # up to which wires are shared out anew for every transfer
+NO_WIRE = "none"  # where nothing moves
+WINDOW_SHARE = 1e-3  # of the longest rank's kernels: predictions grow by 0.4% at most, planning takes half as long
+
+
+class OfPass(NamedTuple):
+    """The wire that needs longest for what one pass puts on it, for the bytes alone."""
+
+    direction: Pass
+    wire: str
+    seconds: float
+
+
+class Busiest(NamedTuple):
+    """The wires that transfers are bound by: the one that needs longest for all passes together, and each pass's own.
+
+    worst, worst_bytes: of all passes together; "none" where nothing moves. of_passes: of equals, the worst of all.
+    """
+
+    worst: str
+    worst_bytes: int
+    of_passes: tuple[OfPass, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What the passes need one after another, each for its own."""
+        return sum(each.seconds for each in self.of_passes)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one wire is the busiest of every pass."""
+        return all(each.wire == self.worst for each in self.of_passes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Some passes of a schedule, one after another.
+
+    compute_seconds: of the rank that computes longest, kernels alone; of all of them where those share too few cores.
+    exposed_seconds: what the passes take beyond the busiest rank's own work. wires: what binds their transfers.
+    peak_bytes: buffers, what forward keeps for backward, and connections, of the rank that needs most in all.
+    connections: of the rank that has most, which take connection_bytes of device memory (0 where they take none).
+    """
+
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    wires: Busiest
+    peak_bytes: int
+    connections: int = 0
+    connection_bytes: int = 0
+    outcomes: tuple[Outcome, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """For what a schedule is to be judged."""
+
+    workload: Workload
+    interconnect: Interconnect
+    machine: Machine
+    passes: tuple[Pass, ...]
+    supports: Supports = anything
+    able: Capabilities = IDEAL
+
+    @property
+    def early_receives(self) -> bool:
+        """Whether receives are posted early: in one queue with sends they would block what they wait for."""
+        return self.able.early_receives and not self.machine.messages.pair_serial
+
+
+class Least(NamedTuple):
+    """What a schedule needs at least, all passes together, as its parts overlap at best.
+
+    kernel_seconds: as a prediction's compute_seconds.
+    """
+
+    seconds: float
+    wires: Busiest
+    kernel_seconds: float
+
+    @property
+    def wire_seconds(self) -> float:
+        """Of the busiest wire of each pass, for the bytes alone."""
+        return self.wires.seconds
+
+
+def least_seconds(schedule: Schedule, setting: Setting) -> Least:
+    """Far cheaper than a prediction, and never above it."""
+    storage, wires = storage_of(schedule), busiest(schedule, setting)
+    kernels = []
+    for direction in setting.passes:
+        costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
+        of_ranks = [_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule)]
+        kernels.append(setting.machine.kernel_seconds(of_ranks))
+    net = setting.interconnect
+    moving = [each.seconds - _burst_seconds(each.wire, net) for each in wires.of_passes]
+    seconds = sum(map(max, moving, kernels))
+    return Least(seconds, wires, sum(kernels))
+
+
+def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs) -> float:
+    return sum(
+        costs.kernel_seconds(call.patch)
+        for tile in storage.tiles(rank)
+        for call in calls(storage, tile, setting.supports)
+    )
+
+
+def wire_bytes(schedule: Schedule, setting: Setting, direction: Pass) -> dict[str, int]:
+    """What one pass puts on each wire."""
+    loads: dict[str, int] = {}
+    for (src, dst), nbytes in link_bytes(schedule, setting.workload, direction).items():
+        for wire in setting.interconnect.way(src, dst):
+            loads[wire] = loads.get(wire, 0) + nbytes
+    return loads
+
+
+def busiest(schedule: Schedule, setting: Setting) -> Busiest:
+    """The wires that need longest for what the passes put on them."""
+    net = setting.interconnect
+    loads = {direction: wire_bytes(schedule, setting, direction) for direction in setting.passes}
+    total: Counter[str] = Counter()
+    for one in loads.values():
+        total.update(one)
+    worst = _worst(total, net)
+    of_passes = tuple(_of_pass(direction, one, worst, net) for direction, one in loads.items())
+    return Busiest(worst, total[worst], of_passes)
+
+
+def _of_pass(direction: Pass, loads: Mapping[str, int], worst: str, net: Interconnect) -> OfPass:
+    wire = _worst(loads, net)
+    seconds = _wire_seconds(loads, wire, net)
+    return OfPass(direction, worst if _wire_seconds(loads, worst, net) == seconds else wire, seconds)
+
+
+def _worst(loads: Mapping[str, int], net: Interconnect) -> str:
+    return max(loads, key=lambda wire: (_wire_seconds(loads, wire, net), wire), default=NO_WIRE)
+
+
+def _wire_seconds(loads: Mapping[str, int], wire: str, net: Interconnect) -> float:
+    return loads[wire] / net.gbs(wire) / 1e9 if wire in loads else 0.0
+
+
+def _burst_seconds(wire: str, net: Interconnect) -> float:
+    return 0.0 if wire == NO_WIRE else net.burst_bytes(wire) / net.gbs(wire) / 1e9
+
+
+def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Prediction:
+    """Lower, simulate and add up."""
+    made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
+    pools = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
+    return Prediction(
+        sum(outcome.seconds for outcome, _, _ in made),
+        sum(kernels for _, kernels, _ in made),
+        sum(outcome.exposed_seconds for outcome, _, _ in made),
+        busiest(schedule, setting),
+        *held(contacts(schedule, setting.able, setting.passes), setting.able, pools),
+        tuple(outcome for outcome, _, _ in made) if record else (),
+    )
+
+
+def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, list[int]]:
+    """The outcome, what kernels take at least, and what each rank holds."""
+    workload = setting.workload
+    costs = Costs(schedule, workload, direction, setting.machine.rates)
+    programs: list[Sequence[Operation]] = []
+    pools = Pools(schedule, workload, setting.able)
+    for program in lowered(schedule, setting, direction):
+        programs.append(costs.operations(program))
+        pools.add(program, kept_bytes(schedule, workload, program))
+    machine = setting.machine
+    kernels = machine.kernel_seconds([kernel_seconds_of(program) for program in programs])
+    window = WINDOW_SHARE * kernels if schedule.world_size > FEW_RANKS else 0.0
+    outcome = simulate(
+        setting.interconnect, programs, machine.messages, record,
+        cores=machine.shared_cores, sharing_seconds=window, kernels_share=machine.kernels_share,
+        start_seconds=machine.start_seconds,
+    )  # fmt: skip
+    return outcome, kernels, pools.nbytes()
+
+
+def lowered(
+    schedule: Schedule, setting: Setting, direction: Pass, ranks: Iterable[int] | None = None
+) -> Iterator[Program]:
+    """One pass as the setting's transport would run it, on these ranks, or on all."""
+    storage, workload = storage_of(schedule), setting.workload
+    way = setting.able.way._replace(early_receives=setting.early_receives)
+    for rank in _ranks(schedule) if ranks is None else ranks:
+        agenda = agenda_of(storage, rank, direction, workload, setting.supports)
+        yield lower_agenda(agenda, workload, way)
+
+
+def _ranks(schedule: Schedule) -> range:
+    return range(schedule.world_size)
+
+
+def kernel_seconds_of(program: Sequence[Operation]) -> float:
+    """What a rank's kernels take in all."""
+    return sum(each.seconds for each in program if isinstance(each, Compute) and each.kernel)

@@ -1,0 +1,315 @@
+"""How long the programs of all ranks take on an interconnect: events in time.
+
+A rank works off its operations in order. A transfer begins when both ends have posted it, those before it
+between the same two ranks on the same channel are through, and the latency has passed; how it then moves,
+moving.py says. Where ranks share the cores of one machine, what they do there takes turns.
+Nothing else is known of schedules here: what was lowered is what is simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenring.errors import ScheduleError
+from tokenring.planner.simulation.in_flight import Fluids, Moving, Transfer, Wires
+from tokenring.planner.simulation.operations import Await, Compute, Operation, Post
+from tokenring.planner.simulation.packets import Packets
+from tokenring.tables.rates import Messages
+
+EPSILON_SECONDS = 1e-12
+Queue = tuple[int, int, str]  # source, destination, channel
+Canonical = Callable[[int, int], tuple[int, int]]  # of equal transfers, the one that stands for all
+
+
+def every_transfer(src: int, dst: int) -> tuple[int, int]:
+    """Canonical where no transfer stands for another."""
+    return src, dst
+
+
+class Span(NamedTuple):
+    """What a rank did, or what was on its way to it, from when to when."""
+
+    rank: int
+    what: str  # "kernel", "copy", "wait", or "transfer"
+    label: str
+    step: int
+    begin_seconds: float
+    end_seconds: float
+    src: int = -1  # of a transfer
+
+
+@dataclass
+class Outcome:
+    """What a simulated pass came to."""
+
+    seconds: float
+    busy_seconds: list[float]  # of each rank: kernels, copies and posts
+    wire_bytes: dict[str, float]
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What the busiest rank waits: communication that nothing hides."""
+        return self.seconds - max(self.busy_seconds)
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """What is done on shared cores, and what then goes on: a rank, or a transfer."""
+
+    left_seconds: float
+    begin: float
+    rank: int
+    operation: Compute | None = None
+    transfer: Transfer | None = None
+
+
+class Simulation:
+    """One pass of one schedule. `run` once."""
+
+    def __init__(
+        self,
+        interconnect: Wires,
+        programs: Sequence[Sequence[Operation]],
+        messages: Messages,
+        record: bool = False,
+        canonical: Canonical = every_transfer,
+        cores: float = math.inf,
+        sharing_seconds: float = 0.0,
+        kernels_share: bool = False,
+        start_seconds: float = 0.0,
+    ) -> None:
+        self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
+        self.cores, self.kernels_share, self.start_seconds = cores, kernels_share, start_seconds
+        self.moving: Moving
+        if messages.window_bytes is None:
+            self.moving = Fluids(interconnect, self, messages.flow_gbs, sharing_seconds)
+        elif canonical is every_transfer:
+            self.moving = Packets(interconnect, self, messages.window_bytes)
+        else:
+            raise ScheduleError("packets of one host do not stand for those of others: simulate all ranks")
+        self.working: list[_Work] = []
+        self.programs = programs
+        self.at = [0] * len(programs)
+        self.busy = [0.0] * len(programs)
+        self.now = 0.0
+        self.events: list[tuple[float, int, int, Transfer | None]] = []  # time, tie, rank, or a transfer to begin
+        self.ties = 0
+        self.queues: dict[Queue, deque[Transfer]] = defaultdict(deque)
+        self.unmatched: dict[tuple[Queue, bool], deque[Transfer]] = defaultdict(deque)
+        self.of_message: list[dict[int, Transfer]] = [{} for _ in programs]
+        self.wire_bytes: dict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []
+        self.since = [0.0] * len(programs)  # when the current wait or work began
+
+    def run(self) -> Outcome:
+        """Raises ScheduleError if the programs wait for each other for ever."""
+        for rank in range(len(self.programs)):
+            self._at_time(self.start_seconds * (rank + 1), rank)
+        while self.events or self.working or not self.moving.is_idle():
+            self._next_moment()
+            while self.events and self.events[0][0] <= self.now:
+                _, _, rank, transfer = heapq.heappop(self.events)
+                if transfer is None:
+                    self._go_on(rank)
+                else:
+                    self._handle(transfer)
+            self.moving.settle(self.now, self.events[0][0] if self.events else math.inf)
+        if stuck := [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]:
+            raise ScheduleError(f"the programs do not end: ranks {stuck} wait for each other")
+        return Outcome(self.now, self.busy, dict(self.wire_bytes), self.spans)
+
+    # ---------- time
+
+    def _at_time(self, when: float, rank: int, transfer: Transfer | None = None) -> None:
+        self.ties += 1
+        heapq.heappush(self.events, (when, self.ties, rank, transfer))
+
+    def _next_moment(self) -> None:
+        """Go to what comes first: an event, or the end of a transfer or of work."""
+        speed = self._speed()
+        done = min((each.left_seconds for each in self.working), default=math.inf) / speed
+        event = self.events[0][0] if self.events else math.inf
+        then = min(self.moving.next_moment(self.now), self.now + done, event)
+        passed, self.now = then - self.now, then
+        self._progress(passed * speed)
+        self.moving.advance(then)
+
+    def _speed(self) -> float:
+        """Of each piece of work on the shared cores, of which none has more than one."""
+        return min(1.0, self.cores / len(self.working)) if self.working else 1.0
+
+    def _progress(self, seconds: float) -> None:
+        """So much of each piece of work is done."""
+        # What passes between two moments that are one as floats: else it would never end.
+        least = max(EPSILON_SECONDS, 1e-15 * self.now)
+        for each in self.working:
+            each.left_seconds -= seconds
+        ended = [each for each in self.working if each.left_seconds <= least]
+        if ended:
+            self.working = [each for each in self.working if each.left_seconds > least]
+        for each in ended:
+            if each.transfer is not None:
+                self._ready(each.transfer)
+                continue
+            self.busy[each.rank] += self.now - each.begin
+            if self.record and each.operation is not None:
+                self._note(each.rank, each.operation, each.begin)
+            self._at_time(self.now, each.rank)
+
+    # ---------- transfers
+
+    def _begin(self, transfer: Transfer) -> None:
+        transfer.begin, transfer.left = self.now, transfer.nbytes * self._turns(transfer)
+        for wire in transfer.way:
+            self.wire_bytes[wire] += transfer.nbytes
+        self.moving.begin(transfer, self.now)
+
+    def arrived(self, transfer: Transfer) -> None:
+        """Who waits for it goes on. See Listener."""
+        transfer.done = True
+        if self.record:
+            self.spans.append(
+                Span(transfer.dst, "transfer", transfer.label, transfer.step, transfer.begin, self.now, transfer.src)
+            )
+        for rank in transfer.waiting:
+            if not (transfer.sent and rank == transfer.src):
+                self._at_time(self.now, rank)
+
+    def sent(self, transfer: Transfer) -> None:
+        """Its source goes on. See Listener."""
+        if transfer.src in transfer.waiting:
+            self._at_time(self.now, transfer.src)
+
+    def through(self, transfer: Transfer) -> None:
+        """The next of its queue begins. See Listener."""
+        queue = self.queues[self._queue_of(transfer)]
+        queue.popleft()
+        self._start_next(queue)
+
+    def _start_next(self, queue: deque[Transfer]) -> None:
+        """The first of a queue begins once both ends have posted it and it is ready."""
+        if not queue or queue[0].posted < 2 or queue[0].begin >= 0:
+            return
+        if queue[0].ready:
+            self._begin(queue[0])
+        elif not self.messages.pipelined:
+            queue[0].begin = self.now
+            self._at_time(self.now + self.messages.latency_seconds, queue[0].dst, queue[0])
+
+    def _handle(self, transfer: Transfer) -> None:
+        """Its latency has passed; what is left is work on the shared cores."""
+        seconds = self.messages.handling_seconds + transfer.nbytes / (self.messages.handling_gbs * 1e9)
+        if seconds > 0:
+            self.working.append(_Work(seconds, self.now, transfer.dst, transfer=transfer))
+        else:
+            self._ready(transfer)
+
+    def _ready(self, transfer: Transfer) -> None:
+        transfer.ready = True
+        queue = self.queues[self._queue_of(transfer)]
+        if queue[0] is transfer:
+            self._begin(transfer)
+
+    def _queue_of(self, transfer: Transfer) -> Queue:
+        pair = transfer.src, transfer.dst
+        if self.messages.pair_serial:
+            pair = min(pair, self._way_back(transfer))
+        return *pair, transfer.channel if self.messages.channels > 1 else ""
+
+    def _way_back(self, transfer: Transfer) -> tuple[int, int]:
+        """The other direction of its pair, or what stands for that."""
+        return self.canonical(transfer.dst, transfer.src)
+
+    def _turns(self, transfer: Transfer) -> int:
+        """Of hosts opposite to each other, one transfer stands for both directions: in one queue, for both turns."""
+        both = self.messages.pair_serial and self._way_back(transfer) == (transfer.src, transfer.dst)
+        return 2 if both else 1
+
+    # ---------- ranks
+
+    def _go_on(self, rank: int) -> None:
+        """Work off operations until one takes time."""
+        program = self.programs[rank]
+        while self.at[rank] < len(program):
+            each = program[self.at[rank]]
+            match each:
+                case Compute():
+                    self.at[rank] += 1
+                    if each.seconds > 0:
+                        self._work(rank, each.seconds, each)
+                        return
+                case Post():
+                    self.at[rank] += 1
+                    self._post(rank, each)
+                    if self.messages.post_seconds > 0:
+                        self._work(rank, self.messages.post_seconds)
+                        return
+                case Await(message):
+                    transfer = self.of_message[rank][message]
+                    if not (transfer.done or (transfer.sent and rank == transfer.src)):
+                        if rank not in transfer.waiting:
+                            transfer.waiting.append(rank)
+                            self.since[rank] = self.now
+                        return
+                    if self.record and rank in transfer.waiting:
+                        self.spans.append(Span(rank, "wait", transfer.label, transfer.step, self.since[rank], self.now))
+                    self.at[rank] += 1
+
+    def _work(self, rank: int, seconds: float, each: Compute | None = None) -> None:
+        """The rank is busy: on the shared cores, if there are any, and kernels there too if they share them."""
+        if self.cores < math.inf and (self.kernels_share or not (each and each.kernel)):
+            self.working.append(_Work(seconds, self.now, rank, each))
+            return
+        self.busy[rank] += seconds
+        if self.record and each is not None:
+            self._note(rank, each, self.now, self.now + seconds)
+        self._at_time(self.now + seconds, rank)
+
+    def _note(self, rank: int, each: Compute, begin: float, end: float | None = None) -> None:
+        what = "kernel" if each.kernel else "copy"
+        self.spans.append(Span(rank, what, each.label, each.step, begin, self.now if end is None else end))
+
+    def _post(self, rank: int, post: Post) -> None:
+        src, dst = self.canonical(*((rank, post.peer) if post.sends else (post.peer, rank)))
+        other_end = self.unmatched[(src, dst, post.channel), not post.sends]
+        if other_end:
+            transfer = other_end.popleft()
+        else:
+            way = self.net.way(src, dst)
+            transfer = Transfer(src, dst, float(post.nbytes), way, post.label, post.step, post.channel)
+            self.unmatched[(src, dst, post.channel), post.sends].append(transfer)
+            self.queues[self._queue_of(transfer)].append(transfer)
+        transfer.posted += 1
+        self.of_message[rank][post.message] = transfer
+        if transfer.posted == 2 and self.messages.pipelined:
+            self._at_time(self.now + self.messages.latency_seconds, transfer.dst, transfer)
+        self._start_next(self.queues[self._queue_of(transfer)])
+
+
+def simulate(
+    interconnect: Wires,
+    programs: Sequence[Sequence[Operation]],
+    messages: Messages,
+    record: bool = False,
+    canonical: Canonical = every_transfer,
+    cores: float = math.inf,
+    sharing_seconds: float = 0.0,
+    kernels_share: bool = False,
+    start_seconds: float = 0.0,
+) -> Outcome:
+    """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
+
+    canonical: where the programs are those of one of many equal hosts, which transfer stands for one (fold.py).
+    cores: that all ranks share for what is not a kernel, and with kernels_share for kernels (Machine). sharing_seconds:
+    so long, a transfer that has begun may wait for its share while others begin and end: far fewer times are wires
+    shared out (of packets, nothing). start_seconds: of each rank, which start one after another.
+    """
+    return Simulation(
+        interconnect, programs, messages, record, canonical, cores, sharing_seconds, kernels_share, start_seconds
+    ).run()

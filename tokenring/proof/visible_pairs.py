@@ -1,0 +1,175 @@
+"""Which pairs of tokens kernel calls compute, against those that the mask shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from tokenring.ir.schedule_data import Block, Kind, Schedule
+from tokenring.proof.slot_contents import Rows, Run, Tokens, add
+from tokenring.sequence.region import Patch, Region, tidy
+
+Cell = tuple[tuple[int, int], Patch]  # (q unit, kv unit), and what is computed of it, in rows and columns of the units
+
+
+class Pairs:
+    """The tokens of a schedule, cut into units, and what the mask shows of each pair of units."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        q, kv = schedule.unit_positions["q"], schedule.unit_positions["k"]
+        region = schedule.mask.region
+        self.goal: dict[tuple[int, int], Region] = {
+            (i, j): seen for i, a in enumerate(q) for j, b in enumerate(kv) if (seen := region(a, b))
+        }
+        self._cells: dict[tuple[Tokens, Tokens, Patch], list[Cell]] = {}
+
+    def cells(self, q: Tokens, kv: Tokens, patch: Patch) -> list[Cell]:
+        """What a kernel call computes, for each pair of units."""
+        key = (q, kv, patch)
+        found = self._cells.get(key)
+        if found is None:
+            found = self._cells[key] = list(self._cut(q, kv, patch))
+        return found
+
+    def _cut(self, q: Tokens, kv: Tokens, patch: Patch) -> Iterator[Cell]:
+        low, high, row_step, col_step = patch.low, patch.high, patch.row_step, patch.col_step
+        columns = list(self._units("kv", kv))
+        for row, rows, a, a0 in self._units("q", q):
+            for col, cols, b, b0 in columns:
+                by = row_step * row - col_step * col
+                part = tidy(
+                    Patch(
+                        a0,
+                        a0 + rows,
+                        b0,
+                        b0 + cols,
+                        None if low is None else low + by,
+                        None if high is None else high + by,
+                        row_step,
+                        col_step,
+                    )
+                )
+                if part is not None:
+                    yield (a, b), part
+
+    def _units(self, kind: Kind, tokens: Tokens) -> Iterator[tuple[int, int, int, int]]:
+        """The tokens unit by unit: (place among them, how many, unit, place in the unit)."""
+        length, pieces = self.schedule.unit_length(kind), self.schedule.pieces_of(kind)
+        at = 0
+        for count, owner, row in tokens:
+            owned = self.schedule.layout_of(kind).owned_by(owner)
+            end = row + count
+            while row < end:
+                index, inside = divmod(row, length)
+                part = min(length - inside, end - row)
+                yield at, part, owned[index // pieces] * pieces + index % pieces, inside
+                row, at = row + part, at + part
+
+    def block(self, kind: Kind, owner: int, row: int, heads: int = 0, made_at: int | None = None) -> Block:
+        """The unit in which a rank's own row lies."""
+        index, pieces = row // self.schedule.unit_length(kind), self.schedule.pieces_of(kind)
+        return Block(
+            kind, self.schedule.layout_of(kind).owned_by(owner)[index // pieces], heads, index % pieces, made_at
+        )
+
+
+class Call(NamedTuple):
+    """A kernel call that was made."""
+
+    rank: int
+    step: int
+    heads: int
+    cells: list[Cell]
+
+
+class Tally:
+    """What the kernel calls of one pass compute, and what has to come home for it."""
+
+    def __init__(self, pairs: Pairs, kinds: tuple[Kind, ...]) -> None:
+        self.pairs, self.schedule = pairs, pairs.schedule
+        self.calls: list[Call] = []
+        # (kind, owner, head group) → for each own row the calls that make a result for it
+        self.due: dict[tuple[Kind, int, int], Rows] = {
+            (kind, rank, heads): {0: Run(0, self.schedule.layout_of(kind).local_length, rank, 0)}
+            for kind in kinds
+            for rank in range(self.schedule.world_size)
+            for heads in range(self.schedule.head_groups)
+        }
+        self._sides: tuple[tuple[Kind, int], ...] = tuple((kind, 0 if kind[0] == "q" else 1) for kind in kinds)
+
+    def call(self, rank: int, step: int, heads: int, q: Tokens, kv: Tokens, patch: Patch) -> int:
+        """Note a kernel call; the bit that stands for it."""
+        made = 1 << len(self.calls)
+        self.calls.append(Call(rank, step, heads, self.pairs.cells(q, kv, patch)))
+        for kind, side in self._sides:
+            for count, owner, row in (q, kv)[side]:
+                add(self.due[kind, owner, heads], Run(row, row + count, owner, row, made))
+        return made
+
+    def first(self, made: int) -> Call:
+        """The first of these calls."""
+        return self.calls[(made & -made).bit_length() - 1]
+
+    def check(self) -> tuple[int, int, str] | None:
+        """What is not computed exactly once: (rank, step, in words); None if nothing."""
+        computed: list[dict[tuple[int, int], Region]] = [{} for _ in range(self.schedule.head_groups)]
+        for call in self.calls:
+            of = computed[call.heads]
+            for units, patch in call.cells:
+                before = of.get(units)
+                of[units] = (patch,) if before is None else (*before, patch)
+        for heads, found in enumerate(computed):
+            if found != self.pairs.goal:
+                for units in sorted({*found, *self.pairs.goal}):
+                    if wrong := self._wrong(units, found.get(units, ())):
+                        return self._name(heads, units, wrong)
+        return None
+
+    def _wrong(self, units: tuple[int, int], found: Region) -> str:
+        """What is wrong with a pair of units; "" if nothing: the same may be cut otherwise, or have other bounds."""
+        goal = self.pairs.goal.get(units, ())
+        if sorted(found, key=_corner) == sorted(goal, key=_corner):
+            return ""
+        if not found:
+            return "never computes {} with {}"
+        for row in range(self.schedule.unit_length("q")):
+            computed, wanted = _columns(found, row), _columns(goal, row)
+            if any(a.stop > b.start for a, b in pairwise(computed)):
+                return "computes {} with {} a second time"
+            if _joined(computed) != _joined(wanted):
+                return "computes {} with {} otherwise than the mask lets them see each other"
+        return ""
+
+    def _name(self, heads: int, units: tuple[int, int], wrong: str) -> tuple[int, int, str]:
+        """With the last call that computes anything of these units."""
+        pieces = self.schedule.q_pieces, self.schedule.kv_pieces
+        (q, q_piece), (kv, kv_piece) = (divmod(unit, by) for unit, by in zip(units, pieces, strict=True))
+        blocks = Block("q", q, heads, q_piece), Block("kv", kv, heads, kv_piece)
+        calls = [call for call in self.calls if call.heads == heads and units in dict(call.cells)]
+        rank = calls[-1].rank if calls else self.schedule.owner(blocks[0])
+        return rank, (calls or self.calls)[-1].step if self.calls else 0, wrong.format(*blocks)
+
+
+def _corner(patch: Patch) -> tuple[int, int, int, int]:
+    return patch[:4]
+
+
+def _columns(region: Region, row: int) -> list[range]:
+    """What a row sees, patch by patch."""
+    found = []
+    for patch in region:
+        if patch.row0 <= row < patch.row1 and (columns := patch.columns_of(row - patch.row0)):
+            found.append(range(columns.start + patch.col0, columns.stop + patch.col0))
+    return sorted(found, key=lambda columns: columns.start)
+
+
+def _joined(columns: list[range]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for each in columns:
+        if joined and joined[-1][1] == each.start:
+            joined[-1] = (joined[-1][0], each.stop)
+        else:
+            joined.append((each.start, each.stop))
+    return joined

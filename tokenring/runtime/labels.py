@@ -1,0 +1,65 @@
+"""What instructions are called in traces and profiles: attend q0×kv4, send kv0,kv7 to 1, wait kv4 from 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenring.ir.schedule_data import Schedule
+from tokenring.ir.text import tile_text
+from tokenring.lowering.calls import Supports, calls
+from tokenring.lowering.program import Attend, Fill, Instruction, Program, Recv, Release, Send, Wait
+from tokenring.lowering.storage import storage_of
+from tokenring.runtime.trace import Agree
+
+
+class Names:
+    """The names of the instructions of one pass at one rank."""
+
+    def __init__(self, instructions: Iterable[Instruction | Agree]) -> None:
+        self.posts = {each.message: each for each in instructions if isinstance(each, (Send, Recv))}
+
+    def of(self, instruction: Instruction | Agree, tile: str = "") -> str:
+        """A few words. tile: of a kernel call, where it is known."""
+        match instruction:
+            case Agree():
+                return "agree"
+            case Attend():
+                return f"attend {tile}".rstrip()
+            case Send():
+                return f"send {blocks(instruction)} to {instruction.dst}"
+            case Recv():
+                return f"receive {blocks(instruction)} from {instruction.src}"
+            case Wait():
+                return f"wait {self.awaited(instruction)}"
+            case Fill():
+                return "clear"
+        return type(instruction).__name__.lower()
+
+    def awaited(self, wait: Wait, rank: str = "") -> str:
+        """The message that is waited for, and its other end; `rank` stands before the number."""
+        post = self.posts[wait.message]
+        peer = f"from {rank}{post.src}" if isinstance(post, Recv) else f"to {rank}{post.dst}"
+        return f"{blocks(post)} {peer}"
+
+
+def blocks(post: Send | Recv) -> str:
+    """The blocks of a message, without the step that its label begins with."""
+    return post.label.partition(", ")[2] or post.label
+
+
+def tiles(schedule: Schedule, rank: int, supports: Supports) -> list[str]:
+    """The tile of each kernel call of a rank, in order."""
+    mine = sorted((tile for tile in schedule.tiles if tile.rank == rank), key=lambda tile: tile.step)
+    return [tile_text(schedule, tile) for tile in mine for _ in calls(storage_of(schedule), tile, supports)]
+
+
+def range_names(schedule: Schedule, program: Program, supports: Supports) -> list[str]:
+    """Of each step that an executor has, as profilers show it: "tokenring forward 2: attend q0×kv4"."""
+    names, calls_of = Names(program.instructions), iter(tiles(schedule, program.rank, supports))
+    found = []
+    for instruction, step in zip(program.instructions, program.steps, strict=True):
+        if isinstance(instruction, Release):
+            continue
+        tile = next(calls_of, "") if isinstance(instruction, Attend) else ""
+        found.append(f"tokenring {program.direction} {step}: {names.of(instruction, tile)}")
+    return found

@@ -1,0 +1,79 @@
+"""What transports want to know of a program beside its single messages: where they all go, and which go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tokenring.backends.interfaces import Deferring, Grouping, Placing, Transport
+from tokenring.lowering.program import Instruction, Pack, Recv, Send, Wait
+from tokenring.runtime.pool import Views
+
+T = TypeVar("T")
+
+
+def placed(transport: Transport | None, views: Views, instructions: Sequence[Instruction]) -> Callable[[], object]:
+    """Tell the ranks where the messages of a program go; gives what is to be called whenever it begins.
+
+    A collective call where the transport is one of these.
+    """
+    if not isinstance(transport, Placing):
+        return lambda: None
+    landings = []
+    for each in instructions:
+        if isinstance(each, Recv):
+            landing = views.landing(each.span)
+            landings.append((each.src, each.channel, views.message(each.span) if landing is None else landing))
+    placement = transport.place(landings)
+    return lambda: transport.begin(placement)
+
+
+def grouped(
+    transport: Transport | None, instructions: Sequence[Instruction], steps: list[Callable[[T], None]]
+) -> list[Callable[[T], None]]:
+    """The steps of instructions, where posts that stand in a row begin to move at the last of them."""
+    if not isinstance(transport, Grouping):
+        return steps
+    made = list(steps)
+    for at in last_posts(instructions):
+        made[at] = _in_turn(made[at], lambda call: transport.go())
+    return made
+
+
+def last_posts(instructions: Sequence[Instruction]) -> list[int]:
+    """Where rows of posts on one channel end that have nothing but copies into what is sent between them.
+
+    Of one channel, so that rows follow each other in the order of posts that all ranks share: groups of both channels
+    at once would begin in an order that depends on how each rank's rows happen to be cut.
+    """
+    found: list[int] = []
+    last: int | None = None
+    row = ""  # its channel
+    for at, instruction in enumerate([*instructions, None]):
+        if isinstance(instruction, Pack):
+            continue
+        channel = instruction.channel if isinstance(instruction, Recv | Send) else ""
+        if last is not None and channel != row:
+            found.append(last)
+        last, row = at if channel else None, channel
+    return found
+
+
+def settled(
+    transport: Transport | None, instructions: Sequence[Instruction], steps: list[Callable[[T], None]]
+) -> list[Callable[[T], None]]:
+    """The steps of instructions, of which the first that waits for a message makes sure that all ranks agree."""
+    at = next((at for at, each in enumerate(instructions) if isinstance(each, Wait)), None)
+    if at is None or not isinstance(transport, Deferring):
+        return steps
+    made = list(steps)
+    made[at] = _in_turn(lambda call: transport.settle(), made[at])
+    return made
+
+
+def _in_turn(*steps: Callable[[T], None]) -> Callable[[T], None]:
+    def each(call: T) -> None:
+        for step in steps:
+            step(call)
+
+    return each

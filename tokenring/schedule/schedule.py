@@ -1,0 +1,76 @@
+"""The schedule as users hold it: the data, and what can be asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from tokenring.errors import ConfigurationError
+from tokenring.ir import json as interchange
+from tokenring.ir import schedule_data as ir
+from tokenring.ir import text, text_parse
+from tokenring.ir.schedule_data import Pass
+from tokenring.lowering import footprint as measure
+from tokenring.lowering.lower import lower
+from tokenring.lowering.program import Program
+from tokenring.lowering.target import IDEAL
+from tokenring.proof.verify import verify
+from tokenring.sequence.workload import Workload
+
+
+class Schedule(ir.Schedule):
+    """A schedule, with its proof, its costs and its texts."""
+
+    @classmethod
+    def of(cls, data: ir.Schedule) -> Schedule:
+        return cls(**{field.name: getattr(data, field.name) for field in fields(data)})
+
+    def verify(self) -> Schedule:
+        """Prove both passes; returns the schedule itself. Raises ScheduleError with step, rank and block."""
+        verify(self)
+        return self
+
+    def link_bytes(self, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
+        """Payload bytes that each (source, destination) link carries in a pass."""
+        return measure.link_bytes(self, workload, direction)
+
+    def peak_bytes(self, workload: Workload, direction: Pass = "forward", transport: str | None = None) -> int:
+        """Bytes of the buffer pool at the rank that needs most: slots and fp32 accumulators.
+
+        With a transport by name, also what it needs more: for its connections, for messages that go or land apart.
+        """
+        from tokenring.backends.registry import kernel_for_planning, transport_capabilities
+
+        able = IDEAL if transport is None else transport_capabilities(transport)
+        supports = kernel_for_planning().supports_patch
+        return measure.peak_bytes(self, workload, direction, able, supports)
+
+    def flops(self, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
+        """Floating-point operations of each rank's tiles in a pass, visible pairs only."""
+        return measure.flops(self, workload, direction)
+
+    def program(self, workload: Workload, rank: int, direction: Pass = "forward") -> Program:
+        """What one rank does in a pass, instruction by instruction."""
+        return lower(self, rank, direction, workload)
+
+    def to_json(self) -> str:
+        """The schedule as documented JSON (docs/schedule-json.md)."""
+        return interchange.to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        """The schedule that to_json wrote. Raises ScheduleError."""
+        return Schedule.of(interchange.from_json(_text("from_json", text)))
+
+    def __str__(self) -> str:
+        return text.to_text(self)
+
+    @staticmethod
+    def parse(text: str) -> Schedule:
+        """The schedule that str() printed. Raises ScheduleError."""
+        return Schedule.of(text_parse.parse_text(_text("parse", text)))
+
+
+def _text(reader: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ConfigurationError(f"Schedule.{reader} reads a str, not one of type {type(given).__name__}")
+    return given

@@ -1,0 +1,175 @@
+"""From a placement and routes to a dense schedule, and through the passes to a finished one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenring.ir.passes import fuse, keep_for_last, order, prune
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Kind, Move, Tile
+from tokenring.schedule.routes import Gather, Hop, Origin, Return, return_direct, stay
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import Layout
+from tokenring.sequence.mask import Mask
+
+
+class Pair(NamedTuple):
+    """One tile to be placed: the q units of one owner against the kv units of one owner."""
+
+    q_owner: int
+    kv_owner: int
+    heads: int
+    q_piece: int
+    kv_piece: int
+    world_size: int
+
+
+Placement = Callable[[Pair], int]
+PlacementFor = Callable[[Layout, Layout, Mask], Placement]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A family of schedules: where each tile is computed, and by which routes blocks and partials travel.
+
+    place_for: instead of `place` where the mask decides: the placement for a q layout, a kv layout and a mask.
+    when: the step of a tile, given the pair and the step in which its blocks are due; tiles of one step and
+        rank may fuse into one kernel call. None: as soon as they are due.
+    together: a rank computes when everything has arrived.
+    late: part of each rank's local tile is kept for last (`passes.keep_for_last`).
+    """
+
+    name: str
+    place: Placement
+    gather_q: Gather = stay
+    gather_kv: Gather = stay
+    return_q: Return = return_direct
+    return_kv: Return = return_direct
+    head_groups: int = 1
+    q_pieces: int = 1
+    kv_pieces: int = 1
+    keep: frozenset[str] = field(default_factory=frozenset)
+    together: bool = False
+    slack: int | None = None
+    codecs: tuple[tuple[str, str], ...] = ()
+    place_for: PlacementFor | None = None
+    when: Callable[[Pair, int], int] | None = None
+    late: bool = False
+
+
+def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
+    """The scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
+    made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
+    return order(keep_for_last(made) if scheme.late else made)
+
+
+def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
+    """Every tile and every move that the scheme would make if everything were visible."""
+    world = q_layout.world_size
+    schedule = Schedule(
+        scheme.name, world, q_layout, kv_layout, mask, (), (), scheme.head_groups, scheme.q_pieces,
+        scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
+    )  # fmt: skip
+    q_routes = _routes(schedule, "q", scheme.gather_q)
+    kv_routes = _routes(schedule, "kv", scheme.gather_kv)
+    tiles = _tiles(schedule, scheme, _arrivals(q_routes), _arrivals(kv_routes))
+    if scheme.together:
+        tiles = _after_all(tiles)
+    moves = [*_requests(q_routes), *_requests(kv_routes)]
+    moves += _partials(schedule, "q", tiles, scheme.return_q)
+    moves += _partials(schedule, "kv", tiles, scheme.return_kv)
+    return schedule.replace(tiles=tuple(tiles), moves=tuple(moves))
+
+
+Routes = dict[Block, tuple[Hop, ...]]
+
+
+def _routes(schedule: Schedule, kind: Kind, gather: Gather) -> Routes:
+    return {block: gather(_origin(schedule, block)) for block in _units(schedule, kind)}
+
+
+def _units(schedule: Schedule, kind: Kind) -> Iterable[Block]:
+    for chunk in range(len(schedule.layout_of(kind).chunks)):
+        for heads in range(schedule.head_groups):
+            for piece in range(schedule.pieces_of(kind)):
+                yield Block(kind, chunk, heads, piece)
+
+
+def _origin(schedule: Schedule, block: Block) -> Origin:
+    return Origin(
+        schedule.owner(block),
+        schedule.world_size,
+        block.chunk,
+        block.heads,
+        block.piece,
+        schedule.pieces_of(block.kind),
+    )
+
+
+def _arrivals(routes: Routes) -> dict[Block, dict[int, int]]:
+    return {block: {hop.dst: hop.arrival for hop in hops} for block, hops in routes.items()}
+
+
+def _tiles(
+    schedule: Schedule,
+    scheme: Scheme,
+    q_arrivals: dict[Block, dict[int, int]],
+    kv_arrivals: dict[Block, dict[int, int]],
+) -> list[Tile]:
+    ranks = range(schedule.world_size)
+    place = scheme.place
+    if scheme.place_for is not None:
+        place = scheme.place_for(schedule.q_layout, schedule.kv_layout, schedule.mask)
+    q_blocks = _blocks_by_owner(schedule, "q")
+    kv_blocks = _blocks_by_owner(schedule, "kv")
+    tiles = []
+    for (q_owner, heads, q_piece), q in q_blocks.items():
+        for kv_owner in ranks:
+            for kv_piece in range(schedule.kv_pieces):
+                kv = kv_blocks[kv_owner, heads, kv_piece]
+                pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, schedule.world_size)
+                rank = place(pair)
+                step = max(
+                    max(0 if q_owner == rank else q_arrivals[block].get(rank, 0) for block in q),
+                    max(0 if kv_owner == rank else kv_arrivals[block].get(rank, 0) for block in kv),
+                )
+                tiles.append(Tile(scheme.when(pair, step) if scheme.when else step, rank, q, kv))
+    return tiles
+
+
+def _after_all(tiles: list[Tile]) -> list[Tile]:
+    last: dict[int, int] = defaultdict(int)
+    for tile in tiles:
+        last[tile.rank] = max(last[tile.rank], tile.step)
+    return [tile._replace(step=last[tile.rank]) for tile in tiles]
+
+
+def _blocks_by_owner(schedule: Schedule, kind: Kind) -> dict[tuple[int, int, int], tuple[Block, ...]]:
+    layout = schedule.layout_of(kind)
+    return {
+        (owner, heads, piece): tuple(Block(kind, chunk, heads, piece) for chunk in layout.owned_by(owner))
+        for owner in range(schedule.world_size)
+        for heads in range(schedule.head_groups)
+        for piece in range(schedule.pieces_of(kind))
+    }
+
+
+def _requests(routes: Routes) -> Iterable[Move]:
+    for block, hops in routes.items():
+        for hop in hops:
+            yield Move(hop.step, block, hop.src, hop.dst, REQUESTS)
+
+
+def _partials(schedule: Schedule, kind: Kind, tiles: list[Tile], back: Return) -> Iterable[Move]:
+    """The way home of what tiles make for units of this kind that are owned elsewhere."""
+    makers: dict[Block, dict[int, int]] = defaultdict(dict)
+    for tile in tiles:
+        for block in tile.q if kind == "q" else tile.kv:
+            if schedule.owner(block) != tile.rank:
+                last = makers[block].get(tile.rank, 0)
+                makers[block][tile.rank] = max(last, tile.step)
+    for block, steps in makers.items():
+        for hop in back(_origin(schedule, block), steps):
+            yield Move(hop.step, block.partial(hop.src), hop.src, hop.dst, PARTIALS, hop.add)

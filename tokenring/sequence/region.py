@@ -1,0 +1,222 @@
+"""What part of a (q × kv) rectangle a mask leaves visible.
+
+A region is a tuple of disjoint patches: none is (), full is one patch without bounds, a
+triangle or band one patch with bounds, packed documents one patch for each document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tokenring.sequence.layout import Positions
+
+
+class Patch(NamedTuple):
+    """Rows [row0, row1) × columns [col0, col1) where low <= col_step·j - row_step·i <= high.
+
+    i and j count from row0 and col0; None is unbounded. No row and no column is empty when
+    both steps are 1, which is so whenever q and kv chunks have the same step.
+    """
+
+    row0: int
+    row1: int
+    col0: int
+    col1: int
+    low: int | None = None
+    high: int | None = None
+    row_step: int = 1
+    col_step: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.row1 - self.row0
+
+    @property
+    def cols(self) -> int:
+        return self.col1 - self.col0
+
+    @property
+    def is_full(self) -> bool:
+        return self.low is None and self.high is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Top-left aligned: row i sees columns 0..i."""
+        return self.low is None and self.high == 0 and self.row_step == self.col_step == 1
+
+    def columns_of(self, row: int) -> range:
+        """The visible columns of a row, both counted from the patch's corner."""
+        first = 0 if self.low is None else max(0, -((-self.low - self.row_step * row) // self.col_step))
+        last = self.cols - 1 if self.high is None else (self.high + self.row_step * row) // self.col_step
+        return range(first, min(self.cols - 1, last) + 1)
+
+    def pairs(self) -> int:
+        """How many (row, column) pairs are visible."""
+        if self.is_full:
+            return self.rows * self.cols
+        if self.low is not None and self.high is not None and self.low > self.high:
+            return 0
+        above = 0 if self.low is None else self._pairs_up_to(self.low - 1)
+        return (self.rows * self.cols if self.high is None else self._pairs_up_to(self.high)) - above
+
+    def _pairs_up_to(self, most: int) -> int:
+        """Pairs with col_step·j - row_step·i <= most."""
+        begins = _clamped(-(most // self.row_step), self.rows)  # the first row that has any
+        full_from = (self.cols - 1) * self.col_step - most
+        fills = max(begins, _clamped(-(-full_from // self.row_step), self.rows))  # the first that has all
+        partly = floor_sum(fills - begins, self.row_step, most + self.row_step * begins, self.col_step)
+        return partly + (fills - begins) + (self.rows - fills) * self.cols
+
+    def shifted(self, rows: int, cols: int) -> Patch:
+        """The same patch seen from a corner that lies so much further up and left."""
+        return self._replace(row0=self.row0 + rows, row1=self.row1 + rows, col0=self.col0 + cols, col1=self.col1 + cols)
+
+    def cut_rows(self, row0: int, row1: int) -> Patch | None:
+        """Only rows [row0, row1), counted as the patch's own row0 and row1 are."""
+        first, last = max(row0, self.row0), min(row1, self.row1)
+        if first >= last:
+            return None
+        by = (first - self.row0) * self.row_step
+        low = None if self.low is None else self.low + by
+        high = None if self.high is None else self.high + by
+        return tidy(self._replace(row0=first, row1=last, low=low, high=high))
+
+
+def _clamped(value: int, most: int) -> int:
+    return min(max(0, value), most)
+
+
+def floor_sum(count: int, a: int, b: int, m: int) -> int:
+    """Σ floor((a·i + b) / m) for i below count, with a and b from 0 on: as Euclid's algorithm, in logarithmic time."""
+    total = 0
+    while count:
+        total += count * (count - 1) // 2 * (a // m) + count * (b // m)
+        a, b = a % m, b % m
+        top = a * count + b
+        if top < m:
+            return total
+        count, b, a, m = top // m, top % m, m, a
+    return total
+
+
+Region = tuple[Patch, ...]
+
+
+def tidy(patch: Patch) -> Patch | None:
+    """The patch without needless bounds, empty rows and empty columns; None if nothing is visible."""
+    if patch.rows <= 0 or patch.cols <= 0:
+        return None
+    row_step, col_step = patch.row_step, patch.col_step
+    least, most = -row_step * (patch.rows - 1), col_step * (patch.cols - 1)
+    low = patch.low if patch.low is not None and patch.low > least else None
+    high = patch.high if patch.high is not None and patch.high < most else None
+    if low is None and high is None:
+        return patch._replace(low=None, high=None, row_step=1, col_step=1)
+    if (low is not None and low > most) or (high is not None and high < least):
+        return None
+    if row_step == col_step:
+        low = None if low is None else -(-low // row_step)
+        high = None if high is None else high // row_step
+        return _trim(patch._replace(low=low, high=high, row_step=1, col_step=1))
+    patch = patch._replace(low=low, high=high)
+    return patch if any(len(patch.columns_of(row)) for row in range(patch.rows)) else None
+
+
+def _trim(patch: Patch) -> Patch | None:
+    """For steps of 1: drop rows and columns in which nothing is visible."""
+    low, high = patch.low, patch.high
+    if low is not None and high is not None and low > high:
+        return None
+    above = max(0, -high) if high is not None else 0
+    left = max(0, low) if low is not None else 0
+    rows = patch.rows if low is None else min(patch.rows, patch.cols - low)
+    cols = patch.cols if high is None else min(patch.cols, patch.rows + high)
+    if rows <= above or cols <= left:
+        return None
+    moved = Patch(
+        patch.row0 + above,
+        patch.row0 + rows,
+        patch.col0 + left,
+        patch.col0 + cols,
+        None if low is None else low + above - left,
+        None if high is None else high + above - left,
+    )
+    if (moved.rows, moved.cols) == (patch.rows, patch.cols):
+        return moved
+    return tidy(moved)
+
+
+def window_region(q: Positions, kv: Positions, low: int | None, high: int | None) -> Region:
+    """The region low <= kv position - q position <= high."""
+    offset = q.start - kv.start
+    patch = tidy(
+        Patch(
+            0,
+            len(q),
+            0,
+            len(kv),
+            None if low is None else low + offset,
+            None if high is None else high + offset,
+            q.step,
+            kv.step,
+        )
+    )
+    return () if patch is None else (patch,)
+
+
+def inside(chunk: Positions, start: int, stop: int) -> tuple[int, int]:
+    """The indices [i, j) of the chunk's positions that lie in [start, stop)."""
+    first = max(0, -((chunk.start - start) // chunk.step))
+    last = max(0, -((chunk.start - stop) // chunk.step))
+    return min(first, len(chunk)), min(last, len(chunk))
+
+
+def combine(grid: Sequence[Sequence[Region]], rows: Sequence[int], cols: Sequence[int]) -> Patch | None:
+    """The one patch that says the same as a grid of regions with these row and column counts, or None.
+
+    It lets chunks that are not neighbours in the sequence share one kernel call: the two chunks
+    that a rank holds in zigzag see each other as one triangle.
+    """
+    row_at, col_at = _starts(rows), _starts(cols)
+    height, width = row_at[-1], col_at[-1]
+    if height == 0 or width == 0:
+        return None
+    guess: Patch | None = Patch(0, height, 0, width)
+    for i, line in enumerate(grid):
+        for j, region in enumerate(line):
+            if len(region) == 1 and not region[0].is_full:
+                guess = _extend(region[0], row_at[i], col_at[j], height, width)
+    if guess is None:
+        return None
+    for i, line in enumerate(grid):
+        for j, region in enumerate(line):
+            if _window(guess, row_at[i], rows[i], col_at[j], cols[j]) != region:
+                return None
+    return tidy(guess)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def _extend(patch: Patch, row: int, col: int, height: int, width: int) -> Patch | None:
+    """The patch's band continued over the whole rectangle."""
+    if patch.row_step != 1 or patch.col_step != 1:
+        return None
+    by = (col + patch.col0) - (row + patch.row0)
+    low = None if patch.low is None else patch.low + by
+    high = None if patch.high is None else patch.high + by
+    return Patch(0, height, 0, width, low, high)
+
+
+def _window(band: Patch, row: int, rows: int, col: int, cols: int) -> Region:
+    """What the band shows of one cell of the grid."""
+    by = row - col
+    low = None if band.low is None else band.low + by
+    high = None if band.high is None else band.high + by
+    cell = tidy(Patch(0, rows, 0, cols, low, high))
+    return () if cell is None else (cell,)

@@ -1,0 +1,63 @@
+"""The sizes of one attention call, as the planner and the byte counts need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.sequence.layout import as_integer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """q [batch, q_length, q_heads, head_dim] over all ranks; k and v likewise with kv_length and kv_heads."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        sizes = (self.batch, self.q_length, self.kv_length, self.q_heads, self.kv_heads, self.head_dim)
+        if any((as_integer(size) or 0) < 1 for size in sizes):
+            raise ConfigurationError(f"{self}: every size must be an integer from 1 on")
+        if self.q_heads % self.kv_heads:
+            raise ConfigurationError(
+                f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads: "
+                f"repeat or drop kv heads so that each serves equally many query heads"
+            )
+        if self.dtype not in DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise UnsupportedError(f"attention in {self.dtype} is not supported; use one of {known}")
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def ring_bytes(self, ranks: int) -> int:
+        """k and v of one of so many ranks: what a ring sends in a step, and about what other schedules do."""
+        return 2 * self.batch * self.kv_length * self.kv_heads * self.head_dim * self.itemsize // ranks
+
+    def q_head_range(self, group: int, groups: int) -> tuple[int, int]:
+        """The query heads of the group-th of `groups` head groups."""
+        self._check_groups(groups)
+        return group * self.q_heads // groups, (group + 1) * self.q_heads // groups
+
+    def kv_head_range(self, group: int, groups: int) -> tuple[int, int]:
+        """The kv heads that those query heads use; several groups share one where groups > kv_heads."""
+        self._check_groups(groups)
+        return group * self.kv_heads // groups, -(-(group + 1) * self.kv_heads // groups)
+
+    def _check_groups(self, groups: int) -> None:
+        uneven = groups % self.kv_heads if groups > self.kv_heads else self.kv_heads % groups
+        if self.q_heads % groups or uneven:
+            raise ConfigurationError(
+                f"{self.q_heads} query heads over {self.kv_heads} kv heads do not split into {groups} equal head groups"
+            )

@@ -1,0 +1,77 @@
+"""Rates of a kernel on this machine's device, measured once (`tokenring rates`) and kept.
+
+A table is of one device model, kernel, dtype and head dimension. The planner takes it where it finds one; else it
+reckons with published figures. It never measures by itself: a plan is the same whenever it is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tokenring.errors import ConfigurationError
+from tokenring.ir.schedule_data import PASSES
+from tokenring.tables.kept_files import cache_folder, keep_document
+from tokenring.tables.rates import Rates
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a table is of. device: the model's name, as torch or the operating system tells it; a CPU's with threads."""
+
+    device: str
+    kernel: str
+    dtype: str
+    head_dim: int
+    torch: str
+
+    @property
+    def file_name(self) -> str:
+        return f"rates-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}.json"
+
+    def __str__(self) -> str:
+        return f"{self.kernel} on {self.device}, {self.dtype}, head dim {self.head_dim}, torch {self.torch}"
+
+
+# ---------- keeping
+
+
+def keep(rates: Rates, key: Key, environment: Mapping[str, str]) -> Path | None:
+    """Write a table into the user's cache; the file, or None where there is no home. Raises ConfigurationError."""
+    document = {"version": VERSION, "key": asdict(key), "rates": asdict(rates)}
+    return keep_document(key.file_name, json.dumps(document, indent=2) + "\n", environment)
+
+
+def kept(key: Key, environment: Mapping[str, str] | None = None) -> Rates | None:
+    """The table that was kept for a key, if there is one that can be read."""
+    folder = cache_folder(os.environ if environment is None else environment)
+    if folder is None:
+        return None
+    try:
+        found, rates = read_table(folder / key.file_name)
+    except ConfigurationError:
+        return None  # broken or of another version: as if there were none
+    return rates if found == key else None
+
+
+def read_table(path: Path) -> tuple[Key, Rates]:
+    """A table that was kept. Raises ConfigurationError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["version"] != VERSION:
+            raise ValueError(f"version {found['version']!r}, not {VERSION}")
+        values = found["rates"]
+        samples = {name: tuple((int(side), float(rate)) for side, rate in values[name]) for name in PASSES}
+        return Key(**found["key"]), Rates(**{**values, **samples})
+    except OSError as error:
+        raise ConfigurationError(f"cannot read rates from {str(path)!r}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{str(path)!r} is no table of rates ({error}): make one with `tokenring rates`"
+        ) from None

@@ -1,0 +1,139 @@
+"""How long a rank computes: kernel calls, copies and merges, and what a message costs beside its bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+from tokenring.errors import ConfigurationError
+from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.footprint import FLOPS_PER_PAIR
+from tokenring.lowering.target import Capabilities
+from tokenring.sequence.region import Patch
+
+Sample = tuple[int, float]  # tokens on the shorter side of a square tile, TFLOP/s
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device, one kernel and one dtype.
+
+    forward, backward: TFLOP/s over visible pairs, by the shorter side of a tile, ascending; between two samples
+        it is interpolated in the logarithms, beyond them it stays.
+    call_seconds: of a kernel call, whatever its size. copy_gbs: bytes that a copy moves in a second, reads and
+        writes together. op_seconds: of a copy or merge, whatever its size. merge_seconds: what merging results with
+        their log-sum-exp takes more, where that is several operations (on a CPU), whatever the size.
+    source: where the figures are from; a guess says so.
+    """
+
+    source: str
+    forward: tuple[Sample, ...]
+    backward: tuple[Sample, ...]
+    call_seconds: float = 0.0
+    copy_gbs: float = math.inf
+    op_seconds: float = 0.0
+    merge_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            samples = getattr(self, name)
+            sides = [side for side, _ in samples]
+            if not samples or sides != sorted(set(sides)) or any(not rate > 0 for _, rate in samples):
+                raise ConfigurationError(
+                    f"rates {self.source!r}: {name} is {samples!r}; give (tokens, TFLOP/s) with rising tokens"
+                )
+
+        if not (self.copy_gbs > 0 and min(self.call_seconds, self.op_seconds, self.merge_seconds) >= 0):
+            raise ConfigurationError(f"rates {self.source!r}: copies need a rate above 0, costs must not be negative")
+
+    def tflops(self, direction: Pass, side: int) -> float:
+        """The rate of a tile whose shorter side has so many tokens."""
+        samples = self.forward if direction == "forward" else self.backward
+        return interpolate(samples, side)
+
+    def kernel_seconds(self, patch: Patch, heads: int, head_dim: int, batch: int, direction: Pass) -> float:
+        """One kernel call of `heads` query heads."""
+        flops = FLOPS_PER_PAIR[direction] * batch * heads * head_dim * patch.pairs()
+        rate = self.tflops(direction, min(patch.rows, patch.cols))
+        return self.call_seconds + flops / (rate * 1e12)
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """A copy or merge that reads and writes so many bytes in all."""
+        return self.op_seconds + nbytes / (self.copy_gbs * 1e9)
+
+
+def constant(tflops: float, source: str = "given", copy_gbs: float = math.inf) -> Rates:
+    """The same rate for every tile, forward and backward."""
+    return Rates(source, ((1, tflops),), ((1, tflops),), copy_gbs=copy_gbs)
+
+
+def interpolate(samples: Sequence[Sample], side: int) -> float:
+    """The rate at a side, straight between neighbours in the logarithms of both."""
+    if side <= samples[0][0]:
+        return samples[0][1]
+    for (low, slow), (high, fast) in pairwise(samples):
+        if side <= high:
+            share = math.log(side / low) / math.log(high / low)
+            return slow * math.exp(share * math.log(fast / slow))
+    return samples[-1][1]
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What a transport adds to the time that bytes need.
+
+    latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
+    flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
+    channel; channels: 1 if requests and partials share it as well. pipelined: the latency passes while those before it
+    in the queue are on their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the
+    machine's cores for a message and its bytes, where ranks share them. window_bytes: they go as streams of packets
+    (TCP), of which so much is on its way at most, and which queue at wires in the order in which they come, whatever
+    flow_gbs and pair_serial say; None: all that pass a wire share it at every moment.
+    """
+
+    latency_seconds: float = 0.0
+    post_seconds: float = 0.0
+    flow_gbs: float = math.inf
+    pair_serial: bool = False
+    pipelined: bool = False
+    handling_seconds: float = 0.0
+    handling_gbs: float = math.inf
+    channels: int = 2
+    window_bytes: float | None = None
+    source: str = "ideal"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All that the simulator asks beside the interconnect.
+
+    shared_cores: where all ranks are processes of one machine, on how many cores they copy, merge and post in turns.
+    kernels_share: whether kernels take turns there too; else they sleep, or something else than a core computes.
+    start_seconds: until a rank's first instruction of a pass; ranks start one after another. transport: what moves
+    messages there, where known. kernel: by name, what computes there, where its cuts of a patch are known; None: it
+    takes any patch in one call.
+    """
+
+    rates: Rates
+    messages: Messages = field(default_factory=Messages)
+    shared_cores: float = math.inf
+    kernels_share: bool = False
+    start_seconds: float = 0.0
+    transport: str | None = None
+    kernel: str | None = None
+
+    @cached_property
+    def source(self) -> str:
+        return f"{self.rates.source}; messages: {self.messages.source}"
+
+    def kernel_seconds(self, of_ranks: Sequence[float]) -> float:
+        """What kernels take at least that need so long on each rank: the longest of them; all, on cores they share."""
+        longest = max(of_ranks)
+        return max(longest, sum(of_ranks) / self.shared_cores) if self.kernels_share else longest
+
+    def over(self, able: Capabilities) -> Machine:
+        """The same with messages in the queues of this transport."""
+        return replace(self, messages=replace(self.messages, pair_serial=able.pair_serial, channels=able.channels))

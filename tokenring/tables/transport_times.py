@@ -1,0 +1,190 @@
+"""What messages take over each transport between ranks such as these, measured once and kept.
+
+`tokenring rates --transports` writes a table of one device model, domain, number of ranks and torch. Where "auto"
+chooses a transport, rank 0 looks for one (tokenring/tables/transport_choice.py). A file that cannot be used is a note, never an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenring.errors import MOST_SAID, ConfigurationError, one_line
+from tokenring.tables.kept_files import cache_folder, keep_document
+from tokenring.tables.rates import interpolate
+from tokenring.tables.transport_choice import DOMAINS, PAIRS, Domain, Spread, choose, size_text, time_text
+
+VERSION = 1
+FILES = "transports-*.json"
+
+
+class Sample(NamedTuple):
+    """Bytes of a message, and the quartiles of the seconds of a step in which each rank sends one and gets one."""
+
+    nbytes: int
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a table is of. device: the model's name; a CPU's with its cores, which ranks share."""
+
+    kind: str
+    device: str
+    domain: Domain
+    ranks: int
+    torch: str
+
+    @property
+    def file_name(self) -> str:
+        return FILES.replace("*", hashlib.sha256(repr(self).encode()).hexdigest()[:16])
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks on {self.device}, {DOMAINS[self.domain]}, torch {self.torch}"
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Samples of each transport, of rising sizes. Raises ConfigurationError for those that nobody can have measured."""
+
+    samples: Mapping[str, tuple[Sample, ...]]
+
+    def __post_init__(self) -> None:
+        for name, found in self.samples.items():
+            sizes = [each.nbytes for each in found]
+            times = all(0 < each.low <= each.median <= each.high < math.inf for each in found)
+            if not found or sizes != sorted(set(sizes)) or sizes[0] < 1 or not times:
+                raise ConfigurationError(
+                    f"{name}: {found!r} is not (bytes, seconds of the lower quartile, the median, the upper one), "
+                    f"with rising bytes"
+                )
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        return sorted({each.nbytes for found in self.samples.values() for each in found})
+
+    def seconds(self, transport: str, nbytes: int) -> Spread | None:
+        """Straight between neighbours in the logarithms; below the least size as there, above all at the last rate."""
+        found = self.samples.get(transport)
+        if found is None:
+            return None
+        above = max(1.0, nbytes / found[-1].nbytes)
+        return Spread(*(above * interpolate([(each.nbytes, each[at]) for each in found], nbytes) for at in (1, 2, 3)))
+
+
+def table(key: Key, transfers: Transfers) -> list[str]:
+    """As text: a line for each size, and what is taken from which size on."""
+    names = list(transfers.samples)
+    lines = [f"{'message':>7}" + "".join(f"  {f'{name}, µs':>24}" for name in names)]
+    for size in transfers.sizes:
+        found = [transfers.seconds(name, size) for name in names]
+        micros = [[time_text(each).removesuffix(" µs") for each in times] for times in found if times]
+        cells = [f"{median} ({low} to {high})" for low, median, high in micros]
+        lines.append(f"{size_text(size):>7}" + "".join(f"  {cell:>24}" for cell in cells))
+    return [*lines, "", taken(key, transfers)]
+
+
+def taken(key: Key, transfers: Transfers) -> str:
+    """Which transport from which size on."""
+    able = dict.fromkeys(PAIRS[key.kind])
+    picks = [(size, choose(key.kind, key.domain, able, size, transfers).transport) for size in transfers.sizes]
+    (_, first), *_ = picks
+    runs = [(name, next(run)[0]) for name, run in groupby(picks, key=lambda pick: pick[1])]
+    return f"taken: {first}" + "".join(f", {name} from {size_text(size)}" for name, size in runs[1:])
+
+
+# ---------- keeping
+
+
+def to_json(key: Key, transfers: Transfers) -> str:
+    document = {"version": VERSION, "key": asdict(key), "seconds": dict(transfers.samples)}
+    return json.dumps(document, indent=2) + "\n"
+
+
+def from_json(text: str) -> tuple[Key, Transfers]:
+    """Raises ConfigurationError for a text that is no such table."""
+    try:
+        found = json.loads(text)
+        if found["version"] != VERSION:
+            raise ValueError(f"version {found['version']!r}, not {VERSION}")
+        key = Key(**found["key"])
+        if key.kind not in PAIRS or key.domain not in DOMAINS:
+            raise ValueError(f"it is of {key.kind!r} and {key.domain!r}")
+        samples = {
+            str(name): tuple(Sample(int(nbytes), *map(float, times)) for nbytes, *times in rows)
+            for name, rows in found["seconds"].items()
+        }
+        return key, Transfers(samples)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ConfigurationError(f"it is no table of transports ({one_line(error, MOST_SAID)})") from None
+
+
+def keep(key: Key, transfers: Transfers, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Write a table into the user's cache; the file, or None where there is no home. Raises ConfigurationError."""
+    return keep_document(key.file_name, to_json(key, transfers), environment)
+
+
+def kept(key: Key, environment: Mapping[str, str] = os.environ) -> tuple[Transfers | None, str]:
+    """The table that was kept for a key, None where there is none; and why one that is there is not used."""
+    folder = cache_folder(environment)
+    if folder is None:
+        return None, ""
+    try:
+        found, transfers = read(folder / key.file_name)
+        if found != key:
+            raise ConfigurationError(f"it is of {found}")
+    except FileNotFoundError:
+        return None, ""
+    except ConfigurationError as error:
+        return None, not_used(folder / key.file_name, error)
+    return transfers, ""
+
+
+def read(path: Path) -> tuple[Key, Transfers]:
+    """A table that was kept. Raises FileNotFoundError; ConfigurationError for what cannot be used."""
+    try:
+        return from_json(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigurationError(f"it cannot be read: {error.strerror}") from None
+
+
+def not_used(path: Path, error: Exception) -> str:
+    return f"{path} is not used: {error}; `tokenring rates --transports` makes another"
+
+
+def all_kept(
+    kind: str, key_of: Callable[[str, Domain, int], Key], environment: Mapping[str, str] = os.environ
+) -> Iterator[tuple[str, str]]:
+    """Of each table of this machine's devices of a kind: of which ranks, and what it has; of others, what is wrong.
+
+    key_of: the key of this machine's table for a kind, a domain and a number of ranks.
+    """
+    folder = cache_folder(environment)
+    for path in sorted(folder.glob(FILES)) if folder is not None else ():
+        try:
+            key, transfers = read(path)
+        except ConfigurationError as error:
+            yield path.name, not_used(path, error)
+            continue
+        if key == key_of(kind, key.domain, key.ranks):
+            yield f"{key.ranks} ranks, {DOMAINS[key.domain]}", f"{taken(key, transfers)}; {_medians(transfers)}"
+
+
+def _medians(transfers: Transfers) -> str:
+    """All of them, in few words."""
+    rows = [[transfers.seconds(name, size) for name in transfers.samples] for size in transfers.sizes]
+    cells = ["/".join(f"{1e6 * each.median:.0f}" for each in row if each is not None) for row in rows]
+    shown = ", ".join(f"{size_text(size)} {cell}" for size, cell in zip(transfers.sizes, cells, strict=True))
+    return f"{'/'.join(transfers.samples)} in µs: {shown}"
