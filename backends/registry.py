@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import lru_cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 
 from tokenring.backends.interfaces import AttentionKernel, HeadLimited, Transport
-from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, UnsupportedError, one_line
+from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.launch.groups import held
+from tokenring.lowering.backend_names import (
+    PLANNED_WITH,
+    TRANSPORTS,
+    kernel_class,
+    load,
+    transport_capabilities,
+    transport_class,
+)
 from tokenring.lowering.target import Capabilities
 
 if TYPE_CHECKING:
@@ -22,56 +28,13 @@ if TYPE_CHECKING:
     from tokenring.sequence.workload import Workload
 
 LOG = logging.getLogger("tokenring")
-TRANSPORTS = {
-    "gloo": "tokenring.backends.transports.gloo:GlooTransport",
-    "shm": "tokenring.backends.transports.shm:ShmTransport",
-    "hccl": "tokenring.backends.transports.hccl:HcclTransport",
-    "hccl/channel": "tokenring.backends.transports.hccl:HcclChannelTransport",
-    "hccl/pair": "tokenring.backends.transports.hccl:HcclPairTransport",
-    "hccl/collectives": "tokenring.backends.transports.hccl_collectives:HcclCollectivesTransport",
-    "cuda": "tokenring.backends.transports.auto_cuda:CudaTransport",
-    "symm": "tokenring.backends.transports.symm:SymmTransport",
-    "nccl": "tokenring.backends.transports.nccl:NcclTransport",
-    "nvshmem": "tokenring.backends.transports.nvshmem:NvshmemTransport",
-}
 BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
 OF_DEVICE = {"npu": "hccl", "cuda": "cuda"}  # what "auto" takes for tensors there
-KERNELS = {
-    "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
-    "reference": "tokenring.backends.kernels.reference:Reference",
-    "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
-    "torch-flash": "tokenring.backends.kernels.torch_cuda:TorchFlash",
-    "torch-cudnn": "tokenring.backends.kernels.torch_cuda:TorchCudnn",
-    "torch-efficient": "tokenring.backends.kernels.torch_cuda:TorchEfficient",
-    "flash-attn": "tokenring.backends.kernels.flash_attn:FlashAttn2",
-    "flash-attn-3": "tokenring.backends.kernels.flash_attn:FlashAttn3",
-    "flash-attn-4": "tokenring.backends.kernels.flash_attn:FlashAttn4",
-    "flex": "tokenring.backends.kernels.flex:Flex",
-}
 FASTEST = {"cpu": "cpu-flash", "npu": "npu-fusion"}  # by device type; reference elsewhere
 SEVERAL = {"cuda": "tokenring.backends.kernels.auto:for_device"}  # where "auto" chooses for each tile
 HOMES = {name: kind for kind, name in FASTEST.items()} | dict.fromkeys(
     ("torch-flash", "torch-cudnn", "torch-efficient", "flash-attn", "flash-attn-3", "flash-attn-4", "flex"), "cuda"
 )  # the only device type that a kernel computes on
-
-
-def _load(kind: str, name: str, known: dict[str, str]) -> Any:
-    if name not in known:
-        raise ConfigurationError(f"unknown {kind} {name!r}; choose one of auto, {', '.join(known)}")
-    module, _, attribute = known[name].partition(":")
-    return getattr(import_module(module), attribute)
-
-
-def transport_class(name: str) -> Any:
-    """What makes the transport called `name`, from a group and a time limit."""
-    return _load("transport", name, TRANSPORTS)
-
-
-def transport_capabilities(name: str) -> Capabilities:
-    """What the transport called `name` can do, without starting it; with buffers as this environment asks for."""
-    made = transport_class("gloo" if name == "auto" else name)
-    in_environment = getattr(made, "capabilities_in", None)
-    return cast(Capabilities, made.capabilities if in_environment is None else in_environment(os.environ))
 
 
 def bounded(name: str) -> dict[str, Capabilities]:
@@ -169,18 +132,13 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
 @lru_cache(maxsize=64)
 def _choosing(device: torch.device) -> AttentionKernel:
     """One for each device of this process: what it finds out about its kernels, it finds out and says once."""
-    for_device = _load("kernels", device.type, SEVERAL)
+    for_device = load("kernels", device.type, SEVERAL)
     return cast(AttentionKernel, for_device(device, lambda name: make_kernel(name, device)))
-
-
-def kernel_class(name: str) -> Any:
-    """What makes the kernel called `name`; it need not work here to be asked which patches it takes."""
-    return _load("kernel", name, KERNELS)
 
 
 def kernel_for_planning() -> AttentionKernel:
     """The kernel whose cuts count when a schedule is measured without tensors at hand."""
-    return make_kernel("auto", torch.device("cpu"))
+    return cast(AttentionKernel, kernel_class(PLANNED_WITH)())
 
 
 def transport_for(device_type: str) -> tuple[str | None, str]:

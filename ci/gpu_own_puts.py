@@ -1,7 +1,8 @@
 """Messages that move inside one GPU, for the host's time of a step: what `symm` queues for a put, a signal, a wait.
 
-Protocol and streams are those of transport symm (backends/transports/onesided.py); all peers are this rank itself, and no wait
-ever waits. What symm does beside that on the host (its watch, its checks of places) is not in it. Not yet run on a GPU.
+Protocol and streams are those of transport symm (backends/transports/onesided.py); all peers are this rank itself,
+and no wait ever waits. What symm does beside that on the host (its watch, its checks of places) is not in it. Not yet
+run on a GPU.
 """
 
 from __future__ import annotations

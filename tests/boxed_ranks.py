@@ -17,7 +17,8 @@ from symm_ranks import POLL_SECONDS, OnCpu, SegmentMemory, ThreadDevice, ThreadS
 from tokenring.backends.control.control import Control
 from tokenring.backends.control.segments import Segment
 from tokenring.backends.transports.nvshmem import NvshmemTransport
-from tokenring.backends.transports.symm import CHANNELS, OwnMemory, SymmTransport
+from tokenring.backends.transports.onesided import OwnMemory
+from tokenring.backends.transports.symm import CHANNELS, SymmTransport
 from tokenring.lowering.mailboxes import BOXES, Mailboxes
 
 NETWORK = 3  # how many things fly at once

@@ -16,10 +16,10 @@ from ascend.hccl_ledger import HcclError
 from ascend.hccl_streams import Batch, Entry, GroupStream
 from ranks import Here
 
-from tokenring.backends import registry
 from tokenring.backends.control.control import own_store
 from tokenring.backends.transports.hccl import HcclTransport
 from tokenring.backends.transports.nccl import NcclTransport
+from tokenring.lowering import backend_names
 
 NAME = "nccl on npu"
 
@@ -86,6 +86,6 @@ def register(here: Here) -> None:
     """Makes it known by name, in this process, once."""
     from ascend.hccl_ranks import fresh
 
-    if NAME not in registry.TRANSPORTS:
-        registry.TRANSPORTS[NAME] = "nccl_ranks:OnNpu"
+    if NAME not in backend_names.TRANSPORTS:
+        backend_names.TRANSPORTS[NAME] = "nccl_ranks:OnNpu"
         fresh()

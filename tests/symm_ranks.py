@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 from patience import patient
 
-from tokenring.backends import registry
 from tokenring.backends.control.control import Control, shared_segment
 from tokenring.backends.control.segments import Segment
 from tokenring.backends.devices import Memory as DeviceMemory
 from tokenring.backends.interfaces import Handle
 from tokenring.backends.transports.auto_cuda import CudaTransport
 from tokenring.backends.transports.gloo import GlooTransport
-from tokenring.backends.transports.onesided import Line, Queued
-from tokenring.backends.transports.symm import OwnMemory, SymmTransport
+from tokenring.backends.transports.onesided import Line, OwnMemory, Queued
+from tokenring.backends.transports.symm import SymmTransport
 from tokenring.errors import ConfigurationError
+from tokenring.lowering import backend_names
 from tokenring.tables.transport_choice import ONE_SIDED, Choice
 from tokenring.weak_method import weakly
 
@@ -314,9 +314,9 @@ class AutoOnCpu(CudaTransport):
 def register() -> None:
     """Makes them known by name, in this process."""
     names = {"on cpu": "OnCpu", "told": "Told", "auto on cpu": "AutoOnCpu"}
-    registry.TRANSPORTS.update({name: f"symm_ranks:{made}" for name, made in names.items()})
+    backend_names.TRANSPORTS.update({name: f"symm_ranks:{made}" for name, made in names.items()})
     boxed = {"boxed on cpu": "Boxed", "boxed told": "BoxedTold"}
-    registry.TRANSPORTS.update({name: f"boxed_ranks:{made}" for name, made in boxed.items()})
+    backend_names.TRANSPORTS.update({name: f"boxed_ranks:{made}" for name, made in boxed.items()})
 
 
 def fails(what: str, text: str) -> None:

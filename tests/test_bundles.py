@@ -12,9 +12,9 @@ from ranks import Here, RankPools
 
 from tokenring import Causal, Full, Mask, attention
 from tokenring.backends.interfaces import Handle
-from tokenring.backends.registry import TRANSPORTS, transport_capabilities
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS, Pass
+from tokenring.lowering.backend_names import TRANSPORTS, transport_capabilities
 from tokenring.lowering.bundles import bundles
 from tokenring.lowering.calls import anything
 from tokenring.lowering.footprint import program_bytes

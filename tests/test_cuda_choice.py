@@ -20,6 +20,7 @@ from tokenring.backends.kernels.order import ORDERS, default_order, ranked
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
 from tokenring.errors import BackendUnavailable, UnsupportedError
+from tokenring.lowering import backend_names
 from tokenring.sequence.region import Patch
 from tokenring.tables.rates import Rates
 
@@ -38,7 +39,7 @@ HALF = torch.bfloat16
 def test_default_order(capability: tuple[int, int], first: str) -> None:
     order = default_order(capability)
     assert order[0] == first and order[-1] == "reference" and len(set(order)) == len(order)
-    assert set(order) <= set(registry.KERNELS)
+    assert set(order) <= set(backend_names.KERNELS)
 
 
 def test_every_cuda_kernel_has_a_place() -> None:

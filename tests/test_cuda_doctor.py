@@ -10,6 +10,7 @@ from tokenring.backends import registry
 from tokenring.backends.kernels.auto import Choosing
 from tokenring.backends.kernels.order import default_order
 from tokenring.cli.doctor.probes import _kernels
+from tokenring.lowering import backend_names
 from tokenring.tables.rates import Rates
 
 CUDA = torch.device("cuda")
@@ -44,7 +45,7 @@ def test_kernels_with_reasons(hopper: Choosing) -> None:
     assert "cannot be imported (flash_attn_interface: No module named" in said["flash-attn-3"]
     assert "pip install flash-attn-4" in said["flash-attn-4"]
     assert "computes on the CPU" in said["cpu-flash"]
-    assert said.keys() | {"torch-flash"} == registry.KERNELS.keys()
+    assert said.keys() | {"torch-flash"} == backend_names.KERNELS.keys()
 
 
 def test_without_any_table_or_package() -> None:

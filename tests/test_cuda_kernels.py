@@ -19,8 +19,9 @@ from tokenring.backends.kernels import flash_attn
 from tokenring.backends.kernels.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
 from tokenring.backends.kernels.flash_common import HALF, TileKernel, aligned, packed
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
-from tokenring.backends.registry import KERNELS, make_kernel
+from tokenring.backends.registry import make_kernel
 from tokenring.errors import BackendUnavailable, UnsupportedError
+from tokenring.lowering.backend_names import KERNELS
 from tokenring.sequence.region import Patch
 
 SLACK = 1.5  # × the limits: tiles made for fp32 are small, or have large scores, for bf16

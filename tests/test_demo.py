@@ -214,7 +214,7 @@ def test_options_that_do_not_fit(arguments: list[str], says: str) -> None:
 
 
 def test_importing_tokenring_leaves_the_demo_alone() -> None:
-    code = "import sys, tokenring.cli.main; sys.exit(any(name.startswith('tokenring.cli.demo') for name in sys.modules))"
+    code = "import sys, tokenring.cli.main; sys.exit(any('tokenring.cli.demo' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=patient(60)).returncode == 0
 
 

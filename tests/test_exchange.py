@@ -13,10 +13,10 @@ from programs import lower_all, reads_early, rearranged, replays_with_collective
 from test_planner_hccl import A2, printed
 
 from tokenring import Causal, Full, Mask
-from tokenring.backends.registry import TRANSPORTS, transport_capabilities
 from tokenring.cli.main import main
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.backend_names import TRANSPORTS, transport_capabilities
 from tokenring.lowering.exchanges import exchanges
 from tokenring.lowering.footprint import contacts, links, staged_bytes
 from tokenring.lowering.lower import lower

@@ -24,10 +24,11 @@ from ranks import Here, RankError
 
 import tokenring as tr
 from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
-from tokenring.backends.registry import make_transport, transport_capabilities
+from tokenring.backends.registry import make_transport
 from tokenring.backends.transports.hccl import warm_up_order
 from tokenring.backends.transports.hccl_environment import connection_bytes
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS
+from tokenring.lowering.backend_names import transport_capabilities
 from tokenring.lowering.footprint import connections, links
 from tokenring.lowering.target import Capabilities
 from tokenring.planner.interconnects.interconnect import full_mesh

@@ -24,8 +24,9 @@ from test_exchange import alone, crossed, together
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel
 from tokenring.backends.interfaces import CollectiveTransport
-from tokenring.backends.registry import make_transport, transport_capabilities
+from tokenring.backends.registry import make_transport
 from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.backend_names import transport_capabilities
 from tokenring.lowering.footprint import connections, contacts
 from tokenring.lowering.program import ALL_GATHER, Program, Wait
 

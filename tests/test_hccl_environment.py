@@ -18,9 +18,9 @@ from ranks import Here
 from test_hccl_modes import call, context
 
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
-from tokenring.backends.registry import transport_capabilities
 from tokenring.backends.transports import hccl, hccl_environment
 from tokenring.backends.transports.hccl_environment import check_environment, most_communicators, retries
+from tokenring.lowering.backend_names import transport_capabilities
 from tokenring.lowering.footprint import most_connected
 
 RETRY = "HCCL_OP_RETRY_ENABLE"

@@ -23,12 +23,13 @@ from ranks import Here
 
 from tokenring import PeerLost
 from tokenring.backends.interfaces import Grouping
-from tokenring.backends.registry import make_transport, transport_capabilities
+from tokenring.backends.registry import make_transport
 from tokenring.backends.transports import hccl
 from tokenring.backends.transports.hccl import CONNECTION_BYTES
 from tokenring.backends.transports.hccl_environment import watchdog_seconds
 from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.ir.schedule_data import REQUESTS
+from tokenring.lowering.backend_names import transport_capabilities
 
 COLLECTIVES = "hccl/collectives"
 NPU = "npu"  # no torch.device: only ranks know it

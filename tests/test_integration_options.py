@@ -25,7 +25,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.integrations.megatron import add_arguments, options_of
 from tokenring.integrations.megatron.arguments import OPTIONS
 from tokenring.integrations.megatron.options import FLAGS, flag_of, framework_seconds, options_said
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 REPO = Path(__file__).resolve().parent.parent
 GIVEN = {

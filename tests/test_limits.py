@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tokenring.api.limits import MADE_RANKS, MADE_TILES, MOST_PROCESSES, PROCESS_BYTES
 from tokenring.cli.main import main
+from tokenring.launch.limits import MOST_PROCESSES, PROCESS_BYTES
+from tokenring.schedule.size_limits import MADE_RANKS, MADE_TILES
 
 MANY = "99999"
 HUGE = "1" + 30 * "0"

@@ -15,9 +15,9 @@ from captured_world import Device, InWorld, Party
 from cases import Case
 
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.backends.registry import transport_capabilities
 from tokenring.backends.transports import symm
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS
+from tokenring.lowering.backend_names import transport_capabilities
 from tokenring.lowering.lower import lower
 from tokenring.lowering.mailboxes import ALIGNED_BYTES, BOXES, Mailboxes, lay
 from tokenring.lowering.target import Link

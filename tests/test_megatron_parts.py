@@ -28,7 +28,7 @@ from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.schedules import schedule_of_layer
 from tokenring.integrations.megatron.version import check_known
 from tokenring.sequence.layout import zigzag
-from tokenring.topology.model.ranks import full_mesh
+from tokenring.topology.ranks import full_mesh
 
 EXACT = 2e-6
 

@@ -15,10 +15,10 @@ from nvshmem_ops import Emulated, Ready
 from stream_world import Refused
 from torch._C import _distributed_c10d
 
-from tokenring.backends.registry import transport_capabilities, transport_class
 from tokenring.backends.transports import nvshmem
 from tokenring.backends.transports.nvshmem import OPERATORS, NvshmemMemory, NvshmemTransport
 from tokenring.backends.transports.onesided import RING, Words, signaller
+from tokenring.lowering.backend_names import transport_capabilities, transport_class
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 

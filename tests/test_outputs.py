@@ -51,7 +51,7 @@ def test_a_suffix_that_is_not_written(
     option: str, known: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for work in (
-        "tokenring.cli.main._build", "tokenring.cli.doctor.command.examine", "tokenring.cli.topology.read_file",
+        "tokenring.cli.main._build", "tokenring.cli.doctor.command.examine", "tokenring.cli.topology.command.read_file",
         "tokenring.launch.command._Job", "tokenring.cli.plan.command.ask", "tokenring.cli.plan.command.sweep",
         "tokenring.cli.demo.command.Demo",
     ):  # fmt: skip

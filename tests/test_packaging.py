@@ -116,7 +116,7 @@ class TestImport:
 
     def test_takes_no_torch_before_it_is_needed(self, tmp_path: Path) -> None:
         """`tokenring topology` answers while torch would still be loading."""
-        code = "import sys, tokenring.cli.main, tokenring.cli.topology; print('torch' in sys.modules)"
+        code = "import sys, tokenring.cli.main, tokenring.cli.topology.command; print('torch' in sys.modules)"
         assert run_python(code, tmp_path).stdout == "False\n"
 
     @pytest.mark.parametrize("name", ["attention", "schedule"])

@@ -26,7 +26,7 @@ from tokenring.planner.machines.server_spec import cluster_facts
 from tokenring.planner.simulation.predict import Setting
 from tokenring.sequence.layout import make_layout
 from tokenring.topology.model.graph import Graph, merge
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 HOSTS, TENSOR, LENGTH, DIM = 4, 8, 8192, 64
 NAME = f"dgx-1-v100*{HOSTS}"  # four NICs for eight devices: two groups share each

@@ -11,10 +11,10 @@ from nets import BOTH, clusters, named, setting, workload
 
 import tokenring as tr
 from tokenring import ConfigurationError
-from tokenring.backends.registry import transport_capabilities
 from tokenring.backends.transports.hccl import CONNECTION_BYTES
 from tokenring.cli.main import main
 from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.backend_names import transport_capabilities
 from tokenring.lowering.footprint import connections, links
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.scale_out import Task, figures

@@ -16,7 +16,7 @@ from tokenring.planner.machines.server_spec import Links, Nics, Server, Switch, 
 from tokenring.planner.machines.sourced import Figure
 from tokenring.topology.model.facts import Device, changed
 from tokenring.topology.model.graph import Edge, Graph, merge
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 GBS = Figure(25.0, "made up", "assumed")
 NIC = Nics(1, GBS)

@@ -28,8 +28,8 @@ from tokenring.planner.interconnects.interconnect import Fabric, Interconnect, f
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.request import Request
 from tokenring.tables.rates import constant
-from tokenring.topology.model.ranks import Topology
-from tokenring.topology.model.ranks import full_mesh as joined
+from tokenring.topology.ranks import Topology
+from tokenring.topology.ranks import full_mesh as joined
 
 RANKS, LENGTH, HEADS, DIM = 4, 256, 4, 64
 SHORT_SECONDS = 4.0  # of a wait; long enough for a busy machine

@@ -22,8 +22,8 @@ from tokenring.planner.machines.machine import machine_of_device, machine_of_pre
 from tokenring.planner.machines.presets import PRESETS, preset
 from tokenring.sequence.region import Patch
 from tokenring.tables.rates import Machine
-from tokenring.topology.model.ranks import Topology
 from tokenring.topology.model.schema import to_json
+from tokenring.topology.ranks import Topology
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

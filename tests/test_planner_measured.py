@@ -23,11 +23,10 @@ from tokenring.planner.interconnects.wiring import interconnect_of
 from tokenring.planner.machines.machine import CPU
 from tokenring.topology.measure.infer import infer
 from tokenring.topology.measure.model import Model, facts
-from tokenring.topology.measure.run import topology_of
 from tokenring.topology.measure.survey import Tables, survey
 from tokenring.topology.model.facts import PROCESS, Facts
-from tokenring.topology.model.ranks import Topology
 from tokenring.topology.model.schema import to_json
+from tokenring.topology.ranks import Topology, topology_of
 
 LINK = 0.0125
 

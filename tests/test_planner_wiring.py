@@ -33,7 +33,7 @@ from tokenring.planner.interconnects.wiring import ASSUMED, REACHED, interconnec
 from tokenring.planner.machines.presets import preset
 from tokenring.topology.model.facts import Device
 from tokenring.topology.model.graph import Edge, Graph
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 
 def way(net: Interconnect, src: int, dst: int) -> list[tuple[str, Any]]:

@@ -19,8 +19,8 @@ from tokenring.planner.machines.sourced import Figure
 from tokenring.topology.model.bandwidth import published
 from tokenring.topology.model.facts import PCIE_PATHS, unordered
 from tokenring.topology.model.graph import Graph, merge
-from tokenring.topology.model.ranks import Topology
 from tokenring.topology.model.schema import from_json, to_json
+from tokenring.topology.ranks import Topology
 from tokenring.topology.sources import read
 
 EACH = pytest.mark.parametrize("known", PRESETS.values(), ids=lambda known: known.name)

@@ -23,12 +23,13 @@ from ranks import Here, RankError, RankPools
 
 import tokenring as tr
 from tokenring import BackendUnavailable, ConfigurationError, ContextParallel, PeerLost
-from tokenring.backends.registry import make_transport, transport_capabilities, transport_class
+from tokenring.backends.registry import make_transport
 from tokenring.backends.transports import symmetric
 from tokenring.backends.transports.auto_cuda import CudaTransport, choice_here
 from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.backends.transports.onesided import Receiving
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.lowering.backend_names import transport_capabilities, transport_class
 from tokenring.lowering.mailboxes import BOXES
 from tokenring.planner.interconnects.interconnect import full_mesh
 

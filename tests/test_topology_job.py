@@ -21,9 +21,9 @@ import tokenring as tr
 from tokenring.errors import ConfigurationError, PeerLost, TopologyError
 from tokenring.topology.model.facts import Device, Facts, Link, Origin
 from tokenring.topology.model.graph import merge
-from tokenring.topology.model.ranks import Topology, seated
 from tokenring.topology.probing.device_identity import Seat, host_names, physical_id, this_seat
 from tokenring.topology.probing.job import gather
+from tokenring.topology.ranks import Topology, seated
 from tokenring.topology.sources import read
 
 DATA = Path(__file__).parent / "data" / "topology"
@@ -72,7 +72,7 @@ def on_two_hosts(here: Here) -> tuple[Topology, int]:
 
     group = here.base.group
     assert group is not None
-    return gather(group, seat_of(here.rank), look, 20.0), len(asked)
+    return gather(group, seat_of(here.rank), look, 20.0, seated), len(asked)
 
 
 def test_two_hosts(ranks: RankPools) -> None:
@@ -98,7 +98,7 @@ def with_trouble(here: Here) -> str:
 
     assert here.base.group is not None
     with pytest.raises(TopologyError) as refusal:
-        gather(here.base.group, seat_of(here.rank), look, 20.0)
+        gather(here.base.group, seat_of(here.rank), look, 20.0, seated)
     return str(refusal.value)
 
 
@@ -114,7 +114,7 @@ def with_another_mind(here: Here) -> str:
         if here.rank == 1:
             patch.setattr(Topology, "digest", "odd")
         with pytest.raises(ConfigurationError) as refusal:
-            gather(group, seat, lambda: dump("nccl-switch.xml"), 20.0)
+            gather(group, seat, lambda: dump("nccl-switch.xml"), 20.0, seated)
     return str(refusal.value)
 
 
@@ -128,7 +128,7 @@ def without_rank_1(here: Here) -> str | None:
         return None
     assert here.base.group is not None
     with pytest.raises(PeerLost) as lost:
-        gather(here.base.group, seat_of(here.rank), lambda: [], 1.0)
+        gather(here.base.group, seat_of(here.rank), lambda: [], 1.0, seated)
     return str(lost.value)
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from mutations import DATA, fixtures
 
 from tokenring.cli.main import main
-from tokenring.cli.topology import read_file
 from tokenring.errors import TopologyError
 from tokenring.topology.model.facts import LINK_KINDS, Device, Facts, Link, Measurement, Note
 from tokenring.topology.model.graph import merge
 from tokenring.topology.model.sanity import sound
 from tokenring.topology.model.schema import from_json, to_json
 from tokenring.topology.model.verdict import classify
+from tokenring.topology.probing.files import read_file
 from tokenring.topology.sources import read
 
 REPO = Path(__file__).parent.parent

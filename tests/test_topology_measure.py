@@ -19,12 +19,13 @@ from tokenring.errors import ConfigurationError
 from tokenring.topology.measure.colours import rounds, shuffled
 from tokenring.topology.measure.infer import infer
 from tokenring.topology.measure.model import facts
-from tokenring.topology.measure.run import measure, topology_of
+from tokenring.topology.measure.run import measure
 from tokenring.topology.measure.survey import Tables, survey
 from tokenring.topology.model.facts import Facts
 from tokenring.topology.model.graph import Graph, merge
 from tokenring.topology.model.schema import from_json, to_json
 from tokenring.topology.model.verdict import CLASSES, Verdict, classify
+from tokenring.topology.ranks import topology_of
 
 LINK = 0.0125
 

@@ -16,13 +16,13 @@ import pytest
 from patience import patient
 
 from tokenring.cli.main import main
+from tokenring.display.safe_text import plain
 from tokenring.topology.model.facts import Device, Facts, Link, Note, Origin
 from tokenring.topology.model.graph import Graph, merge
 from tokenring.topology.model.nesting import Box, boxes
 from tokenring.topology.model.verdict import classify
 from tokenring.topology.report.page import to_html
 from tokenring.topology.report.picture import to_svg
-from tokenring.topology.report.safe_text import plain
 from tokenring.topology.report.text import report
 from tokenring.topology.sources import read
 

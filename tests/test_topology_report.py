@@ -16,12 +16,12 @@ from tokenring.cli.main import main
 from tokenring.errors import TopologyError
 from tokenring.topology.model.facts import Device, Facts, Link
 from tokenring.topology.model.graph import merge
-from tokenring.topology.model.ranks import Topology
 from tokenring.topology.model.schema import from_json, is_document, to_json
 from tokenring.topology.model.tree import pcie_links
 from tokenring.topology.model.verdict import classify
 from tokenring.topology.probing.probe import NoAnswer, probe
 from tokenring.topology.probing.sysfs import read_sysfs
+from tokenring.topology.ranks import Topology
 from tokenring.topology.report.text import report
 from tokenring.topology.sources import read
 

@@ -17,8 +17,8 @@ import pytest
 from tokenring.topology.model import labels
 from tokenring.topology.model.facts import Device, Facts, Link
 from tokenring.topology.model.graph import merge
-from tokenring.topology.model.ranks import Topology
 from tokenring.topology.model.verdict import classify
+from tokenring.topology.ranks import Topology
 from tokenring.topology.report.text import report
 from tokenring.topology.sources import matrix, npu_topo, read
 

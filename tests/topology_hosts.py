@@ -9,9 +9,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tokenring.backends.control.process_info import this_member
-from tokenring.topology.model.ranks import Topology
 from tokenring.topology.probing.device_identity import Seat
 from tokenring.topology.probing.job import gather
+from tokenring.topology.ranks import Topology, seated
 from tokenring.topology.sources import read
 
 DUMP = Path(__file__).parent / "data" / "topology" / "nccl-switch.xml"
@@ -31,7 +31,7 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     real = Topology.probe(cache=False, timeout_seconds=30)
-    faked = gather(group, seat, lambda: [facts], 30.0)
+    faked = gather(group, seat, lambda: [facts], 30.0, seated)
     print(json.dumps({"real": told(real), "faked": told(faked)}), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tokenring.sequence.layout import Layout, Positions
     from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
     from tokenring.sequence.workload import Workload
-    from tokenring.topology.model.ranks import Topology
+    from tokenring.topology.ranks import Topology
 
 __all__ = [
     "BackendUnavailable",

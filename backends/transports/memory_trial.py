@@ -10,17 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tokenring.backends.devices import Device
-from tokenring.backends.transports.onesided import Words
+from tokenring.backends.transports.onesided import OwnMemory, Words
 from tokenring.errors import BackendUnavailable
 from tokenring.ir.schedule_data import REQUESTS
-
-if TYPE_CHECKING:
-    from tokenring.backends.transports.symm import OwnMemory
 
 SECONDS = 10.0  # at most, for a rank's trial: what works takes milliseconds, where the host is not busy
 PUT_BYTES = 4096

@@ -19,7 +19,7 @@ docs/cuda-transports.md says why this is right, and why it cannot hang, on strea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,6 +46,22 @@ class Memory(Protocol):
 
     def release(self) -> None:
         """Let all waits of this rank go on, on a stream of its own: what comes after them is not to be used."""
+
+
+class OwnMemory(Memory, Protocol):
+    """One rank's part of a memory that all ranks can put into."""
+
+    def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
+        """Set up so many words, all clear, and room for puts, uint8 and zero. All ranks call it together.
+
+        Puts go there until the memory grows (or has boxes laid).
+        """
+
+    def grow(self, nbytes: int) -> torch.Tensor:
+        """A new heap, uint8, instead of the one before; of the same size on all ranks, which call it together."""
+
+    def are_set(self, words: Sequence[int]) -> list[bool]:
+        """Which of one's own words are set, as the host sees them now; no stream that waits holds it up."""
 
 
 class Words:

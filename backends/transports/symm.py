@@ -27,7 +27,7 @@ from tokenring.backends.interfaces import Handle, Landing
 from tokenring.backends.transports import driver
 from tokenring.backends.transports import memory_trial as trial
 from tokenring.backends.transports.accelerated import check_movable, elsewhere
-from tokenring.backends.transports.onesided import Line, Memory, Receiving, Sending, Words
+from tokenring.backends.transports.onesided import Line, OwnMemory, Receiving, Sending, Words
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
@@ -44,22 +44,6 @@ NOT_CAPTURED = (
 )
 LEAST_HEAP_BYTES = 2 << 20  # what the driver maps at a time
 Places = dict[Line, list[tuple[int, int]]]  # offset and size in bytes of each message, in order
-
-
-class OwnMemory(Memory, Protocol):
-    """One rank's part of a memory that all ranks can put into."""
-
-    def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
-        """Set up so many words, all clear, and room for puts, uint8 and zero. All ranks call it together.
-
-        Puts go there until the memory grows (or has boxes laid).
-        """
-
-    def grow(self, nbytes: int) -> torch.Tensor:
-        """A new heap, uint8, instead of the one before; of the same size on all ranks, which call it together."""
-
-    def are_set(self, words: Sequence[int]) -> list[bool]:
-        """Which of one's own words are set, as the host sees them now; no stream that waits holds it up."""
 
 
 @runtime_checkable

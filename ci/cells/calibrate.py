@@ -28,10 +28,10 @@ import torch  # noqa: E402
 from grid import CORES, HEAD_DIM, link_gbit  # noqa: E402
 from shaped import measured  # noqa: E402
 
-from tokenring.backends.registry import transport_capabilities  # noqa: E402
 from tokenring.emulate import Emulated  # noqa: E402
 from tokenring.emulate.shapes import MOST_GBIT, Shape  # noqa: E402
 from tokenring.ir.schedule_data import PASSES  # noqa: E402
+from tokenring.lowering.backend_names import transport_capabilities  # noqa: E402
 from tokenring.lowering.calls import anything  # noqa: E402
 from tokenring.lowering.lower import agenda_of, lower_agenda  # noqa: E402
 from tokenring.lowering.storage import storage_of  # noqa: E402

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from pairwise import sample
 
-from tokenring.backends.registry import transport_capabilities
 from tokenring.emulate.shapes import Shape
 from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.lowering.backend_names import transport_capabilities
 from tokenring.lowering.footprint import FLOPS_PER_PAIR
 from tokenring.lowering.target import Capabilities
 from tokenring.planner.bounds.mask_density import visible_pairs

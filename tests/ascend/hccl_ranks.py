@@ -62,7 +62,7 @@ class LabelledCollectives(Labelled, HcclCollectivesTransport):
 
 def labelled_transport(name: str, group: Any, seconds: float) -> Transport:
     """The transport of that name, with labels."""
-    from tokenring.backends.registry import transport_class
+    from tokenring.lowering.backend_names import transport_class
 
     made = transport_class(name)
     if made is HcclCollectivesTransport:

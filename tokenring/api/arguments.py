@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import TYPE_CHECKING, cast
 
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.runtime.agreement import named_digest
 from tokenring.sequence.layout import Layout, as_integer
 from tokenring.sequence.mask import Mask
 
 if TYPE_CHECKING:
+    from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
+    from tokenring.schedule.scheme import Scheme
 
 LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
 MOST_SECONDS = 1e9  # above, clocks overflow
@@ -61,6 +64,23 @@ def check_schedule(given: object, pieces: object, world_size: int) -> None:
         raise ConfigurationError(f"pieces={pieces} goes with a schedule by name; others say it themselves")
 
 
+def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:
+    """The schedule as ranks compare it: one of the user's own with all that is in it. made: of a Scheme, for the call."""
+    from tokenring.ir.schedule_data import Schedule
+    from tokenring.planner.choosing.plan import Plan
+
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Schedule):
+        return named_digest(given)
+    if isinstance(given, Plan):
+        return f"{named_digest(given.schedule)} over {given.transport or 'any transport'}"
+    try:  # a Scheme's functions print differently in each process; what they make does not
+        return named_digest(made())
+    except TokenRingError as error:
+        return f"{given.name!r}, which cannot be used: {error}"
+
+
 def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
     for what, made, wanted in (
         ("q layout", schedule.q_layout, q_layout),
@@ -77,31 +97,9 @@ def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask
             )
 
 
-def check_topology(given: object, world_size: int, tensor_parallel: object = 1) -> None:
-    """Of the group's ranks, or of all those whose heads tensor parallelism splits."""
-    from tokenring.planner.interconnects.interconnect import Interconnect
-    from tokenring.topology.model.ranks import Topology
-
-    groups = as_integer(tensor_parallel) or 0
-    if groups < 1:
-        raise ConfigurationError(
-            f"tensor_parallel={tensor_parallel!r}: give how many ranks share the heads, an integer from 1 on"
-        )
-    if given is None:
-        return
-    if not isinstance(given, (Topology, Interconnect)):
-        raise ConfigurationError(f"topology is of type {type(given).__name__}; give a Topology or an Interconnect")
-    if given.world_size not in (world_size, world_size * groups):
-        more = f", or of all {world_size * groups} that tensor_parallel={groups} makes" if groups > 1 else ""
-        raise ConfigurationError(
-            f"the topology has {given.world_size} ranks, the group has {world_size}: "
-            f"give that of the group's ranks{more}"
-        )
-
-
 def check_transport(given: object, rank: int, world_size: int) -> None:
     from tokenring.backends.interfaces import Transport
-    from tokenring.backends.registry import TRANSPORTS
+    from tokenring.lowering.backend_names import TRANSPORTS
 
     if given is None and world_size == 1:  # what `transport` says where there is one rank
         return
@@ -112,11 +110,6 @@ def check_transport(given: object, rank: int, world_size: int) -> None:
             f"in the transport this is rank {given.rank} of {given.world_size}, in the group "
             f"rank {rank} of {world_size}: give a transport of the same group"
         )
-
-
-def check_memory_limit(given: object) -> None:
-    if given is not None and (as_integer(given) or 0) < 1:
-        raise ConfigurationError(f"memory_limit_bytes={given!r}: give an integer from 1 on, or None for no limit")
 
 
 def check_name(what: str, given: object, known: Iterable[str], more: str) -> None:

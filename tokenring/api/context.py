@@ -14,17 +14,17 @@ import torch
 
 from tokenring.api.arguments import (
     check_made_for,
-    check_memory_limit,
     check_name,
     check_schedule,
-    check_topology,
     check_transport,
+    schedule_text,
     seconds_limit,
 )
 from tokenring.api.context_registry import new_handle
 from tokenring.errors import ConfigurationError, NotPicklable, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
+from tokenring.planner.choosing.checks import check_memory_limit, check_topology
 from tokenring.runtime.agreement import Description, agree, beginning, settle
 from tokenring.runtime.description import describe, no_kernel
 from tokenring.runtime.exclusive import share_turn, turn_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from tokenring.planner.interconnects.interconnect import Interconnect
     from tokenring.runtime.executor import Executor
     from tokenring.runtime.pool import Pool
-    from tokenring.topology.model.ranks import Topology
+    from tokenring.topology.ranks import Topology
 
 SCHEDULE_VARIABLE = "TOKENRING_SCHEDULE"
 TIMEOUT_SECONDS = 60.0
@@ -114,7 +114,7 @@ class ContextParallel:
         self.handle = new_handle(self)
 
     def _check(self) -> None:
-        from tokenring.backends.registry import KERNELS
+        from tokenring.lowering.backend_names import KERNELS
 
         if not isinstance(self.layout, Layout):
             read_name(self.layout)
@@ -395,4 +395,5 @@ class ContextParallel:
             return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
 
     def _describe(self, request: Request, direction: Pass) -> Description:
-        return describe(self, request, direction, self._plans)
+        schedule = schedule_text(self.schedule, lambda: self.plan(request).schedule)
+        return describe(self, request, direction, schedule, self._plans)

@@ -173,9 +173,10 @@ class _refusing_parts(refusing):
 
     def __init__(self, cp: ContextParallel) -> None:
         super().__init__(cp, "forward")
+        self._context = cp
 
     def speak(self, reason: str) -> None:
-        _told(self._cp, f"{REFUSED}: {reason}")
+        _told(self._context, f"{REFUSED}: {reason}")
 
 
 def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tokenring._version import __version__
-from tokenring.api.limits import check_size
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
+from tokenring.display.safe_text import plain, plain_lines
 from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.topology.report.safe_text import plain, plain_lines
+from tokenring.schedule.size_limits import check_size
 
 if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
@@ -89,7 +89,7 @@ def _run(argv: list[str], stdin: TextIO) -> int:
 
         return doctor_main(argv[1:])
     if argv[:1] == ["topology"]:
-        from tokenring.cli.topology import main as topology_main
+        from tokenring.cli.topology.command import main as topology_main
 
         return topology_main(argv[1:])
     options = read_options(_parser().parse_args, argv)

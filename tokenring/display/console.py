@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from tokenring.display.safe_text import plain, plain_lines
 from tokenring.errors import ConfigurationError
-from tokenring.topology.report.safe_text import plain, plain_lines
 
 LARGEST = 1 << 50  # of any count; far above, Python's containers and torch overflow
 

@@ -15,8 +15,8 @@ from tokenring.runtime.agreement import REFUSED, Description, Disagreement, agre
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tokenring.api.context import ContextParallel
     from tokenring.ir.schedule_data import Pass
+    from tokenring.runtime.caller import Caller
 
 LOG = logging.getLogger("tokenring")
 TOLD = "_tokenring_told"  # of an error that passes through several calls, as in a checkpoint: it is told once
@@ -30,7 +30,7 @@ class refusing:
 
     __slots__ = ("_cp", "_direction", "_given")
 
-    def __init__(self, cp: ContextParallel, direction: Pass, *given: object) -> None:
+    def __init__(self, cp: Caller, direction: Pass, *given: object) -> None:
         """given: the call's tensors, or its device; by it ranks that have not spoken yet find the same transport."""
         self._cp, self._direction, self._given = cp, direction, given
 
@@ -50,7 +50,7 @@ class refusing:
             settle(transport)
 
 
-def tell(cp: ContextParallel, error: BaseException, speak: Callable[[], object]) -> None:
+def tell(cp: Caller, error: BaseException, speak: Callable[[], object]) -> None:
     """Take part, by `speak`, in the exchange in which the others wait. Raises nothing: the caller raises `error`."""
     heard = isinstance(error, (PeerLost, Disagreement)) or hasattr(error, TOLD)
     if cp.world_size == 1 or heard or not isinstance(error, Exception):

@@ -10,6 +10,7 @@ from tokenring.ir import schedule_data as ir
 from tokenring.ir import text, text_parse
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering import footprint as measure
+from tokenring.lowering.backend_names import PLANNED_WITH, kernel_class, transport_capabilities
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program
 from tokenring.lowering.target import IDEAL
@@ -38,11 +39,8 @@ class Schedule(ir.Schedule):
 
         With a transport by name, also what it needs more: for its connections, for messages that go or land apart.
         """
-        from tokenring.backends.registry import kernel_for_planning, transport_capabilities
-
         able = IDEAL if transport is None else transport_capabilities(transport)
-        supports = kernel_for_planning().supports_patch
-        return measure.peak_bytes(self, workload, direction, able, supports)
+        return measure.peak_bytes(self, workload, direction, able, kernel_class(PLANNED_WITH).supports_patch)
 
     def flops(self, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
         """Floating-point operations of each rank's tiles in a pass, visible pairs only."""

@@ -1,7 +1,7 @@
 """What messages take over each transport between ranks such as these, measured once and kept.
 
 `tokenring rates --transports` writes a table of one device model, domain, number of ranks and torch. Where "auto"
-chooses a transport, rank 0 looks for one (tokenring/tables/transport_choice.py). A file that cannot be used is a note, never an error.
+chooses a transport, rank 0 looks for one (`transport_choice`). A file that cannot be used is a note, never an error.
 """
 
 from __future__ import annotations

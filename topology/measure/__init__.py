@@ -8,6 +8,6 @@
 Every rank makes the same decisions from the same numbers, so the ranks need no leader.
 """
 
-from tokenring.topology.measure.run import measure, topology_of
+from tokenring.topology.measure.run import measure
 
-__all__ = ["measure", "topology_of"]
+__all__ = ["measure"]

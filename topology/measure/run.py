@@ -11,8 +11,6 @@ from tokenring.topology.measure.lab import OutOfTime, Tell, TransportLab
 from tokenring.topology.measure.model import FORMAT, Model, facts, process
 from tokenring.topology.measure.survey import Tables, survey
 from tokenring.topology.model.facts import Facts, Origin
-from tokenring.topology.model.graph import merge
-from tokenring.topology.model.ranks import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,10 +40,10 @@ def measure(
     return facts(model, tables)
 
 
-def measured_topology(group: ProcessGroup | None, transport: str | Transport, seconds: float) -> Topology:
-    """The same for the planner. A transport that is given by name is closed afterwards."""
+def measure_group(group: ProcessGroup | None, transport: str | Transport, seconds: float) -> Facts:
+    """The same of the ranks of a group. A transport that is given by name is closed afterwards."""
     if not isinstance(transport, str):
-        return topology_of(measure(transport, seconds))
+        return measure(transport, seconds)
     import torch.distributed as dist
 
     from tokenring.backends.registry import make_transport
@@ -54,14 +52,9 @@ def measured_topology(group: ProcessGroup | None, transport: str | Transport, se
     if group is None:
         raise ConfigurationError("there is no process group: call torch.distributed.init_process_group first")
     if dist.get_world_size(group) == 1:
-        return topology_of(measure(None, seconds))
+        return measure(None, seconds)
     made = make_transport(transport, group, WAIT_SECONDS)
     try:
-        return topology_of(measure(made, seconds))
+        return measure(made, seconds)
     finally:
         made.close()
-
-
-def topology_of(measured: Facts) -> Topology:
-    """The ranks with all that was measured: also what several pairs share, which no table of pairs shows."""
-    return Topology.of(merge([measured]))

@@ -7,13 +7,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tokenring.errors import ConfigurationError, TokenRingError, TopologyError
 from tokenring.tables.kept_files import cache_folder
 from tokenring.topology.model.facts import Device, Facts, Note, Origin
-from tokenring.topology.model.graph import merge
-from tokenring.topology.model.ranks import Topology, seated
+from tokenring.topology.model.graph import Graph, merge
 from tokenring.topology.model.schema import from_json, to_json
 from tokenring.topology.probing.cache import cached, fingerprint
 from tokenring.topology.probing.device_identity import Seat, host_names, this_seat
@@ -30,13 +29,25 @@ SHARE_OF_TIME = 0.5  # of the time limit: what asking the tools may take, for th
 Look = Callable[[], list[Facts]]
 
 
+class Digested(Protocol):
+    """What ranks compare: equal digests are equal topologies."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+T = TypeVar("T", bound=Digested)
+Seated = Callable[[Graph, Sequence[Seat], Sequence[str]], T]  # a topology: of a graph, ranks' seats, ranks' hosts
+
+
 def probe(
     group: Group | HeldGroup,
     device: torch.device | None,
+    seated: Seated[T],
     *,
     cache: bool,
     timeout_seconds: float,
-) -> Topology:
+) -> T:
     """What Topology.probe does."""
     from tokenring.launch.groups import hold
 
@@ -50,16 +61,16 @@ def probe(
     def look_or_remember() -> list[Facts]:
         return cached(cache_folder(os.environ) if cache else None, seat.host, fingerprint(seat.host), look)
 
-    return gather(held, seat, look_or_remember, timeout_seconds)
+    return gather(held, seat, look_or_remember, timeout_seconds, seated)
 
 
-def gather(group: Held | None, seat: Seat, look: Look, timeout_seconds: float) -> Topology:
+def gather(group: Held | None, seat: Seat, look: Look, timeout_seconds: float, seated: Seated[T]) -> T:
     """The topology of all ranks' seats; `look` is called by the first rank of each machine.
 
     Raises PeerLost, which names who did not come; TopologyError if a machine could not be looked at.
     """
     if group is None:
-        return _assembled([seat], {0: _said(look)})
+        return _assembled([seat], {0: _said(look)}, seated)
 
     from tokenring.backends.control.store_gather import Meeting
 
@@ -67,7 +78,7 @@ def gather(group: Held | None, seat: Seat, look: Look, timeout_seconds: float) -
     seats = [Seat.from_text(text) for text in meeting.gather("where they sit", seat.to_text())]
     speakers = _speakers(host_names(seats))
     texts = meeting.gather("what their machines are", _said(look) if meeting.rank in speakers else "")
-    topology = _assembled(seats, {rank: texts[rank] for rank in speakers})
+    topology = _assembled(seats, {rank: texts[rank] for rank in speakers}, seated)
     digests = meeting.gather("what they make of it", topology.digest)
     if len(set(digests)) > 1:
         odd = next(rank for rank, each in enumerate(digests) if each != digests[0])
@@ -91,7 +102,7 @@ def _said(look: Look) -> str:
         return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
-def _assembled(seats: Sequence[Seat], said: dict[int, str]) -> Topology:
+def _assembled(seats: Sequence[Seat], said: dict[int, str], seated: Seated[T]) -> T:
     hosts = host_names(seats)
     facts = [each for rank, text in said.items() for each in _heard(rank, hosts[rank], text)]
     return seated(merge(facts), seats, hosts)

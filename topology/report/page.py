@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
+from tokenring.display.safe_text import plain
 from tokenring.topology.model.graph import Graph
 from tokenring.topology.model.verdict import Verdict
 from tokenring.topology.report.picture import to_svg
-from tokenring.topology.report.safe_text import plain
 from tokenring.topology.report.text import report, sentence
 
 # Nothing may be loaded, whatever a dump contains.

@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from tokenring.display.safe_text import cells_wide, plain
 from tokenring.topology.model.facts import Device
 from tokenring.topology.model.graph import Edge, Graph
 from tokenring.topology.model.nesting import Box, boxes, says_something
 from tokenring.topology.model.verdict import Verdict
 from tokenring.topology.report.circle_layout import BOX, BOX_HEIGHT, DOT, HUB, Line, Node, Wheel, hosts_around, wheels
-from tokenring.topology.report.safe_text import cells_wide, plain
 from tokenring.topology.report.text import sentence
 
 # Sizes in SVG units, which viewers show as pixels.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from tokenring.display.safe_text import plain, plain_lines
 from tokenring.topology.model.facts import PCIE_KINDS, Device, unordered
 from tokenring.topology.model.graph import Edge, Fabric, Graph, total_gbs
 from tokenring.topology.model.verdict import Verdict
-from tokenring.topology.report.safe_text import plain, plain_lines
 
 MAX_MATRIX = 32
 MAX_WITH_NICS = 13

@@ -12,11 +12,12 @@ from tokenring.cli.bench.emulate import add_options, check_options, start
 from tokenring.cli.bench.picture import to_svg
 from tokenring.cli.bench.results import ERROR_LIMITS, Case, Report
 from tokenring.cli.bench.table import table
+from tokenring.cli.call_options import add_call_options, check_call
 from tokenring.display.console import Console, Parser
+from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
-from tokenring.launch.command import Command, add_call_options, check_call, ranks_started
+from tokenring.launch.command import Command, ranks_started
 from tokenring.schedule.families.registry import forms, is_known, parse
-from tokenring.topology.report.safe_text import plain
 
 MODULE = "tokenring.cli.bench.worker"
 

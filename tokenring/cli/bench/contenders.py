@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenring.backends.registry import kernel_for_planning, transport_capabilities
+from tokenring.backends.registry import kernel_for_planning
 from tokenring.cli.bench.candidates import emulated
 from tokenring.cli.bench.results import Case
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.backend_names import transport_capabilities
 from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import Call, plan_call
 from tokenring.planner.interconnects.interconnect import Interconnect
@@ -23,7 +24,7 @@ from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask import parse_mask
 from tokenring.sequence.workload import Workload
 from tokenring.tables.rates import Machine
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 MOST = 12  # families: the others are predicted to be slower than all of these
 MOST_RANKS = 16  # above, planning takes too long for a default: what needs no parameters races

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-from tokenring.api.limits import check_processes
 from tokenring.cli.demo.console import Console
 from tokenring.cli.demo.report import (
     bytes_text,
@@ -24,11 +23,12 @@ from tokenring.cli.demo.report import (
 from tokenring.cli.demo.results import Checked, Measured, Result, Started, Stepped, from_line, training_complaint
 from tokenring.cli.trace.picture import to_svg
 from tokenring.display.console import Parser, check_suffix, cores, machine, read_options
+from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
 from tokenring.launch.follow import CommandFailed, Failed, check, check_output, exit_code, follow, write_at_last
+from tokenring.launch.limits import check_processes
 from tokenring.launch.processes import Interrupts, Processes, rank_environment, torchrun_command
 from tokenring.sequence.layout import make_layout
-from tokenring.topology.report.safe_text import plain
 
 FEWEST_STEPS = 6  # three first and three last ones
 TRAINING_SECONDS = 100.0  # on a slow machine training ends early

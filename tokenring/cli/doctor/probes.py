@@ -163,6 +163,7 @@ def _merge(device: Any) -> dict[str, str]:
 def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
     """The kernel that "auto" takes, and what is to be said of each other one."""
     from tokenring.backends import registry
+    from tokenring.lowering.backend_names import KERNELS
 
     others, places, faults = [], dict[str, str](), dict[str, str]()
     try:
@@ -171,7 +172,7 @@ def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
     except Exception as error:
         others.append({"name": "auto", "why": one_line(error)})
     taken = next(iter(places), None)
-    for each in registry.KERNELS:
+    for each in KERNELS:
         if each == taken:
             continue
         try:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tokenring.cli.doctor.findings import Choice, Findings, Operator, Problem
-from tokenring.topology.report.safe_text import plain, plain_lines
+from tokenring.display.safe_text import plain, plain_lines
 
 WIDTH = 10  # of the words on the left
 GIB = 1 << 30

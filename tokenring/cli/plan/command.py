@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from tokenring.cli.plan.options import SIZES, Asked, ask, read_size
+from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.plan.report import explained, table
 from tokenring.cli.plan.sweep import sweep, sweep_svg, sweep_table
 from tokenring.cli.plan.timeline import drawn, timeline
@@ -18,6 +18,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
 from tokenring.planner.choosing.auto import Call, call_bound, check_made, make, plan_or_forecast
 from tokenring.planner.simulation.predict import predict
+from tokenring.sequence.sizes import SIZES, read_size
 
 SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",)}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +10,10 @@ from pathlib import Path
 import torch
 
 from tokenring.api.arguments import check_name
-from tokenring.backends.registry import TRANSPORTS, bounded, kernel_class, transport_capabilities
+from tokenring.backends.registry import bounded
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.backend_names import TRANSPORTS, kernel_class, transport_capabilities
 from tokenring.lowering.calls import anything
 from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import Call
@@ -23,18 +22,17 @@ from tokenring.planner.interconnects.rank_order import context_parallel_group, h
 from tokenring.planner.interconnects.wiring import interconnect_of
 from tokenring.planner.machines.machine import machine_of_device, machine_of_preset, machine_of_topology, messages_of
 from tokenring.planner.machines.presets import PREFIX, find, preset
+from tokenring.planner.machines.topology_file import read_topology
 from tokenring.planner.simulation.predict import Setting
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask
+from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
 from tokenring.tables.kernel_rates import read_table
 from tokenring.tables.rates import Machine, Rates, constant
-from tokenring.topology.model.ranks import Topology
 
-LARGEST = 1 << 50
 MOST_HEADS = 1 << 16
 MOST_TFLOPS = 1e6  # of one device; none has a hundredth of it
-SIZES = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PASSES: dict[str, tuple[Pass, ...]] = {"forward": ("forward",), "training": ("forward", "backward")}
 
@@ -46,17 +44,6 @@ class Asked:
     call: Call
     topology: str
     tensor_parallel: int
-
-
-def read_size(option: str, text: str) -> int:
-    """A count such as 4096, 128k or 1M. Raises ConfigurationError."""
-    match = re.fullmatch(r"([0-9]{1,12})([kMG]?)", text.strip(), re.ASCII)
-    size = int(match[1]) * SIZES.get(match[2], 1) if match else 0
-    if not 1 <= size <= LARGEST:
-        raise ConfigurationError(
-            f"{option} {text}: write a number from 1 to {LARGEST >> 30}G, which may end in {', '.join(SIZES)}"
-        )
-    return size
 
 
 def ask(options: argparse.Namespace) -> Asked:
@@ -157,20 +144,6 @@ def _table(options: argparse.Namespace) -> Rates:
             f"measure these with `tokenring rates --dtype {options.dtype} --dim {options.dim}`"
         )
     return rates
-
-
-def read_topology(path: str) -> Topology:
-    """A saved topology, or a dump of a tool."""
-    from tokenring.cli.topology import read_file
-    from tokenring.topology.model.graph import merge
-    from tokenring.topology.probing.cache import measured_file
-
-    if path == "measured":
-        path = str(measured_file(os.environ))
-    topology = Topology.of(merge(read_file(path)))
-    if topology.world_size == 0:
-        raise ConfigurationError(f"{path!r} has no accelerators to plan for: give another file, or preset:NAME")
-    return topology
 
 
 def first_ranks(net: Interconnect, ranks: int | None) -> Interconnect:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log10
 
-from tokenring.cli.plan.options import SIZES, ask, several_hosts
+from tokenring.cli.plan.options import ask, several_hosts
 from tokenring.display.svg import box, opening, style, text_at
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.auto import plan_or_forecast
 from tokenring.planner.choosing.select import time_text
+from tokenring.sequence.sizes import SIZES
 
 CURVES = 6  # schedules that are drawn
 WIDTH, HEIGHT, MARGIN, LEFT, RIGHT, TOP = 900, 460, 28, 74, 190, 64

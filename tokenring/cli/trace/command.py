@@ -7,14 +7,15 @@ import os
 from collections.abc import Mapping
 
 from tokenring.cli.bench.results import ERROR_LIMITS, Case
+from tokenring.cli.call_options import add_call_options, check_call
 from tokenring.cli.trace.chrome import to_chrome
 from tokenring.cli.trace.picture import simulation_of, timeline_of, to_svg
 from tokenring.cli.trace.record import Traced
 from tokenring.cli.trace.table import table, to_json
 from tokenring.display.console import Console, Parser
+from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
-from tokenring.launch.command import Command, add_call_options, check_call
-from tokenring.topology.report.safe_text import plain
+from tokenring.launch.command import Command
 
 MODULE = "tokenring.cli.trace.worker"
 

@@ -17,7 +17,7 @@ from tokenring.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tokenring.integrations.megatron.groups import LayerGroup
-    from tokenring.topology.model.ranks import Topology
+    from tokenring.topology.ranks import Topology
 
 SCHEDULE = "--tokenring-schedule"
 
@@ -38,19 +38,19 @@ def _seconds(flag: str, text: str, args: Any) -> float:
 
 
 def _count(flag: str, text: str, args: Any) -> int:
-    from tokenring.cli.plan.options import read_size
+    from tokenring.sequence.sizes import read_size
 
     return read_size(flag, text)
 
 
 def _transport(flag: str, text: str, args: Any) -> str:
-    from tokenring.backends.registry import TRANSPORTS
+    from tokenring.lowering.backend_names import TRANSPORTS
 
     return _name(flag, text, "transport", TRANSPORTS)
 
 
 def _kernel(flag: str, text: str, args: Any) -> str:
-    from tokenring.backends.registry import KERNELS
+    from tokenring.lowering.backend_names import KERNELS
 
     return _name(flag, text, "kernel", KERNELS)
 
@@ -65,8 +65,8 @@ def _name(flag: str, text: str, what: str, known: Mapping[str, str]) -> str:
 
 def _topology(flag: str, text: str, args: Any) -> Topology:
     """Of the file's first ranks that share a sequence and its heads: tensor parallelism fastest, as Megatron has it."""
-    from tokenring.cli.plan.options import read_topology
-    from tokenring.topology.model.ranks import Topology
+    from tokenring.planner.machines.topology_file import read_topology
+    from tokenring.topology.ranks import Topology
 
     try:
         found = read_topology(text)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.launch.groups import hold
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tokenring.api.limits import MADE_RANKS
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.gc_pause import no_collection
 from tokenring.lowering.target import Capabilities
@@ -30,6 +29,7 @@ from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
 from tokenring.schedule.pieces import CUT_BY_DEFAULT, named_schedule
 from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.size_limits import MADE_RANKS
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
 

@@ -75,7 +75,8 @@ def within_connections(plan: Plan, asked: object, group: Held | None, device: to
     The plan itself where there is no limit, where it keeps to it anyway, and where it does so in no mode: then the
     transport refuses it. asked: for which transport.
     """
-    from tokenring.backends.registry import automatic, modes_of, transport_capabilities
+    from tokenring.backends.registry import automatic, modes_of
+    from tokenring.lowering.backend_names import transport_capabilities
 
     modes = modes_of(asked, group, device)
     if not modes or group is None:

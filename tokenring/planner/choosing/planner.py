@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tokenring.api.arguments import check_memory_limit, check_topology
 from tokenring.backends.measuring import key_of
 from tokenring.display.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
@@ -20,6 +19,7 @@ from tokenring.launch.groups import held
 from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import Call, order_of, plan_call
 from tokenring.planner.choosing.background import Aside
+from tokenring.planner.choosing.checks import check_memory_limit, check_topology
 from tokenring.planner.choosing.plan import Candidate, Plan
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.shared_links import group_net
@@ -39,10 +39,9 @@ from tokenring.sequence.layout import Layout
 from tokenring.tables.kernel_rates import Key, kept
 from tokenring.tables.rates import Machine, Rates
 from tokenring.topology.model.facts import PROCESS
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
-
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.launch.groups import Held
     from tokenring.lowering.target import Capabilities

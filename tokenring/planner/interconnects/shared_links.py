@@ -15,7 +15,7 @@ from dataclasses import replace
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import context_parallel_group, one_of_groups
 from tokenring.planner.interconnects.wiring import interconnect_of
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 Group = tuple[int, int] | None
 

@@ -18,8 +18,8 @@ from tokenring.planner.interconnects.interconnect import Fabric, Interconnect, W
 from tokenring.planner.machines.server_spec import NETWORK, nics_of
 from tokenring.topology.model.facts import PCIE_PATHS, Device, unordered
 from tokenring.topology.model.graph import Edge, Graph
-from tokenring.topology.model.ranks import Topology
 from tokenring.topology.model.verdict import Verdict
+from tokenring.topology.ranks import Topology
 
 # Of published rates, what a copy reaches where a topology does not know; by kind of link (sources: docs/presets.md).
 REACHED: Mapping[str, float] = MappingProxyType(

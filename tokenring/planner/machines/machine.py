@@ -12,7 +12,7 @@ from tokenring.planner.machines.devices import DEVICES, DeviceFigures, device_fi
 from tokenring.planner.machines.presets import PRESETS, find
 from tokenring.tables.rates import Machine, Messages, Rates, Sample
 from tokenring.topology.model.facts import PROCESS
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 # How a flash kernel's rate grows with the length of its tile: shares of the rate at 16k tokens on A100, forward,
 # head dim 128 (FlashAttention-2, arXiv:2307.08691, figure 4: 16k tokens in batches of sequences of this length).

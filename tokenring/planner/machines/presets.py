@@ -2,7 +2,7 @@
 
 Every figure is one of GB/s (10^9 bytes) one way, as payload, and says where it is from. What a transfer reaches
 of it is the preset's `reached`, kept apart: a graph bears what is published, as a probe's would.
-`tokenring.planner.machines.server_spec` says how to read contention from the graphs; docs/presets.md is written from here.
+`server_spec` says how to read contention from the graphs; docs/presets.md is written from here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenring.planner.machines.server_spec import (
 )
 from tokenring.planner.machines.sourced import Figure, unknown
 from tokenring.topology.model.facts import Facts
-from tokenring.topology.model.ranks import Topology
+from tokenring.topology.ranks import Topology
 
 MAX_HOSTS = 1024
 PREFIX = "preset:"
@@ -131,8 +131,8 @@ OP_MI300X = Figure(10.0, "as on A100: no measurement found", "assumed")
 class Preset:
     """A server and what is known of it beside its links.
 
-    device: its accelerators in `tokenring.planner.machines.devices`. reached: by kind of link, the share of the published
-    rate that a copy reaches. operation_us: what a message costs beside its bytes. shape: what `classify` says.
+    device: its accelerators in `devices`. reached: by kind of link, the share of the published rate that a copy
+    reaches. operation_us: what a message costs beside its bytes. shape: what `classify` says.
     """
 
     name: str

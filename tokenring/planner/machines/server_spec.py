@@ -23,9 +23,9 @@ from itertools import combinations
 from tokenring.planner.machines.sourced import Figure
 from tokenring.topology.model.facts import PCIE_PATHS, Device, DeviceKind, Facts, Link, changed, unordered
 from tokenring.topology.model.graph import Graph, merge
-from tokenring.topology.model.ranks import Topology
 from tokenring.topology.model.tree import pcie_links
 from tokenring.topology.model.verdict import Verdict, classify
+from tokenring.topology.ranks import Topology
 
 NETWORK = "network"  # the switch between hosts: full bisection is assumed
 ANY_HOST = "\0"  # stands for a host's name where no text has it

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the rest is imported where it is needed: `import tokenring`
 
     from tokenring.backends.interfaces import Transport
     from tokenring.launch.groups import Group, HeldGroup
-    from tokenring.topology.model.facts import Device
+    from tokenring.topology.model.facts import Device, Facts
     from tokenring.topology.model.graph import Graph
     from tokenring.topology.model.verdict import Verdict
     from tokenring.topology.probing.device_identity import Seat
@@ -61,16 +61,16 @@ class Topology:
         """
         from tokenring.topology.probing.job import probe
 
-        return probe(group, device, cache=cache, timeout_seconds=timeout_seconds)
+        return probe(group, device, seated, cache=cache, timeout_seconds=timeout_seconds)
 
     @staticmethod
     def measure(
         group: ProcessGroup | None = None, transport: str | Transport = "auto", seconds: float = 60.0
     ) -> Topology:
         """What transfers between the ranks of a group show, equal on all of them, which all call it."""
-        from tokenring.topology.measure.run import measured_topology
+        from tokenring.topology.measure.run import measure_group
 
-        return measured_topology(group, transport, seconds)
+        return topology_of(measure_group(group, transport, seconds))
 
     @staticmethod
     def of(graph: Graph, devices: Sequence[str | None] | None = None, hosts: Sequence[str] | None = None) -> Topology:
@@ -111,6 +111,13 @@ def full_mesh(world_size: int, bandwidth_gbs: float | None = None) -> Topology:
     """Every pair of ranks has a link of its own."""
     pairs = {(a, b): bandwidth_gbs for a in range(world_size) for b in range(world_size) if a != b}
     return Topology("full mesh", world_size, pairs)
+
+
+def topology_of(measured: Facts) -> Topology:
+    """The ranks with all that was measured: also what several pairs share, which no table of pairs shows."""
+    from tokenring.topology.model.graph import merge
+
+    return Topology.of(merge([measured]))
 
 
 def seated(graph: Graph, seats: Sequence[Seat], hosts: Sequence[str]) -> Topology:

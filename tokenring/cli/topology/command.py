@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from tokenring.cli.topology.outputs import SUFFIXES
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
-from tokenring.errors import ConfigurationError, TopologyError
 from tokenring.gc_pause import no_collection
-from tokenring.topology.model.facts import Facts
 from tokenring.topology.model.graph import merge, on_machines
 from tokenring.topology.model.sanity import storable
-from tokenring.topology.model.schema import MAX_CHARACTERS, from_json, is_document, to_json
+from tokenring.topology.model.schema import to_json
 from tokenring.topology.model.verdict import classify
+from tokenring.topology.probing.files import read_file
 from tokenring.topology.probing.probe import probe
 from tokenring.topology.report.page import to_html
 from tokenring.topology.report.picture import to_svg
 from tokenring.topology.report.text import report
-from tokenring.topology.sources import read
-
-SUFFIXES = {"save": (".json",), "svg": (".svg",), "html": (".html", ".htm")}
-MAX_BYTES = MAX_CHARACTERS  # ours may be longer than dumps: it has every link twice
 
 
 def main(argv: list[str]) -> int:
     if "--measure" in argv:
-        from tokenring.cli.topology_measure import main as measure_main  # it runs on ranks, as bench does
+        from tokenring.cli.topology.measure import main as measure_main  # it runs on ranks, as bench does
 
         return measure_main(argv)
     options = read_options(_parser().parse_args, argv)
@@ -76,25 +72,3 @@ def _parser() -> Parser:
     add("--svg", metavar="FILE", help="write a picture")
     add("--html", metavar="FILE", help="write a page with the picture and the report, complete in one file")
     return parser
-
-
-def read_file(path: str) -> list[Facts]:
-    """The facts of one file: a dump, or a saved topology."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path!r}: {error.strerror}") from None
-    except ValueError:
-        raise ConfigurationError(f"cannot read {path!r}: no such name can be") from None
-    if len(raw) > MAX_BYTES:
-        raise TopologyError(f"a file of more than {MAX_BYTES >> 20} MB is too long", file=path)
-    text = _decoded(raw)
-    return from_json(text, path) if is_document(text) else [read(text, path)]
-
-
-def _decoded(raw: bytes) -> str:
-    """Text in UTF-8, or in what Windows saves; what is neither is replaced, and parsers will say."""
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return raw.decode("utf-16", "replace")
-    return raw.decode("utf-8-sig", "replace")

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 
-from tokenring.cli.topology import SUFFIXES
+from tokenring.cli.topology.outputs import SUFFIXES
 from tokenring.display.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command, check_seconds
@@ -63,7 +63,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _case(options: argparse.Namespace, ranks: int) -> Case:
-    from tokenring.backends.registry import TRANSPORTS
+    from tokenring.lowering.backend_names import TRANSPORTS
 
     check_seconds(options.seconds)
     if options.transport not in ("auto", *TRANSPORTS):

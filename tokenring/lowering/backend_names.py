@@ -1,0 +1,63 @@
+"""Transports and kernels by name, and what their classes say of themselves; imported only when asked for.
+
+Only names are here: what they stand for is loaded, never started, when a schedule is to be lowered or measured for it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any, cast
+
+from tokenring.errors import ConfigurationError
+from tokenring.lowering.target import Capabilities
+
+TRANSPORTS = {
+    "gloo": "tokenring.backends.transports.gloo:GlooTransport",
+    "shm": "tokenring.backends.transports.shm:ShmTransport",
+    "hccl": "tokenring.backends.transports.hccl:HcclTransport",
+    "hccl/channel": "tokenring.backends.transports.hccl:HcclChannelTransport",
+    "hccl/pair": "tokenring.backends.transports.hccl:HcclPairTransport",
+    "hccl/collectives": "tokenring.backends.transports.hccl_collectives:HcclCollectivesTransport",
+    "cuda": "tokenring.backends.transports.auto_cuda:CudaTransport",
+    "symm": "tokenring.backends.transports.symm:SymmTransport",
+    "nccl": "tokenring.backends.transports.nccl:NcclTransport",
+    "nvshmem": "tokenring.backends.transports.nvshmem:NvshmemTransport",
+}
+KERNELS = {
+    "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
+    "reference": "tokenring.backends.kernels.reference:Reference",
+    "npu-fusion": "tokenring.backends.kernels.npu_fusion:NpuFusion",
+    "torch-flash": "tokenring.backends.kernels.torch_cuda:TorchFlash",
+    "torch-cudnn": "tokenring.backends.kernels.torch_cuda:TorchCudnn",
+    "torch-efficient": "tokenring.backends.kernels.torch_cuda:TorchEfficient",
+    "flash-attn": "tokenring.backends.kernels.flash_attn:FlashAttn2",
+    "flash-attn-3": "tokenring.backends.kernels.flash_attn:FlashAttn3",
+    "flash-attn-4": "tokenring.backends.kernels.flash_attn:FlashAttn4",
+    "flex": "tokenring.backends.kernels.flex:Flex",
+}
+PLANNED_WITH = "cpu-flash"  # the kernel whose cuts count where a schedule is measured without tensors at hand
+
+
+def load(kind: str, name: str, known: dict[str, str]) -> Any:
+    if name not in known:
+        raise ConfigurationError(f"unknown {kind} {name!r}; choose one of auto, {', '.join(known)}")
+    module, _, attribute = known[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def transport_class(name: str) -> Any:
+    """What makes the transport called `name`, from a group and a time limit."""
+    return load("transport", name, TRANSPORTS)
+
+
+def transport_capabilities(name: str) -> Capabilities:
+    """What the transport called `name` can do, without starting it; with buffers as this environment asks for."""
+    made = transport_class("gloo" if name == "auto" else name)
+    in_environment = getattr(made, "capabilities_in", None)
+    return cast(Capabilities, made.capabilities if in_environment is None else in_environment(os.environ))
+
+
+def kernel_class(name: str) -> Any:
+    """What makes the kernel called `name`; it need not work here to be asked which patches it takes."""
+    return load("kernel", name, KERNELS)

@@ -1,0 +1,33 @@
+"""What users give to a planner: checks that say what was asked, what there is, and what to do."""
+
+from __future__ import annotations
+
+from tokenring.errors import ConfigurationError
+from tokenring.sequence.layout import as_integer
+
+
+def check_topology(given: object, world_size: int, tensor_parallel: object = 1) -> None:
+    """Of the group's ranks, or of all those whose heads tensor parallelism splits."""
+    groups = as_integer(tensor_parallel) or 0
+    if groups < 1:
+        raise ConfigurationError(
+            f"tensor_parallel={tensor_parallel!r}: give how many ranks share the heads, an integer from 1 on"
+        )
+    if given is None:
+        return
+    from tokenring.planner.interconnects.interconnect import Interconnect
+    from tokenring.topology.ranks import Topology
+
+    if not isinstance(given, (Topology, Interconnect)):
+        raise ConfigurationError(f"topology is of type {type(given).__name__}; give a Topology or an Interconnect")
+    if given.world_size not in (world_size, world_size * groups):
+        more = f", or of all {world_size * groups} that tensor_parallel={groups} makes" if groups > 1 else ""
+        raise ConfigurationError(
+            f"the topology has {given.world_size} ranks, the group has {world_size}: "
+            f"give that of the group's ranks{more}"
+        )
+
+
+def check_memory_limit(given: object) -> None:
+    if given is not None and (as_integer(given) or 0) < 1:
+        raise ConfigurationError(f"memory_limit_bytes={given!r}: give an integer from 1 on, or None for no limit")

@@ -1,0 +1,32 @@
+"""What is known of machines out of files: dumps of tools, and what was saved."""
+
+from __future__ import annotations
+
+from tokenring.errors import ConfigurationError, TopologyError
+from tokenring.topology.model.facts import Facts
+from tokenring.topology.model.schema import MAX_CHARACTERS, from_json, is_document
+from tokenring.topology.sources import read
+
+MAX_BYTES = MAX_CHARACTERS  # ours may be longer than dumps: it has every link twice
+
+
+def read_file(path: str) -> list[Facts]:
+    """The facts of one file: a dump, or a saved topology."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path!r}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigurationError(f"cannot read {path!r}: no such name can be") from None
+    if len(raw) > MAX_BYTES:
+        raise TopologyError(f"a file of more than {MAX_BYTES >> 20} MB is too long", file=path)
+    text = _decoded(raw)
+    return from_json(text, path) if is_document(text) else [read(text, path)]
+
+
+def _decoded(raw: bytes) -> str:
+    """Text in UTF-8, or in what Windows saves; what is neither is replaced, and parsers will say."""
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return raw.decode("utf-16", "replace")
+    return raw.decode("utf-8-sig", "replace")
