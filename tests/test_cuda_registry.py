@@ -14,7 +14,7 @@ from tokenring.backends.kernels.auto import Choosing, for_device
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.kernels.order import default_order
 from tokenring.backends.kernels.reference import Reference
-from tokenring.backends.measuring import key_of
+from tokenring.backends.table_keys import key_of
 from tokenring.cli.rates.command import main as rates_main
 from tokenring.tables.kernel_rates import kept
 
