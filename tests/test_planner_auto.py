@@ -307,8 +307,8 @@ class TestRestriction:
 
 DETERMINISTIC = """
 from test_planner_auto import asked
-from tokenring.planner.auto import plan_call
-from tokenring.planner.interconnect import full_mesh
+from tokenring.planner.choosing.auto import plan_call
+from tokenring.planner.interconnects.interconnect import full_mesh
 print(plan_call(asked(full_mesh(4, 1.0), (6, 3), everything=True)).to_json())
 """
 
