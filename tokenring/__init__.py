@@ -119,7 +119,7 @@ class _Package(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Importing a sub-module binds its name here; `attention` and `schedule` are the functions of that name.
+        # Importing a sub-module binds its name here; `schedule` is the function of that name.
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
