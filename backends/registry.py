@@ -17,10 +17,10 @@ from tokenring.lowering.backend_names import (
     TRANSPORTS,
     kernel_class,
     load,
-    transport_capabilities,
     transport_class,
+    transport_target,
 )
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 
 if TYPE_CHECKING:
     from tokenring.ir.schedule_data import Pass
@@ -37,12 +37,12 @@ HOMES = {name: kind for kind, name in FASTEST.items()} | dict.fromkeys(
 )  # the only device type that a kernel computes on
 
 
-def bounded(name: str) -> dict[str, Capabilities]:
+def bounded(name: str) -> dict[str, Target]:
     """The modes of a transport that do with fewer connections, most of them first, and what each can do."""
-    return {mode: transport_capabilities(mode) for mode in BOUNDED.get(name, ())}
+    return {mode: transport_target(mode) for mode in BOUNDED.get(name, ())}
 
 
-def modes_of(asked: object, group: Held | None, device: torch.device) -> dict[str, Capabilities]:
+def modes_of(asked: object, group: Held | None, device: torch.device) -> dict[str, Target]:
     """Those of what "auto" stands for, which a plan may take to keep to a limit; none where one was asked for."""
     return bounded(automatic(group, device)) if asked == "auto" and group is not None else {}
 

@@ -14,15 +14,14 @@ from tokenring import Causal, Full, Mask, attention
 from tokenring.backends.interfaces import Handle
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS, Pass
-from tokenring.lowering.backend_names import TRANSPORTS, transport_capabilities
+from tokenring.lowering.backend_names import TRANSPORTS, transport_target
 from tokenring.lowering.bundles import bundles
-from tokenring.lowering.calls import anything
 from tokenring.lowering.footprint import program_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program, Recv, Send, Wait
 from tokenring.lowering.records import Records
 from tokenring.lowering.storage import storage_of
-from tokenring.lowering.target import Way
+from tokenring.lowering.target import Target
 from tokenring.planner.simulation.operations import Await, Compute, Post, operations
 from tokenring.proof.replay import AHEAD, WITH_BUNDLES, replay, replay_schedule
 from tokenring.proof.verify import verify_bundles
@@ -39,8 +38,8 @@ def whole(name: str, ranks: int, layout: str = "zigzag", mask: Mask | None = Non
 def lowered(
     schedule: Schedule, direction: Pass = "forward", most_bytes: int = ALL, ahead_bytes: int = 0
 ) -> list[Program]:
-    way = Way(True, bundle_bytes=most_bytes, ahead_bytes=ahead_bytes)
-    return [lower(schedule, rank, direction, size_of(schedule), anything, *way) for rank in range(schedule.world_size)]
+    target = Target(bundle_bytes=most_bytes, ahead_bytes=ahead_bytes)
+    return [lower(schedule, rank, direction, size_of(schedule), target) for rank in range(schedule.world_size)]
 
 
 def found(schedule: Schedule, rank: int, direction: Pass = "forward", most_bytes: int = ALL) -> list[list[str]]:
@@ -128,10 +127,11 @@ def test_large_messages_stay_apart() -> None:
 
 def test_transports_that_post_in_one_order_have_none() -> None:
     schedule = whole("ulysses", 4)
-    assert not lower(schedule, 0, "forward", size_of(schedule), early_receives=False, bundle_bytes=ALL).collectives
+    late = Target(early_receives=False, bundle_bytes=ALL)
+    assert not lower(schedule, 0, "forward", size_of(schedule), late).collectives
     for name in TRANSPORTS:
-        able = transport_capabilities(name)
-        assert not able.bundle_bytes or (able.early_receives and not able.collectives)
+        target = transport_target(name)
+        assert not target.bundle_bytes or (target.early_receives and not target.collectives)
 
 
 # ---------- programs with them
@@ -206,7 +206,7 @@ def test_replay_refuses(change: object, says: str) -> None:
 def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenring.runtime import collective
     class Noting:
-        capabilities = transport_capabilities("gloo")
+        target = transport_target("gloo")
 
         def prepare(self, links: object, device: object) -> None:
             """Nothing to connect."""
@@ -226,7 +226,7 @@ def test_bytes_and_costs() -> None:
     """One message of all their bytes, a copy at each end; and memory of its own."""
     schedule = whole("ulysses", 4)
     size, rates = size_of(schedule), constant(1.0, "test", copy_gbs=1.0)
-    apart, together = (lower(schedule, 1, "forward", size, bundle_bytes=most) for most in (0, ALL))
+    apart, together = (lower(schedule, 1, "forward", size, Target(bundle_bytes=most)) for most in (0, ALL))
     costs = [operations(schedule, size, each, rates) for each in (apart, together)]
     posts, fewer = ([x for x in each if isinstance(x, Post)] for each in costs)
     for sends in (True, False):

@@ -98,13 +98,18 @@ def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask
 
 
 def check_transport(given: object, rank: int, world_size: int) -> None:
-    from tokenring.backends.interfaces import Transport
+    from tokenring.backends.interfaces import faults_of
     from tokenring.lowering.backend_names import TRANSPORTS
 
     if given is None and world_size == 1:  # what `transport` says where there is one rank
         return
-    if not isinstance(given, Transport):
+    if not hasattr(given, "target"):
         check_name("transport", given, TRANSPORTS, ", or the `transport` of another ContextParallel")
+    elif faults := faults_of(given):
+        raise ConfigurationError(
+            f"transport is of type {type(given).__name__}, which has no {', '.join(faults)}: see "
+            f"backends.interfaces.Transport"
+        )
     elif (given.rank, given.world_size) != (rank, world_size):
         raise ConfigurationError(
             f"in the transport this is rank {given.rank} of {given.world_size}, in the group "

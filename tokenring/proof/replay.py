@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, Schedule, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Release, Send, Span, Wait
 from tokenring.lowering.storage import Storage
-from tokenring.lowering.target import Way
+from tokenring.lowering.target import Target
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.proof.slot_contents import (
     NOBODY,
@@ -46,13 +47,13 @@ from tokenring.sequence.workload import Workload
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
 
 
-APART = (Way(True), Way(False))
-WITH_COLLECTIVES = Way(False, collectives=True)
-WITH_BUNDLES = Way(True, bundle_bytes=sys.maxsize)  # as many as there can be
-AHEAD = WITH_BUNDLES._replace(ahead_bytes=sys.maxsize)
+APART = (Target(), Target(early_receives=False))
+WITH_COLLECTIVES = Target(early_receives=False, collectives=True)
+WITH_BUNDLES = Target(bundle_bytes=sys.maxsize)  # as many as there can be
+AHEAD = replace(WITH_BUNDLES, ahead_bytes=sys.maxsize)
 
 
-def replay_schedule(schedule: Schedule, ways: Sequence[Way] = APART) -> None:
+def replay_schedule(schedule: Schedule, targets: Sequence[Target] = APART) -> None:
     """Lower both passes for every rank, for all kinds of transport or those asked for, and replay them.
 
     Programs of the strict kind in one queue a rank for everything: they then run where there are several, too. So do
@@ -61,13 +62,13 @@ def replay_schedule(schedule: Schedule, ways: Sequence[Way] = APART) -> None:
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
     pairs, storage = Pairs(schedule), Storage(schedule)
-    kept: dict[Way, Kept] = {}
+    kept: dict[Target, Kept] = {}
     for direction in PASSES:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
-        for way in ways:
-            early = way.early_receives
-            programs = [lower_agenda(agenda, workload, way) for agenda in agendas]
-            kept[way] = replay(schedule, programs, not early, kept.get(way), pairs, one_queue_a_rank=not early)
+        for target in targets:
+            early = target.early_receives
+            programs = [lower_agenda(agenda, workload, target) for agenda in agendas]
+            kept[target] = replay(schedule, programs, not early, kept.get(target), pairs, one_queue_a_rank=not early)
 
 
 def replay(
