@@ -170,7 +170,7 @@ ALWAYS = ("rank", "world_size", "target", "sent_bytes", *sorted(Transport.__abst
 
 
 def faults_of(given: object) -> list[str]:
-    """Say what keeps an object from being a transport, whatever its class: nothing where it has all that it promises."""
+    """Name what an object lacks to be a transport, whatever its class: what all have, and what its target promises."""
     missing = [name for name in ALWAYS if not hasattr(given, name)]
     target = getattr(given, "target", None)
     if not isinstance(target, Target):

@@ -76,21 +76,21 @@ __all__ = [
 # The modules that the public names come from. They are imported when first asked for: most need torch, which takes
 # longer to import than `tokenring topology` to answer.
 _MODULES = {
-    "attention": "attention plan",
-    "capture": "CapturedAttention capture",
-    "context": "ContextParallel",
+    "api.attention": "attention plan",
+    "api.capture": "CapturedAttention capture",
+    "api.context": "ContextParallel",
+    "api.sharding": "positions shard unshard",
     "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError "
     "TokenRingWarning TopologyError UnsupportedError",
-    "layout": "Layout Positions",
-    "mask": "Causal Documents Full Mask SlidingWindow",
-    "named": "schedule",
-    "planner.plan": "Plan",
-    "schedule.build": "Scheme",
-    "schedule.ir": "Block Move Tile",
-    "schedule.questions": "Schedule",
-    "sharding": "positions shard unshard",
+    "ir.schedule_data": "Block Move Tile",
+    "planner.choosing.plan": "Plan",
+    "schedule.by_name": "schedule",
+    "schedule.schedule": "Schedule",
+    "schedule.scheme": "Scheme",
+    "sequence.layout": "Layout Positions",
+    "sequence.mask": "Causal Documents Full Mask SlidingWindow",
+    "sequence.workload": "Workload",
     "topology.ranks": "Topology",
-    "workload": "Workload",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -119,7 +119,7 @@ class _Package(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Importing a sub-module binds its name here; `attention` and `schedule` are the functions of that name.
+        # Importing a sub-module binds its name here; `schedule` is the function of that name.
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

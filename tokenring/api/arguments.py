@@ -7,7 +7,6 @@ from numbers import Real
 from typing import TYPE_CHECKING, cast
 
 from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.runtime.agreement import named_digest
 from tokenring.sequence.layout import Layout, as_integer
 from tokenring.sequence.mask import Mask
 
@@ -65,9 +64,10 @@ def check_schedule(given: object, pieces: object, world_size: int) -> None:
 
 
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:
-    """The schedule as ranks compare it: one of the user's own with all that is in it. made: of a Scheme, for the call."""
+    """The schedule as ranks compare it; of the user's own, all that is in it. made: what a Scheme makes for a call."""
     from tokenring.ir.schedule_data import Schedule
     from tokenring.planner.choosing.plan import Plan
+    from tokenring.runtime.agreement import named_digest
 
     if isinstance(given, str):
         return given
@@ -98,21 +98,23 @@ def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask
 
 
 def check_transport(given: object, rank: int, world_size: int) -> None:
-    from tokenring.backends.interfaces import faults_of
+    from tokenring.backends.interfaces import Transport, faults_of
     from tokenring.lowering.backend_names import TRANSPORTS
 
     if given is None and world_size == 1:  # what `transport` says where there is one rank
         return
-    if not hasattr(given, "target"):
+    if not hasattr(given, "target"):  # which every transport has
         check_name("transport", given, TRANSPORTS, ", or the `transport` of another ContextParallel")
-    elif faults := faults_of(given):
+        return
+    if faults := faults_of(given):
         raise ConfigurationError(
-            f"transport is of type {type(given).__name__}, which has no {', '.join(faults)}: see "
-            f"backends.interfaces.Transport"
+            f"transport is of type {type(given).__name__}, which has no {', '.join(faults)}: give it what "
+            f"backends.interfaces.Transport asks for, or a target that promises less"
         )
-    elif (given.rank, given.world_size) != (rank, world_size):
+    own = cast(Transport, given)
+    if (own.rank, own.world_size) != (rank, world_size):
         raise ConfigurationError(
-            f"in the transport this is rank {given.rank} of {given.world_size}, in the group "
+            f"in the transport this is rank {own.rank} of {own.world_size}, in the group "
             f"rank {rank} of {world_size}: give a transport of the same group"
         )
 

@@ -24,6 +24,7 @@ TRANSPORTS = {
     "nccl": "tokenring.backends.transports.nccl:NcclTransport",
     "nvshmem": "tokenring.backends.transports.nvshmem:NvshmemTransport",
 }
+BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",
@@ -55,6 +56,11 @@ def transport_target(name: str) -> Target:
     """What the transport called `name` can do, without starting it; with buffers as this environment asks for."""
     made = transport_class("gloo" if name == "auto" else name)
     return cast(Target, made.target_in(os.environ))
+
+
+def bounded(name: str) -> dict[str, Target]:
+    """The modes of a transport that do with fewer connections, most of them first, and what each can do."""
+    return {mode: transport_target(mode) for mode in BOUNDED.get(name, ())}
 
 
 def kernel_class(name: str) -> Any:
