@@ -3,10 +3,12 @@
 A message is done when it stands first in its queue at both ends. Where a transport serialises
 both directions of a pair, there is one queue for each pair and channel, else one for each
 direction; where communicators share streams, one for all messages of a rank. Slots are watched,
-and what lies in them (`contents`): nothing is read before it has arrived, nothing written while it
-is on its way, nothing overwritten before its slot was released; and each visible pair of tokens is
-computed in one kernel call (`pairs`), whose result is merged once into the row of its token's
-owner.
+and what lies in them (`slot_contents`): nothing is read before it has arrived, and nothing written
+while it is on its way. How long a slot's content lives follows from its uses: a result is used
+once, when it is sent or merged, and not overwritten before; requests are used as often as tiles
+want them, and one that is overwritten too early shows in what is computed. Each visible pair of
+tokens is computed in one kernel call (`visible_pairs`), whose result is merged once into the row of
+its token's owner.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, Schedule, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
-from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Release, Send, Span, Wait
+from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Send, Span, Wait
 from tokenring.lowering.storage import Storage
 from tokenring.lowering.target import Target
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
@@ -35,6 +37,7 @@ from tokenring.proof.slot_contents import (
     Tokens,
     Twice,
     add,
+    empty,
     moved,
     overlaps,
     read,
@@ -44,6 +47,7 @@ from tokenring.proof.slot_contents import (
 from tokenring.proof.visible_pairs import Pairs, Tally
 from tokenring.sequence.workload import Workload
 
+RESULTS = REQUEST_OF.keys()  # the kinds of what tiles make
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
 
 
@@ -141,6 +145,7 @@ class _Replay:
 
     def _send(self, rank: Rank, post: Send) -> None:
         rank.carried[post.message] = self._read(rank, post.span)
+        self._use(rank, post.span)
         self._post(rank, post)
 
     def _post(self, rank: Rank, post: Recv | Send) -> None:
@@ -183,13 +188,21 @@ class _Replay:
                 raise rank.wrong(f"writes slot {span.slot} before waiting for {name_of(post)}")
 
     def _check_free(self, rank: Rank, span: Span) -> None:
-        """Nothing is on its way to or from these rows, and nothing in them."""
+        """Nothing is on its way to or from these rows, and nobody needs what lies in them: it goes."""
         slot, start, stop, heads = span
         self._check_landed(rank, span)
+        spec = rank.program.slots[slot]
         for group, rows in rank.held[slot].items():
-            if (group == heads or not rank.program.slots[slot].all_heads) and overlaps(rows, start, stop):
-                text = f"overwrites rows {start} to {stop} of slot {slot} before its release{self._of(rank)}"
-                raise rank.wrong(text)
+            if (group == heads or not spec.all_heads) and overlaps(rows, start, stop):
+                if spec.kept or spec.kind in RESULTS:
+                    text = f"overwrites rows {start} to {stop} of slot {slot}, which nobody has used{self._of(rank)}"
+                    raise rank.wrong(text)
+                empty(rows, start, stop)
+
+    def _use(self, rank: Rank, span: Span) -> None:
+        """Results are in one place: those that are sent or merged are in their rows no more."""
+        if rank.program.slots[span.slot].kind in RESULTS:
+            empty(rank.held[span.slot][span.heads], span.start, span.stop)
 
     def _accumulate(self, rank: Rank, kind: Kind, span: Span, runs: list[Run], first: bool) -> None:
         """Results go into rows that hold nothing, if `first`, else they are merged into those that do."""
@@ -295,16 +308,11 @@ class _Replay:
         if source.rows != into.rows or source.heads != into.heads:
             raise rank.wrong(f"merges {source} into {into}, which is of another size or other heads{self._of(rank)}")
         self._accumulate(rank, merge.kind, into, runs, merge.first)
+        self._use(rank, source)
 
     def _fill(self, rank: Rank, fill: Fill) -> None:
         start, stop = fill.into.start, fill.into.stop
         self._accumulate(rank, fill.kind, fill.into, [Run(start, stop, NOBODY, 0)], True)
-
-    def _release(self, rank: Rank, release: Release) -> None:
-        if flying := rank.flying[release.slot]:
-            post = next(iter(flying.values()))
-            raise rank.wrong(f"releases slot {release.slot} before waiting for {name_of(post)}")
-        rank.held[release.slot].clear()
 
     # ---------- the end
 
@@ -352,7 +360,6 @@ DOES: dict[type, Callable[[_Replay, Rank, Any], None]] = {
     Attend: _Replay._attend,
     Merge: _Replay._merge,
     Fill: _Replay._fill,
-    Release: _Replay._release,
 }
 
 
