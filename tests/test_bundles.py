@@ -23,8 +23,8 @@ from tokenring.lowering.records import Records
 from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import Target
 from tokenring.planner.simulation.operations import Await, Compute, Post, operations
-from tokenring.proof.replay import AHEAD, WITH_BUNDLES, replay, replay_schedule
-from tokenring.proof.verify import verify_bundles
+from tokenring.proof.replay import beyond, replay, replay_schedule
+from tokenring.proof.verify import replay_once
 from tokenring.schedule.schedule import Schedule
 from tokenring.tables.rates import constant
 
@@ -143,7 +143,7 @@ def test_programs_of_all_families_are_proved(ranks: int) -> None:
     for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
         for layout, chunks in (("contiguous", 1), ("zigzag", 2)):
             schedule = make(point.name, ranks, layout, Causal(), length_of(point, chunks, None))
-            replay_schedule(schedule, [WITH_BUNDLES, AHEAD])
+            replay_schedule(schedule, beyond(transport_target("gloo")))
             if any(each.collectives for each in lowered(schedule)):
                 met.add(point.family)
     assert {"ulysses", "sub-sharded"} <= met or ranks == 5
@@ -212,7 +212,7 @@ def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> Non
             """Nothing to connect."""
 
     seen = replays_with_collectives(monkeypatch)
-    verify_bundles.cache_clear()
+    replay_once.cache_clear()
     schedule = whole("ulysses", 3)
     for _ in range(2):  # proved once
         collective.connect(Noting(), schedule, "forward", torch.device("cpu"))  # type: ignore[arg-type]

@@ -23,13 +23,14 @@ from tokenring.lowering.lower import lower
 from tokenring.lowering.program import ALL_GATHER, ALL_TO_ALL, Attend, Program, Recv, Send, Wait
 from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import Target
-from tokenring.proof.replay import WITH_COLLECTIVES, Kept, replay
-from tokenring.proof.verify import verify_collectives
+from tokenring.proof.replay import Kept, replay
+from tokenring.proof.verify import verify_lowered
 from tokenring.schedule.schedule import Schedule
 
 Found = list[tuple[int, str, str, tuple[int, ...], int]]
 EVERYBODY = (0, 1, 2, 3)
 MB = 1 << 20
+WITH_COLLECTIVES = Target(early_receives=False, collectives=True)
 
 
 def together(schedule: Schedule, direction: Pass) -> list[Program]:
@@ -213,7 +214,7 @@ def test_they_are_replayed_where_they_are_asked_for(monkeypatch: pytest.MonkeyPa
     made.verify()
     assert seen == [False, False] * 2
     seen.clear()
-    verify_collectives(made)
+    verify_lowered(made, WITH_COLLECTIVES)
     assert seen == [True] * 2
 
 
@@ -232,13 +233,13 @@ def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> Non
         def prepare_groups(self, groups: object, device: object) -> None:
             asked.append("groups")
 
-    def refuse(schedule: Schedule) -> None:
+    def refuse(schedule: Schedule, target: Target) -> None:
         raise ScheduleError("refused")
 
     made, device = whole("all-gather-kv", 3), torch.device("cpu")
     collective.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
     assert asked == ["links", "groups"]
-    monkeypatch.setattr(collective, "verify_collectives", refuse)
+    monkeypatch.setattr(collective, "verify_lowered", refuse)
     with pytest.raises(ScheduleError, match="refused"):
         collective.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
     assert asked == ["links", "groups", "links"]

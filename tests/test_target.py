@@ -20,9 +20,8 @@ from tokenring.backends.transports.auto_cuda import CudaTransport
 from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.backend_names import TRANSPORTS, transport_class, transport_target
 from tokenring.lowering.lower import lower
-from tokenring.lowering.target import IDEAL, Target
+from tokenring.lowering.target import IDEAL, LOWERED, Target
 
-LOWERED = {"early_receives": False, "collectives": True, "bundle_bytes": 1 << 20, "ahead_bytes": 1 << 20}
 BASES = (
     IDEAL,
     Target(early_receives=False),
@@ -47,7 +46,7 @@ def test_programs_are_the_same_whatever_else_a_transport_can_do(name: str) -> No
     schedule = make("ulysses", 4, "zigzag", Causal(), 64)
     for base in BASES:
         other = replace(base, **{name: other_value(name)})  # type: ignore[arg-type]
-        assert other != base
+        assert other != base and other.lowered == base.lowered
         for direction in PASSES:
             programs = [lower(schedule, 1, direction, size_of(schedule), each) for each in (base, other)]
             assert programs[0] == programs[1]
@@ -57,7 +56,7 @@ def test_programs_are_the_same_whatever_else_a_transport_can_do(name: str) -> No
 def test_and_others_by_what_the_lowering_reads(name: str) -> None:
     schedule = make("ulysses" if name != "ahead_bytes" else "ring", 4, "zigzag", Causal(), 64)
     base = Target(early_receives=name != "collectives")
-    other = replace(base, **{name: LOWERED[name]})  # type: ignore[arg-type]
+    other = replace(base, **{name: other_value(name)})  # type: ignore[arg-type]
     programs = [lower(schedule, 1, "forward", size_of(schedule), each) for each in (base, other)]
     assert programs[0] != programs[1]
 
@@ -88,9 +87,9 @@ def test_promises_are_flags_and_methods() -> None:
 def test_those_that_fall_back() -> None:
     """What is bound before goes on over the second: so as a group where that one groups, and settled at once."""
     now: Any = SimpleNamespace(target=Target(deferring=True))
-    for kind in (AutoTransport, CudaTransport):
-        assert not kind._target(kind.__new__(kind), now).deferring
-    assert CudaTransport._target(CudaTransport.__new__(CudaTransport), now).grouping
+    auto, cuda = AutoTransport.__new__(AutoTransport), CudaTransport.__new__(CudaTransport)
+    assert auto._target(now) == Target()
+    assert cuda._target(now) == Target(grouping=True)
 
 
 class Plain:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Link = tuple[int, int, str]  # source, destination, channel
+LOWERED = ("early_receives", "collectives", "bundle_bytes", "ahead_bytes")  # the flags that programs depend on
 
 
 @dataclass(frozen=True)
 class Target:
     """What a transport can do; each flag is off where nothing is said.
 
-    Read by the lowering, so that they decide what programs are:
+    Read by the lowering (LOWERED), so that they decide what programs are:
 
     early_receives: the two directions of a pair are matched apart, so receives may be posted before sends.
     collectives: it has `prepare_groups`, `all_to_all` and `all_gather`, and exchanges (`lowering.exchanges`) go as
@@ -57,6 +58,11 @@ class Target:
     grouping: bool = False
     deferring: bool = False
     modal: bool = False
+
+    @property
+    def lowered(self) -> Target:
+        """What of it programs depend on: targets that are equal in this have the same ones."""
+        return Target(**{name: getattr(self, name) for name in LOWERED})
 
 
 IDEAL = Target()  # of a transport of which nothing is known

@@ -52,9 +52,17 @@ Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by hea
 
 
 APART = (Target(), Target(early_receives=False))
-WITH_COLLECTIVES = Target(early_receives=False, collectives=True)
-WITH_BUNDLES = Target(bundle_bytes=sys.maxsize)  # as many as there can be
-AHEAD = replace(WITH_BUNDLES, ahead_bytes=sys.maxsize)
+NO_END = sys.maxsize
+
+
+def beyond(target: Target) -> list[Target]:
+    """The targets whose programs prove those of this one, beside APART: by sizes it makes either of them.
+
+    What stays within a limit in bytes depends on the workload, so limits have no end: all that there can be.
+    """
+    most = replace(target.lowered, bundle_bytes=NO_END if target.bundle_bytes else 0)
+    ahead = [replace(most, ahead_bytes=NO_END)] if target.ahead_bytes else []
+    return [each for each in (replace(most, ahead_bytes=0), *ahead) if each not in APART]
 
 
 def replay_schedule(schedule: Schedule, targets: Sequence[Target] = APART) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from tokenring.backends.interfaces import Handle, Transport
 from tokenring.lowering.footprint import contacts
 from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Recv, Send
-from tokenring.proof.verify import verify_bundles, verify_collectives
+from tokenring.proof.verify import verify_lowered
 from tokenring.runtime.call import Call, Step
 from tokenring.runtime.pool import Landed, Views
 
@@ -24,15 +25,14 @@ Data = Callable[[Call], torch.Tensor]  # a message's bytes, wherever they lie
 def connect(transport: Transport, schedule: Schedule, direction: Pass, device: torch.device) -> None:
     """All that the programs of a pass need, on all ranks alike. Raises ConfigurationError, PeerLost.
 
-    Those with collectives or bundles are proved before the first of them runs: raises ScheduleError.
+    Those that were not proved with the schedule are before the first of them runs: raises ScheduleError.
     """
     needed = contacts(schedule, transport.target, (direction,))
     transport.prepare(needed.links, device)
+    target = transport.target
+    verify_lowered(schedule, target if needed.groups else replace(target, collectives=False))
     if needed.groups:
-        verify_collectives(schedule)
         transport.prepare_groups(needed.groups, device)
-    if transport.target.bundle_bytes:
-        verify_bundles(schedule)
 
 
 class Collectives:
