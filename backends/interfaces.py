@@ -1,15 +1,18 @@
 """What a transport and a kernel must offer. One screen each."""
 
+# ruff: noqa: B027 - what a transport need not do is nothing
+
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from tokenring.errors import PeerLost
-from tokenring.lowering.target import Capabilities, Link
+from tokenring.errors import PeerLost, UnsupportedError
+from tokenring.lowering.target import Link, Target
 from tokenring.sequence.region import Patch
 
 if TYPE_CHECKING:
@@ -23,125 +26,89 @@ class Handle(Protocol):
         """Until it has arrived, or may be overwritten. Raises PeerLost at the time limit."""
 
 
-@runtime_checkable
-class Transport(Protocol):
+Landing = tuple[int, str, torch.Tensor]  # source, channel, and where a message of theirs goes
+
+
+class Transport(ABC):
     """Moves bytes between the ranks of one group.
 
     Messages between two ranks on one channel keep their order. `sent_bytes` counts payload by
-    destination rank since it was last cleared.
+    destination rank since it was last cleared. `target` says what it can do, before it is made too.
+
+    What is abstract here all have. The rest is called where `target` says so, and does nothing else by itself: so a
+    class that does not derive from this one needs only what is abstract, and what its target promises (`faults_of`).
     """
 
     rank: int
     world_size: int
-    capabilities: Capabilities
+    target: Target
     sent_bytes: dict[int, int]
 
+    @abstractmethod
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
         """Post the send of a contiguous tensor; never blocks."""
 
+    @abstractmethod
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
         """Post the receive into a contiguous tensor; never blocks."""
 
+    @abstractmethod
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
         """Connect for messages on these links, between tensors on this device; all ranks call it alike.
 
         What is connected already stays so. Raises ConfigurationError for a device that it does not serve; PeerLost.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Give back what it holds, such as connections; closing twice is fine. Nothing moves afterwards."""
 
+    @abstractmethod
     def lost(self, peer: int, what: str, found: str) -> PeerLost:
-        """The error for a wait for `peer` that failed in some other way; it names who is to blame."""
+        """Make the error for a wait for `peer` that failed in some other way; it names who is to blame."""
 
+    @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """This rank gives up in the middle of a call: tell the others, and take no more calls."""
+        """Give up in the middle of a call: tell the other ranks, and take no more calls."""
 
+    @abstractmethod
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        """What every rank says about `what` (up to 55 bytes each), by rank. All ranks call it; raises PeerLost."""
+        """Gather what every rank says about `what` (up to 55 bytes each), by rank. All call it; raises PeerLost."""
 
+    @abstractmethod
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        """The same for texts of any length, in several exchanges."""
+        """Do the same for texts of any length, in several exchanges."""
 
+    @classmethod
+    def target_in(cls, environment: Mapping[str, str]) -> Target:
+        """Say what it can do in this environment, without being started."""
+        return cls.target
 
-class CollectiveTransport(Transport, Protocol):
-    """A transport with collectives of some of its ranks; `sent_bytes` counts what each gives every other one.
+    # ---------- target.one_sided: ranks write into each other's memory, and so receive only into memory that it gives
 
-    Tensors are given by rank, without one for the rank itself; those of one call have equal sizes and one dtype.
-    `ranks` are in ascending order. Collectives of the same ranks happen in the order in which they are posted.
-    """
-
-    def prepare_groups(self, groups: Iterable[tuple[int, ...]], device: torch.device) -> None:
-        """Connect all ranks of each of these groups, as `prepare` does for links; all ranks call it alike."""
-
-    def all_to_all(
-        self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
-    ) -> Handle:
-        """Post it; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
-
-    def all_gather(
-        self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
-    ) -> Handle:
-        """Post it; never blocks. The same tensor to all; nothing may use it until the wait, as it may be written."""
-
-
-@runtime_checkable
-class ModalTransport(Transport, Protocol):
-    """A transport with several ways to divide its messages, each a name of the registry."""
-
-    def in_mode(self, name: str) -> Transport:
-        """Another one between the same ranks, of the same control, made when first asked for; closed with this one.
-
-        Itself, where it has no such mode.
-        """
-
-
-class OneSided(Transport, Protocol):
-    """A transport whose ranks write into each other's memory, and so receive only into memory that it gives."""
-
-    pool: object  # the one buffer pool of all that use this transport
+    pool: object = None  # the one buffer pool of all that use this transport
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
+        """Give memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
+        return None
 
-
-Landing = tuple[int, str, torch.Tensor]  # source, channel, and where a message of theirs goes
-
-
-@runtime_checkable
-class Placing(Protocol):
-    """A one-sided transport whose senders know beforehand where each message goes: those of a bound program."""
+    # ---------- target.placing: senders know beforehand where each message goes: those of a bound program
 
     def place(self, receives: Sequence[Landing]) -> object | None:
         """Tell the other ranks where a program's messages go, in the order of their posts. A collective call."""
+        return None
 
     def begin(self, placement: Any) -> None:
-        """What is posted from now on are the messages of the program that was placed so."""
+        """Take what is posted from now on for the messages of the program that was placed so."""
 
-
-@runtime_checkable
-class Grouping(Protocol):
-    """A transport that moves messages in groups: those of one begin together, and are waited for together."""
+    # ---------- target.grouping: messages move in groups, whose own begin together, and are waited for together
 
     def go(self) -> None:
-        """What was posted since the last call begins to move. Waiting for any of it does the same."""
+        """Begin to move what was posted since the last call. Waiting for any of it does the same."""
 
-
-@runtime_checkable
-class Capturable(Protocol):
-    """A transport whose messages go into graphs where the device and its driver take them."""
-
-    def try_capture(self) -> None:
-        """See that they do, the first time that it is called. A collective call. Raises UnsupportedError, PeerLost."""
-
-
-@runtime_checkable
-class Deferring(Protocol):
-    """A transport whose messages carry the key of their call: those of calls that differ do not meet.
-
-    So they may be posted while the ranks still find out whether they make the same call. Nobody may use what has come
-    before `settle`.
-    """
+    # ---------- target.deferring: messages carry the key of their call, and those of calls that differ do not meet.
+    # So they may be posted while the ranks still find out whether they make the same call. Nobody may use what has
+    # come before `settle`.
 
     def begin_call(self, digest: bytes, what: str, judge: Callable[[list[bytes]], None]) -> None:
         """Tell the other ranks the digest of the call whose messages are posted next.
@@ -150,9 +117,66 @@ class Deferring(Protocol):
 
         judge: called by `settle` with what every rank said, by rank; raises ConfigurationError if they disagree.
         """
+        judge(self.exchange(digest, what))
 
     def settle(self) -> None:
-        """Raises what judge raises, once, and then drops the messages that were posted; PeerLost. Else nothing."""
+        """Raise what judge raises, once, and then drop the messages that were posted; PeerLost. Else do nothing."""
+
+    # ---------- target.capturable: messages go into graphs where the device and its driver take them
+
+    def try_capture(self) -> None:
+        """See that they do, the first time that it is called. A collective call. Raises UnsupportedError, PeerLost."""
+
+    # ---------- target.modal: there are several ways to divide messages, each a name of the registry
+
+    def in_mode(self, name: str) -> Transport:
+        """Give another one between the same ranks, of the same control, made when first asked for; closed with this.
+
+        Itself, where it has no such mode.
+        """
+        return self
+
+    # ---------- target.collectives: of some of its ranks; `sent_bytes` counts what each gives every other one.
+    # Tensors are given by rank, without one for the rank itself; those of one call have equal sizes and one dtype.
+    # `ranks` are in ascending order. Collectives of the same ranks happen in the order in which they are posted.
+
+    def prepare_groups(self, groups: Iterable[tuple[int, ...]], device: torch.device) -> None:
+        """Connect all ranks of each of these groups, as `prepare` does for links; all ranks call it alike."""
+
+    def all_to_all(
+        self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
+    ) -> Handle:
+        """Post it; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
+        raise UnsupportedError(NO_COLLECTIVES.format(type(self).__name__))
+
+    def all_gather(
+        self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
+    ) -> Handle:
+        """Post it; never blocks. The same tensor to all; nothing may use it until the wait, as it may be written."""
+        raise UnsupportedError(NO_COLLECTIVES.format(type(self).__name__))
+
+
+NO_COLLECTIVES = "{} has no collectives: lower for a target without them"
+PROMISED = {  # by flag of a target: the methods that it promises
+    "one_sided": ("pool", "allocate"),
+    "placing": ("place", "begin"),
+    "grouping": ("go",),
+    "deferring": ("begin_call", "settle"),
+    "capturable": ("try_capture",),
+    "modal": ("in_mode",),
+    "collectives": ("prepare_groups", "all_to_all", "all_gather"),
+}
+ALWAYS = ("rank", "world_size", "target", "sent_bytes", *sorted(Transport.__abstractmethods__))
+
+
+def faults_of(given: object) -> list[str]:
+    """Name what an object lacks to be a transport, whatever its class: what all have, and what its target promises."""
+    missing = [name for name in ALWAYS if not hasattr(given, name)]
+    target = getattr(given, "target", None)
+    if not isinstance(target, Target):
+        return missing or ["target"]
+    promised = [(flag, name) for flag, names in PROMISED.items() if getattr(target, flag) for name in names]
+    return missing + [f"{name} (which target.{flag} promises)" for flag, name in promised if not hasattr(given, name)]
 
 
 class AttentionKernel(Protocol):

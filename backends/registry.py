@@ -20,7 +20,7 @@ from tokenring.lowering.backend_names import (
     load,
     transport_class,
 )
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 
 if TYPE_CHECKING:
     from tokenring.ir.schedule_data import Pass
@@ -36,7 +36,7 @@ HOMES = {name: kind for kind, name in FASTEST.items()} | dict.fromkeys(
 )  # the only device type that a kernel computes on
 
 
-def modes_of(asked: object, group: Held | None, device: torch.device) -> dict[str, Capabilities]:
+def modes_of(asked: object, group: Held | None, device: torch.device) -> dict[str, Target]:
     """Those of what "auto" stands for, which a plan may take to keep to a limit; none where one was asked for."""
     return bounded(automatic(group, device)) if asked == "auto" and group is not None else {}
 

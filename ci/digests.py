@@ -30,6 +30,7 @@ from tokenring.cli.main import main as cli
 from tokenring.errors import TokenRingError
 from tokenring.ir.schedule_data import PASSES, Schedule
 from tokenring.lowering.lower import lower
+from tokenring.lowering.target import IDEAL, Target
 from tokenring.schedule.families import variants
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
@@ -43,11 +44,11 @@ HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
 LAYOUTS = ("contiguous", "zigzag", "striped", "zigzag/2")
 OPTIONS = ("", "/late", "/keep", "/regather", "/pieces2")
 MASKS = ("full", "causal", "window({w},0)", "documents(0,{a},{b},{n})", "causal & documents(0,{a},{b},{n})")
-WAYS: tuple[dict[str, Any], ...] = (
-    {},
-    {"early_receives": False},
-    {"early_receives": False, "collectives": True},
-    {"bundle_bytes": 1 << 20, "ahead_bytes": 1 << 20},
+TARGETS = (
+    IDEAL,
+    Target(early_receives=False),
+    Target(early_receives=False, collectives=True),
+    Target(bundle_bytes=1 << 20, ahead_bytes=1 << 20),
 )
 TOPOLOGIES = (
     "dgx-1-v100", "dgx-a100", "hgx-h100", "hgx-h100*2", "l40s-pcie-8", "a10-pix-4", "atlas-800-910a", "atlas-800t-a2",
@@ -131,15 +132,15 @@ def make(name: str, ranks: int, layout: str, mask: str, length: int) -> Schedule
         return None
 
 
-def said(made: Schedule, size: Workload, with_ways: bool) -> dict[str, Any]:
+def said(made: Schedule, size: Workload, with_targets: bool) -> dict[str, Any]:
     """What is digested of a schedule."""
     content: dict[str, Any] = {"text": str(made), "json": json.loads(made.to_json())}
     for direction in PASSES:
         content[direction] = [
             made.link_bytes(size, direction), made.peak_bytes(size, direction), made.flops(size, direction),
             [
-                lower(made, rank, direction, size, **way)
-                for way in (WAYS if with_ways else WAYS[:1])
+                lower(made, rank, direction, size, target)
+                for target in (TARGETS if with_targets else TARGETS[:1])
                 for rank in range(made.world_size)
             ],
         ]  # fmt: skip

@@ -18,7 +18,7 @@ from tokenring.backends.transports import driver
 from tokenring.backends.transports.onesided import Memory, Receiving, Sending, Words
 from tokenring.backends.transports.symm import CHANNELS
 from tokenring.backends.transports.symmetric import CLEAR
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 
 HEAP_BYTES = 16 << 20
 
@@ -53,7 +53,7 @@ class OwnMemory:
 class OwnPuts:
     """Transport of rank 0. memory: OwnMemory, or another with the same verbs."""
 
-    capabilities = Capabilities(early_receives=True, channels=2)
+    target = Target(placing=True)
 
     def __init__(self, memory: Memory, device: Device, world_size: int) -> None:
         self.rank, self.world_size, self._device = 0, world_size, device

@@ -99,7 +99,7 @@ def steps(name: str, ranks: int, size: tuple[int, int, int], rounds: int) -> dic
     found: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for rank in range(ranks):
         pool = Pool(CPU)
-        programs = {each: lower(schedule, rank, each, workload, kernel.supports_patch, True) for each in PASSES}
+        programs = {each: lower(schedule, rank, each, workload, supports=kernel.supports_patch) for each in PASSES}
         for program in programs.values():  # the pool is as large as the larger needs before anything is bound for good
             Executor(schedule, workload, program, pool, Nothing(ranks), kernel, 0.125)  # type: ignore[arg-type]
         for each, program in programs.items():

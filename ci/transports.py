@@ -25,7 +25,7 @@ NAMES = ("shm", "gloo")
 
 def buffers(transport: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One to send from and one to receive into."""
-    memory = transport.allocate(2 * size) if transport.capabilities.one_sided else None
+    memory = transport.allocate(2 * size) if transport.target.one_sided else None
     memory = torch.empty(2 * size, dtype=torch.uint8) if memory is None else memory
     return memory[:size].fill_(transport.rank), memory[size : 2 * size].fill_(transport.rank)
 

@@ -27,7 +27,7 @@ from tokenring.backends.devices import device_of
 from tokenring.backends.interfaces import AttentionKernel
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.lowering.lower import lower
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.schedule.schedule import Schedule
@@ -124,7 +124,7 @@ class _Handle:
 class VirtualTransport:
     """The transport of one virtual rank."""
 
-    capabilities = Capabilities(early_receives=True, channels=2)
+    target = Target()
 
     def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
         self.meeting, self.rank, self.world_size = meeting, rank, world_size
@@ -149,7 +149,7 @@ def bind(
     pool, scale = Pool(device), workload.head_dim**-0.5
     made: Bound = {}
     for direction in (*PASSES, *PASSES):  # again, on the memory that the pool has grown to
-        program = lower(schedule, rank, direction, workload, kernel.supports_patch, True)
+        program = lower(schedule, rank, direction, workload, supports=kernel.supports_patch)
         made[direction] = Executor(schedule, workload, program, pool, transport, kernel, scale)
     return made
 

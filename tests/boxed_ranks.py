@@ -72,7 +72,7 @@ def boxed_memory(transport: SymmTransport, store: Any) -> Emulated:
 class Boxed(OnCpu):
     """Programs by way of boxes."""
 
-    capabilities = NvshmemTransport.capabilities
+    target = NvshmemTransport.target
 
     def _make_memory(self, store: Any) -> OwnMemory:
         return boxed_memory(self, store)

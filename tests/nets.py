@@ -13,10 +13,11 @@ from tokenring.planner.interconnects.interconnect import (
     full_mesh,
     mesh_fabric,
     of_hosts,
-    pcie_tree,
+    of_one_host,
     ring,
     switch,
-    two_node,
+    switch_fabric,
+    tree_fabric,
     with_network,
 )
 from tokenring.planner.simulation.predict import Setting
@@ -30,6 +31,18 @@ from tokenring.tables.rates import Machine, Messages, constant
 BOTH: tuple[Pass, ...] = ("forward", "backward")
 FREE = 1e9  # TFLOP/s: kernels take no time
 IDEAL = Messages()
+
+def pcie_tree(ranks: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False) -> Interconnect:
+    return of_one_host("PCIe tree", tree_fabric(ranks, port_gbs, uplink_gbs, half_duplex))
+
+
+def two_node(
+    ranks: int, link_gbs: float, uplink_gbs: float, inside: str = "full-mesh", nic_per_rank: bool = False
+) -> Interconnect:
+    """Half of the ranks in each of two nodes; inside: full-mesh or switch."""
+    fabric = (switch_fabric if inside == "switch" else mesh_fabric)(ranks // 2, link_gbs)
+    return of_hosts("two nodes", with_network(fabric, uplink_gbs, nic_per_rank), 2)
+
 
 SHAPES: dict[str, Callable[[int], Interconnect]] = {
     "full mesh": lambda ranks: full_mesh(ranks, 1.0),

@@ -18,7 +18,6 @@ from tokenring.lowering.program import (
     Pack,
     Program,
     Recv,
-    Release,
     Result,
     Send,
     Span,
@@ -72,19 +71,14 @@ def peer(post: Recv | Send) -> int:
     return post.src if isinstance(post, Recv) else post.dst
 
 
-def find(program: Program, kind: type[Wait] | type[Release], number: int, start: int = 0) -> list[int]:
-    """Where it waits for a message, or releases a slot. (As tuples, Wait(2) and Release(2) are equal.)"""
-    each = enumerate(program.instructions)
-    return [at for at, found in each if at >= start and isinstance(found, kind) and found[0] == number]
-
-
 def wait_of(program: Program, post: Recv | Send) -> int:
-    (at,) = find(program, Wait, post.message)
-    return at
+    return program.instructions.index(Wait(post.message))
 
 
-def last_release(program: Program, slot: int, before: int) -> int | None:
-    return max((at for at in find(program, Release, slot) if at < before), default=None)
+def last_read(program: Program, span: Span, before: int) -> int | None:
+    """Where these rows are read last before an instruction."""
+    reads = (at for at in range(before) if any(overlap(span, each) for each in spans_read(program.instructions[at])))
+    return max(reads, default=None)
 
 
 def spans_read(instruction: Instruction) -> list[Span]:
@@ -113,10 +107,10 @@ def dropped_wait_for_a_receive(program: Program) -> Iterator[Mutant]:
 
 
 def dropped_wait_for_a_send(program: Program) -> Iterator[Mutant]:
-    """Its slot would be written again while the message leaves."""
+    """Its slot is written again while the message leaves; or the program ends."""
     for _, post in posts(program):
         if isinstance(post, Send):
-            says = f"releases slot {post.span.slot} before waiting for send {post.message} "
+            says = f"(writes slot {post.span.slot} before|ends without) waiting for send {post.message} "
             yield Mutant(drop(program, wait_of(program, post)), says, post.label)
 
 
@@ -124,10 +118,8 @@ def missing_final_wait(program: Program) -> Iterator[Mutant]:
     for _, post in posts(program):
         at = wait_of(program, post)
         rest = program.instructions[at + 1 :]
-        if isinstance(post, Send) and all(isinstance(each, Wait | Release) for each in rest):
-            (release,) = find(program, Release, post.span.slot, at)
-            says = f"ends without waiting for send {post.message} "
-            yield Mutant(drop(program, at, release), says, post.label)
+        if isinstance(post, Send) and all(isinstance(each, Wait) for each in rest):
+            yield Mutant(drop(program, at), f"ends without waiting for send {post.message} ", post.label)
 
 
 def attend_before_its_wait(program: Program) -> Iterator[Mutant]:
@@ -143,36 +135,31 @@ def attend_before_its_wait(program: Program) -> Iterator[Mutant]:
 
 
 def receive_before_the_slot_is_free(program: Program) -> Iterator[Mutant]:
+    """Before the last read of what lies in its rows, or before a send of it has left."""
     for at, post in posts(program):
-        release = last_release(program, post.span.slot, at)
-        if isinstance(post, Recv) and release is not None:
-            before = program.instructions[release - 1]
-            if isinstance(before, Wait):  # for a send that leaves from there
-                says = f"writes slot {post.span.slot} before waiting for send {before.message} |overwrites rows"
-                yield Mutant(move_up(program, at, release - 1), says)
-            yield Mutant(
-                move_up(program, at, release), f"overwrites rows .* of slot {post.span.slot} before its release"
+        use = last_read(program, post.span, at)
+        if not isinstance(post, Recv) or use is None:
+            continue
+        slot, last = post.span.slot, program.instructions[use]
+        between = program.instructions[use:at]
+        if not any(isinstance(each, Recv | Send) and peer(each) == post.src for each in between):
+            says = (
+                f"reads slot {slot} before waiting for receive {post.message} |"
+                f"writes slot {slot} before waiting for send |overwrites rows .* of slot {slot}"
             )
+            yield Mutant(move_up(program, at, use), says)
+        if isinstance(last, Send):
+            says = f"writes slot {slot} before waiting for send {last.message} "
+            yield Mutant(move_up(program, at, wait_of(program, last)), says)
 
 
-def dropped_release_of_a_slot_received_into_again(program: Program) -> Iterator[Mutant]:
+def received_over_an_unused_result(program: Program) -> Iterator[Mutant]:
+    """The merge or the send of what lies there is gone, and with it the only use that a result has."""
     for at, post in posts(program):
-        release = last_release(program, post.span.slot, at)
-        if isinstance(post, Recv) and release is not None:
-            yield Mutant(drop(program, release), f"overwrites rows .* of slot {post.span.slot} before its release")
-
-
-def early_release(program: Program) -> Iterator[Mutant]:
-    """Before the last read of what a message brought, or before a send has left."""
-    for at, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Release):
-            slot = instruction.slot
-            reads = [i for i in range(at) if any(span.slot == slot for span in spans_read(program.instructions[i]))]
-            if reads:
-                says = f"reads rows .* of slot {slot}, which hold nothing|releases slot {slot} before waiting for send"
-                yield Mutant(move_up(program, at, reads[-1]), says)
-            if reads and isinstance(program.instructions[reads[-1]], Send):
-                yield Mutant(move_up(program, at, reads[-1] + 1), f"releases slot {slot} before waiting for send")
+        use = last_read(program, post.span, at)
+        if isinstance(post, Recv) and use is not None and isinstance(program.instructions[use], Merge):
+            says = f"overwrites rows .* of slot {post.span.slot}, which nobody has used|{NOTHING}"
+            yield Mutant(drop(program, use), says, ranks=ANY)
 
 
 def dropped_receive(program: Program) -> Iterator[Mutant]:
@@ -198,14 +185,15 @@ def dropped_send_and_its_wait(program: Program) -> Iterator[Mutant]:
 
 
 def dropped_receive_and_its_wait(program: Program) -> Iterator[Mutant]:
-    """The peer waits for its send; or what should have come is missed before."""
+    """The peer waits for its send; or what should have come is missed before, or what lay there is taken for it."""
     for at, post in posts(program):
         if isinstance(post, Recv) and is_last_of_its_pair(program, post):
             mutant = drop(program, at, wait_of(program, post))
             says = (
-                rf"never receives .* from rank {post.src}, .* waits for ever for send .*: a deadlock|meets|hold nothing"
+                rf"never receives .* from rank {post.src}, .* waits for ever for send .*: a deadlock|"
+                rf"meets|hold nothing|merges {BLOCK}\S* into {BLOCK}|puts {BLOCK}\S* home into the rows of {BLOCK}"
             )
-            yield Mutant(mutant, says, ranks=(program.rank, post.src))
+            yield Mutant(mutant, says, ranks=ANY)
 
 
 def swapped_posts_of_one_kind(program: Program) -> Iterator[Mutant]:
@@ -258,7 +246,8 @@ def dropped_merge(program: Program) -> Iterator[Mutant]:
     """On the way as well, or into the slot that a partial is sent from."""
     for at, each in enumerate(program.instructions):
         if isinstance(each, Merge):
-            yield Mutant(drop(program, at), f"{NOTHING}|{WITHOUT}", ranks=ANY)
+            says = rf"{NOTHING}|{WITHOUT}|overwrites rows .*, which nobody has used.*{BLOCK}"
+            yield Mutant(drop(program, at), says, ranks=ANY)
 
 
 def flipped_first(program: Program) -> Iterator[Mutant]:
@@ -281,7 +270,17 @@ def merged_twice(program: Program) -> Iterator[Mutant]:
     for at, each in enumerate(program.instructions):
         if isinstance(each, Merge):
             mutant = edit(program, at + 1, at + 1, each._replace(first=False))
-            yield Mutant(mutant, rf"merges {BLOCK}\S*@\d a second time: rank \d made that in step \d")
+            yield Mutant(mutant, rf"reads rows .* of slot {each.source.slot}, which hold nothing .*{BLOCK}")
+
+
+def result_put_twice(program: Program) -> Iterator[Mutant]:
+    """What a kernel made is merged with itself."""
+    for at, each in enumerate(program.instructions):
+        if isinstance(each, Attend):
+            for index, result in enumerate(each.results):
+                mutant = with_result(each, index, result, result._replace(first=False))
+                says = rf"merges {BLOCK}\S* a second time: rank \d made that in step \d"
+                yield Mutant(edit(program, at, at + 1, mutant), says)
 
 
 def merged_into_other_rows(program: Program) -> Iterator[Mutant]:
@@ -384,9 +383,9 @@ KINDS: dict[str, Kind] = {
     kind.__name__: kind
     for kind in (
         dropped_wait_for_a_receive, dropped_wait_for_a_send, missing_final_wait, attend_before_its_wait,
-        receive_before_the_slot_is_free, dropped_release_of_a_slot_received_into_again, early_release,
+        receive_before_the_slot_is_free, received_over_an_unused_result,
         dropped_receive, dropped_send_and_its_wait, dropped_receive_and_its_wait, swapped_posts_of_one_kind,
-        wrong_rows, wrong_block, dropped_home_merge, dropped_merge, flipped_first, merged_twice,
+        wrong_rows, wrong_block, dropped_home_merge, dropped_merge, flipped_first, merged_twice, result_put_twice,
         merged_into_other_rows, merged_into_another_slot, dropped_pack, packed_from_other_rows, dropped_kernel_call,
         dropped_result, computed_twice, other_mask, computed_on_other_rows,
     )

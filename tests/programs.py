@@ -12,6 +12,7 @@ from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.lowering.calls import Supports, anything
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import OWN, Attend, Program, Wait
+from tokenring.lowering.target import Target
 from tokenring.proof import replay as module
 from tokenring.proof.replay import Kept, replay
 from tokenring.schedule.schedule import Schedule
@@ -25,8 +26,8 @@ def lower_all(
     supports: Supports = anything,
     early_receives: bool = True,
 ) -> list[Program]:
-    ranks = range(schedule.world_size)
-    return [lower(schedule, rank, direction, workload, supports, early_receives) for rank in ranks]
+    ranks, target = range(schedule.world_size), Target(early_receives=early_receives)
+    return [lower(schedule, rank, direction, workload, target, supports) for rank in ranks]
 
 
 def rearranged(program: Program, order: Sequence[int]) -> Program:

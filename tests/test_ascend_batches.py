@@ -21,7 +21,7 @@ from ranks import Here
 import tokenring as tr
 from tokenring.backends.interfaces import Handle
 from tokenring.backends.transports.hccl import HcclTransport
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 
 KEPT = "in batches"  # in a rank's memory
 
@@ -30,7 +30,7 @@ class InBatches(HcclTransport):
     """Its messages go in batches, of one group. paired: the mutant."""
 
     paired = False
-    capabilities = Capabilities(early_receives=False, channels=1, pair_serial=True)
+    target = Target(early_receives=False, channels=1, pair_serial=True, grouping=True)
 
     def __init__(self, group: Any, timeout_seconds: float) -> None:
         super().__init__(group, timeout_seconds)
@@ -39,8 +39,8 @@ class InBatches(HcclTransport):
         self.works_of: list[tuple[int, int]] = []  # messages and works of each batch
 
     @classmethod
-    def capabilities_in(cls, environment: Any) -> Capabilities:
-        return cls.capabilities
+    def target_in(cls, environment: Any) -> Target:
+        return cls.target
 
     def prepare(self, links: Any, device: torch.device) -> None:
         """Batches need the communicator of the group alone."""

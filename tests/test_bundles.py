@@ -14,18 +14,17 @@ from tokenring import Causal, Full, Mask, attention
 from tokenring.backends.interfaces import Handle
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS, Pass
-from tokenring.lowering.backend_names import TRANSPORTS, transport_capabilities
+from tokenring.lowering.backend_names import TRANSPORTS, transport_target
 from tokenring.lowering.bundles import bundles
-from tokenring.lowering.calls import anything
 from tokenring.lowering.footprint import program_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program, Recv, Send, Wait
 from tokenring.lowering.records import Records
 from tokenring.lowering.storage import storage_of
-from tokenring.lowering.target import Way
+from tokenring.lowering.target import Target
 from tokenring.planner.simulation.operations import Await, Compute, Post, operations
-from tokenring.proof.replay import AHEAD, WITH_BUNDLES, replay, replay_schedule
-from tokenring.proof.verify import verify_bundles
+from tokenring.proof.replay import beyond, replay, replay_schedule
+from tokenring.proof.verify import replay_once
 from tokenring.schedule.schedule import Schedule
 from tokenring.tables.rates import constant
 
@@ -39,8 +38,8 @@ def whole(name: str, ranks: int, layout: str = "zigzag", mask: Mask | None = Non
 def lowered(
     schedule: Schedule, direction: Pass = "forward", most_bytes: int = ALL, ahead_bytes: int = 0
 ) -> list[Program]:
-    way = Way(True, bundle_bytes=most_bytes, ahead_bytes=ahead_bytes)
-    return [lower(schedule, rank, direction, size_of(schedule), anything, *way) for rank in range(schedule.world_size)]
+    target = Target(bundle_bytes=most_bytes, ahead_bytes=ahead_bytes)
+    return [lower(schedule, rank, direction, size_of(schedule), target) for rank in range(schedule.world_size)]
 
 
 def found(schedule: Schedule, rank: int, direction: Pass = "forward", most_bytes: int = ALL) -> list[list[str]]:
@@ -128,10 +127,11 @@ def test_large_messages_stay_apart() -> None:
 
 def test_transports_that_post_in_one_order_have_none() -> None:
     schedule = whole("ulysses", 4)
-    assert not lower(schedule, 0, "forward", size_of(schedule), early_receives=False, bundle_bytes=ALL).collectives
+    late = Target(early_receives=False, bundle_bytes=ALL)
+    assert not lower(schedule, 0, "forward", size_of(schedule), late).collectives
     for name in TRANSPORTS:
-        able = transport_capabilities(name)
-        assert not able.bundle_bytes or (able.early_receives and not able.collectives)
+        target = transport_target(name)
+        assert not target.bundle_bytes or (target.early_receives and not target.collectives)
 
 
 # ---------- programs with them
@@ -143,7 +143,7 @@ def test_programs_of_all_families_are_proved(ranks: int) -> None:
     for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
         for layout, chunks in (("contiguous", 1), ("zigzag", 2)):
             schedule = make(point.name, ranks, layout, Causal(), length_of(point, chunks, None))
-            replay_schedule(schedule, [WITH_BUNDLES, AHEAD])
+            replay_schedule(schedule, beyond(transport_target("gloo")))
             if any(each.collectives for each in lowered(schedule)):
                 met.add(point.family)
     assert {"ulysses", "sub-sharded"} <= met or ranks == 5
@@ -206,13 +206,13 @@ def test_replay_refuses(change: object, says: str) -> None:
 def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenring.runtime import collective
     class Noting:
-        capabilities = transport_capabilities("gloo")
+        target = transport_target("gloo")
 
         def prepare(self, links: object, device: object) -> None:
             """Nothing to connect."""
 
     seen = replays_with_collectives(monkeypatch)
-    verify_bundles.cache_clear()
+    replay_once.cache_clear()
     schedule = whole("ulysses", 3)
     for _ in range(2):  # proved once
         collective.connect(Noting(), schedule, "forward", torch.device("cpu"))  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def test_bytes_and_costs() -> None:
     """One message of all their bytes, a copy at each end; and memory of its own."""
     schedule = whole("ulysses", 4)
     size, rates = size_of(schedule), constant(1.0, "test", copy_gbs=1.0)
-    apart, together = (lower(schedule, 1, "forward", size, bundle_bytes=most) for most in (0, ALL))
+    apart, together = (lower(schedule, 1, "forward", size, Target(bundle_bytes=most)) for most in (0, ALL))
     costs = [operations(schedule, size, each, rates) for each in (apart, together)]
     posts, fewer = ([x for x in each if isinstance(x, Post)] for each in costs)
     for sends in (True, False):

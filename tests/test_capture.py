@@ -264,7 +264,7 @@ def captured_with_messages(here: Here, case: Case, capturable: bool) -> Any:
             return str(error)
         return ""
     device, exchange, seen = GraphDevice(), moved.exchange, []
-    moved.capabilities = replace(moved.capabilities, capturable=True)
+    moved.target = replace(moved.target, capturable=True)
 
     def watched(payload: bytes, what: str) -> list[bytes]:
         seen.append(device.capturing)
@@ -300,7 +300,7 @@ def captured_on_some(here: Here, case: Case) -> tuple[str, str]:
     """What a rank says where the last one fails to capture, and of the call after that."""
     cp = ContextParallel(layout=case.layout, schedule=case.schedule, transport="gloo", timeout_seconds=patient(20.0))
     moved: Any = cp.transport
-    moved.capabilities = replace(moved.capabilities, capturable=True)
+    moved.target = replace(moved.target, capturable=True)
     device, said = FailingDevice(here.rank == here.world_size - 1), []
     vars(module)["device_of"] = lambda where: device
     try:

@@ -82,7 +82,7 @@ def bound(case: Case, device: Device) -> Rank:
     made: dict[Pass, Executor] = {}
     schedule = case.make_schedule()
     for direction in (*PASSES, *PASSES):  # again, on the memory that the pool has grown to
-        program = lower(schedule, device.rank, direction, case.workload, kernel.supports_patch, False)
+        program = lower(schedule, device.rank, direction, case.workload, transport.target, kernel.supports_patch)
         made[direction] = Executor(schedule, case.workload, program, pool, transport, kernel, case.head_dim**-0.5)
     return Rank(case, device, made)
 

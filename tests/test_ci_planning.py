@@ -159,7 +159,7 @@ def test_cells_that_lack_schedules_are_marked(
         name="switch 4 4:4 full forward long", topology="switch", ranks=4, heads="4:4", mask="full", passes="forward",
         regime="long", workload=SimpleNamespace(q_length=64), tflops=1.0, shape=SimpleNamespace(link_gbit=0.05),
         plan=lambda: SimpleNamespace(name="a", candidates=candidates),
-        able=SimpleNamespace(bundle_bytes=4096, ahead_bytes=8192),
+        target=SimpleNamespace(bundle_bytes=4096, ahead_bytes=8192),
     )  # fmt: skip
     monkeypatch.setattr(run, "description", lambda cell, names, options: names)
     found = {"seconds": {name: [1.0] for name in raced}, "failed": {}}

@@ -38,7 +38,7 @@ def step(kernel: Choosing, mask: Mask, rank: int = 1) -> None:
     """The kernel calls of one rank, in both passes."""
     layout = make_layout("zigzag", RANKS, LENGTH)
     schedule = make_schedule("ring", layout, layout, mask)
-    program = lower(schedule, rank, "forward", WORKLOAD, kernel.supports_patch)
+    program = lower(schedule, rank, "forward", WORKLOAD, supports=kernel.supports_patch)
     for patch in (each.patch for each in program.instructions if isinstance(each, Attend)):
         both(kernel, patch)
 

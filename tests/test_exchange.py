@@ -16,24 +16,26 @@ from tokenring import Causal, Full, Mask
 from tokenring.cli.main import main
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, Pass
-from tokenring.lowering.backend_names import TRANSPORTS, transport_capabilities
+from tokenring.lowering.backend_names import TRANSPORTS, transport_target
 from tokenring.lowering.exchanges import exchanges
 from tokenring.lowering.footprint import contacts, links, staged_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import ALL_GATHER, ALL_TO_ALL, Attend, Program, Recv, Send, Wait
 from tokenring.lowering.storage import storage_of
+from tokenring.lowering.target import Target
 from tokenring.proof.replay import Kept, replay
-from tokenring.proof.verify import verify_collectives
+from tokenring.proof.verify import verify_lowered
 from tokenring.schedule.schedule import Schedule
 
 Found = list[tuple[int, str, str, tuple[int, ...], int]]
 EVERYBODY = (0, 1, 2, 3)
 MB = 1 << 20
+WITH_COLLECTIVES = Target(early_receives=False, collectives=True)
 
 
 def together(schedule: Schedule, direction: Pass) -> list[Program]:
     size, ranks = size_of(schedule), range(schedule.world_size)
-    return [lower(schedule, rank, direction, size, early_receives=False, collectives=True) for rank in ranks]
+    return [lower(schedule, rank, direction, size, WITH_COLLECTIVES) for rank in ranks]
 
 
 def found(schedule: Schedule, direction: Pass) -> Found:
@@ -79,7 +81,7 @@ def test_groups_of_some_ranks() -> None:
     schedule = whole("usp/3", 6)
     groups = {ranks for _, _, kind, ranks, _ in found(schedule, "forward") if kind == "q"}
     assert groups == {(0, 1, 2), (3, 4, 5)}
-    apart = contacts(schedule, transport_capabilities("hccl/collectives"), ("forward",))
+    apart = contacts(schedule, transport_target("hccl/collectives"), ("forward",))
     assert apart.groups == groups
     assert {(src, dst) for src, dst, _ in apart.links} == {(a, (a + 3) % 6) for a in range(6)}
 
@@ -155,18 +157,17 @@ def check_posts_stand_together(program: Program) -> None:
 def test_other_transports_have_the_programs_they_had() -> None:
     schedule = whole("ulysses", 4, "zigzag", Causal())
     for name in TRANSPORTS:
-        able = transport_capabilities(name)
-        program = lower(
-            schedule, 1, "forward", size_of(schedule), early_receives=able.early_receives, collectives=able.collectives
-        )
+        target = transport_target(name)
+        target = Target(early_receives=target.early_receives, collectives=target.collectives)
+        program = lower(schedule, 1, "forward", size_of(schedule), target)
         assert bool(program.collectives) is (name == "hccl/collectives")
         if not program.collectives:
-            assert program == lower_all(schedule, size_of(schedule), "forward", early_receives=able.early_receives)[1]
+            assert program == lower_all(schedule, size_of(schedule), "forward", early_receives=target.early_receives)[1]
 
 
 def test_not_with_early_receives() -> None:
     schedule = whole("ulysses", 4)
-    assert not lower(schedule, 0, "forward", size_of(schedule), early_receives=True, collectives=True).collectives
+    assert not lower(schedule, 0, "forward", size_of(schedule), Target(collectives=True)).collectives
 
 
 # ---------- programs that are wrong
@@ -213,7 +214,7 @@ def test_they_are_replayed_where_they_are_asked_for(monkeypatch: pytest.MonkeyPa
     made.verify()
     assert seen == [False, False] * 2
     seen.clear()
-    verify_collectives(made)
+    verify_lowered(made, WITH_COLLECTIVES)
     assert seen == [True] * 2
 
 
@@ -224,7 +225,7 @@ def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[str] = []
 
     class Noting:
-        capabilities = transport_capabilities("hccl/collectives")
+        target = transport_target("hccl/collectives")
 
         def prepare(self, links: object, device: object) -> None:
             asked.append("links")
@@ -232,13 +233,13 @@ def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> Non
         def prepare_groups(self, groups: object, device: object) -> None:
             asked.append("groups")
 
-    def refuse(schedule: Schedule) -> None:
+    def refuse(schedule: Schedule, target: Target) -> None:
         raise ScheduleError("refused")
 
     made, device = whole("all-gather-kv", 3), torch.device("cpu")
     collective.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
     assert asked == ["links", "groups"]
-    monkeypatch.setattr(collective, "verify_collectives", refuse)
+    monkeypatch.setattr(collective, "verify_lowered", refuse)
     with pytest.raises(ScheduleError, match="refused"):
         collective.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
     assert asked == ["links", "groups", "links"]
@@ -251,9 +252,9 @@ def test_a_group_in_place_of_all_its_pairs() -> None:
     """Eight ranks by hand: 7 pairs × both directions × both channels, or one communicator of 400 MB and staging."""
     schedule = whole("ulysses", 8, tokens=64)
     size = size_of(schedule)
-    able = transport_capabilities("hccl/collectives")
-    assert contacts(schedule, able).links == frozenset() and contacts(schedule, able).groups == {tuple(range(8))}
-    assert contacts(schedule, transport_capabilities("hccl")).links == links(schedule)
+    target = transport_target("hccl/collectives")
+    assert contacts(schedule, target).links == frozenset() and contacts(schedule, target).groups == {tuple(range(8))}
+    assert contacts(schedule, transport_target("hccl")).links == links(schedule)
     apart, bare = (schedule.peak_bytes(size, "forward", transport) for transport in ("hccl", None))
     assert apart - bare == 28 * 40 * MB
     staged = max(staged_bytes(schedule, size, each) for each in together(schedule, "forward"))
@@ -294,5 +295,5 @@ def test_staging_of_a_gather_is_what_all_give() -> None:
 
 def test_buffers_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "50")
-    assert transport_capabilities("hccl/collectives").group_bytes == 100 * MB
-    assert transport_capabilities("hccl").group_bytes == 0
+    assert transport_target("hccl/collectives").group_bytes == 100 * MB
+    assert transport_target("hccl").group_bytes == 0

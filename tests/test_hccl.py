@@ -28,9 +28,9 @@ from tokenring.backends.registry import make_transport
 from tokenring.backends.transports.hccl import warm_up_order
 from tokenring.backends.transports.hccl_environment import connection_bytes
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS
-from tokenring.lowering.backend_names import transport_capabilities
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import connections, links
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.planner.interconnects.interconnect import full_mesh
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
@@ -128,9 +128,9 @@ def lanes(case: Case, rank: int, transport: str) -> set[tuple[str, ...]]:
 def test_communicators_equal_the_formula(world_size: int, schedule: str, transport: str, npus: NpuPools) -> None:
     """Trap 11: of pairs that the schedule uses alone, two buffers each; trap 10: none of a whole group."""
     case = small_case(world_size, schedule)
-    able, some = transport_capabilities(transport), links(case.make_schedule())
+    target, some = transport_target(transport), links(case.make_schedule())
     for rank, (made, _) in enumerate(npus(world_size)(communicators, case, transport)):
-        assert len(made) == len(lanes(case, rank, transport)) == connections(some, able, rank)
+        assert len(made) == len(lanes(case, rank, transport)) == connections(some, target, rank)
         assert "all" not in {peers for _, peers, _ in made} and {nbytes for _, _, nbytes in made} == {BUFFER}
         assert {peers for _, peers, _ in made} == {each[0] for each in lanes(case, rank, transport)}
 
@@ -155,10 +155,10 @@ def test_bytes_of_each_link_and_step(npus: NpuPools) -> None:
 
 def test_memory_of_the_traps_examples() -> None:
     """Trap 11: one group in which a rank meets all others: 280 MB on 8 NPUs, 600 on 16 dies."""
-    able = Capabilities(early_receives=False, channels=1, pair_serial=True, connection_bytes=connection_bytes({}))
+    target = Target(early_receives=False, channels=1, pair_serial=True, connection_bytes=connection_bytes({}))
     for ranks, megabytes in ((8, 280), (16, 600)):
         everyone = [(src, dst, REQUESTS) for src in range(ranks) for dst in range(ranks) if src != dst]
-        assert connections(everyone, able, 3) * able.connection_bytes == megabytes * MEGABYTE
+        assert connections(everyone, target, 3) * target.connection_bytes == megabytes * MEGABYTE
     assert connection_bytes({"P2P_HCCL_BUFFSIZE": "8"}) == 16 * MEGABYTE
 
 

@@ -23,10 +23,9 @@ from test_exchange import alone, crossed, together
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel
-from tokenring.backends.interfaces import CollectiveTransport
 from tokenring.backends.registry import make_transport
 from tokenring.ir.schedule_data import PASSES
-from tokenring.lowering.backend_names import transport_capabilities
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import connections, contacts
 from tokenring.lowering.program import ALL_GATHER, Program, Wait
 
@@ -68,11 +67,11 @@ def test_exact_and_counted(case: Case, uses: bool, streams: int | None, npus: Np
     found = npus(case.ranks)(counted, case, streams)
     parts = [part for part, _ in found]
     check_exact(case.whole(parts), case.reference())
-    schedule, able = case.make_schedule(), transport_capabilities(COLLECTIVES)
+    schedule, target = case.make_schedule(), transport_target(COLLECTIVES)
     check_bytes(case, schedule, parts)
     programs = [each for direction in PASSES for each in together(schedule, direction)]
     assert any(each.collectives for each in programs) is uses
-    needed = contacts(schedule, able)
+    needed = contacts(schedule, target)
     for rank, (_, (communicators, messages, collectives)) in enumerate(found):
         mine = [each for program in programs if program.rank == rank for each in program.collectives]
         wanted = Counter((each.kind.replace("-", "_"), len(each.ranks)) for each in mine for _ in range(each.parts))
@@ -82,7 +81,7 @@ def test_exact_and_counted(case: Case, uses: bool, streams: int | None, npus: Np
         assert together_bytes + apart_bytes == sum(sum(sent.values()) for sent in parts[rank].sent.values())
         sizes = Counter(each.nbytes for each in communicators)
         assert sizes[GROUP] == sum(rank in ranks for ranks in needed.groups)
-        assert sizes[PAIR] == connections(needed.links, able, rank)
+        assert sizes[PAIR] == connections(needed.links, target, rank)
 
 
 def test_ulysses_sends_no_message(npus: NpuPools) -> None:
@@ -152,7 +151,7 @@ def test_mutants_are_detected(change: Any, at: int, says: str, npus: NpuPools) -
 
 def refusals(here: Here) -> list[str]:
     fresh()
-    transport: CollectiveTransport = make_transport(COLLECTIVES, dist.group.WORLD, patient(20.0))  # type: ignore[assignment,arg-type]
+    transport = make_transport(COLLECTIVES, dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     everybody, texts = tuple(range(here.world_size)), []
     data = torch.ones(4, dtype=torch.uint8, device=NPU)
     others = {rank: data.clone() for rank in everybody if rank != here.rank}
@@ -181,7 +180,7 @@ def test_refusals(npus: NpuPools) -> None:
 def absent(here: Here) -> str:
     """Rank 2 does not come to the first collective."""
     fresh()
-    transport: CollectiveTransport = make_transport(COLLECTIVES, dist.group.WORLD, patient(5.0))  # type: ignore[assignment,arg-type]
+    transport = make_transport(COLLECTIVES, dist.group.WORLD, patient(5.0))  # type: ignore[arg-type]
     limits.connect = 0.7
     if here.rank == 2:
         dist.barrier()

@@ -20,7 +20,7 @@ from test_hccl_modes import call, context
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.backends.transports import hccl, hccl_environment
 from tokenring.backends.transports.hccl_environment import check_environment, most_communicators, retries
-from tokenring.lowering.backend_names import transport_capabilities
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import most_connected
 
 RETRY = "HCCL_OP_RETRY_ENABLE"
@@ -117,7 +117,7 @@ def test_nobody_asks_for_the_product_without_retries(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(hccl_environment, "_product", never)
     assert most_communicators({}) is None
-    assert transport_capabilities("hccl").most_connections is None
+    assert transport_target("hccl").most_connections is None
 
 
 CASE = small_case(8, "auto")
@@ -179,6 +179,6 @@ def test_auto_says_why_nothing_fits(npus: NpuPools) -> None:
 
 def test_counts_are_those_of_the_ledger() -> None:
     made = small_case(8, "direct-q").make_schedule()
-    assert most_connected(made, transport_capabilities("hccl/pair")) == 7
-    assert most_connected(made, transport_capabilities("hccl")) == 28
+    assert most_connected(made, transport_target("hccl/pair")) == 7
+    assert most_connected(made, transport_target("hccl")) == 28
     assert os.environ.get(RETRY) is None

@@ -22,14 +22,13 @@ from patience import patient
 from ranks import Here
 
 from tokenring import PeerLost
-from tokenring.backends.interfaces import Grouping
 from tokenring.backends.registry import make_transport
 from tokenring.backends.transports import hccl
 from tokenring.backends.transports.hccl import CONNECTION_BYTES
 from tokenring.backends.transports.hccl_environment import watchdog_seconds
 from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.ir.schedule_data import REQUESTS
-from tokenring.lowering.backend_names import transport_capabilities
+from tokenring.lowering.backend_names import transport_target
 
 COLLECTIVES = "hccl/collectives"
 NPU = "npu"  # no torch.device: only ranks know it
@@ -51,9 +50,9 @@ def test_first_contact_goes_the_way_of_the_lane(npus: NpuPools) -> None:
 
 def test_memory_is_planned_by_the_buffers_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "8")
-    assert transport_capabilities("hccl").connection_bytes == 16 * MEGABYTE
+    assert transport_target("hccl").connection_bytes == 16 * MEGABYTE
     monkeypatch.delenv("P2P_HCCL_BUFFSIZE")
-    assert transport_capabilities("hccl").connection_bytes == CONNECTION_BYTES
+    assert transport_target("hccl").connection_bytes == CONNECTION_BYTES
 
 
 def own_error(here: Here) -> tuple[int | None, str, str]:
@@ -212,7 +211,7 @@ def alive(here: Here, name: str, forgets: bool) -> tuple[bool, bool]:
         post = transport.send if here.rank == 0 else transport.recv
         handle = post(data, 1 - here.rank, REQUESTS, "kv0")
         del data
-        if isinstance(transport, Grouping):
+        if transport.target.grouping:
             transport.go()
         gc.collect()
         during = held() is not None

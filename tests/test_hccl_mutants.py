@@ -135,7 +135,7 @@ def shares(here: Here, case: Case, streams: int | None, early: bool) -> str:
     fresh()
     here.memory.clear()
     moved = kept_transport(here, "hccl", streams)
-    moved.capabilities = replace(moved.capabilities, early_receives=early)
+    moved.target = replace(moved.target, early_receives=early)
     limits.execute = 1.0 if early and streams else 20.0
     try:
         run_case(here, case, "hccl", streams=streams)

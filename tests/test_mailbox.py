@@ -17,7 +17,7 @@ from cases import Case
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.transports import symm
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS
-from tokenring.lowering.backend_names import transport_capabilities
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.lower import lower
 from tokenring.lowering.mailboxes import ALIGNED_BYTES, BOXES, Mailboxes, lay
 from tokenring.lowering.target import Link
@@ -107,7 +107,7 @@ def test_plans_count_what_transports_take(
         transport: Any = InWorld(device)
         pool = Pool(torch.device("cpu"), transport.allocate)
         for _ in range(2):  # again, on the memory that the pool has grown to
-            program = lower(made, device.rank, direction, case.workload, kernel.supports_patch, False)
+            program = lower(made, device.rank, direction, case.workload, transport.target, kernel.supports_patch)
             Executor(made, case.workload, program, pool, transport, kernel, 1.0)
         return int(transport._box_bytes)
 
@@ -120,6 +120,6 @@ def test_predictions_count_them() -> None:
     case = Case(4, "tokenring", "zigzag", "causal", 2, 2, 1, 8, torch.float32, None, given_length=32)
     schedule, names = case.make_schedule(), ("symm", "nvshmem")
     asked = Setting(case.workload, full_mesh(4, 1.0), Machine(constant(1.0, "test")), ("forward",))
-    found = [predict(schedule, replace(asked, able=transport_capabilities(name))).peak_bytes for name in names]
+    found = [predict(schedule, replace(asked, target=transport_target(name))).peak_bytes for name in names]
     needs = [schedule.peak_bytes(case.workload, "forward", name) for name in names]
     assert found[1] - found[0] == needs[1] - needs[0] > 0

@@ -60,7 +60,7 @@ def bound(kernel: Any, window: int) -> Executor:
     size = Workload(1, TOKENS, TOKENS, HEADS, HEADS, DIM, torch.float32)
     layout = make_layout("contiguous", 1, TOKENS)
     schedule = named_schedule("ring", size, layout, layout, SlidingWindow(window), None)
-    program = lower(schedule, 0, "forward", size, kernel.supports_patch)
+    program = lower(schedule, 0, "forward", size, supports=kernel.supports_patch)
     return Executor(schedule, size, program, Pool(CPU), None, kernel, 0.25)
 
 

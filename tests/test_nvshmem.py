@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d
 from tokenring.backends.transports import nvshmem
 from tokenring.backends.transports.nvshmem import OPERATORS, NvshmemMemory, NvshmemTransport
 from tokenring.backends.transports.onesided import RING, Words, signaller
-from tokenring.lowering.backend_names import transport_capabilities, transport_class
+from tokenring.lowering.backend_names import transport_class, transport_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
@@ -298,9 +298,9 @@ def test_groups_that_leave_ranks_out(
 
 def test_by_name() -> None:
     assert transport_class("nvshmem") is NvshmemTransport
-    able = transport_capabilities("nvshmem")
-    assert (able.one_sided, able.mailboxes, able.early_receives, able.channels) == (True, True, False, 2)
-    assert not able.zero_sm and not able.capturable  # until a GPU has shown it
+    target = transport_target("nvshmem")
+    assert (target.one_sided, target.mailboxes, target.early_receives, target.channels) == (True, True, False, 2)
+    assert not target.capturable  # until a GPU has shown it
 
 
 # ---------- what ci/gpu_transports makes of it

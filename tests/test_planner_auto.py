@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from nets import BOTH, call, named, setting, workload
+from nets import BOTH, call, named, setting, two_node, workload
 from patience import patient
 
 import tokenring as tr
@@ -28,7 +28,6 @@ from tokenring.planner.interconnects.interconnect import (
     of_one_host,
     ring,
     switch,
-    two_node,
 )
 from tokenring.planner.interconnects.wiring import interconnect_of
 from tokenring.planner.machines.presets import preset

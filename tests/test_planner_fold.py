@@ -8,6 +8,7 @@ from nets import BOTH, clusters, named, setting, workload
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.lower import lower
+from tokenring.lowering.target import Target
 from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, folded, symmetry_of
 from tokenring.planner.simulation.operations import Operation, Post, operations
 from tokenring.planner.simulation.predict import Setting, predict
@@ -32,7 +33,8 @@ def folded_seconds(name: str, asked: Setting) -> float:
     scheme, early = parse(name).make(net.world_size), asked.early_receives
     symmetry = symmetry_of(scheme, net.world_size, LOCAL)
     schedule = folded(scheme, size.q_length, size.kv_length, symmetry)
-    lowered = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(LOCAL)]
+    target = Target(early_receives=early)
+    lowered = [lower(schedule, rank, direction, size, target) for rank in range(LOCAL)]
     programs = [operations(schedule, size, each, asked.machine.rates) for each in lowered]
     return simulate(FoldedNet(net), programs, asked.machine.messages, canonical=symmetry.canonical).seconds
 

@@ -14,7 +14,7 @@ from tokenring import ConfigurationError
 from tokenring.backends.transports.hccl import CONNECTION_BYTES
 from tokenring.cli.main import main
 from tokenring.ir.schedule_data import PASSES
-from tokenring.lowering.backend_names import transport_capabilities
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import connections, links
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.scale_out import Task, figures
@@ -31,14 +31,14 @@ TRANSPORTS = {"hccl": 1, "hccl/channel": 2, "hccl/pair": 4}  # how many times fe
 
 
 def over(asked: Setting, transport: str) -> Setting:
-    able = transport_capabilities(transport)
-    return Setting(asked.workload, asked.interconnect, asked.machine.over(able), asked.passes, able=able)
+    target = transport_target(transport)
+    return Setting(asked.workload, asked.interconnect, asked.machine.over(target), asked.passes, target=target)
 
 
 def most_connections(schedule: Schedule, transport: str) -> int:
     """Of the rank that has most, in both passes together."""
-    used, able = links(schedule, BOTH), transport_capabilities(transport)
-    return max(connections(used, able, rank) for rank in range(schedule.world_size))
+    used, target = links(schedule, BOTH), transport_target(transport)
+    return max(connections(used, target, rank) for rank in range(schedule.world_size))
 
 
 def printed(*options: str) -> str:
@@ -117,12 +117,12 @@ def test_plans_written_before_are_read() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_folded_worlds_count_the_same(name: str, transport: str) -> None:
     """One host stands for all: its ranks have as many communicators as in the whole."""
-    net, size, able = clusters(8), workload(32, (32, 32), 8), transport_capabilities(transport)
+    net, size, target = clusters(8), workload(32, (32, 32), 8), transport_target(transport)
     layout = contiguous(32, size.q_length)
     whole = most_connections(make_schedule(name, layout, layout, tr.Full()), transport)
     scheme = parse(name).make(32)
     one = folded(scheme, size.q_length, size.kv_length, symmetry_of(scheme, 32, 4))
-    assert max(connections(links(one, BOTH), able, rank) for rank in range(4)) == whole
+    assert max(connections(links(one, BOTH), target, rank) for rank in range(4)) == whole
     found = figures(name, Task(over(setting(net, size, BOTH, tflops=1.0), transport)), 2, float("inf"))
     assert found is not None and round(found.connections) == whole
     assert round(found.connection_bytes) == whole * CONNECTION_BYTES < found.peak_bytes
@@ -149,4 +149,4 @@ def test_one_queue_for_both_channels_is_slower_where_they_meet() -> None:
 
 def test_other_capabilities_than_the_three_have_no_meaning() -> None:
     with pytest.raises(ConfigurationError, match="unknown transport 'hccl/none'"):
-        transport_capabilities("hccl/none")
+        transport_target("hccl/none")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import call, setting, workload
+from nets import call, pcie_tree, setting, two_node, workload
 from networks import Network, NetworkLab, bus, islands, mesh, ring, switch
 
 import tokenring as tr
 from tokenring.cli.main import main
 from tokenring.planner.choosing.auto import plan_call
 from tokenring.planner.choosing.planner import Planner
-from tokenring.planner.interconnects.interconnect import Interconnect, pcie_tree, two_node
+from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.interconnect import full_mesh as mesh_net
 from tokenring.planner.interconnects.interconnect import switch as switch_net
 from tokenring.planner.interconnects.wiring import interconnect_of

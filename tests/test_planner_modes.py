@@ -13,7 +13,7 @@ from test_planner_hccl import A2, printed
 from tokenring import ConfigurationError
 from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
-from tokenring.lowering.backend_names import BOUNDED, TRANSPORTS, bounded, transport_capabilities
+from tokenring.lowering.backend_names import BOUNDED, TRANSPORTS, bounded, transport_target
 from tokenring.planner.choosing.auto import Call, plan_call
 from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.plan import Candidate, Forecast, Plan
@@ -23,7 +23,7 @@ from tokenring.sequence.layout import contiguous
 from tokenring.sequence.mask import Full
 
 SIZE = workload(8, (8, 8), 64)
-SETTING = over(setting(full_mesh(8, 1.0), SIZE, BOTH), transport_capabilities("hccl"))
+SETTING = over(setting(full_mesh(8, 1.0), SIZE, BOTH), transport_target("hccl"))
 MODES = bounded("hccl")
 MB = 10**6
 
@@ -36,10 +36,10 @@ Table = dict[str | None, list[tuple[str, float, int]]]
 def chosen(table: Table, limit: int | None) -> tuple[Forecast, list[str | None]]:
     """From made-up figures; and over what was planned."""
     asked: list[str | None] = []
-    names = {able: mode for mode, able in MODES.items()}
+    names = {target: mode for mode, target in MODES.items()}
 
     def plan_over(some: Setting) -> Forecast:
-        mode = names.get(some.able)
+        mode = names.get(some.target)
         asked.append(mode)
         fits = [each for each in table[mode] if limit is None or each[2] * MB <= limit]
         if not fits:
@@ -104,8 +104,8 @@ def test_what_else_is_wrong_is_said_at_once(limit: int) -> None:
 
 def test_modes_have_fewer_and_fewer_connections() -> None:
     for name, modes in BOUNDED.items():
-        able = [transport_capabilities(each) for each in (name, *modes)]
-        counts = [each.channels * (1 if each.pair_serial else 2) for each in able]
+        target = [transport_target(each) for each in (name, *modes)]
+        counts = [each.channels * (1 if each.pair_serial else 2) for each in target]
         assert counts == sorted(set(counts), reverse=True) and set(modes) < set(TRANSPORTS)
     assert bounded("gloo") == {}
 
@@ -162,4 +162,4 @@ def test_plans_without_a_transport_are_read() -> None:
 def test_over_is_the_same_setting_with_other_queues() -> None:
     pair = over(SETTING, MODES["hccl/pair"])
     assert pair.machine.messages.pair_serial and pair.machine.messages.channels == 1
-    assert replace(pair, machine=SETTING.machine, able=SETTING.able) == SETTING
+    assert replace(pair, machine=SETTING.machine, target=SETTING.target) == SETTING

@@ -9,7 +9,7 @@ import pytest
 from families import HEADS, members
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import BOTH, IDEAL, SHAPES, named, setting, workload
+from nets import BOTH, IDEAL, SHAPES, named, pcie_tree, setting, workload
 
 import tokenring as tr
 from tokenring.errors import ScheduleError
@@ -18,7 +18,6 @@ from tokenring.planner.interconnects.interconnect import (
     Interconnect,
     full_mesh,
     of_one_host,
-    pcie_tree,
     ring,
     switch,
     switch_fabric,

@@ -205,7 +205,7 @@ def capturing(here: Here) -> tuple[str, str]:
     transport: Any = opened(here, "shm")
     cp = ContextParallel(schedule="ring", transport=transport)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(transport, "capabilities", replace(transport.capabilities, capturable=True))
+        patched.setattr(transport, "target", replace(transport.target, capturable=True))
         patched.setattr(Cpu, "new_stream", lambda *_: object())
         q, k, v = (x.detach() for x in tensors())
         found = said(lambda: tr.capture(q[:, :0] if here.rank == ODD else q, k, v, cp))

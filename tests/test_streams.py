@@ -13,6 +13,7 @@ from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import OWN, Attend, Instruction, Pack, Recv, Send, Span, Wait
+from tokenring.lowering.target import Target
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import START, Streams, post_waits
@@ -61,7 +62,7 @@ def _executors(name: str, ranks: int, rank: int, early: bool, pool: Pool, moved:
     kernel: Any = CpuFlash()
     made: dict[Pass, Executor] = {}
     for direction in (*PASSES, *PASSES):  # again, on the memory that the pool has grown to
-        program = lower(schedule, rank, direction, workload, kernel.supports_patch, early)
+        program = lower(schedule, rank, direction, workload, Target(early_receives=early), kernel.supports_patch)
         made[direction] = Executor(schedule, workload, program, pool, moved, kernel, 0.5)
     return made
 

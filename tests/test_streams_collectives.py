@@ -44,7 +44,7 @@ class Collecting(Recorder):  # type: ignore[no-untyped-call]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.capabilities = replace(self.capabilities, early_receives=False, collectives=True)
+        self.target = replace(self.target, early_receives=False, collectives=True)
 
     def all_to_all(self, sends: Tensors, recvs: Tensors, ranks: tuple[int, ...], label: str) -> OnItsWay:
         reads = [self._access(data, False) for data in sends.values()]
@@ -90,7 +90,7 @@ def record(name: str, ranks: int, rank: int) -> Recorded:
     schedule = named_schedule(name, size, layout, layout, Full(), None)
     executors = {}
     for direction in (*PASSES, *PASSES):  # again, on the memory that the pool has grown to
-        program = lower(schedule, rank, direction, size, kernel.supports_patch, False, True)
+        program = lower(schedule, rank, direction, size, recorder.target, kernel.supports_patch)
         assert program.collectives
         executors[direction] = Executor(schedule, size, program, pool, recorder, kernel, 0.5)  # type: ignore[arg-type]
     own: dict[str, Any] = {part: torch.zeros(1, TOKENS, HEADS, DIM) for part in ("q", "k", "v", "out", "dout")}

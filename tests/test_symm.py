@@ -29,7 +29,7 @@ from tokenring.backends.transports.auto_cuda import CudaTransport, choice_here
 from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.backends.transports.onesided import Receiving
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
-from tokenring.lowering.backend_names import transport_capabilities, transport_class
+from tokenring.lowering.backend_names import transport_class, transport_target
 from tokenring.lowering.mailboxes import BOXES
 from tokenring.planner.interconnects.interconnect import full_mesh
 
@@ -375,9 +375,9 @@ def test_what_is_said_without_cuda() -> None:
     assert choice_here()[0] is None
 
 
-def test_capabilities() -> None:
+def test_target() -> None:
     """Strict order, so that streams may share a queue; what the planner reckons with."""
-    able = transport_capabilities("symm")
-    assert (able.one_sided, able.zero_sm, able.early_receives, able.channels) == (True, True, False, 2)
-    assert transport_capabilities("cuda") == able
+    target = transport_target("symm")
+    assert (target.one_sided, target.placing, target.early_receives, target.channels) == (True, True, False, 2)
+    assert transport_target("cuda") == target
     assert CudaTransport.two_sided is NcclTransport

@@ -14,7 +14,7 @@ from tokenring.errors import TopologyError
 from tokenring.topology.model import facts
 from tokenring.topology.model.graph import BandwidthSource
 from tokenring.topology.model.schema import FORMAT, VERSION, from_json, to_json
-from tokenring.topology.model.verdict import CLASSES, Confidence
+from tokenring.topology.model.verdict import Class, Confidence
 from tokenring.topology.sources import read
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ def document(name: str) -> dict[str, object]:
 def test_every_word_is_on_the_page() -> None:
     kinds = [facts.Device, facts.Link, facts.Measurement, facts.Note, facts.Origin, facts.Facts]
     words = {field.name for kind in kinds for field in fields(kind)}
-    words |= {*CLASSES, *facts.LINK_KINDS, *get_args(facts.DeviceKind), *get_args(facts.Coverage)}
+    words |= {*get_args(Class), *facts.LINK_KINDS, *get_args(facts.DeviceKind), *get_args(facts.Coverage)}
     words |= {*get_args(Confidence), *get_args(BandwidthSource), FORMAT}
     assert words - NAMED == set()
 

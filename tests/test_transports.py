@@ -22,7 +22,7 @@ from ranks import Here, RankPools
 
 from tokenring import ConfigurationError, PeerLost
 from tokenring.backends.control.control import PAYLOAD_BYTES
-from tokenring.backends.interfaces import Grouping, Handle, Transport
+from tokenring.backends.interfaces import Handle, Transport
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 
 NAMES = ("gloo", APART, "shm")
@@ -36,7 +36,7 @@ PATTERN = torch.randint(256, (2 * LARGEST,), dtype=torch.uint8, generator=torch.
 
 def buffer(transport: Transport, nbytes: int) -> torch.Tensor:
     """Memory of a new transport to receive into. All ranks call it with the same size."""
-    if not transport.capabilities.one_sided:
+    if not transport.target.one_sided:
         return torch.empty(nbytes, dtype=torch.uint8, device=device_of(getattr(transport, "name", "")))
     return cast(torch.Tensor, cast(Any, transport).allocate(nbytes))[:nbytes]
 
@@ -220,7 +220,7 @@ def exchange_amid_messages(here: Here, name: str) -> None:
     transport, memory = opened(here, name, LARGEST)
     if here.rank == 0:
         handle = send(transport, 1, REQUESTS, 0, LARGEST)
-        if isinstance(transport, Grouping):
+        if transport.target.grouping:
             transport.go()
     dist.barrier()
     if here.rank == 1:

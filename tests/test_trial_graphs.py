@@ -141,7 +141,7 @@ def refused_capture(here: Here) -> tuple[str, int]:
     device = test_capture.GraphDevice()
     with ContextParallel(schedule="ring", transport="gloo", timeout_seconds=20.0) as cp:
         moved: Any = cp.transport
-        moved.capabilities, moved.try_capture = replace(moved.capabilities, capturable=True), refuse
+        moved.target, moved.try_capture = replace(moved.target, capturable=True), refuse
         with pytest.MonkeyPatch.context() as patched, pytest.raises(UnsupportedError) as caught:
             patched.setattr(test_capture.module, "device_of", lambda where: device)
             test_capture.captured(test_capture.inputs(0), cp)

@@ -25,6 +25,7 @@ from tokenring.backends.control.failure_board import CELL_BYTES, SLICE_SECONDS, 
 from tokenring.backends.control.process_info import Member, this_member
 from tokenring.backends.control.segments import Segment
 from tokenring.backends.control.store_gather import Meeting
+from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, PeerLost
 from tokenring.launch.groups import held
 
@@ -283,7 +284,7 @@ def _tag(what: str) -> bytes:
     return hashlib.sha256(what.encode()).digest()[:TAG_BYTES]
 
 
-class Controlled:
+class Controlled(Transport):
     """What transports take over from their control as it is."""
 
     control: Control

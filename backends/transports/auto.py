@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from tokenring.backends.control.control import Control, Controlled
-from tokenring.backends.interfaces import Handle, OneSided, Transport
+from tokenring.backends.interfaces import Handle, Transport
 from tokenring.backends.transports.gloo import GlooTransport
 from tokenring.backends.transports.shm import ShmTransport
 from tokenring.errors import BackendUnavailable
 from tokenring.launch.groups import held
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.tables.transport_choice import PAIRS, Choice, Domain, choose
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("tokenring")
 
 
-class Preferring(Controlled, ABC):
+class Preferring(Controlled):
     """A one-sided transport that becomes a two-sided one, on all ranks alike, when it has no room for a larger pool.
 
     That happens in `allocate`, between calls, when nothing is on its way. Programs that are bound already go on in
@@ -44,7 +44,6 @@ class Preferring(Controlled, ABC):
         """message_bytes: of the messages that are expected, where known; rank 0's count."""
         group = self._group = held(group)
         self._timeout_seconds, self._message_bytes = timeout_seconds, message_bytes
-        self.pool: object = None  # the one buffer pool of all that use this transport
         self._own_bytes = 0
         self._take(self._first())
 
@@ -66,8 +65,12 @@ class Preferring(Controlled, ABC):
 
     def _take(self, now: Transport) -> None:
         self.now, self.control = now, now.control  # type: ignore[attr-defined]
-        self.capabilities: Capabilities = now.capabilities
+        self.target = self._target(now)
         self.rank, self.world_size, self.sent_bytes = now.rank, now.world_size, now.sent_bytes
+
+    def _target(self, now: Transport) -> Target:
+        """What it can do as that one. Never deferring: a program that was bound before it fell back does not settle."""
+        return replace(now.target, deferring=False)
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
         return self.now.send(data, dst, channel, label)
@@ -77,10 +80,9 @@ class Preferring(Controlled, ABC):
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Memory to receive into, uint8; None if what it gave last is enough. A collective call."""
-        if self.capabilities.one_sided:
+        if self.target.one_sided:
             try:
-                one_sided: OneSided = self.now  # type: ignore[assignment]
-                return one_sided.allocate(nbytes)
+                return self.now.allocate(nbytes)
             except BackendUnavailable as error:  # on all ranks alike
                 self._fall_back(error)
         if nbytes <= self._own_bytes:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from tokenring.backends.transports.memory_trial import Broken
 from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.backends.transports.symm import SymmTransport
 from tokenring.errors import BackendUnavailable
-from tokenring.lowering.target import Link
+from tokenring.lowering.target import Link, Target
 from tokenring.tables.transport_choice import ONE_SIDED, TWO_SIDED, Choice, Domain
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class CudaTransport(Preferring):
     """
 
     auto, kind = "auto", "cuda"
-    capabilities = SymmTransport.capabilities
+    target = SymmTransport.target
     one_sided: type[SymmTransport] = SymmTransport
     two_sided: type[NcclTransport] = NcclTransport
 
@@ -66,6 +67,10 @@ class CudaTransport(Preferring):
     def _second(self) -> Transport:
         return self.two_sided(self._group, self._timeout_seconds)
 
+    def _target(self, now: Transport) -> Target:
+        """Grouping as either: a program that was bound before it fell back goes on over NCCL."""
+        return replace(super()._target(now), grouping=True)
+
     def _choose(self) -> Choice:
         """By what all ranks tell each other, so that their answers are the same."""
         meeting = Meeting(self._group, self._timeout_seconds)
@@ -89,20 +94,16 @@ class CudaTransport(Preferring):
             self.now.prepare(self._links, self._device)
 
     def place(self, receives: Sequence[Landing]) -> object | None:
-        return self.now.place(receives) if isinstance(self.now, SymmTransport) else None
+        return self.now.place(receives)
 
     def begin(self, placement: Any) -> None:
-        """Nothing, for a program that was not placed."""
-        if placement is not None and isinstance(self.now, SymmTransport):
-            self.now.begin(placement)
+        self.now.begin(placement)
 
     def go(self) -> None:
-        if isinstance(self.now, NcclTransport):
-            self.now.go()
+        self.now.go()
 
     def try_capture(self) -> None:
-        if isinstance(self.now, SymmTransport):
-            self.now.try_capture()
+        self.now.try_capture()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         return self.now.exchange(payload, what)

@@ -28,7 +28,7 @@ from tokenring.backends.interfaces import Handle
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 
 if TYPE_CHECKING:
     from tokenring.launch.groups import Held
@@ -105,7 +105,7 @@ class GlooHandle:
 class GlooTransport(Controlled):
     """Payload between the ranks of one group, on two Gloo groups of its own."""
 
-    capabilities = Capabilities(early_receives=True, channels=2, bundle_bytes=BUNDLE_BYTES, ahead_bytes=AHEAD_BYTES)
+    target = Target(bundle_bytes=BUNDLE_BYTES, ahead_bytes=AHEAD_BYTES, deferring=True)
 
     def __init__(self, group: Held, timeout_seconds: float) -> None:
         check_gloo()

@@ -44,7 +44,7 @@ from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, 
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
 from tokenring.lowering.footprint import connections
-from tokenring.lowering.target import Capabilities, Link
+from tokenring.lowering.target import Link, Target
 
 if TYPE_CHECKING:
     from tokenring.launch.groups import Held
@@ -67,7 +67,7 @@ class HcclTransport(Accelerated):
     name = "hccl"
     device_type, device_name, finds_which = "npu", "NPU", "ASCEND_LAUNCH_BLOCKING=1"
     vendor_says = re.compile(r"hccl|\bERR02\d{3}\b|\bE[IJ]\d{4}\b", re.IGNORECASE)  # torch_npu's and CANN's messages
-    capabilities = Capabilities(early_receives=False, channels=2, connection_bytes=CONNECTION_BYTES)
+    target = Target(early_receives=False, connection_bytes=CONNECTION_BYTES, modal=True)
 
     def __init__(self, group: Held, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
         """beside: the transport of which this is another mode; they share one control, and what is counted."""
@@ -77,7 +77,7 @@ class HcclTransport(Accelerated):
         self.control = Control(self.name, group, timeout_seconds) if beside is None else beside.control
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int) if beside is None else beside.sent_bytes
-        self.capabilities = self.capabilities_in(os.environ)
+        self.target = self.target_in(os.environ)
         self._apart = Apart.where_needed(self.control, group) if beside is None else None
         self._groups = {lane: self._make(lane, tuple(range(self.world_size))) for lane in self._lanes()}
         self._modes: dict[str, HcclTransport] = {}
@@ -87,11 +87,11 @@ class HcclTransport(Accelerated):
         self._device: torch.device | None = None  # of the tensors that it moves
 
     @classmethod
-    def capabilities_in(cls, environment: Mapping[str, str]) -> Capabilities:
+    def target_in(cls, environment: Mapping[str, str]) -> Target:
         """With buffers as large as this environment asks for, and as many communicators as it allows."""
         most = most_communicators(environment)
         return replace(
-            cls.capabilities, connection_bytes=connection_bytes(environment), most_connections=most,
+            cls.target, connection_bytes=connection_bytes(environment), most_connections=most,
             why_few_connections="" if most is None else CROWDED,
         )  # fmt: skip
 
@@ -132,9 +132,9 @@ class HcclTransport(Accelerated):
 
     def _lane(self, channel: str, src: int, dst: int) -> str:
         """In which group a message goes."""
-        able = self.capabilities
-        of_channel = channel if able.channels > 1 else "all"
-        return of_channel if able.pair_serial else f"{of_channel} {'up' if src < dst else 'down'}"
+        target = self.target
+        of_channel = channel if target.channels > 1 else "all"
+        return of_channel if target.pair_serial else f"{of_channel} {'up' if src < dst else 'down'}"
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
         """Make the communicators of these links, on all ranks in one order. Raises ConfigurationError, PeerLost.
@@ -159,7 +159,7 @@ class HcclTransport(Accelerated):
         """
         before = self._linked, self._grouped
         self._linked, self._grouped = self._linked | frozenset(links), self._grouped | frozenset(groups)
-        most = self.capabilities.most_connections
+        most = self.target.most_connections
         if most is None:
             return
         some = [self._beside, *self._beside._modes.values()]
@@ -169,13 +169,13 @@ class HcclTransport(Accelerated):
             self._linked, self._grouped = before
             raise ConfigurationError(
                 f"transport {self.name!r} would take {found} communicators on a rank for these schedules: "
-                f"{self.capabilities.why_few_connections}. Set HCCL_OP_RETRY_ENABLE=\"L1:0,L2:0\", or take transport "
+                f"{self.target.why_few_connections}. Set HCCL_OP_RETRY_ENABLE=\"L1:0,L2:0\", or take transport "
                 f"'auto' or 'hccl/pair' and schedules that move between neighbours, such as ring"
             )
 
     def _communicators(self, rank: int) -> int:
         """How many it makes at a rank for all that it was told to connect."""
-        return connections(self._linked, self.capabilities, rank) + sum(rank in ranks for ranks in self._grouped)
+        return connections(self._linked, self.target, rank) + sum(rank in ranks for ranks in self._grouped)
 
     def _touch(self, low: int, high: int, lane: str, device: torch.device) -> None:
         """A message of one byte, in the direction of the lane: from the lower rank to the higher where it has both."""
@@ -233,14 +233,14 @@ class HcclChannelTransport(HcclTransport):
     """Half the communicators: both directions of a pair share a queue in each channel."""
 
     name = "hccl/channel"
-    capabilities = replace(HcclTransport.capabilities, pair_serial=True)
+    target = replace(HcclTransport.target, pair_serial=True)
 
 
 class HcclPairTransport(HcclTransport):
     """A quarter of the communicators: one queue for everything between two ranks."""
 
     name = "hccl/pair"
-    capabilities = replace(HcclChannelTransport.capabilities, channels=1)
+    target = replace(HcclChannelTransport.target, channels=1)
 
 
 class _Handle:

@@ -22,7 +22,7 @@ from tokenring.backends.interfaces import Handle
 from tokenring.backends.transports.hccl import FIRST_CONTACT, LATE, HcclTransport, Ranks, _Handle
 from tokenring.backends.transports.hccl_environment import MEGABYTE, megabytes
 from tokenring.errors import ConfigurationError
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 
 GROUP_MEGABYTES = 200  # of HCCL_BUFFSIZE where it is not set
 
@@ -31,12 +31,12 @@ class HcclCollectivesTransport(HcclTransport):
     """Exchanges as collectives, in groups of their ranks that are made when a program first has one."""
 
     name = "hccl/collectives"
-    capabilities = replace(HcclTransport.capabilities, collectives=True, group_bytes=2 * GROUP_MEGABYTES * MEGABYTE)
+    target = replace(HcclTransport.target, collectives=True, group_bytes=2 * GROUP_MEGABYTES * MEGABYTE)
 
     @classmethod
-    def capabilities_in(cls, environment: Mapping[str, str]) -> Capabilities:
+    def target_in(cls, environment: Mapping[str, str]) -> Target:
         """With buffers as large as this environment asks for."""
-        return replace(super().capabilities_in(environment), group_bytes=group_bytes(environment))
+        return replace(super().target_in(environment), group_bytes=group_bytes(environment))
 
     def prepare_groups(self, groups: Iterable[Ranks], device: torch.device) -> None:
         """Make the communicators of these groups, on all ranks in one order. Raises ConfigurationError, PeerLost.

@@ -37,7 +37,7 @@ from tokenring.backends.transports.accelerated import TAG, Accelerated, from_the
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
-from tokenring.lowering.target import Capabilities, Link
+from tokenring.lowering.target import Link, Target
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -73,7 +73,7 @@ class NcclTransport(Watched, Accelerated):
     name = "nccl"
     device_type, device_name, finds_which = "cuda", "GPU", "CUDA_LAUNCH_BLOCKING=1"
     vendor_says = re.compile(r"nccl|\btime[d-]? ?out|remote error|connection", re.IGNORECASE)
-    capabilities = Capabilities(early_receives=False, channels=2, pair_serial=True)
+    target = Target(early_receives=False, pair_serial=True, grouping=True)
     contact_seconds = 60.0  # at least, for the first contact: most of it is work, and more with more ranks
 
     def __init__(self, group: Held, timeout_seconds: float) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tokenring.backends.devices import Device, device_of
 from tokenring.backends.transports.onesided import signaller
 from tokenring.backends.transports.symm import SymmTransport
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 
 BACKEND = "NVSHMEM"  # what torch calls it
 OPERATORS = ("nvshmem_put_with_signal", "nvshmem_wait_for_signal", "stream_write_value32_")
@@ -73,7 +73,7 @@ class NvshmemTransport(SymmTransport):
     """Payload between all ranks of the job. The memory it makes stays until the process ends (`_kept`)."""
 
     name = "nvshmem"
-    capabilities = Capabilities(early_receives=False, channels=2, one_sided=True, mailboxes=True)
+    target = Target(early_receives=False, one_sided=True, placing=True, mailboxes=True)
 
     def _find_device(self) -> Device:
         """Raises RuntimeError, too, where a group leaves ranks out: each allocation waits for all ranks of the job."""

@@ -22,7 +22,7 @@ from tokenring.backends.interfaces import Handle
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.weak_method import weakly
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Outgoing:
 class ShmTransport(Controlled):
     """Payload between the ranks of one group on one machine. `allocate` gives the memory that it can receive into."""
 
-    capabilities = Capabilities(early_receives=True, channels=2, one_sided=True)
+    target = Target(one_sided=True)
 
     def __init__(self, group: Held, timeout_seconds: float) -> None:
         group = held(group)
@@ -109,7 +109,6 @@ class ShmTransport(Controlled):
                 f"use transport='gloo' or 'auto'"
             )
         self.sent_bytes: dict[int, int] = defaultdict(int)
-        self.pool: object = None  # the one buffer pool of all that use this transport
         self._heaps: dict[int, tuple[Segment, int]] = {}  # number → memory and size of each rank's part
         self._made = 0
         self._connect(self.control.shared)

@@ -32,7 +32,7 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
 from tokenring.lowering.mailboxes import Mailboxes, lay
-from tokenring.lowering.target import Capabilities, Link
+from tokenring.lowering.target import Link, Target
 
 if TYPE_CHECKING:
     from tokenring.launch.groups import Held
@@ -80,14 +80,13 @@ class SymmTransport(Watched, Acting):
 
     name = "symm"
     device_type = "cuda"
-    capabilities = Capabilities(early_receives=False, channels=2, one_sided=True, zero_sm=True, capturable=True)
+    target = Target(early_receives=False, one_sided=True, placing=True, capturable=True)
 
     def __init__(self, group: Held, timeout_seconds: float) -> None:
         group = held(group)
         self.control = Control(self.name, group, timeout_seconds)
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
-        self.pool: object = None  # the one buffer pool of all that use this transport
         self._apart = Apart.where_needed(self.control, group)
         self._words = Words(CHANNELS, self.world_size)
         self._heap = torch.empty(0, dtype=torch.uint8)

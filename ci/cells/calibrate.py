@@ -31,7 +31,7 @@ from shaped import measured  # noqa: E402
 from tokenring.emulate import Emulated  # noqa: E402
 from tokenring.emulate.shapes import MOST_GBIT, Shape  # noqa: E402
 from tokenring.ir.schedule_data import PASSES  # noqa: E402
-from tokenring.lowering.backend_names import transport_capabilities  # noqa: E402
+from tokenring.lowering.backend_names import transport_target  # noqa: E402
 from tokenring.lowering.calls import anything  # noqa: E402
 from tokenring.lowering.lower import agenda_of, lower_agenda  # noqa: E402
 from tokenring.lowering.storage import storage_of  # noqa: E402
@@ -120,8 +120,8 @@ def cases(cells: Sequence[dict[str, Any]]) -> Iterator[Case]:
             passes = []
             for direction in PASSES[: 2 if "+" in cell["passes"] else 1]:
                 agendas = [agenda_of(storage, rank, direction, size, anything) for rank in range(ranks)]
-                way = transport_capabilities("gloo").way
-                programs = [lower_agenda(agenda, size, way) for agenda in agendas]
+                target = transport_target("gloo")
+                programs = [lower_agenda(agenda, size, target) for agenda in agendas]
                 passes.append([_counted(schedule, size, program) for program in programs])
             yield Case(name, ranks, shape, passes, statistics.median(seconds))
 

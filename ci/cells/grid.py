@@ -10,9 +10,9 @@ from pairwise import sample
 
 from tokenring.emulate.shapes import Shape
 from tokenring.ir.schedule_data import PASSES, Pass
-from tokenring.lowering.backend_names import transport_capabilities
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import FLOPS_PER_PAIR
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.planner.bounds.mask_density import visible_pairs
 from tokenring.planner.choosing.auto import Call, make, plan_call
 from tokenring.planner.choosing.plan import Plan
@@ -127,25 +127,25 @@ class Cell:
         return float(f"{a_pair * pairs / self.ranks / seconds / 1e12:.3g}")
 
     @property
-    def able(self) -> Capabilities:
+    def target(self) -> Target:
         """Of what moves its messages."""
-        return transport_capabilities("gloo")
+        return transport_target("gloo")
 
-    def call(self, tflops: float | None = None, everything: bool = False, able: Capabilities | None = None) -> Call:
-        """What is planned for, with the figures of the emulation; able: of what moves messages, if not as it is now."""
+    def call(self, tflops: float | None = None, everything: bool = False, target: Target | None = None) -> Call:
+        """What is planned for, with the figures of the emulation; target: of its transport, if not as it is now."""
         rate = self.tflops if tflops is None else tflops
         machine = sleeping_machine(rate, self.shape, cores=CORES)
         net = interconnect_of_shape(self.shape)
-        setting = Setting(self.workload, net, machine, self.directions, able=able or self.able)
+        setting = Setting(self.workload, net, machine, self.directions, target=target or self.target)
         return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)
 
-    def plan(self, tflops: float | None = None, able: Capabilities | None = None) -> Plan:
+    def plan(self, tflops: float | None = None, target: Target | None = None) -> Plan:
         """Every schedule that fits, simulated; tflops: of the kernels, if not those that the cell asks for."""
-        return plan_call(self.call(tflops, everything=True, able=able))
+        return plan_call(self.call(tflops, everything=True, target=target))
 
-    def seconds(self, schedule: str, tflops: float, able: Capabilities) -> float:
+    def seconds(self, schedule: str, tflops: float, target: Target) -> float:
         """What one schedule is predicted to take."""
-        call = self.call(tflops, able=able)
+        call = self.call(tflops, target=target)
         return predict(make(call, schedule), call.setting).seconds
 
 

@@ -83,8 +83,8 @@ def again(rows: Sequence[Row]) -> list[Row]:
         if name not in known or group[0].link_gbit not in (None, known[name].shape.link_gbit):
             sys.exit(f"{name}, links of {group[0].link_gbit} Gbit/s: grid.py has it no more; leave --again out")
         first, tflops = group[0], group[0].tflops
-        able = replace(known[name].able, bundle_bytes=first.bundle_bytes, ahead_bytes=first.ahead_bytes)
-        plan = known[name].plan(tflops, able)
+        target = replace(known[name].target, bundle_bytes=first.bundle_bytes, ahead_bytes=first.ahead_bytes)
+        plan = known[name].plan(tflops, target)
         new = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
         bound = 1e3 * (plan.candidates[0].bound_seconds or 0.0)
         measured = {row.schedule for row in group}
@@ -92,7 +92,7 @@ def again(rows: Sequence[Row]) -> list[Row]:
         if chosen != plan.name:
             print(f"{name}: {plan.name} would be chosen now, but was not raced; {chosen} counts")
         for row in group:
-            seconds = new.get(row.schedule) or known[name].seconds(row.schedule, tflops, able)
+            seconds = new.get(row.schedule) or known[name].seconds(row.schedule, tflops, target)
             made.append(replace(row, auto=row.schedule == chosen, predicted=1e3 * seconds, bound=bound))
     return made
 

@@ -132,8 +132,8 @@ def write(path: Path, cell: Cell, plan: Plan, seconds: dict[str, list[float]], w
                 cell.name, cell.topology, cell.ranks, cell.heads, cell.mask, cell.passes, cell.regime,
                 cell.workload.q_length, cell.tflops, each.name, int(each.name == plan.name),
                 *(f"{1e3 * (value or 0.0):.3f}" for value in figures), len(times),
-                "" if within is None else f"{within:g}", cell.able.bundle_bytes or "",
-                f"{cell.shape.link_gbit:g}", cell.able.ahead_bytes or "",
+                "" if within is None else f"{within:g}", cell.target.bundle_bytes or "",
+                f"{cell.shape.link_gbit:g}", cell.target.ahead_bytes or "",
             ])  # fmt: skip
 
 

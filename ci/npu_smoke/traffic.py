@@ -156,7 +156,7 @@ def prepared(here: Here) -> dict[str, Any]:
     seconds = here.slowest(time.perf_counter() - began)
     free.append(here.device.memory().free_bytes)
     count = 4 * (here.ranks - 1)  # a channel has one for each direction
-    assumed = count * made.capabilities.connection_bytes
+    assumed = count * made.target.connection_bytes
     began = time.perf_counter()
     made.close()
     closing = here.slowest(time.perf_counter() - began)

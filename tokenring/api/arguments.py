@@ -98,16 +98,23 @@ def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask
 
 
 def check_transport(given: object, rank: int, world_size: int) -> None:
-    from tokenring.backends.interfaces import Transport
+    from tokenring.backends.interfaces import Transport, faults_of
     from tokenring.lowering.backend_names import TRANSPORTS
 
     if given is None and world_size == 1:  # what `transport` says where there is one rank
         return
-    if not isinstance(given, Transport):
+    if not hasattr(given, "target"):  # which every transport has
         check_name("transport", given, TRANSPORTS, ", or the `transport` of another ContextParallel")
-    elif (given.rank, given.world_size) != (rank, world_size):
+        return
+    if faults := faults_of(given):
         raise ConfigurationError(
-            f"in the transport this is rank {given.rank} of {given.world_size}, in the group "
+            f"transport is of type {type(given).__name__}, which has no {', '.join(faults)}: give it what "
+            f"backends.interfaces.Transport asks for, or a target that promises less"
+        )
+    own = cast(Transport, given)
+    if (own.rank, own.world_size) != (rank, world_size):
+        raise ConfigurationError(
+            f"in the transport this is rank {own.rank} of {own.world_size}, in the group "
             f"rank {rank} of {world_size}: give a transport of the same group"
         )
 

@@ -11,7 +11,7 @@ from tokenring.api.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import call_inputs, check_context
 from tokenring.backends.devices import NO_GRAPHS, Device, device_of
-from tokenring.backends.interfaces import Capturable, Transport
+from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.runtime.derivatives import FORWARD_MODE, refuse_recorded, refuse_transforms
@@ -71,7 +71,7 @@ class CapturedAttention:
             _check_capturable(device_of(q), transport)
         self._order = order
         with cp.turn:
-            if isinstance(transport, Capturable):
+            if transport is not None:
                 cp.agreed_plan(request)  # what another rank refuses is heard before the trial
                 transport.try_capture()
             self._capture((q, k, v), cp, request, transport)
@@ -181,7 +181,7 @@ class _Launched(torch.autograd.Function):
 
 
 def _check_capturable(device: Device, transport: Transport | None) -> None:
-    if transport is not None and not transport.capabilities.capturable:
+    if transport is not None and not transport.target.capturable:
         raise UnsupportedError(
             f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
             f"call attention without a capture, or choose a transport whose messages the device moves alone"

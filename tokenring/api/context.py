@@ -102,7 +102,6 @@ class ContextParallel:
         self._transport = transport
         self._made_here: dict[str, Transport] = {}
         self._spoken: Transport | None = None  # by which the ranks agreed last
-        self.turn = turn_of(transport, self.world_size)
         self._closed = False
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
@@ -111,6 +110,7 @@ class ContextParallel:
         self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
         self._trace: Trace | None = None
         self._check()
+        self.turn = turn_of(transport, self.world_size)
         self.handle = new_handle(self)
 
     def _check(self) -> None:
@@ -236,10 +236,8 @@ class ContextParallel:
 
     def _carrier(self, request: Request) -> Transport | None:
         """What moves the messages of a call: the transport, in the mode that its plan needs."""
-        from tokenring.backends.interfaces import ModalTransport
-
         transport, mode = self.transport_for(request.device, request.workload), self.plan(request).transport
-        return transport.in_mode(mode) if mode and isinstance(transport, ModalTransport) else transport
+        return transport.in_mode(mode) if mode and transport is not None and transport.target.modal else transport
 
     def plan(self, request: Request) -> Plan:
         """The schedule for a call, and why: what the ranks agreed on at the first call, else what this rank would take.
@@ -345,9 +343,9 @@ class ContextParallel:
             made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
             return given(made, f"asked for by name: {asked}")
         transport = self.transport_for(request.device, request.workload)
-        able = None if transport is None else transport.capabilities
+        target = None if transport is None else transport.target
         kernel, modes = self.kernel(request.device), modes_of(self._transport, self._group, request.device)
-        found = self._planner.plan(request, (q_layout, kv_layout), kernel, able, modes)
+        found = self._planner.plan(request, (q_layout, kv_layout), kernel, target, modes)
         why = getattr(transport, "why", "")  # of those that are chosen among several
         return replace(found, reason=f"{found.reason}; {why}") if why else found
 
@@ -378,7 +376,7 @@ class ContextParallel:
 
     def _make_executor(self, request: Request, direction: Pass) -> Executor:
         from tokenring.lowering.lower import lower
-        from tokenring.lowering.target import Way
+        from tokenring.lowering.target import IDEAL
         from tokenring.runtime.collective import connect
         from tokenring.runtime.executor import Executor
 
@@ -386,10 +384,10 @@ class ContextParallel:
         if reason := no_kernel(self, request, direction):
             raise UnsupportedError(reason)
         transport = self._carrier(request)
-        way = Way() if transport is None else transport.capabilities.way
+        target = IDEAL if transport is None else transport.target
         if transport is not None:
             connect(transport, schedule, direction, request.device)
-        program = lower(schedule, self.rank, direction, request.workload, kernel.supports_patch, *way)
+        program = lower(schedule, self.rank, direction, request.workload, target, kernel.supports_patch)
         pool = self.pool(request.device)
         with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
             return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from tokenring.errors import ConfigurationError
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 
 TRANSPORTS = {
     "gloo": "tokenring.backends.transports.gloo:GlooTransport",
@@ -52,16 +52,15 @@ def transport_class(name: str) -> Any:
     return load("transport", name, TRANSPORTS)
 
 
-def transport_capabilities(name: str) -> Capabilities:
+def transport_target(name: str) -> Target:
     """What the transport called `name` can do, without starting it; with buffers as this environment asks for."""
     made = transport_class("gloo" if name == "auto" else name)
-    in_environment = getattr(made, "capabilities_in", None)
-    return cast(Capabilities, made.capabilities if in_environment is None else in_environment(os.environ))
+    return cast(Target, made.target_in(os.environ))
 
 
-def bounded(name: str) -> dict[str, Capabilities]:
+def bounded(name: str) -> dict[str, Target]:
     """The modes of a transport that do with fewer connections, most of them first, and what each can do."""
-    return {mode: transport_capabilities(mode) for mode in BOUNDED.get(name, ())}
+    return {mode: transport_target(mode) for mode in BOUNDED.get(name, ())}
 
 
 def kernel_class(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Which messages go as one: what one rank gives another in one step, on one channel, to be used at one point.
 
 What a message costs beside its bytes is paid once for all of them; they cost a copy at each end more, since they lie
-apart there: the two chunks of a zigzag layout, q and kv. So only small ones go together (`Capabilities.bundle_bytes`).
+apart there: the two chunks of a zigzag layout, q and kv. So only small ones go together (`Target.bundle_bytes`).
 Both ends find the same from the schedule alone.
 """
 

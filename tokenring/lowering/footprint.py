@@ -14,7 +14,7 @@ from tokenring.lowering.mailboxes import lay
 from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Program, Recv, Send
 from tokenring.lowering.records import STATISTIC_BYTES, Records, check_workload
 from tokenring.lowering.storage import storage_of
-from tokenring.lowering.target import Capabilities, Link
+from tokenring.lowering.target import Link, Target
 from tokenring.sequence.workload import Workload
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
@@ -42,9 +42,9 @@ class Contacts(NamedTuple):
     groups: frozenset[tuple[int, ...]] = frozenset()
 
 
-def contacts(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PASSES) -> Contacts:
+def contacts(schedule: Schedule, target: Target, passes: Iterable[Pass] = PASSES) -> Contacts:
     """What a transport has to connect for these passes: with collectives, no two ranks for what goes as one."""
-    if not able.collectives:
+    if not target.collectives:
         return Contacts(frozenset(links(schedule, passes)))
     storage = storage_of(schedule)
     found: set[Link] = set()
@@ -58,13 +58,13 @@ def contacts(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PA
     return Contacts(frozenset(found), frozenset(groups))
 
 
-def connections(some: Iterable[Link], able: Capabilities, rank: int) -> int:
+def connections(some: Iterable[Link], target: Target, rank: int) -> int:
     """How many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL."""
     found = {
         (
             dst if src == rank else src,
-            channel if able.channels > 1 else "",
-            not able.pair_serial and src < dst,
+            channel if target.channels > 1 else "",
+            not target.pair_serial and src < dst,
         )
         for src, dst, channel in some
         if rank in (src, dst)
@@ -72,11 +72,11 @@ def connections(some: Iterable[Link], able: Capabilities, rank: int) -> int:
     return len(found)
 
 
-def most_connected(schedule: Schedule, able: Capabilities, passes: Iterable[Pass] = PASSES) -> int:
+def most_connected(schedule: Schedule, target: Target, passes: Iterable[Pass] = PASSES) -> int:
     """The connections of the rank that has most: of pairs, and of more ranks."""
-    used = contacts(schedule, able, passes)
+    used = contacts(schedule, target, passes)
     return max(
-        connections(used.links, able, rank) + sum(rank in ranks for ranks in used.groups)
+        connections(used.links, target, rank) + sum(rank in ranks for ranks in used.groups)
         for rank in range(schedule.world_size)
     )
 
@@ -90,12 +90,12 @@ class Held(NamedTuple):
     connection_bytes: int
 
 
-def held(used: Contacts, able: Capabilities, pools: Sequence[int]) -> Held:
+def held(used: Contacts, target: Target, pools: Sequence[int]) -> Held:
     """used: of all passes, since connections stay. pools: of each rank, the bytes of its buffers."""
     made = []
     for rank in range(len(pools)):
-        pairs, groups = connections(used.links, able, rank), sum(rank in ranks for ranks in used.groups)
-        made.append((pairs * able.connection_bytes + groups * able.group_bytes, pairs + groups))
+        pairs, groups = connections(used.links, target, rank), sum(rank in ranks for ranks in used.groups)
+        made.append((pairs * target.connection_bytes + groups * target.group_bytes, pairs + groups))
     peak = max(pool + nbytes for pool, (nbytes, _) in zip(pools, made, strict=True))
     nbytes, count = max(made)
     return Held(peak, count, nbytes)
@@ -191,14 +191,14 @@ def aligned(nbytes: int) -> int:
 
 
 def peak_bytes(
-    schedule: Schedule, workload: Workload, direction: Pass, able: Capabilities, supports: Supports
+    schedule: Schedule, workload: Workload, direction: Pass, target: Target, supports: Supports
 ) -> int:
     """The pool of the rank that needs most, and what the connections or boxes of such a transport take there."""
     check_workload(schedule, workload, direction)
-    pools = Pools(schedule, workload, able)
+    pools = Pools(schedule, workload, target)
     for rank in range(schedule.world_size):
-        pools.add(lower(schedule, rank, direction, workload, supports, *able.way))
-    return held(contacts(schedule, able, (direction,)), able, pools.nbytes()).peak_bytes
+        pools.add(lower(schedule, rank, direction, workload, target, supports))
+    return held(contacts(schedule, target, (direction,)), target, pools.nbytes()).peak_bytes
 
 
 class Pools:
@@ -207,16 +207,16 @@ class Pools:
     Programs are given one after another, by rank: there is no need to have those of all ranks at once.
     """
 
-    def __init__(self, schedule: Schedule, workload: Workload, able: Capabilities) -> None:
-        self._schedule, self._workload, self._able = schedule, workload, able
+    def __init__(self, schedule: Schedule, workload: Workload, target: Target) -> None:
+        self._schedule, self._workload, self._target = schedule, workload, target
         self._own: list[int] = []
         self._messages: dict[Link, list[int]] = {}
 
     def add(self, program: Program, more: int = 0) -> None:
         """The next rank's; more: bytes that it holds beside them."""
         given = self._schedule, self._workload, program
-        self._own.append(program_bytes(*given, self._able.one_sided) + staged_bytes(*given) + more)
-        if self._able.mailboxes:
+        self._own.append(program_bytes(*given, self._target.one_sided) + staged_bytes(*given) + more)
+        if self._target.mailboxes:
             self._messages |= incoming(*given)
 
     def nbytes(self) -> list[int]:

@@ -23,7 +23,7 @@ from tokenring.lowering.exchanges import Exchange, exchanges
 from tokenring.lowering.program import OWN, Attend, Collective, Pack, Program, Recv, Send, Slot, Span
 from tokenring.lowering.records import Records, check_workload
 from tokenring.lowering.storage import Group, Message, Slab, Storage, storage_of
-from tokenring.lowering.target import Way
+from tokenring.lowering.target import IDEAL, Target
 from tokenring.sequence.layout import as_integer
 from tokenring.sequence.workload import Workload
 
@@ -33,27 +33,20 @@ def lower(
     rank: int,
     direction: Pass,
     workload: Workload,
+    target: Target = IDEAL,
     supports: Supports = anything,
-    early_receives: bool = True,
-    collectives: bool = False,
-    bundle_bytes: int = 0,
-    ahead_bytes: int = 0,
 ) -> Program:
-    """The program of one rank in one pass.
+    """Make the program of one rank in one pass.
 
+    target: of its transport. Without early receives posts follow the total order of `passes.order`.
     supports: says why the kernel refuses a patch; such patches are cut until it does not.
-    early_receives: whether the transport matches the two directions of a pair apart, so that
-    receives may be posted before sends; else posts follow the total order of `passes.order`.
-    collectives: whether exchanges go as collectives; not with early receives. bundle_bytes: up to how many bytes what
-    one rank gives another at once goes as one message (`bundles`); ahead_bytes: up to how many bytes of requests, in
-    all, are received from the start; both with early receives only.
     Raises ConfigurationError for a rank, a pass or a workload that the schedule does not have.
     """
     check_workload(schedule, workload, direction)
     if as_integer(rank) not in range(schedule.world_size):
         raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
     agenda = agenda_of(storage_of(schedule), rank, direction, workload, supports)
-    return lower_agenda(agenda, workload, Way(early_receives, collectives, bundle_bytes, ahead_bytes))
+    return lower_agenda(agenda, workload, target)
 
 
 def agenda_of(
@@ -63,16 +56,16 @@ def agenda_of(
     return Agenda(storage, rank, direction, supports, half=workload.dtype != torch.float32)
 
 
-def lower_agenda(agenda: Agenda, workload: Workload, way: Way) -> Program:
-    """The program that does it."""
+def lower_agenda(agenda: Agenda, workload: Workload, target: Target) -> Program:
+    """Make the program that does it."""
     storage, direction = agenda.storage, agenda.direction
     together: Sequence[Exchange | Bundle] = ()
-    if way.early_receives and way.bundle_bytes:
+    if target.early_receives and target.bundle_bytes:
         records = Records(agenda.schedule, workload, direction)
-        together = bundles(storage, agenda.rank, direction, records, way.bundle_bytes)
-    elif way.collectives and not way.early_receives:
+        together = bundles(storage, agenda.rank, direction, records, target.bundle_bytes)
+    elif target.collectives and not target.early_receives:
         together = exchanges(storage, direction)
-    return _Lowering(agenda, workload, way.early_receives, together).run(way.ahead_bytes)
+    return _Lowering(agenda, workload, target.early_receives, together).run(target.ahead_bytes)
 
 
 class _Lowering(Accumulators):

@@ -113,13 +113,7 @@ class Fill(NamedTuple):
     into: Span
 
 
-class Release(NamedTuple):
-    """The slot's content is no longer needed: its next writer may write (credit)."""
-
-    slot: int
-
-
-Instruction = Pack | Recv | Send | Wait | Attend | Merge | Fill | Release
+Instruction = Pack | Recv | Send | Wait | Attend | Merge | Fill
 
 
 class Collective(NamedTuple):

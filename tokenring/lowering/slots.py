@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tokenring.lowering.program import Release, Slot, Wait
+from tokenring.lowering.program import Slot, Wait
 
 
 @dataclass
@@ -15,14 +15,14 @@ class _State:
 
 
 class Slots:
-    """Hands out slots; emits the waits and releases that make reuse safe.
+    """Hands out slots; emits the waits that make reuse safe.
 
     A slot whose last send was posted in the step before, or `patience` steps earlier than that, is
     waited for and reused; otherwise a new slot is made: this is how a ring needs two slots and a
     direct schedule one for each peer.
     """
 
-    def __init__(self, emit: Callable[[Wait | Release], None]) -> None:
+    def __init__(self, emit: Callable[[Wait], None]) -> None:
         self.specs: list[Slot] = []
         self._states: list[_State] = []
         self._emit = emit
@@ -46,20 +46,14 @@ class Slots:
 
     def drop(self, slot: int) -> None:
         """The slot was used for the last time (sends may still be on their way)."""
-        state = self._states[slot]
-        state.free = True
-        if not state.sends and not self.specs[slot].kept:
-            self._emit(Release(slot))
+        self._states[slot].free = True
 
     def settle(self, slot: int) -> None:
-        """Wait for the slot's sends; if it is not in use any more, its release follows."""
+        """Wait for the slot's sends."""
         state = self._states[slot]
-        if state.sends:
-            for message, _ in state.sends:
-                self._emit(Wait(message))
-            state.sends.clear()
-            if state.free and not self.specs[slot].kept:
-                self._emit(Release(slot))
+        for message, _ in state.sends:
+            self._emit(Wait(message))
+        state.sends.clear()
 
     def settle_all(self) -> None:
         for slot in range(len(self.specs)):

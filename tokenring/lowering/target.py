@@ -1,60 +1,68 @@
-"""What programs are lowered for: what a transport can do, as the lowering and the planner need to know it."""
+"""What programs are lowered for: all that a transport says of itself to the lowering, the planner and the runtime."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+
+Link = tuple[int, int, str]  # source, destination, channel
+LOWERED = ("early_receives", "collectives", "bundle_bytes", "ahead_bytes")  # the flags that programs depend on
 
 
-class Way(NamedTuple):
-    """For which kind of transport a program is made; see `lower`."""
+@dataclass(frozen=True)
+class Target:
+    """What a transport can do; each flag is off where nothing is said.
+
+    Read by the lowering (LOWERED), so that they decide what programs are:
+
+    early_receives: the two directions of a pair are matched apart, so receives may be posted before sends.
+    collectives: it has `prepare_groups`, `all_to_all` and `all_gather`, and exchanges (`lowering.exchanges`) go as
+    collectives; not with early receives. bundle_bytes: up to how many bytes what one rank gives another at once goes
+    as one message, where it would be several (`lowering.bundles`); ahead_bytes: up to how many bytes of requests, in
+    all, a rank receives from the start, in slots of their own; both with early receives only.
+
+    Read by whoever counts memory and time:
+
+    channels: how many channels move at once. pair_serial: both directions with one peer share one queue in each
+    channel. connection_bytes: device memory that a connection of two ranks takes at each of them, beside the pool:
+    one for each channel (if there are several), and for each direction unless they share a queue. group_bytes: what a
+    connection of all ranks of an exchange takes at each of them. most_connections: how many a rank may have in all,
+    None without a limit; why_few_connections says whose it is. mailboxes: messages go by way of boxes beside the pool
+    (`lowering.mailboxes`), which take device memory at every rank.
+
+    Read by the runtime, which calls the methods of `backends.interfaces.Transport` that they stand for:
+
+    one_sided: the sender writes into the receiver's slot, in memory from `allocate`. capturable: the device moves
+    messages by itself, so that posts and waits may be captured in a graph and are done again by launching it, once
+    `try_capture` has seen it. placing: senders know beforehand where each message of a bound program goes (`place`,
+    `begin`). grouping: messages move in groups, which begin at `go`. deferring: messages carry the key of their call,
+    so they may be posted while the ranks still find out whether they make the same call (`begin_call`, `settle`).
+    modal: there are several ways to divide messages (`in_mode`).
+    """
 
     early_receives: bool = True
     collectives: bool = False
     bundle_bytes: int = 0
     ahead_bytes: int = 0
 
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a transport can do, as the passes and the planner need to know it.
-
-    early_receives: the two directions of a pair are matched apart, so receives may be posted before sends.
-    channels: how many channels move at once. pair_serial: both directions with one peer share one queue in each
-    channel. one_sided: the sender writes into the receiver's slot. zero_sm: moves take no compute units. multicast:
-    natively offered. connection_bytes: device memory that a connection of two ranks takes at each of them, beside
-    the pool: one for each channel (if there are several), and for each direction unless they share a queue.
-    bundle_bytes: up to how many bytes what one rank gives another at once goes as one message, where it would be
-    several; ahead_bytes: up to how many bytes of requests, in all, a rank receives from the start, in slots of their
-    own; both with early receives only. collectives: it is a CollectiveTransport, and exchanges (`lowering.exchanges`)
-    go as collectives; not with early receives. group_bytes: what a connection of all ranks of such an exchange
-    takes at each of them. capturable: the device moves messages by itself, so that posts and waits may be captured
-    in a graph and are done again by launching it. most_connections: how many a rank may have in all, None without a
-    limit; why_few_connections says whose it is. mailboxes: messages go by way of boxes beside the pool
-    (`backends.mailbox`), which take device memory at every rank.
-    """
-
-    early_receives: bool
-    channels: int
+    channels: int = 2
     pair_serial: bool = False
-    one_sided: bool = False
-    zero_sm: bool = False
-    multicast: bool = False
-    collectives: bool = False
     connection_bytes: int = 0
     group_bytes: int = 0
-    bundle_bytes: int = 0
-    ahead_bytes: int = 0
-    capturable: bool = False
-    mailboxes: bool = False
     most_connections: int | None = None
     why_few_connections: str = ""
+    mailboxes: bool = False
+
+    one_sided: bool = False
+    capturable: bool = False
+    placing: bool = False
+    grouping: bool = False
+    deferring: bool = False
+    modal: bool = False
 
     @property
-    def way(self) -> Way:
-        """How programs are lowered for it."""
-        return Way(self.early_receives, self.collectives, self.bundle_bytes, self.ahead_bytes)
+    def lowered(self) -> Target:
+        """What of it programs depend on: targets that are equal in this have the same ones."""
+        return Target(**{name: getattr(self, name) for name in LOWERED})
 
 
-IDEAL = Capabilities(early_receives=True, channels=2)  # of a transport of which nothing is known
-Link = tuple[int, int, str]  # source, destination, channel
+IDEAL = Target()  # of a transport of which nothing is known

@@ -3,10 +3,12 @@
 A message is done when it stands first in its queue at both ends. Where a transport serialises
 both directions of a pair, there is one queue for each pair and channel, else one for each
 direction; where communicators share streams, one for all messages of a rank. Slots are watched,
-and what lies in them (`contents`): nothing is read before it has arrived, nothing written while it
-is on its way, nothing overwritten before its slot was released; and each visible pair of tokens is
-computed in one kernel call (`pairs`), whose result is merged once into the row of its token's
-owner.
+and what lies in them (`slot_contents`): nothing is read before it has arrived, and nothing written
+while it is on its way. How long a slot's content lives follows from its uses: a result is used
+once, when it is sent or merged, and not overwritten before; requests are used as often as tiles
+want them, and one that is overwritten too early shows in what is computed. Each visible pair of
+tokens is computed in one kernel call (`visible_pairs`), whose result is merged once into the row of
+its token's owner.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +24,9 @@ import torch
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, Schedule, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
-from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Release, Send, Span, Wait
+from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Send, Span, Wait
 from tokenring.lowering.storage import Storage
-from tokenring.lowering.target import Way
+from tokenring.lowering.target import Target
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.proof.slot_contents import (
     NOBODY,
@@ -34,6 +37,7 @@ from tokenring.proof.slot_contents import (
     Tokens,
     Twice,
     add,
+    empty,
     moved,
     overlaps,
     read,
@@ -43,16 +47,25 @@ from tokenring.proof.slot_contents import (
 from tokenring.proof.visible_pairs import Pairs, Tally
 from tokenring.sequence.workload import Workload
 
+RESULTS = REQUEST_OF.keys()  # the kinds of what tiles make
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
 
 
-APART = (Way(True), Way(False))
-WITH_COLLECTIVES = Way(False, collectives=True)
-WITH_BUNDLES = Way(True, bundle_bytes=sys.maxsize)  # as many as there can be
-AHEAD = WITH_BUNDLES._replace(ahead_bytes=sys.maxsize)
+APART = (Target(), Target(early_receives=False))
+NO_END = sys.maxsize
 
 
-def replay_schedule(schedule: Schedule, ways: Sequence[Way] = APART) -> None:
+def beyond(target: Target) -> list[Target]:
+    """The targets whose programs prove those of this one, beside APART: by sizes it makes either of them.
+
+    What stays within a limit in bytes depends on the workload, so limits have no end: all that there can be.
+    """
+    most = replace(target.lowered, bundle_bytes=NO_END if target.bundle_bytes else 0)
+    ahead = [replace(most, ahead_bytes=NO_END)] if target.ahead_bytes else []
+    return [each for each in (replace(most, ahead_bytes=0), *ahead) if each not in APART]
+
+
+def replay_schedule(schedule: Schedule, targets: Sequence[Target] = APART) -> None:
     """Lower both passes for every rank, for all kinds of transport or those asked for, and replay them.
 
     Programs of the strict kind in one queue a rank for everything: they then run where there are several, too. So do
@@ -61,13 +74,13 @@ def replay_schedule(schedule: Schedule, ways: Sequence[Way] = APART) -> None:
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
     pairs, storage = Pairs(schedule), Storage(schedule)
-    kept: dict[Way, Kept] = {}
+    kept: dict[Target, Kept] = {}
     for direction in PASSES:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
-        for way in ways:
-            early = way.early_receives
-            programs = [lower_agenda(agenda, workload, way) for agenda in agendas]
-            kept[way] = replay(schedule, programs, not early, kept.get(way), pairs, one_queue_a_rank=not early)
+        for target in targets:
+            early = target.early_receives
+            programs = [lower_agenda(agenda, workload, target) for agenda in agendas]
+            kept[target] = replay(schedule, programs, not early, kept.get(target), pairs, one_queue_a_rank=not early)
 
 
 def replay(
@@ -140,6 +153,7 @@ class _Replay:
 
     def _send(self, rank: Rank, post: Send) -> None:
         rank.carried[post.message] = self._read(rank, post.span)
+        self._use(rank, post.span)
         self._post(rank, post)
 
     def _post(self, rank: Rank, post: Recv | Send) -> None:
@@ -182,13 +196,21 @@ class _Replay:
                 raise rank.wrong(f"writes slot {span.slot} before waiting for {name_of(post)}")
 
     def _check_free(self, rank: Rank, span: Span) -> None:
-        """Nothing is on its way to or from these rows, and nothing in them."""
+        """Nothing is on its way to or from these rows, and nobody needs what lies in them: it goes."""
         slot, start, stop, heads = span
         self._check_landed(rank, span)
+        spec = rank.program.slots[slot]
         for group, rows in rank.held[slot].items():
-            if (group == heads or not rank.program.slots[slot].all_heads) and overlaps(rows, start, stop):
-                text = f"overwrites rows {start} to {stop} of slot {slot} before its release{self._of(rank)}"
-                raise rank.wrong(text)
+            if (group == heads or not spec.all_heads) and overlaps(rows, start, stop):
+                if spec.kept or spec.kind in RESULTS:
+                    text = f"overwrites rows {start} to {stop} of slot {slot}, which nobody has used{self._of(rank)}"
+                    raise rank.wrong(text)
+                empty(rows, start, stop)
+
+    def _use(self, rank: Rank, span: Span) -> None:
+        """Results are in one place: those that are sent or merged are in their rows no more."""
+        if rank.program.slots[span.slot].kind in RESULTS:
+            empty(rank.held[span.slot][span.heads], span.start, span.stop)
 
     def _accumulate(self, rank: Rank, kind: Kind, span: Span, runs: list[Run], first: bool) -> None:
         """Results go into rows that hold nothing, if `first`, else they are merged into those that do."""
@@ -294,16 +316,11 @@ class _Replay:
         if source.rows != into.rows or source.heads != into.heads:
             raise rank.wrong(f"merges {source} into {into}, which is of another size or other heads{self._of(rank)}")
         self._accumulate(rank, merge.kind, into, runs, merge.first)
+        self._use(rank, source)
 
     def _fill(self, rank: Rank, fill: Fill) -> None:
         start, stop = fill.into.start, fill.into.stop
         self._accumulate(rank, fill.kind, fill.into, [Run(start, stop, NOBODY, 0)], True)
-
-    def _release(self, rank: Rank, release: Release) -> None:
-        if flying := rank.flying[release.slot]:
-            post = next(iter(flying.values()))
-            raise rank.wrong(f"releases slot {release.slot} before waiting for {name_of(post)}")
-        rank.held[release.slot].clear()
 
     # ---------- the end
 
@@ -351,7 +368,6 @@ DOES: dict[type, Callable[[_Replay, Rank, Any], None]] = {
     Attend: _Replay._attend,
     Merge: _Replay._merge,
     Fill: _Replay._fill,
-    Release: _Replay._release,
 }
 
 

@@ -94,6 +94,18 @@ def add(rows: Rows, run: Run) -> None:
         rows[part.start] = _joined(part, clip(run, part.start, part.stop))
 
 
+def empty(rows: Rows, start: int, stop: int) -> None:
+    """Let rows [start, stop) hold nothing."""
+    held = rows.get(start)
+    if held is not None and held.stop == stop:
+        del rows[start]
+        return
+    _cut(rows, start)
+    _cut(rows, stop)
+    for at in [at for at in rows if start <= at < stop]:
+        del rows[at]
+
+
 def _joined(held: Run, run: Run) -> Run:
     if held.owner == NOBODY:
         held = run._replace(made=0)

@@ -16,6 +16,7 @@ from functools import lru_cache
 from tokenring.errors import ScheduleError
 from tokenring.gc_pause import no_collection
 from tokenring.ir.schedule_data import KINDS, PASSES, REQUESTS, Block, Kind, Move, Pass, Schedule, Tile
+from tokenring.lowering.target import Target
 from tokenring.proof.wellformed import check_form
 
 REPLAY_LIMIT = 16  # ranks up to which verify() also replays the lowered programs
@@ -37,23 +38,21 @@ def verify(schedule: Schedule) -> None:
             replay_schedule(schedule)
 
 
-def verify_collectives(schedule: Schedule) -> None:
-    """Replay the programs for transports with collectives, where there are up to 16 ranks. Raises ScheduleError."""
-    from tokenring.proof.replay import WITH_COLLECTIVES, replay_schedule
+def verify_lowered(schedule: Schedule, target: Target) -> None:
+    """Replay, once, the programs for such a target that `verify` has not, for up to 16 ranks. Raises ScheduleError."""
+    from tokenring.proof.replay import beyond
 
-    if schedule.world_size <= REPLAY_LIMIT:
-        with no_collection():
-            replay_schedule(schedule, [WITH_COLLECTIVES])
+    if schedule.world_size <= REPLAY_LIMIT and (others := beyond(target)):
+        replay_once(schedule, tuple(others))
 
 
 @lru_cache(maxsize=64)
-def verify_bundles(schedule: Schedule) -> None:
-    """The same, once, for transports on which small messages go together, and are received from the start."""
-    from tokenring.proof.replay import AHEAD, WITH_BUNDLES, replay_schedule
+def replay_once(schedule: Schedule, targets: tuple[Target, ...]) -> None:
+    """Replay the programs for these targets, unless that was done before."""
+    from tokenring.proof.replay import replay_schedule
 
-    if schedule.world_size <= REPLAY_LIMIT:
-        with no_collection():
-            replay_schedule(schedule, [WITH_BUNDLES, AHEAD])
+    with no_collection():
+        replay_schedule(schedule, targets)
 
 
 class Facts:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tokenring.backends.interfaces import Deferring, Transport
+from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
@@ -57,7 +57,7 @@ def agree(transport: Transport, mine: Description) -> None:
             texts = transport.exchange_text(json.dumps(mine.fields).encode(), "what differs")
             raise Disagreement(_difference([dict(json.loads(text)) for text in texts]))
 
-    if isinstance(transport, Deferring):
+    if transport.target.deferring:
         transport.begin_call(mine.digest, "the call", judge)
     else:
         judge(transport.exchange(mine.digest, "the call"))
@@ -65,7 +65,7 @@ def agree(transport: Transport, mine: Description) -> None:
 
 def settle(transport: Transport | None) -> None:
     """The end of `agree`, where that has only begun. Raises what it raises."""
-    if isinstance(transport, Deferring):
+    if transport is not None and transport.target.deferring:
         transport.settle()
 
 

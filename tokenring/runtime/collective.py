@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from tokenring.backends.interfaces import CollectiveTransport, Handle, Transport
+from tokenring.backends.interfaces import Handle, Transport
 from tokenring.lowering.footprint import contacts
 from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Recv, Send
-from tokenring.proof.verify import verify_bundles, verify_collectives
+from tokenring.proof.verify import verify_lowered
 from tokenring.runtime.call import Call, Step
 from tokenring.runtime.pool import Landed, Views
 
@@ -24,22 +25,21 @@ Data = Callable[[Call], torch.Tensor]  # a message's bytes, wherever they lie
 def connect(transport: Transport, schedule: Schedule, direction: Pass, device: torch.device) -> None:
     """All that the programs of a pass need, on all ranks alike. Raises ConfigurationError, PeerLost.
 
-    Those with collectives or bundles are proved before the first of them runs: raises ScheduleError.
+    Those that were not proved with the schedule are before the first of them runs: raises ScheduleError.
     """
-    needed = contacts(schedule, transport.capabilities, (direction,))
+    needed = contacts(schedule, transport.target, (direction,))
     transport.prepare(needed.links, device)
+    target = transport.target
+    verify_lowered(schedule, target if needed.groups else replace(target, collectives=False))
     if needed.groups:
-        verify_collectives(schedule)
-        cast(CollectiveTransport, transport).prepare_groups(needed.groups, device)
-    if transport.capabilities.bundle_bytes:
-        verify_bundles(schedule)
+        transport.prepare_groups(needed.groups, device)
 
 
 class Collectives:
     """The messages of one program that are parts of collectives. Posts are bound in their order."""
 
     def __init__(self, views: Views, transport: Transport | None) -> None:
-        self._views, self._transport = views, cast(CollectiveTransport, transport)
+        self._views, self._transport = views, transport
         self._of = {message: each for each in views.program.collectives for message in each.messages}
         self._bound: dict[Collective, list[tuple[Send | Recv, Data]]] = defaultdict(list)
 
@@ -53,6 +53,7 @@ class Collectives:
         if len(self._bound[found]) < len(found.messages):
             return _nothing
         bound = self._bound.pop(found)
+        assert self._transport is not None  # whose target is why there are collectives
         if found.kind == BUNDLE:
             return _bundled(found, bound, self._transport, self._views)
         return _step(found, bound, self._transport)
@@ -93,7 +94,7 @@ def _bundled(bundle: Collective, bound: Sequence[tuple[Send | Recv, Data]], tran
     return begin
 
 
-def _step(collective: Collective, bound: Sequence[tuple[Send | Recv, Data]], transport: CollectiveTransport) -> Step:
+def _step(collective: Collective, bound: Sequence[tuple[Send | Recv, Data]], transport: Transport) -> Step:
     kind, ranks, messages, count, label = collective
     to: dict[int, list[Data]] = defaultdict(list)
     by: dict[int, list[Data]] = defaultdict(list)

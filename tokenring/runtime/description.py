@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def describe(cp: Caller, request: Request, direction: Pass, schedule: str, planned: bool) -> Description:
     """What all ranks must agree on. schedule: as text, with all that is in it. planned: whether it is chosen here."""
     transport = cp.made_transport(request.device)
-    most = None if transport is None else transport.capabilities.most_connections  # by this rank's environment
+    most = None if transport is None else transport.target.most_connections  # by this rank's environment
     return Description.of(
         {
             "pass": direction,

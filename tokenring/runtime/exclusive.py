@@ -37,11 +37,11 @@ class Turn:
 _turns: WeakKeyDictionary[Transport, Turn] = WeakKeyDictionary()
 
 
-def turn_of(transport: object, world_size: int) -> Turn:
+def turn_of(transport: str | Transport | None, world_size: int) -> Turn:
     """The turn of a context: its transport's, if it was given one. At one rank no order is wrong, so threads wait."""
-    if isinstance(transport, Transport):
-        return _turns.setdefault(transport, Turn(waits=world_size == 1))
-    return Turn(waits=world_size == 1)
+    if transport is None or isinstance(transport, str):
+        return Turn(waits=world_size == 1)
+    return _turns.setdefault(transport, Turn(waits=world_size == 1))
 
 
 def share_turn(transport: Transport, turn: Turn) -> None:

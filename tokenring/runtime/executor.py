@@ -6,7 +6,7 @@ its views already made. Running it is a loop over these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,6 @@ from tokenring.lowering.program import (
     Pack,
     Program,
     Recv,
-    Release,
     Result,
     Send,
     Span,
@@ -72,10 +71,8 @@ class Executor:
         self.views = Views(schedule, workload, program, pool)
         kernel = holding(kernel, program, workload, self.views.base.device)
         binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
-        # Nothing is done for releases: the posted receive is the credit, on all transports there are.
-        numbered = zip(program.instructions, program.steps, strict=True)
-        self.instructions = [each for each in numbered if not isinstance(each[0], Release)]
-        alone = [instruction for instruction, _ in self.instructions]
+        self.instructions = list(zip(program.instructions, program.steps, strict=True))
+        alone = program.instructions
         steps = grouped(transport, alone, binder.bind_all(alone))
         self.streams, self.steps = pool.streams, settled(transport, alone, steps)
         if self.streams is not None:
@@ -147,7 +144,7 @@ class _Binder:
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
         self.collectives = Collectives(self.views, transport)
 
-    def bind_all(self, instructions: list[Instruction]) -> list[Step]:
+    def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
         """A step for each; kernel calls that go together are made at the first of them."""
         steps: list[Step] = []
         for group in together(instructions, self.kernel):

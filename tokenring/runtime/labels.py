@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenring.ir.schedule_data import Schedule
 from tokenring.ir.text import tile_text
 from tokenring.lowering.calls import Supports, calls
-from tokenring.lowering.program import Attend, Fill, Instruction, Program, Recv, Release, Send, Wait
+from tokenring.lowering.program import Attend, Fill, Instruction, Program, Recv, Send, Wait
 from tokenring.lowering.storage import storage_of
 from tokenring.runtime.trace import Agree
 
@@ -58,8 +58,6 @@ def range_names(schedule: Schedule, program: Program, supports: Supports) -> lis
     names, calls_of = Names(program.instructions), iter(tiles(schedule, program.rank, supports))
     found = []
     for instruction, step in zip(program.instructions, program.steps, strict=True):
-        if isinstance(instruction, Release):
-            continue
         tile = next(calls_of, "") if isinstance(instruction, Attend) else ""
         found.append(f"tokenring {program.direction} {step}: {names.of(instruction, tile)}")
     return found

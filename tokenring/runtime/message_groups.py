@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tokenring.backends.interfaces import Deferring, Grouping, Placing, Transport
+from tokenring.backends.interfaces import Transport
 from tokenring.lowering.program import Instruction, Pack, Recv, Send, Wait
 from tokenring.runtime.pool import Views
 
@@ -17,7 +17,7 @@ def placed(transport: Transport | None, views: Views, instructions: Sequence[Ins
 
     A collective call where the transport is one of these.
     """
-    if not isinstance(transport, Placing):
+    if transport is None or not transport.target.placing:
         return lambda: None
     landings = []
     for each in instructions:
@@ -32,7 +32,7 @@ def grouped(
     transport: Transport | None, instructions: Sequence[Instruction], steps: list[Callable[[T], None]]
 ) -> list[Callable[[T], None]]:
     """The steps of instructions, where posts that stand in a row begin to move at the last of them."""
-    if not isinstance(transport, Grouping):
+    if transport is None or not transport.target.grouping:
         return steps
     made = list(steps)
     for at in last_posts(instructions):
@@ -64,7 +64,7 @@ def settled(
 ) -> list[Callable[[T], None]]:
     """The steps of instructions, of which the first that waits for a message makes sure that all ranks agree."""
     at = next((at for at, each in enumerate(instructions) if isinstance(each, Wait)), None)
-    if at is None or not isinstance(transport, Deferring):
+    if at is None or transport is None or not transport.target.deferring:
         return steps
     made = list(steps)
     made[at] = _in_turn(lambda call: transport.settle(), made[at])

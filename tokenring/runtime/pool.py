@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from tokenring.backends.devices import device_of
-from tokenring.backends.interfaces import Handle, OneSided, Transport
+from tokenring.backends.interfaces import Handle, Transport
 from tokenring.errors import UnsupportedError
 from tokenring.ir.schedule_data import Schedule
 from tokenring.lowering.footprint import aligned, bundled_bytes, landing_slots, scratch_bytes, slot_bytes
@@ -37,12 +37,11 @@ class Pool:
     @staticmethod
     def of(transport: Transport | None, device: torch.device) -> Pool:
         """A pool of its own; where peers write into it, the transport's one, since growing it is a collective call."""
-        if transport is None or not transport.capabilities.one_sided:
+        if transport is None or not transport.target.one_sided:
             return Pool(device)
-        shared = cast(OneSided, transport)
-        if shared.pool is None:
-            shared.pool = Pool(device, weakly(shared.allocate))  # it holds the pool
-        return cast(Pool, shared.pool)
+        if transport.pool is None:
+            transport.pool = Pool(device, weakly(transport.allocate))  # it holds the pool
+        return cast(Pool, transport.pool)
 
     @property
     def one_sided(self) -> bool:

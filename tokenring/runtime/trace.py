@@ -13,7 +13,7 @@ from tokenring.lowering.program import Attend, Instruction, Wait
 class Agree:
     """Before a program's first instruction: the ranks tell each other what they are about to do.
 
-    They wait for the answer here, or at the first wait for a message (`Deferring`).
+    They wait for the answer here, or at the first wait for a message (`target.deferring`).
     """
 
 

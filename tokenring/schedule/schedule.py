@@ -10,7 +10,7 @@ from tokenring.ir import json as interchange
 from tokenring.ir import schedule_data as ir
 from tokenring.ir import text, text_parse
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.backend_names import PLANNED_WITH, kernel_class, transport_capabilities
+from tokenring.lowering.backend_names import PLANNED_WITH, kernel_class, transport_target
 from tokenring.lowering.target import IDEAL
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Schedule(ir.Schedule):
         """
         from tokenring.lowering.footprint import peak_bytes
 
-        able = IDEAL if transport is None else transport_capabilities(transport)
-        return peak_bytes(self, workload, direction, able, kernel_class(PLANNED_WITH).supports_patch)
+        target = IDEAL if transport is None else transport_target(transport)
+        return peak_bytes(self, workload, direction, target, kernel_class(PLANNED_WITH).supports_patch)
 
     def flops(self, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
         """Floating-point operations of each rank's tiles in a pass, visible pairs only."""

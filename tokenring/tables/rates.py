@@ -11,7 +11,7 @@ from itertools import pairwise
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.footprint import FLOPS_PER_PAIR
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.sequence.region import Patch
 
 Sample = tuple[int, float]  # tokens on the shorter side of a square tile, TFLOP/s
@@ -134,6 +134,6 @@ class Machine:
         longest = max(of_ranks)
         return max(longest, sum(of_ranks) / self.shared_cores) if self.kernels_share else longest
 
-    def over(self, able: Capabilities) -> Machine:
+    def over(self, target: Target) -> Machine:
         """The same with messages in the queues of this transport."""
-        return replace(self, messages=replace(self.messages, pair_serial=able.pair_serial, channels=able.channels))
+        return replace(self, messages=replace(self.messages, pair_serial=target.pair_serial, channels=target.channels))

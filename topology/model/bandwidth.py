@@ -65,9 +65,3 @@ def links_per_device(kind: str, device: Device) -> int | None:
     """How many links of a kind the device has; the most there are where the model is unknown."""
     entry = published(kind, device)
     return entry.links if entry else LINKS_WHERE_UNKNOWN.get(kind)
-
-
-def pcie_gbs(gt_per_second: float, lanes: int) -> float | None:
-    """A PCIe slot, one way."""
-    whole = PCIE_GBS.get(gt_per_second)
-    return None if whole is None else whole * lanes / 16

@@ -13,24 +13,15 @@ from tokenring.topology.model.facts import ASSUMED, PCIE_PATHS, Device, pairs, u
 from tokenring.topology.model.graph import PEERS, Edge, Graph
 from tokenring.topology.model.shapes import Neighbours, is_clique, is_cube_mesh, is_ring, neighbours, parts
 
-CLASSES = (
-    "single",
-    "full-mesh",
-    "cube-mesh",
-    "switch",
-    "islands",
-    "ring",
-    "partial-mesh",
-    "pcie-bridge",
-    "pcie-host",
-    "pcie-numa",
-    "pcie",
-    "multi-node",
-    "unknown",
-)
+Class = Literal[
+    "single", "full-mesh", "cube-mesh", "switch", "islands", "ring", "partial-mesh",
+    "pcie-bridge", "pcie-host", "pcie-numa", "pcie", "multi-node", "unknown",
+]  # fmt: skip
 Confidence = Literal["high", "medium", "low"]
 FROM_A100_ON = 8  # NVLinks: devices with fewer may have some to CPUs, or not to every peer
-PATH_CLASSES = {"sys": "pcie-numa", "node": "pcie-host"} | dict.fromkeys(("phb", "pxb", "pix"), "pcie-bridge")
+PATH_CLASSES: dict[str, Class] = {
+    "sys": "pcie-numa", "node": "pcie-host", "phb": "pcie-bridge", "pxb": "pcie-bridge", "pix": "pcie-bridge",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,14 +29,14 @@ class Island:
     """Accelerators that reach each other over links of their own, and the shape of these links."""
 
     members: tuple[str, ...]
-    shape: str  # a class: "full-mesh", "ring", ...
+    shape: Class
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`name` is one of CLASSES. `inside`: of a multi-node graph, the verdict on each host."""
+    """`inside`: of a multi-node graph, the verdict on each host."""
 
-    name: str
+    name: Class
     confidence: Confidence
     evidence: tuple[str, ...]
     islands: tuple[Island, ...] = ()
@@ -235,7 +226,7 @@ def _whole(graph: Graph, island: Island, links: _Links) -> Verdict:
     return Verdict(island.shape, confidence, tuple(evidence), (island,), _uneven(island, links))
 
 
-def _shape(group: tuple[str, ...], links: _Links, graph: Graph) -> str:
+def _shape(group: tuple[str, ...], links: _Links, graph: Graph) -> Class:
     inside = set(group)
     clique = is_clique(group, links.around)
     if any(inside.issuperset(pair) for pair in links.switched):

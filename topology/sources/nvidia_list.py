@@ -20,7 +20,6 @@ CUT = re.compile(r"\s*GPU [0-9]{1,4}: .{1,200}\(UUID: [^)]*", re.ASCII)
 MIG = re.compile(r"\s+MIG \S+\s+Device +[0-9]")
 BLOCK = re.compile(r"GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*", re.ASCII)
 FIELD = re.compile(r"\s+(Product Name|Bus Id)\s+: (.{1,200}?)\s*", re.ASCII)
-QUERY = ("index", "pci.bus_id", "name")
 LONGEST = 400  # line
 DISPLAY = re.compile(r"DGX Display")  # a graphics card for the screen, beside the GPUs that compute
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
@@ -30,14 +29,6 @@ class Element:
 
     def get(self, name: str) -> str | None:
         return self.attributes.get(name)
-
-    def walk(self) -> Iterator[Element]:
-        """Itself and all below, in order."""
-        waiting = [self]
-        while waiting:
-            element = waiting.pop()
-            yield element
-            waiting.extend(reversed(element.children))
 
 
 class _Builder:

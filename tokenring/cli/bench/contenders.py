@@ -11,7 +11,7 @@ from tokenring.cli.bench.candidates import emulated
 from tokenring.cli.bench.results import Case
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PASSES
-from tokenring.lowering.backend_names import transport_capabilities
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import Call, plan_call
 from tokenring.planner.interconnects.interconnect import Interconnect
@@ -49,8 +49,8 @@ def _ranked(case: Case, ranks: int, size: Workload, layout: Layout) -> Sequence[
         return [name for name, family in FAMILIES.items() if family.takes(0)]
     net, machine = _where(case, ranks, size.dtype)
     passes = PASSES if case.backward else PASSES[:1]
-    able = transport_capabilities("gloo") if case.emulate is not None else IDEAL
-    setting = Setting(size, net, machine, passes, kernel_for_planning().supports_patch, able)
+    target = transport_target("gloo") if case.emulate is not None else IDEAL
+    setting = Setting(size, net, machine, passes, kernel_for_planning().supports_patch, target)
     try:
         plan = plan_call(Call(setting, layout, layout, parse_mask(case.mask)))
     except ConfigurationError:

@@ -26,7 +26,7 @@ DeepSeek's MLA stands as multi-head attention with head dim 192 and V padded fro
 flops (1.2 x) and bytes.
 """
 DEVICE_HEAD = (
-    "device", "", "fp32", "tf32", "bf16", "fp16", "memory GB/s", "memory GiB", "forward", "backward",
+    "device", "", "fp32", "bf16", "fp16", "memory GB/s", "memory GiB", "forward", "backward",
 )  # fmt: skip
 MODEL_HEAD = ("model", "", "q heads", "kv heads", "head dim", "layers", "mask", "dtype", "source")
 

@@ -12,7 +12,7 @@ import torch
 from tokenring.api.arguments import check_name
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.backend_names import TRANSPORTS, bounded, kernel_class, transport_capabilities
+from tokenring.lowering.backend_names import TRANSPORTS, bounded, kernel_class, transport_target
 from tokenring.lowering.calls import anything
 from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import Call
@@ -51,7 +51,7 @@ def ask(options: argparse.Namespace) -> Asked:
     net, machine = where(name, dtype, options)
     net = replace(net, notes=(*notes, *net.notes))
     transport = _transport(options.transport, machine)
-    able = IDEAL if transport is None else transport_capabilities(transport)
+    target = IDEAL if transport is None else transport_target(transport)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     length = read_size("--seq", options.seq)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
@@ -65,7 +65,7 @@ def ask(options: argparse.Namespace) -> Asked:
     )
     heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
     supports = anything if machine.kernel is None else kernel_class(machine.kernel).supports_patch
-    setting = Setting(heads, net, machine.over(able), passes, supports, able)
+    setting = Setting(heads, net, machine.over(target), passes, supports, target)
     limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
     families = tuple(options.schedules.split(",")) if options.schedules else ()
     modes = {} if options.transport not in (None, "auto") or transport is None else bounded(transport)

@@ -37,7 +37,7 @@ def table(plan: Plan | Forecast, asked: Asked, everything: bool = False) -> str:
 
 def connections_text(name: str, connections: int, connection_bytes: int, asked: Asked) -> str:
     """What of a schedule's memory is its connections'."""
-    of = "two ranks or of all that exchange" if asked.call.setting.able.collectives else "two ranks"
+    of = "two ranks or of all that exchange" if asked.call.setting.target.collectives else "two ranks"
     count = f"{connections} communicator{'s' if connections > 1 else ''}"
     return f"of the memory of {name}, {mb_text(connection_bytes)} are those of {count} of {of}"
 

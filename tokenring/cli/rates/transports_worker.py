@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tokenring.backends.control.store_gather import Meeting
 from tokenring.backends.devices import device_of
-from tokenring.backends.interfaces import Grouping, Placing, Transport
+from tokenring.backends.interfaces import Transport
 from tokenring.backends.registry import make_transport
 from tokenring.backends.table_keys import transfers_key
 from tokenring.errors import BackendUnavailable, one_line
@@ -153,7 +153,7 @@ class _Step:
     def _bind(self, steps: int) -> None:
         """So many steps are a program, of which some transports tell the other ranks."""
         self._steps, transport = steps, self._transport
-        if isinstance(transport, Placing):
+        if transport.target.placing:
             self._placement = transport.place([(self._before, REQUESTS, self._into)] * steps)
 
     def seconds(self) -> float:
@@ -161,14 +161,14 @@ class _Step:
         transport = self._transport
         transport.exchange(b"", "the start of a round")
         began = self._clock()
-        if isinstance(transport, Placing):
+        if transport.target.placing:
             transport.begin(self._placement)
         for _ in range(self._steps):
             handles = [
                 transport.recv(self._into, self._before, REQUESTS, "measuring"),
                 transport.send(self._data, self._after, REQUESTS, "measuring"),
             ]
-            if isinstance(transport, Grouping):
+            if transport.target.grouping:
                 transport.go()
             for each in handles:
                 each.wait()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tokenring.cli.trace.record import Bar, Message
-from tokenring.lowering.program import Attend, Fill, Instruction, Merge, Pack, Recv, Release, Send, Span, Wait
+from tokenring.lowering.program import Attend, Fill, Instruction, Merge, Pack, Recv, Send, Span, Wait
 from tokenring.runtime.labels import Names, blocks
 from tokenring.runtime.trace import Agree, Event
 
@@ -19,7 +19,6 @@ KIND_OF: dict[type[Instruction | Agree], str] = {
     Pack: "pack",
     Send: "post",
     Recv: "post",
-    Release: "post",
 }
 DIGITS = 9  # of seconds
 

@@ -16,8 +16,8 @@ def simulated(cp: ContextParallel, request: Request) -> Simulated | None:
         return None
     planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)
     transport = cp.transport_for(request.device, request.workload)
-    able = None if transport is None else transport.capabilities
-    setting = planner.setting(request, cp.kernel(request.device), able)
+    target = None if transport is None else transport.target
+    setting = planner.setting(request, cp.kernel(request.device), target)
     plan = cp.plan(request)
     made = timeline(plan.name, setting, predict(plan.schedule, setting, record=True))
     net = setting.interconnect  # whose notes may say what ranks compute with

@@ -8,7 +8,7 @@ from functools import partial
 
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.gc_pause import no_collection
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound, lower_bound
 from tokenring.planner.bounds.mask_density import (
     UNEVEN,
@@ -55,7 +55,7 @@ class Call:
     families: tuple[str, ...] = ()  # restrict the choice to these; names of members, too
     memory_limit_bytes: int | None = None
     everything: bool = False  # simulate also what cannot win
-    modes: Mapping[str, Capabilities] = field(default_factory=dict)
+    modes: Mapping[str, Target] = field(default_factory=dict)
 
     def in_mode(self, name: str | None) -> Call:
         """The same over one of the modes; None: as it is."""
@@ -71,7 +71,7 @@ def plan_call(call: Call) -> Plan:
     return within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
 
 
-def _limited(call: Call) -> tuple[Setting, int | None, Mapping[str, Capabilities]]:
+def _limited(call: Call) -> tuple[Setting, int | None, Mapping[str, Target]]:
     return call.setting, call.memory_limit_bytes, call.modes
 
 

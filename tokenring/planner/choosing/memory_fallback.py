@@ -15,7 +15,7 @@ import torch
 
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.lowering.footprint import most_connected
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.planner.choosing.plan import Candidate, Forecast, Plan
 from tokenring.planner.choosing.select import SAME, mb_text, time_text
 from tokenring.planner.simulation.predict import Setting
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 P = TypeVar("P", Plan, Forecast)
 
 
-def over(setting: Setting, able: Capabilities) -> Setting:
+def over(setting: Setting, target: Target) -> Setting:
     """The same where messages move in the queues of this transport, and its connections take memory."""
-    return replace(setting, machine=setting.machine.over(able), able=able)
+    return replace(setting, machine=setting.machine.over(target), target=target)
 
 
 def within_limit(
-    plan_over: Callable[[Setting], P], setting: Setting, limit_bytes: int | None, modes: Mapping[str, Capabilities]
+    plan_over: Callable[[Setting], P], setting: Setting, limit_bytes: int | None, modes: Mapping[str, Target]
 ) -> P:
     """The fastest plan over the transport as it is, or where a limit excludes a faster one over one of its modes.
 
@@ -40,13 +40,13 @@ def within_limit(
     whatever else `plan_over` raises, which has nothing to do with the limit; a ConfigurationError where the connections
     are limited.
     """
-    few = setting.able.most_connections is not None
+    few = setting.target.most_connections is not None
     if (limit_bytes is None and not few) or not modes:
         return plan_over(setting)
     refusals: list[ConfigurationError] = []
     found: list[tuple[str | None, P]] = []
     settings: list[tuple[str | None, Setting]] = [(None, setting)]
-    settings += [(mode, over(setting, able)) for mode, able in modes.items()]
+    settings += [(mode, over(setting, target)) for mode, target in modes.items()]
     for mode, each in settings:
         try:
             found.append((mode, plan_over(each)))
@@ -63,9 +63,10 @@ def within_limit(
     mode, best = next((mode, plan) for mode, plan in found if seconds(plan) <= least * SAME)
     if mode is None:
         return best
-    limit = f"within {setting.able.most_connections} communicators" if few else f"in {mb_text(limit_bytes or 0)} a rank"
+    most = setting.target.most_connections
+    limit = f"within {most} communicators" if few else f"in {mb_text(limit_bytes or 0)} a rank"
     reason = f"{best.reason}; {_why(mode, best, found[0], limit)}"
-    reason += f" ({setting.able.why_few_connections})" if few else ""
+    reason += f" ({setting.target.why_few_connections})" if few else ""
     return replace(best, transport=mode, reason=reason)
 
 
@@ -76,19 +77,19 @@ def within_connections(plan: Plan, asked: object, group: Held | None, device: to
     transport refuses it. asked: for which transport.
     """
     from tokenring.backends.registry import automatic, modes_of
-    from tokenring.lowering.backend_names import transport_capabilities
+    from tokenring.lowering.backend_names import transport_target
 
     modes = modes_of(asked, group, device)
     if not modes or group is None:
         return plan
-    able = transport_capabilities(automatic(group, device))
-    most = able.most_connections
-    if most is None or most_connected(plan.schedule, able) <= most:
+    target = transport_target(automatic(group, device))
+    most = target.most_connections
+    if most is None or most_connected(plan.schedule, target) <= most:
         return plan
     mode = next((name for name, each in modes.items() if most_connected(plan.schedule, each) <= most), None)
     if mode is None:
         return plan
-    return replace(plan, transport=mode, reason=f"{plan.reason}; over transport {mode!r}: {able.why_few_connections}")
+    return replace(plan, transport=mode, reason=f"{plan.reason}; over transport {mode!r}: {target.why_few_connections}")
 
 
 def excluded(candidates: tuple[Candidate, ...], limit_bytes: int | None) -> bool:

@@ -18,22 +18,24 @@ T = TypeVar("T")
 
 def least_bytes(schedule: Schedule, setting: Setting) -> int:
     """What rank 0 needs in the last pass, but for the boxes of others' messages: no more than the schedule needs."""
-    size, able = setting.workload, setting.able
+    size, target = setting.workload, setting.target
     (program,) = lowered(schedule, setting, setting.passes[-1], [0])
-    own = program_bytes(schedule, size, program, able.one_sided) + staged_bytes(schedule, size, program)
-    return held(contacts(schedule, able, setting.passes), able, [own + kept_bytes(schedule, size, program)]).peak_bytes
+    own = program_bytes(schedule, size, program, target.one_sided) + staged_bytes(schedule, size, program)
+    used = contacts(schedule, target, setting.passes)
+    return held(used, target, [own + kept_bytes(schedule, size, program)]).peak_bytes
 
 
 def needs(schedule: Schedule, setting: Setting) -> Held:
     """What a prediction would say that it needs, to the byte."""
-    size, able = setting.workload, setting.able
+    size, target = setting.workload, setting.target
     of_passes = []
     for direction in setting.passes:
-        pools = Pools(schedule, size, able)
+        pools = Pools(schedule, size, target)
         for program in lowered(schedule, setting, direction):
             pools.add(program, kept_bytes(schedule, size, program))
         of_passes.append(pools.nbytes())
-    return held(contacts(schedule, able, setting.passes), able, [max(each) for each in zip(*of_passes, strict=True)])
+    used = contacts(schedule, target, setting.passes)
+    return held(used, target, [max(each) for each in zip(*of_passes, strict=True)])
 
 
 def smallest(some: Iterable[tuple[T, float]], exactly: Callable[[T], Held]) -> tuple[T, Held]:

@@ -44,7 +44,7 @@ from tokenring.topology.ranks import Topology
 if TYPE_CHECKING:
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.launch.groups import Held
-    from tokenring.lowering.target import Capabilities
+    from tokenring.lowering.target import Target
     from tokenring.sequence.request import Request
 
 LOG = logging.getLogger("tokenring")
@@ -117,8 +117,8 @@ class Planner:
         request: Request,
         layouts: tuple[Layout, Layout],
         kernel: AttentionKernel,
-        able: Capabilities | None,
-        modes: Mapping[str, Capabilities] | None = None,
+        target: Target | None,
+        modes: Mapping[str, Target] | None = None,
     ) -> Plan:
         """The fastest schedule for a call, over one of these modes of the transport where the limit asks for it.
 
@@ -127,15 +127,15 @@ class Planner:
         if self.world_size == 1:
             made = make_schedule("ring", *layouts, request.mask)  # whatever is allowed: some families need two ranks
             return Plan(made, request.workload, "nothing has to move")
-        return plan_call(replace(self._call(request, layouts, kernel, able), modes=modes or {}))
+        return plan_call(replace(self._call(request, layouts, kernel, target), modes=modes or {}))
 
     def _call(
-        self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, able: Capabilities | None
+        self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, target: Target | None
     ) -> Call:
-        setting = self.setting(request, kernel, able)
+        setting = self.setting(request, kernel, target)
         return Call(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
 
-    def setting(self, request: Request, kernel: AttentionKernel, able: Capabilities | None) -> Setting:
+    def setting(self, request: Request, kernel: AttentionKernel, target: Target | None) -> Setting:
         """For what schedules of a call are judged. Where there is something to probe, all ranks call it together."""
         size = request.workload
         key = key_of(kernel, request.device, size.dtype, size.head_dim)
@@ -143,8 +143,8 @@ class Planner:
             self._kept[key] = kept(key)
         net, machine = self.look(request.device, size.dtype, self._kept[key])
         passes: tuple[Pass, ...] = ("forward", "backward") if request.backward else ("forward",)
-        able = IDEAL if able is None else able
-        return Setting(request.workload, net, machine.over(able), passes, kernel.supports_patch, able)
+        target = IDEAL if target is None else target
+        return Setting(request.workload, net, machine.over(target), passes, kernel.supports_patch, target)
 
     # ---------- what rank 0 tells the others
 

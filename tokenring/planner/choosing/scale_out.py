@@ -17,6 +17,7 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.footprint import Contacts, Held, held, kept_bytes, links, program_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program
+from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.plan import Candidate, Forecast
 from tokenring.planner.choosing.select import binding_text, check_count, connected, mb_text, time_text, too_little_text
@@ -121,7 +122,7 @@ def _judged(
         try:
             each = figures(name, task, FEW_HOSTS, HOPELESS * fastest)
             if each is not None:
-                check_count(round(each.connections), task.setting.able)
+                check_count(round(each.connections), task.setting.target)
         except ConfigurationError as error:
             yield name, error
             continue
@@ -144,7 +145,7 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     names = [name for name in names if not (name.endswith("/pieces1") and name.removesuffix("/pieces1") in names)]
     limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
     if memory_limit_bytes is not None and (least := _all_above(limit, names, task)) is not None:
-        raise MemoryLimitError(too_little_text(memory_limit_bytes, *least, task.setting.able))
+        raise MemoryLimitError(too_little_text(memory_limit_bytes, *least, task.setting.target))
     for name, each in _judged(names, task, limit):
         if isinstance(each, Figures):
             found.append((name, each))
@@ -200,7 +201,7 @@ def _nothing(found: list[tuple[str, Figures]], misfits: Iterable[Candidate], tas
     """Why there is no plan."""
     if found:
         name, least = min(found, key=lambda each: each[1].peak_bytes)
-        return too_little_text(int(limit), name, least.needs, task.setting.able)
+        return too_little_text(int(limit), name, least.needs, task.setting.target)
     why = next((f": {each.name}: {each.reason}" for each in misfits), "")
     return f"no schedule can be planned for so many ranks{why}"
 
@@ -337,14 +338,14 @@ class _World:
             pools = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
             # Without collectives: an exchange is more than one host shows.
             used = Contacts(frozenset(links(schedule, self.setting.passes)))
-            self._needs[direction] = held(used, self.setting.able, pools)
+            self._needs[direction] = held(used, self.setting.target, pools)
         return self._needs[direction]
 
     def _programs(self, direction: Pass) -> list[Program]:
         if direction not in self._lowered:
-            early = self.setting.early_receives
+            target = Target(early_receives=self.setting.early_receives)
             schedule, size = self.schedule, self.size
-            programs = [lower(schedule, rank, direction, size, early_receives=early) for rank in range(self.unit)]
+            programs = [lower(schedule, rank, direction, size, target) for rank in range(self.unit)]
             self._lowered[direction] = programs
         return self._lowered[direction]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.lowering.footprint import Held, most_connected
-from tokenring.lowering.target import Capabilities
+from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
 from tokenring.planner.choosing.plan import Candidate, Plan
@@ -166,14 +166,14 @@ def _made(
 
 def check_connections(schedule: Schedule, setting: Setting) -> None:
     """Raises ConfigurationError for a schedule that needs more connections than the transport may have."""
-    if setting.able.most_connections is not None:
-        check_count(most_connected(schedule, setting.able, setting.passes), setting.able)
+    if setting.target.most_connections is not None:
+        check_count(most_connected(schedule, setting.target, setting.passes), setting.target)
 
 
-def check_count(found: int, able: Capabilities) -> None:
+def check_count(found: int, target: Target) -> None:
     """Raises ConfigurationError for more connections at a rank than the transport may have."""
-    if able.most_connections is not None and found > able.most_connections:
-        raise ConfigurationError(f"it takes {found} communicators on a rank: {able.why_few_connections}")
+    if target.most_connections is not None and found > target.most_connections:
+        raise ConfigurationError(f"it takes {found} communicators on a rank: {target.why_few_connections}")
 
 
 # ---------- what is said of it
@@ -271,7 +271,7 @@ def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
     if judged and limit is not None:
         known = [(each, least) for each in judged if (least := _needed(each)) is not None]
         best, need = smallest(known, lambda each: needs(each.schedule, setting))
-        return too_little_text(limit, best.name, need, setting.able)
+        return too_little_text(limit, best.name, need, setting.target)
     if misfits:
         return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"
     return "there is no schedule to choose from"
@@ -282,10 +282,10 @@ def _needed(each: Judged) -> int | None:
     return each.needs_bytes if each.prediction is None else each.prediction.peak_bytes
 
 
-def too_little_text(limit: int, name: str, need: Held, able: Capabilities) -> str:
+def too_little_text(limit: int, name: str, need: Held, target: Target) -> str:
     """That no schedule fits, what the smallest needs and for what, and what would help."""
     peak_bytes, connections, connection_bytes = need
-    fewest = able.pair_serial and able.channels == 1  # one connection for all between two ranks
+    fewest = target.pair_serial and target.channels == 1  # one connection for all between two ranks
     way_out = "" if fewest else ", or a transport with fewer communicators (docs/transports.md)"
     connected = f", {mb_text(connection_bytes)} of it for {connections} communicators"
     return (

@@ -206,15 +206,3 @@ def switch(ranks: int, port_gbs: float) -> Interconnect:
 
 def ring(ranks: int, link_gbs: float) -> Interconnect:
     return of_one_host("ring", ring_fabric(ranks, link_gbs))
-
-
-def pcie_tree(ranks: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False) -> Interconnect:
-    return of_one_host("PCIe tree", tree_fabric(ranks, port_gbs, uplink_gbs, half_duplex))
-
-
-def two_node(
-    ranks: int, link_gbs: float, uplink_gbs: float, inside: str = "full-mesh", nic_per_rank: bool = False
-) -> Interconnect:
-    """Half of the ranks in each of two nodes; inside: full-mesh or switch."""
-    fabric = (switch_fabric if inside == "switch" else mesh_fabric)(ranks // 2, link_gbs)
-    return of_hosts("two nodes", with_network(fabric, uplink_gbs, nic_per_rank), 2)

@@ -32,7 +32,6 @@ class DeviceFigures:
     name: str
     title: str
     fp32_tflops: Figure
-    tf32_tflops: Figure
     bf16_tflops: Figure
     fp16_tflops: Figure
     memory_gbs: Figure
@@ -100,75 +99,75 @@ NPU_BACKWARD = Figure(0.37, "as forward, in FlashAttention-2's proportion: no me
 _ALL = (
     DeviceFigures(
         "v100-sxm2", "NVIDIA V100 SXM2 32 GB",
-        Figure(15.7, _V100, "repeated"), unknown("V100 has no tf32"), unknown("V100 has no bf16"),
+        Figure(15.7, _V100, "repeated"), unknown("V100 has no bf16"),
         Figure(125, _V100, "repeated"), Figure(900, _V100, "repeated"), Figure(32, _V100, "repeated"), *OLD_KERNEL,
     ),
     DeviceFigures(
         "a100-sxm", "NVIDIA A100 SXM 80 GB",
-        Figure(19.5, _BOOK, "table"), Figure(156, _BOOK, "table"), Figure(312, _BOOK, "table"),
+        Figure(19.5, _BOOK, "table"), Figure(312, _BOOK, "table"),
         Figure(312, _BOOK, "table"), Figure(2000, _BOOK, "table"), Figure(80, _BOOK, "table"),
         FA2_FORWARD, FA2_BACKWARD,
     ),
     DeviceFigures(
         "h100-sxm", "NVIDIA H100 SXM 80 GB",
-        Figure(67, _BOOK, "table"), Figure(494.5, _BOOK, "table"), Figure(989, _BOOK, "table"),
+        Figure(67, _BOOK, "table"), Figure(989, _BOOK, "table"),
         Figure(989, _BOOK, "table"), Figure(3350, _BOOK, "table"), Figure(80, _BOOK, "table"),
         FA3_FORWARD, FA3_BACKWARD,
     ),
     DeviceFigures(
         "h100-sxm-fa2", "NVIDIA H100 SXM 80 GB with FlashAttention-2, whose kernels are made for A100",
-        Figure(67, _BOOK, "table"), Figure(494.5, _BOOK, "table"), Figure(989, _BOOK, "table"),
+        Figure(67, _BOOK, "table"), Figure(989, _BOOK, "table"),
         Figure(989, _BOOK, "table"), Figure(3350, _BOOK, "table"), Figure(80, _BOOK, "table"),
         FA2_FORWARD_H100, FA2_BACKWARD_H100,
     ),
     DeviceFigures(
         "l20", "NVIDIA L20 48 GB",
-        Figure(59.35, _L20, "repeated"), Figure(59.8, _L20, "repeated"), Figure(119.5, _L20, "repeated"),
+        Figure(59.35, _L20, "repeated"), Figure(119.5, _L20, "repeated"),
         Figure(119.5, _L20, "repeated"), Figure(864, _L20, "repeated"), Figure(48, _L20, "repeated"), *LIKE_A100,
     ),
     DeviceFigures(
         "l40s", "NVIDIA L40S 48 GB",
-        Figure(91.6, _L40S, "table"), Figure(183, _L40S, "table"), Figure(362.05, _L40S, "table"),
+        Figure(91.6, _L40S, "table"), Figure(362.05, _L40S, "table"),
         Figure(362.05, _L40S, "table"), Figure(864, _L40S, "table"), Figure(48, _L40S, "table"), *LIKE_A100,
     ),
     DeviceFigures(
         "a10", "NVIDIA A10 24 GB",
-        Figure(31.2, _A10, "repeated"), Figure(62.5, _A10, "repeated"), Figure(125, _A10, "repeated"),
+        Figure(31.2, _A10, "repeated"), Figure(125, _A10, "repeated"),
         Figure(125, _A10, "repeated"), Figure(600, _A10, "repeated"), Figure(24, _A10, "repeated"), *LIKE_A100,
     ),
     DeviceFigures(
         "910a", "Huawei Ascend 910A 32 GB",
-        unknown("no figure found"), unknown("Ascend has no tf32"), unknown("910A has no bf16"),
+        unknown("no figure found"), unknown("910A has no bf16"),
         Figure(256, _910A, "repeated"), Figure(1200, "catalogues", "repeated"), Figure(32, "catalogues", "repeated"),
         NPU_OTHER, NPU_BACKWARD,
     ),
     DeviceFigures(
         "910b2", "Huawei Ascend 910B2 64 GB (24 cores)",
-        Figure(99.5, _MSMODELING, "vendor"), unknown("Ascend has no tf32"), Figure(353.9, _MSMODELING, "vendor"),
+        Figure(99.5, _MSMODELING, "vendor"), Figure(353.9, _MSMODELING, "vendor"),
         Figure(376, _MSMODELING, "vendor"), Figure(1600, _MSMODELING, "vendor"), Figure(64, _MSMODELING, "vendor"),
         NPU_FORWARD, NPU_BACKWARD,
     ),
     DeviceFigures(
         "910b3", "Huawei Ascend 910B3 64 GB (20 cores)",
-        Figure(83, _MSMODELING, "vendor"), unknown("Ascend has no tf32"), Figure(294.9, _MSMODELING, "vendor"),
+        Figure(83, _MSMODELING, "vendor"), Figure(294.9, _MSMODELING, "vendor"),
         Figure(313, _MSMODELING, "vendor"), Figure(1600, _MSMODELING, "vendor"), Figure(64, _MSMODELING, "vendor"),
         NPU_OTHER, NPU_BACKWARD,
     ),
     DeviceFigures(
         "910c-die", "Huawei Ascend 910C, one die of two, 64 GB",
-        Figure(99.5, _MSMODELING, "vendor"), unknown("Ascend has no tf32"), Figure(353.9, _MSMODELING, "vendor"),
+        Figure(99.5, _MSMODELING, "vendor"), Figure(353.9, _MSMODELING, "vendor"),
         Figure(376, _MSMODELING, "vendor"), Figure(1600, _MSMODELING, "vendor"), Figure(64, _MSMODELING, "vendor"),
         NPU_OTHER, NPU_BACKWARD,
     ),
     DeviceFigures(
         "950dt", "Huawei Ascend 950DT 144 GB",
-        unknown("no figure found"), unknown("no figure found"),
+        unknown("no figure found"),
         Figure(500, _950_HALF, "assumed"), Figure(500, _950_HALF, "assumed"),
         Figure(4000, _950, "table"), Figure(144, _950, "table"), NPU_OTHER, NPU_BACKWARD,
     ),
     DeviceFigures(
         "mi300x", "AMD Instinct MI300X 192 GB",
-        Figure(163.4, _BOOK, "table"), Figure(653.7, _BOOK, "table"), Figure(1300, _BOOK, "table"),
+        Figure(163.4, _BOOK, "table"), Figure(1300, _BOOK, "table"),
         Figure(1300, _BOOK, "table"), Figure(5300, _BOOK, "table"), Figure(192, _BOOK, "table"), *CDNA3,
     ),
 )  # fmt: skip

@@ -16,13 +16,12 @@ from types import MappingProxyType
 
 import torch
 
-from tokenring.errors import ConfigurationError
 from tokenring.sequence.workload import Workload
 
 
 @dataclass(frozen=True)
 class ModelHeads:
-    """The attention of one layer. v_head_dim: of V where it differs; then V is padded to head_dim."""
+    """The attention of one layer. V has as many elements a head as q and k, padded where a model has fewer."""
 
     name: str
     title: str
@@ -33,7 +32,6 @@ class ModelHeads:
     causal: bool
     source: str
     dtype: torch.dtype = torch.bfloat16
-    v_head_dim: int | None = None
 
     def workload(self, tokens: int, batch: int = 1) -> Workload:
         """One layer's attention over so many tokens of all ranks together."""
@@ -56,8 +54,7 @@ _ALL = (
                _config("Llama-3.1-405B", f"{_GQA}; params.json has n_kv_heads 8")),
     ModelHeads("qwen2.5-7b", "Qwen2.5 7B", 28, 4, 128, 28, True, _config("Qwen2.5-7B", _GQA)),
     ModelHeads("deepseek-v3", "DeepSeek-V3 (MLA)", 128, 128, 192, 61, True,
-               _config("DeepSeek-V3", "num_attention_heads, qk_nope_head_dim 128, qk_rope_head_dim 64, v_head_dim"),
-               v_head_dim=128),
+               _config("DeepSeek-V3", "num_attention_heads, qk_nope_head_dim 128, qk_rope_head_dim 64, v_head_dim")),
     ModelHeads("sd3.5-large", "Stable Diffusion 3.5 Large", 38, 38, 64, 38, False,
                _transformer("stable-diffusion-3.5-large", _DIT)),
     ModelHeads("cogvideox-2b", "CogVideoX 2B", 30, 30, 64, 30, False, _transformer("CogVideoX-2b", _DIT),
@@ -73,10 +70,3 @@ _ALL = (
 )  # fmt: skip
 
 MODELS: Mapping[str, ModelHeads] = MappingProxyType({each.name: each for each in _ALL})
-
-
-def model_heads(name: str) -> ModelHeads:
-    """By name. Raises ConfigurationError for one that is none."""
-    if name not in MODELS:
-        raise ConfigurationError(f"no model {name[:40]!r}; there are {', '.join(MODELS)}")
-    return MODELS[name]

@@ -61,7 +61,6 @@ INSIDE = unknown("from a host bridge into its CPU: no limit of its own is publis
 
 _NCCL = "NCCL's table of what GPU traffic gets between sockets"
 QPI_BROADWELL = Figure(6, f"{_NCCL}: Broadwell, as in DGX-1", "vendor")
-UPI = Figure(22, f"{_NCCL}: Sapphire Rapids", "vendor")
 UPI_TAKEN = Figure(22, f"{_NCCL}: Sapphire Rapids, which these servers are taken to have", "assumed")
 AMD_SOCKETS = Figure(16, f"{_NCCL}: AMD CPUs", "vendor")
 BETWEEN_QUADS = Figure(

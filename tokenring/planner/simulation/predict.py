@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass, Schedule
@@ -13,7 +13,7 @@ from tokenring.lowering.footprint import Pools, contacts, held, kept_bytes, link
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import Program
 from tokenring.lowering.storage import Storage, storage_of
-from tokenring.lowering.target import IDEAL, Capabilities
+from tokenring.lowering.target import IDEAL, Target
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.operations import Compute, Costs, Operation
 from tokenring.planner.simulation.simulate import Outcome, simulate
@@ -83,12 +83,12 @@ class Setting:
     machine: Machine
     passes: tuple[Pass, ...]
     supports: Supports = anything
-    able: Capabilities = IDEAL
+    target: Target = IDEAL
 
     @property
     def early_receives(self) -> bool:
         """Whether receives are posted early: in one queue with sends they would block what they wait for."""
-        return self.able.early_receives and not self.machine.messages.pair_serial
+        return self.target.early_receives and not self.machine.messages.pair_serial
 
 
 class Least(NamedTuple):
@@ -177,7 +177,7 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
         sum(kernels for _, kernels, _ in made),
         sum(outcome.exposed_seconds for outcome, _, _ in made),
         busiest(schedule, setting),
-        *held(contacts(schedule, setting.able, setting.passes), setting.able, pools),
+        *held(contacts(schedule, setting.target, setting.passes), setting.target, pools),
         tuple(outcome for outcome, _, _ in made) if record else (),
     )
 
@@ -187,7 +187,7 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
     workload = setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
-    pools = Pools(schedule, workload, setting.able)
+    pools = Pools(schedule, workload, setting.target)
     for program in lowered(schedule, setting, direction):
         programs.append(costs.operations(program))
         pools.add(program, kept_bytes(schedule, workload, program))
@@ -207,10 +207,10 @@ def lowered(
 ) -> Iterator[Program]:
     """One pass as the setting's transport would run it, on these ranks, or on all."""
     storage, workload = storage_of(schedule), setting.workload
-    way = setting.able.way._replace(early_receives=setting.early_receives)
+    target = replace(setting.target, early_receives=setting.early_receives)
     for rank in _ranks(schedule) if ranks is None else ranks:
         agenda = agenda_of(storage, rank, direction, workload, setting.supports)
-        yield lower_agenda(agenda, workload, way)
+        yield lower_agenda(agenda, workload, target)
 
 
 def _ranks(schedule: Schedule) -> range:
