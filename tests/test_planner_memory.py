@@ -25,16 +25,24 @@ from tokenring.sequence.layout import zigzag
 from tokenring.sequence.mask import Causal, Full, Mask, SlidingWindow
 from tokenring.sequence.workload import Workload
 
+FEW = ("ring", "direct-q", "ulysses")
 NAMES = ("ring", "tokenring", "bidirectional", "direct-kv", "direct-q", "ulysses", "usp/2", "tiles/2x4")
 
 
-def call(name: str, limit: int | None, mask: Mask | None = None, tokens: int = 4096, everything: bool = False) -> Call:
+def call(
+    name: str,
+    limit: int | None,
+    mask: Mask | None = None,
+    tokens: int = 4096,
+    everything: bool = False,
+    families: tuple[str, ...] = (),
+) -> Call:
     net = interconnect_of(preset(f"preset:{name}"))
     machine = machine_of_preset(f"preset:{name}", torch.bfloat16)
     size = Workload(1, tokens, tokens, 8, 8, 64, torch.bfloat16)
     setting = Setting(size, net, machine, ("forward", "backward"))
     layout = zigzag(net.world_size, tokens)
-    return Call(setting, layout, layout, mask or Causal(), memory_limit_bytes=limit, everything=everything)
+    return Call(setting, layout, layout, mask or Causal(), families, limit, everything)
 
 
 def no_simulation(*given: Any, **named: Any) -> Any:
@@ -68,12 +76,16 @@ def test_least_is_never_more_than_needed(mask: Mask) -> None:
         assert need.peak_bytes == predict.predict(schedule, given.setting).peak_bytes
 
 
-@pytest.mark.parametrize("topology", ["hgx-h100", "atlas-a3", "hgx-h100*8"])
 @pytest.mark.parametrize("limit", [1, 4096])
-def test_refused_without_a_simulation(topology: str, limit: int, unsimulated: None) -> None:
+@pytest.mark.parametrize(
+    ("topology", "families"), [("hgx-h100", ()), ("atlas-a3", FEW), ("hgx-h100*8", FEW)], ids=lambda each: str(each)
+)
+def test_refused_without_a_simulation(
+    topology: str, families: tuple[str, ...], limit: int, unsimulated: None
+) -> None:  # fmt: skip
     said = r"the smallest needs .*: raise the limit.*\(it is \S+; .* MB are for what"
     with pytest.raises(MemoryLimitError, match=said):
-        plan_or_forecast(call(topology, limit))
+        plan_or_forecast(call(topology, limit, families=families))
 
 
 def test_the_smallest_is_the_smallest(unsimulated: None) -> None:
@@ -97,7 +109,7 @@ def test_many_ranks_are_not_even_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_limit_that_one_keeps_to_gives_the_plan_that_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     given = call("hgx-h100", None, everything=True)
     least = min(needs(make(given, name), given.setting).peak_bytes for name in NAMES)
-    limited = call("hgx-h100", 2 * least)
+    limited = call("hgx-h100", 2 * least, families=("ring", "tokenring", "direct-q", "direct-kv", "ulysses"))
     plan = plan_or_forecast(limited)
     monkeypatch.setattr(select, "_all_above", lambda *given: None)
     assert plan_or_forecast(limited) == plan

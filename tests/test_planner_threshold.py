@@ -62,9 +62,10 @@ def test_the_page_is_what_the_command_prints(more: tuple[str, ...], capsys: pyte
     """One of its tables, all columns; and every table of the page has these, or those of its last section."""
     page = (Path(__file__).parent.parent / "docs" / "s-star.md").read_text(encoding="utf-8")
     families = ["--families", ",".join(more)] if more else []
-    assert main(["--where", "nics", "--presets", "hgx-h100", *families]) == 0
+    some = list(MODELS)[:: len(MODELS) // 2]
+    assert main(["--where", "nics", "--presets", "hgx-h100", "--models", ",".join(some), *families]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("\n") == 5 + len(MODELS) and printed in page
+    assert printed.count("\n") == 5 + len(some) and set(printed.splitlines()) <= set(page.splitlines())
     heads = [line for line in page.splitlines() if line == f"| model | {' | '.join(more or SHOWN)} |"]
     assert len(heads) == (len(PRESETS) if more else len(places()))
 

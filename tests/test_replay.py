@@ -157,7 +157,8 @@ def steps_and_pair(post: Recv | Send) -> tuple[str, int, str]:
 
 @pytest.mark.parametrize("named", NAMED)
 def test_programs_of_32_ranks(named: str) -> None:
-    replay_schedule(make(32, named, "zigzag", "causal"))
+    """Of the slowest to replay, direct schedules, half as many."""
+    replay_schedule(make(16 if named in ("direct-kv", "bidirectional") else 32, named, "zigzag", "causal"))
 
 
 # ---------- what no base schedule has
