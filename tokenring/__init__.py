@@ -76,21 +76,21 @@ __all__ = [
 # The modules that the public names come from. They are imported when first asked for: most need torch, which takes
 # longer to import than `tokenring topology` to answer.
 _MODULES = {
-    "attention": "attention plan",
-    "capture": "CapturedAttention capture",
-    "context": "ContextParallel",
+    "api.attention": "attention plan",
+    "api.capture": "CapturedAttention capture",
+    "api.context": "ContextParallel",
     "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError "
     "TokenRingWarning TopologyError UnsupportedError",
-    "layout": "Layout Positions",
-    "mask": "Causal Documents Full Mask SlidingWindow",
-    "named": "schedule",
-    "planner.plan": "Plan",
-    "schedule.build": "Scheme",
-    "schedule.ir": "Block Move Tile",
-    "schedule.questions": "Schedule",
-    "sharding": "positions shard unshard",
+    "sequence.layout": "Layout Positions",
+    "sequence.mask": "Causal Documents Full Mask SlidingWindow",
+    "schedule.by_name": "schedule",
+    "planner.choosing.plan": "Plan",
+    "schedule.scheme": "Scheme",
+    "ir.schedule_data": "Block Move Tile",
+    "schedule.schedule": "Schedule",
+    "api.sharding": "positions shard unshard",
     "topology.ranks": "Topology",
-    "workload": "Workload",
+    "sequence.workload": "Workload",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
