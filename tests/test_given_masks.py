@@ -1,4 +1,4 @@
-"""Masks by class, by text and by is_causal: what is clear is taken, the rest is refused with how to write it, by all."""
+"""Masks by class, by text and by is_causal: what is clear is taken, else all ranks hear how to write it."""
 
 from __future__ import annotations
 
