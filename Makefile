@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/python ci/rooms.py
 
 wheel: setup
 	ci/wheel $(BIN)/python

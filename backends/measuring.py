@@ -1,4 +1,4 @@
-"""Measure what this machine's kernels and transports do, and name the tables that are kept of it."""
+"""Measure what this machine's kernels do."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import torch
 from tokenring.backends.devices import Device, device_of
 from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.merging.mergers import merger_for
-from tokenring.display.console import machine
+from tokenring.backends.table_keys import key_of
 from tokenring.errors import UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.lowering.footprint import FLOPS_PER_PAIR
 from tokenring.sequence.region import Patch
-from tokenring.tables.kernel_rates import Key
 from tokenring.tables.rates import Rates, Sample
-from tokenring.tables.transport_choice import Domain
-from tokenring.tables.transport_times import Key as TransfersKey
 
 HEADS = 8
 SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens on a side of a square tile
@@ -28,20 +25,6 @@ SECONDS = 1.0  # of one call of a pass: larger tiles are not measured
 QUEUED_SECONDS, MOST_QUEUED = 0.02, 50  # calls between two readings of the clock
 KNOWN = 4  # times a call's own cost: above, the rest is the kernel's
 COPY_BYTES = 64 << 20
-
-
-def transfers_key(kind: str, domain: Domain, ranks: int) -> TransfersKey:
-    """Name the table of transports between so many ranks, of which this process is one, or could be."""
-    name = machine() if kind == "cpu" else device_of(kind).name
-    return TransfersKey(kind, name, domain, ranks, torch.__version__)
-
-
-def key_of(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Key:
-    """Name the table of such calls on this machine, with as many threads as this process has."""
-    name = device_of(device).name
-    if device.type == "cpu":
-        name += f", {torch.get_num_threads()} threads"
-    return Key(name, kernel.name, str(dtype).removeprefix("torch."), head_dim, torch.__version__)
 
 
 def measured_rates(

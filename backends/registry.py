@@ -15,9 +15,9 @@ from tokenring.launch.groups import held
 from tokenring.lowering.backend_names import (
     PLANNED_WITH,
     TRANSPORTS,
+    bounded,
     kernel_class,
     load,
-    transport_capabilities,
     transport_class,
 )
 from tokenring.lowering.target import Capabilities
@@ -28,18 +28,12 @@ if TYPE_CHECKING:
     from tokenring.sequence.workload import Workload
 
 LOG = logging.getLogger("tokenring")
-BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
 OF_DEVICE = {"npu": "hccl", "cuda": "cuda"}  # what "auto" takes for tensors there
 FASTEST = {"cpu": "cpu-flash", "npu": "npu-fusion"}  # by device type; reference elsewhere
 SEVERAL = {"cuda": "tokenring.backends.kernels.auto:for_device"}  # where "auto" chooses for each tile
 HOMES = {name: kind for kind, name in FASTEST.items()} | dict.fromkeys(
     ("torch-flash", "torch-cudnn", "torch-efficient", "flash-attn", "flash-attn-3", "flash-attn-4", "flex"), "cuda"
 )  # the only device type that a kernel computes on
-
-
-def bounded(name: str) -> dict[str, Capabilities]:
-    """The modes of a transport that do with fewer connections, most of them first, and what each can do."""
-    return {mode: transport_capabilities(mode) for mode in BOUNDED.get(name, ())}
 
 
 def modes_of(asked: object, group: Held | None, device: torch.device) -> dict[str, Capabilities]:
@@ -157,7 +151,7 @@ def transport_for(device_type: str) -> tuple[str | None, str]:
 
 def measured_transports(device_type: str) -> list[tuple[str, str]]:
     """Of each table of transports that was kept here: of which ranks, and what it has, or what is wrong with it."""
-    from tokenring.backends.measuring import transfers_key
+    from tokenring.backends.table_keys import transfers_key
     from tokenring.tables.transport_times import all_kept
 
     return list(all_kept(device_type, transfers_key))

@@ -281,7 +281,7 @@ class Control:
 
 
 class InWorld(SymmTransport):
-    """The transport on such a device. Needs `Control` in place of that of backends.symm."""
+    """The transport on such a device. Needs `Control` in place of that of transports.symm."""
 
     name = device_type = "cpu"
 

@@ -170,7 +170,7 @@ class FakeDevice:
 
 
 class FakeMemory:
-    """Heaps and words of all ranks, and the three verbs of one of them; `Memory` of backends.onesided."""
+    """Heaps and words of all ranks, and the three verbs of one of them; `Memory` of transports.onesided."""
 
     def __init__(self, device: FakeDevice, heaps: list[torch.Tensor], words: list[list[int]]) -> None:
         self.device, self.heaps, self.words = device, heaps, words

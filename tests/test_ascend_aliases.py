@@ -171,9 +171,9 @@ def spoilt_copy(folder: Path, file: str, old: str, new: str) -> Path:
 
 
 SOURCES: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
-    "the doctor leaves autoload on": (check_doctor, "doctor/examine.py", 'OFF = {say.AUTOLOAD: "0"}', "OFF = {}"),
+    "the doctor leaves autoload on": (check_doctor, "cli/doctor/examine.py", 'OFF = {say.AUTOLOAD: "0"}', "OFF = {}"),
     "the doctor imports torch itself": (
-        check_doctor, "doctor/examine.py", "import platform\n", "import platform\n\nimport torch\n",
+        check_doctor, "cli/doctor/examine.py", "import platform\n", "import platform\n\nimport torch\n",
     ),
     "torch is imported at once": (
         check_import, "__init__.py", "import importlib\n", "import importlib\n\nimport torch\n",
@@ -201,6 +201,6 @@ def test_16_code_that_falls_into_it_is_found(name: str, tmp_path: Path) -> None:
 def test_16_a_copy_that_is_not_spoilt_passes(tmp_path: Path) -> None:
     """So that mutants fail for what they change."""
     site = torch_npu(tmp_path / "site", NO_CANN)
-    folder = spoilt_copy(site, "doctor/cann.py", "MOST_BYTES = 1 << 16", "MOST_BYTES = 65536")
+    folder = spoilt_copy(site, "cli/doctor/cann.py", "MOST_BYTES = 1 << 16", "MOST_BYTES = 65536")
     check_doctor(folder)
     check_import(folder)

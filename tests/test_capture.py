@@ -30,7 +30,7 @@ from tokenring import (
 from tokenring.backends.devices import Cpu, device_of
 
 Tensors = tuple[torch.Tensor, ...]
-module = import_module("tokenring.capture")  # tokenring.capture is the function
+module = import_module("tokenring.api.capture")
 
 
 @dataclass

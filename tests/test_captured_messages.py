@@ -25,7 +25,7 @@ from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import Streams
 
-module: Any = import_module("tokenring.capture")  # tokenring.capture is the function
+module: Any = import_module("tokenring.api.capture")
 CPU = torch.device("cpu")
 SCHEDULES = [("ring", 3), ("tokenring", 3), ("direct-q", 2), ("direct-kv", 3), ("ulysses", 2)]
 

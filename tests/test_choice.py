@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenring.backends.measuring import transfers_key
+from tokenring.backends.table_keys import transfers_key
 from tokenring.backends.transports import nccl, nvshmem, symmetric
 from tokenring.backends.transports.auto_cuda import choice_here, unavailable
 from tokenring.cli.doctor.probes import _choice

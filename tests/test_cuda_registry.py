@@ -14,7 +14,7 @@ from tokenring.backends.kernels.auto import Choosing, for_device
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.kernels.order import default_order
 from tokenring.backends.kernels.reference import Reference
-from tokenring.backends.measuring import key_of
+from tokenring.backends.table_keys import key_of
 from tokenring.cli.rates.command import main as rates_main
 from tokenring.tables.kernel_rates import kept
 
@@ -30,7 +30,7 @@ def test_auto_on_cuda_chooses() -> None:
 def test_nothing_is_imported_before_it_is_asked_for(run_python: Callable[[str], str]) -> None:
     code = (
         "import sys, tokenring, tokenring.backends.registry\n"
-        "names = ('choosing', 'torch_cuda', 'flash_attn', 'flex')\n"
+        "names = ('auto', 'torch_cuda', 'flash_attn', 'flex')\n"
         "print([n for n in names if f'tokenring.backends.kernels.{n}' in sys.modules], 'flash_attn' in sys.modules)"
     )
     assert run_python(code) == "[] False\n"

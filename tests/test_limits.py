@@ -11,6 +11,7 @@ import pytest
 
 from tokenring.cli.main import main
 from tokenring.launch.limits import MOST_PROCESSES, PROCESS_BYTES
+from tokenring.schedule import by_name
 from tokenring.schedule.size_limits import MADE_RANKS, MADE_TILES
 
 MANY = "99999"
@@ -75,7 +76,7 @@ def test_ranks_of_torchrun_are_those_that_there_are(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_schedules_that_take_minutes(words: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenring.schedule.by_name.schedule", no_work)
+    monkeypatch.setattr(by_name, "schedule", no_work)
     assert wanted in said_by(["schedule", *words])
 
 

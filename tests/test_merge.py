@@ -49,7 +49,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Found:
         pytest.skip("triton is made for Linux on x86_64")
     folder, jobs = tmp_path_factory.mktemp("mutants"), [(mergers.MERGERS["triton"], list[str]())]
     for number, (old, new, case) in enumerate(KERNEL_MUTANTS.values()):
-        text = (TESTS.parent / "backends" / "kernels" / "merge_triton.py").read_text(encoding="utf-8")
+        text = (TESTS.parent / "backends" / "merging" / "triton.py").read_text(encoding="utf-8")
         assert text.count(old) == 1
         (folder / f"spoilt_{number}.py").write_text(text.replace(old, new), encoding="utf-8")
         jobs.append((f"spoilt_{number}:make", [case]))

@@ -17,7 +17,7 @@ import torch
 from merging import CASES, check, check_nan
 from patience import patient
 
-FILE = Path(__file__).parent.parent / "backends" / "kernels" / "merge_triton.py"
+FILE = Path(__file__).parent.parent / "backends" / "merging" / "triton.py"
 WARPS = 3
 BARRIER = "    tl.debug_barrier()\n"
 SOME = [case for case in CASES if case.name in ("plain", "outputs, bf16", "records", "heads of 80", "heads of 128")]

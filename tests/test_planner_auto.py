@@ -307,24 +307,19 @@ class TestRestriction:
 
 DETERMINISTIC = """
 from test_planner_auto import asked
-from tokenring.planner.auto import plan_call
-from tokenring.planner.interconnect import full_mesh
+from tokenring.planner.choosing.auto import plan_call
+from tokenring.planner.interconnects.interconnect import full_mesh
 print(plan_call(asked(full_mesh(4, 1.0), (6, 3), everything=True)).to_json())
 """
 
 
 def test_the_same_plan_in_every_process() -> None:
     texts = set()
+    command, paths = [sys.executable, "-c", DETERMINISTIC], os.pathsep.join(sys.path)
     for seed in ("0", "1"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        texts.add(
-            subprocess.run(
-                [sys.executable, "-c", DETERMINISTIC], env=environment, capture_output=True,
-                check=True, timeout=patient(60),
-            ).stdout
-        )
-    assert len(texts) == 1
-    assert b'"candidates"' in texts.pop()
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
+        texts.add(subprocess.run(command, env=environment, capture_output=True, check=True, timeout=patient(60)).stdout)
+    assert len(texts) == 1 and b'"candidates"' in texts.pop()
 
 
 # ---------- a plan as JSON
@@ -396,8 +391,7 @@ class TestJson:
             Plan.from_json(plan.schedule.to_json())
 
     def test_unknown_is_none(self, plan: Plan) -> None:
-        lost = replace(plan.candidates[0], predicted_seconds=None)
-        other = replace(plan, candidates=(lost,))
+        other = replace(plan, candidates=(replace(plan.candidates[0], predicted_seconds=None),))
         assert Plan.from_json(other.to_json()).candidates[0].predicted_seconds is None
 
 

@@ -135,7 +135,7 @@ def test_draws_names_as_text(tmp_path: Path) -> None:
     from nets import call, setting, workload
 
     import tokenring as tr
-    from tokenring.cli.plan.timeline import drawn, timeline
+    from tokenring.cli.trace.predicted import drawn, timeline
     from tokenring.planner.choosing.auto import make
     from tokenring.planner.interconnects.interconnect import mesh_fabric, of_one_host
     from tokenring.planner.simulation.predict import predict

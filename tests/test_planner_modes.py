@@ -11,10 +11,9 @@ from nets import BOTH, setting, workload
 from test_planner_hccl import A2, printed
 
 from tokenring import ConfigurationError
-from tokenring.backends.registry import BOUNDED, bounded
 from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
-from tokenring.lowering.backend_names import TRANSPORTS, transport_capabilities
+from tokenring.lowering.backend_names import BOUNDED, TRANSPORTS, bounded, transport_capabilities
 from tokenring.planner.choosing.auto import Call, plan_call
 from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.plan import Candidate, Forecast, Plan

@@ -12,8 +12,9 @@ import torch
 
 from tokenring.backends import measuring as measured
 from tokenring.backends.kernels.reference import Reference
-from tokenring.backends.measuring import key_of, measured_rates
+from tokenring.backends.measuring import measured_rates
 from tokenring.backends.registry import make_kernel
+from tokenring.backends.table_keys import key_of
 from tokenring.cli.main import main
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.planner.choosing.planner import Planner

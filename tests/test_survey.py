@@ -13,7 +13,7 @@ from tokenring.cli.doctor.variables import variables
 
 
 class Ranks:
-    """Several in one process: as backends.meeting.Meeting, of what is asked of it."""
+    """Several in one process: as control.store_gather.Meeting, of what is asked of it."""
 
     def __init__(self, facts: list[dict[str, Any]]) -> None:
         self.facts, self.said = facts, [""] * len(facts)

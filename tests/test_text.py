@@ -29,7 +29,7 @@ step | rank 0                       | rank 1                         | rank 2   
    0 | kv0>3  q0,7×kv0,7            | kv1,6>0  q1,6×kv1,6            | kv2,5>1  q2,5×kv2,5            | kv3,4>2  q3,4×kv3,4
    1 | kv1>3  q7×kv1,6    dkv1,6>3+ | kv2,5>0  q6×kv2,5    dkv2,5>0+ | kv3,4>1  q5×kv3,4    dkv3,4>1+ | kv0>2    q3,4×kv0    dkv0>2+
    2 | kv2>3  q7×kv2,5    dkv2,5>3+ | kv3,4>0  q6×kv3,4    dkv3,4>0+ | kv0>1    q2,5×kv0    dkv0>1+   | kv1>2    q3,4×kv1    dkv1,6>2+
-   3 |        q7×kv3,4    dkv3,4>3  |          q1,6×kv0    dkv0>0    |          q2,5×kv1    dkv1,6>1  |          q3,4×kv2    dkv2,5>2"""
+   3 |        q7×kv3,4    dkv3,4>3  |          q1,6×kv0    dkv0>0    |          q2,5×kv1    dkv1,6>1  |          q3,4×kv2    dkv2,5>2"""  # noqa: E501
 TOKENRING = f"""\
 schedule  tokenring
 ranks     4
@@ -52,7 +52,7 @@ step | rank 0                     | rank 1                            | rank 2  
    0 | q7>1-3  q0,7×kv0,7         | q6>2,3 q1,6>0  q1,6×kv1,6         | q5>3 q2,5>0,1  q2,5×kv2,5         | q3,4>0-2  q3,4×kv3,4
    1 |         q3,4×kv0    o3,4>3 |                q7×kv1,6    o7>0   |                q6×kv2,5    o6>1   |           q5×kv3,4    o5>2
    2 |         q2,5×kv0    o2,5>2 |                q3,4×kv1    o3,4>3 |                q7×kv2,5    o7>0   |           q6×kv3,4    o6>1
-   3 |         q1,6×kv0    o1,6>1 |                q2,5×kv1    o2,5>2 |                q3,4×kv2    o3,4>3 |           q7×kv3,4    o7>0"""
+   3 |         q1,6×kv0    o1,6>1 |                q2,5×kv1    o2,5>2 |                q3,4×kv2    o3,4>3 |           q7×kv3,4    o7>0"""  # noqa: E501
 BIDIRECTIONAL = f"""\
 schedule   bidirectional
 ranks      3
@@ -65,7 +65,7 @@ slack      1
 step | rank 0                                                   | rank 1                                                   | rank 2
    0 | kv0.p0>1 kv0.p1>2  q0×kv0                                | kv1.p0>2 kv1.p1>0  q1×kv1                                | kv2.p0>0 kv2.p1>1  q2×kv2
    1 | kv2.p0>1 kv1.p1>2  q0×kv1.p1,2.p0  dkv2.p0>1+ dkv1.p1>2+ | kv0.p0>2 kv2.p1>0  q1×kv0.p0,2.p1  dkv0.p0>2+ dkv2.p1>0+ | kv1.p0>0 kv0.p1>1  q2×kv0.p1,1.p0  dkv1.p0>0+ dkv0.p1>1+
-   2 |                    q0×kv1.p0,2.p1  dkv1.p0>1 dkv2.p1>2   |                    q1×kv0.p1,2.p0  dkv2.p0>2 dkv0.p1>0   |                    q2×kv0.p0,1.p1  dkv0.p0>0 dkv1.p1>1"""
+   2 |                    q0×kv1.p0,2.p1  dkv1.p0>1 dkv2.p1>2   |                    q1×kv0.p1,2.p0  dkv2.p0>2 dkv0.p1>0   |                    q2×kv0.p0,1.p1  dkv0.p0>0 dkv1.p1>1"""  # noqa: E501
 
 
 class TestText:

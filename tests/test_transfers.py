@@ -20,7 +20,7 @@ from ranks import Here, RankPools
 from said import said
 from test_choice import BOTH, MB, rows
 
-from tokenring.backends.measuring import transfers_key
+from tokenring.backends.table_keys import transfers_key
 from tokenring.backends.transports.auto import choice_of
 from tokenring.cli.doctor.examine import examine
 from tokenring.cli.doctor.report import report

@@ -21,9 +21,9 @@ from test_transfers import CROSSING, GLOO, KEY, SHM
 
 import tokenring as tr
 from tokenring import ContextParallel
-from tokenring.backends import measuring
-from tokenring.backends.measuring import transfers_key
+from tokenring.backends import table_keys
 from tokenring.backends.registry import make_transport
+from tokenring.backends.table_keys import transfers_key
 from tokenring.backends.transports import auto_cuda as cuda
 from tokenring.backends.transports.auto import Preferring, choice_of
 from tokenring.sequence.workload import Workload
@@ -178,7 +178,7 @@ def on_cuda(here: Here, tables: dict[int, str], home: str, message_bytes: int) -
     symm_ranks.register()
     os.environ["XDG_CACHE_HOME"] = f"{home}/{here.rank}"
     key = replace(KEY, kind="cuda", ranks=here.world_size)
-    measuring.transfers_key = lambda kind, domain, ranks: replace(key, domain=domain)
+    table_keys.transfers_key = lambda kind, domain, ranks: replace(key, domain=domain)
     cuda._facts = lambda: {"boot_id": "", "device": None, "symm": None, "nccl": None}
     if here.rank in tables:
         path = keep(key, SHM)

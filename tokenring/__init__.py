@@ -79,18 +79,18 @@ _MODULES = {
     "api.attention": "attention plan",
     "api.capture": "CapturedAttention capture",
     "api.context": "ContextParallel",
+    "api.sharding": "positions shard unshard",
     "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError "
     "TokenRingWarning TopologyError UnsupportedError",
+    "ir.schedule_data": "Block Move Tile",
+    "planner.choosing.plan": "Plan",
+    "schedule.by_name": "schedule",
+    "schedule.schedule": "Schedule",
+    "schedule.scheme": "Scheme",
     "sequence.layout": "Layout Positions",
     "sequence.mask": "Causal Documents Full Mask SlidingWindow",
-    "schedule.by_name": "schedule",
-    "planner.choosing.plan": "Plan",
-    "schedule.scheme": "Scheme",
-    "ir.schedule_data": "Block Move Tile",
-    "schedule.schedule": "Schedule",
-    "api.sharding": "positions shard unshard",
-    "topology.ranks": "Topology",
     "sequence.workload": "Workload",
+    "topology.ranks": "Topology",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -119,7 +119,7 @@ class _Package(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Importing a sub-module binds its name here; `attention` and `schedule` are the functions of that name.
+        # Importing a sub-module binds its name here; `schedule` is the function of that name.
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

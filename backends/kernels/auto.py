@@ -55,7 +55,7 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
     where = f"for compute capability {capability[0]}.{capability[1]}"
 
     def table(name: str, head_dim: int, dtype: torch.dtype) -> Table | None:
-        from tokenring.backends.measuring import key_of
+        from tokenring.backends.table_keys import key_of
         from tokenring.tables.kernel_rates import kept
 
         kernel = chosen.kernel(name)

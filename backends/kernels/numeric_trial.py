@@ -3,7 +3,7 @@
 Kernels call vendors' operators, which may be broken for a chip, a driver or a release in ways that no error tells
 (torch keeps a list of such cases for its own choice, sdp_utils.cpp, and whoever calls an operator by its name is not
 asked). So each pass of a kernel is tried before it is taken first: on a causal square and on a tile that is no
-multiple of anything, with grouped heads, as a part of longer rows. What was found is kept (`backends.verdicts`) for
+multiple of anything, with grouped heads, as a part of longer rows. What was found is kept (`tables.trial_verdicts`) for
 this model, driver and these versions, so that a later process does not try again. What raised is tried again by the
 next process: it may have had a reason that is none of these, such as a compiler that was not found, or another stream
 on which the device failed. A tile that may do harm to a kernel (`unsafe`) is left out.

@@ -22,7 +22,7 @@ ORDERS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (  # from this com
 
 
 class Table(Protocol):
-    """Measured rates of one kernel, as planner.rates.Rates."""
+    """Measured rates of one kernel, as tables.rates.Rates."""
 
     def tflops(self, direction: Pass, side: int) -> float:
         """The rate of a tile whose shorter side has so many tokens."""

@@ -2,7 +2,7 @@
 
 By CANN's documentation aclnnLogAddExp is max + log(1 + exp(-|x - y|)), which is NaN for two rows that have seen
 nothing: -inf minus -inf. Here such rows take part as the finite `EMPTY`, and are told by comparison. It takes twice as
-many operations as torch's merge, and temporary memory for statistics and for one output; `backends.mergers` takes it
+many operations as torch's merge, and temporary memory for statistics and for one output; `merging.mergers` takes it
 only where that one fails its trial.
 """
 
@@ -19,7 +19,7 @@ NOTHING = EMPTY / 2  # an lse below is of rows that have seen nothing: EMPTY + l
 
 @dataclass(frozen=True)
 class FiniteMerger:
-    """The log-sum-exp form of `runtime.merge`, by a maximum, a logarithm of what is from 1 to 2, and two weights."""
+    """The log-sum-exp form of `torch_merger`, by a maximum, a logarithm of what is from 1 to 2, and two weights."""
 
     name = "finite"
 

@@ -110,5 +110,5 @@ def _power_of_two(number: int) -> int:
 
 
 def make() -> TritonMerger:
-    """The merger, as `backends.mergers` asks for it."""
+    """The merger, as `merging.mergers` asks for it."""
     return TritonMerger()

@@ -110,7 +110,7 @@ def choice_of(
     kind: str, domain: Domain, unavailable: Mapping[str, str | None], ranks: int, message_bytes: int | None = None
 ) -> Choice:
     """By the rules, and by the table that was kept here of so many ranks; the reason says where that cannot be used."""
-    from tokenring.backends.measuring import transfers_key
+    from tokenring.backends.table_keys import transfers_key
     from tokenring.tables.transport_times import kept
 
     if any(unavailable[name] is not None for name in PAIRS[kind]):

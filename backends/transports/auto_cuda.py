@@ -30,7 +30,7 @@ LOG = logging.getLogger("tokenring")
 
 
 class CudaTransport(Preferring):
-    """A SymmTransport where `backends.choice` says so and it can be made, for as long as there is room; else NCCL.
+    """A SymmTransport where `transport_choice` says so and it can be made, for as long as there is room; else NCCL.
 
     `why` says what was taken and why, the same on all ranks. Raises BackendUnavailable where neither can be had.
     """

@@ -101,8 +101,7 @@ class HcclTransport(Accelerated):
         All ranks ask together. Its communicators come with its first messages, so that one that is not used has none.
         What is no mode of this one gives itself.
         """
-        from tokenring.backends.registry import BOUNDED
-        from tokenring.lowering.backend_names import transport_class
+        from tokenring.lowering.backend_names import BOUNDED, transport_class
 
         if name not in BOUNDED.get(self.name, ()):
             return self

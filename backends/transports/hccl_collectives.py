@@ -1,6 +1,6 @@
 """HCCL with its own collectives: exchanges go as all-to-alls and all-gathers, all other messages as over `hccl`.
 
-An exchange (`schedule.exchange`) then takes one operation and one communicator of all its ranks, whose buffers are
+An exchange (`lowering.exchanges`) then takes one operation and one communicator of all its ranks, whose buffers are
 2 × HCCL_BUFFSIZE (200 MB where it is not set), in place of messages in the queues of all their pairs. HCCL chooses the
 algorithm by what joins the ranks (on a mesh, all links at once) and by HCCL_ALGO. Which way is faster, hardware has to
 say (docs/transports.md), so nothing takes this transport but who asks for it by name.

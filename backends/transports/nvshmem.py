@@ -1,7 +1,7 @@
 """torch's symmetric memory over NVSHMEM: puts with a signal to any GPU that NVSHMEM reaches, on other machines, too.
 
 torch's put writes to the peer's copy of the very bytes that it reads, so that messages go by way of boxes
-(backends/mailbox.py). Read in torch's c10d/symm_mem (nvshmem_extension, NVSHMEMSymmetricMemory) and in NVSHMEM's
+(lowering/mailboxes.py). Read in torch's c10d/symm_mem (nvshmem_extension, NVSHMEMSymmetricMemory) and in NVSHMEM's
 manual. Not yet run on a GPU.
 """
 

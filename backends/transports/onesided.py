@@ -11,8 +11,8 @@ or 1 in the memory of whoever waits for them, and whoever has waited for a word 
     sender, at the wait         stream that waits   wait for the line's stream as it was behind the put
     receiver, at the wait       stream that waits   wait for the arrival
 
-Where puts do not reach the places of messages but boxes beside them (backends/mailbox.py), the receiver queues the copy
-out of the box behind the wait for the arrival, and the credit of the next message for that box behind the copy.
+Where puts do not reach the places of messages but boxes beside them (lowering/mailboxes.py), the receiver queues the
+copy out of the box behind the wait for the arrival, and the credit of the next message for that box behind the copy.
 
 docs/cuda-transports.md says why this is right, and why it cannot hang, on streams that share a queue, too.
 """

@@ -1,4 +1,4 @@
-"""What ranks that share this machine's cores add to the time that links need: `Overheads` of planner/emulated.py.
+"""What ranks that share this machine's cores add to the time that links need: `Overheads` of interconnects/emulated.py.
 
     sudo python ci/cells/calibrate.py [--file /tmp/overheads.json]
 

@@ -7,7 +7,6 @@ from numbers import Real
 from typing import TYPE_CHECKING, cast
 
 from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.runtime.agreement import named_digest
 from tokenring.sequence.layout import Layout, as_integer
 from tokenring.sequence.mask import Mask
 
@@ -65,9 +64,10 @@ def check_schedule(given: object, pieces: object, world_size: int) -> None:
 
 
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:
-    """The schedule as ranks compare it: one of the user's own with all that is in it. made: of a Scheme, for the call."""
+    """The schedule as ranks compare it; of the user's own, all that is in it. made: what a Scheme makes for a call."""
     from tokenring.ir.schedule_data import Schedule
     from tokenring.planner.choosing.plan import Plan
+    from tokenring.runtime.agreement import named_digest
 
     if isinstance(given, str):
         return given

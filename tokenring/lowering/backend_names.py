@@ -24,6 +24,7 @@ TRANSPORTS = {
     "nccl": "tokenring.backends.transports.nccl:NcclTransport",
     "nvshmem": "tokenring.backends.transports.nvshmem:NvshmemTransport",
 }
+BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",
@@ -56,6 +57,11 @@ def transport_capabilities(name: str) -> Capabilities:
     made = transport_class("gloo" if name == "auto" else name)
     in_environment = getattr(made, "capabilities_in", None)
     return cast(Capabilities, made.capabilities if in_environment is None else in_environment(os.environ))
+
+
+def bounded(name: str) -> dict[str, Capabilities]:
+    """The modes of a transport that do with fewer connections, most of them first, and what each can do."""
+    return {mode: transport_capabilities(mode) for mode in BOUNDED.get(name, ())}
 
 
 def kernel_class(name: str) -> Any:

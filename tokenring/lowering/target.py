@@ -26,7 +26,7 @@ class Capabilities:
     the pool: one for each channel (if there are several), and for each direction unless they share a queue.
     bundle_bytes: up to how many bytes what one rank gives another at once goes as one message, where it would be
     several; ahead_bytes: up to how many bytes of requests, in all, a rank receives from the start, in slots of their
-    own; both with early receives only. collectives: it is a CollectiveTransport, and exchanges (`schedule.exchange`)
+    own; both with early receives only. collectives: it is a CollectiveTransport, and exchanges (`lowering.exchanges`)
     go as collectives; not with early receives. group_bytes: what a connection of all ranks of such an exchange
     takes at each of them. capturable: the device moves messages by itself, so that posts and waits may be captured
     in a graph and are done again by launching it. most_connections: how many a rank may have in all, None without a

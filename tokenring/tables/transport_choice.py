@@ -56,7 +56,7 @@ class Spread(NamedTuple):
 
 
 class Table(Protocol):
-    """What messages take between such ranks, as planner.transfers.Transfers."""
+    """What messages take between such ranks, as tables.transport_times.Transfers."""
 
     @property
     def sizes(self) -> Sequence[int]:

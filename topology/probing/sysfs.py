@@ -7,14 +7,12 @@ import re
 from pathlib import Path
 
 from tokenring.topology.model.facts import Device, DeviceKind, Facts, Note, Origin
+from tokenring.topology.model.pci import ACCELERATORS, VENDORS
 from tokenring.topology.model.tree import pcie_links
 
 ROOT = Path("/sys")
 ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
-VENDORS = {"0x10de": "nvidia", "0x1002": "amd", "0x19e5": "huawei", "0x8086": "intel"}
-# By vendor, the first digits of the classes of accelerators: compute (0x12), 3D (0x0302), AMD's display (0x0380).
-ACCELERATORS = {"0x10de": ("0x0302", "0x0300"), "0x1002": ("0x0380", "0x12"), "0x19e5": ("0x12",), "0x8086": ("0x12",)}
 
 
 def read_sysfs(root: Path = ROOT) -> Facts:

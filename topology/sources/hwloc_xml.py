@@ -18,8 +18,8 @@ from tokenring.topology.model.facts import (
     normal_bus_id,
     single_number,
 )
+from tokenring.topology.model.pci import ACCELERATORS, VENDORS
 from tokenring.topology.model.tree import pcie_links
-from tokenring.topology.probing.sysfs import ACCELERATORS, VENDORS
 from tokenring.topology.sources.nvswitch import trunk
 from tokenring.topology.sources.xmltext import Element, parse_xml
 

@@ -12,7 +12,7 @@ import sys
 from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.plan.report import explained, table
 from tokenring.cli.plan.sweep import sweep, sweep_svg, sweep_table
-from tokenring.cli.plan.timeline import drawn, timeline
+from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection

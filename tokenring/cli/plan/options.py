@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from tokenring.api.arguments import check_name
-from tokenring.backends.registry import bounded
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.backend_names import TRANSPORTS, kernel_class, transport_capabilities
+from tokenring.lowering.backend_names import TRANSPORTS, bounded, kernel_class, transport_capabilities
 from tokenring.lowering.calls import anything
 from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import Call

@@ -17,8 +17,9 @@ import torch
 from tokenring.backends.devices import accelerator_types
 from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.auto import Choosing, refuses
-from tokenring.backends.measuring import SECONDS, key_of, measured_rates
+from tokenring.backends.measuring import SECONDS, measured_rates
 from tokenring.backends.registry import make_kernel
+from tokenring.backends.table_keys import key_of
 from tokenring.cli.plan.options import DTYPES
 from tokenring.display.console import Console, Parser, read_options
 from tokenring.errors import BackendUnavailable, ConfigurationError

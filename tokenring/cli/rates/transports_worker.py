@@ -20,8 +20,8 @@ import torch.distributed as dist
 from tokenring.backends.control.store_gather import Meeting
 from tokenring.backends.devices import device_of
 from tokenring.backends.interfaces import Grouping, Placing, Transport
-from tokenring.backends.measuring import transfers_key
 from tokenring.backends.registry import make_transport
+from tokenring.backends.table_keys import transfers_key
 from tokenring.errors import BackendUnavailable, one_line
 from tokenring.ir.schedule_data import REQUESTS
 from tokenring.launch.command import Tell, process_group, quiet, serve

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenring.api.context import ContextParallel
-from tokenring.cli.plan.timeline import timeline
+from tokenring.cli.trace.predicted import timeline
 from tokenring.cli.trace.record import Simulated
 from tokenring.planner.choosing.planner import Planner
 from tokenring.planner.simulation.predict import predict

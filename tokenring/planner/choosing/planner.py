@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.measuring import key_of
+from tokenring.backends.table_keys import key_of
 from tokenring.display.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
