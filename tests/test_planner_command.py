@@ -226,7 +226,7 @@ def test_rates_that_are_asked_for() -> None:
         (("--seq", "900000000000G"), "--seq 900000000000G: write a number"),
         (("--seq", "1001"), "a length of 1001 does not divide"),
         (("--memory-limit", "lots"), "--memory-limit lots: write a number"),
-        (("--memory-limit", "1k"), "no schedule fits in 0.00102 MB a rank; the smallest needs"),
+        (("--memory-limit", "1k"), "no schedule fits in 1.02 kB a rank; the smallest needs"),
         (("--topology", "preset:nothing"), "no preset 'preset:nothing'"),
         (("--device", "h9"), "no figures of device 'h9'"),
         (("--tflops", "0"), "--tflops 0.0: give a rate above 0"),

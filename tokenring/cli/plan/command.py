@@ -10,7 +10,7 @@ import os
 import sys
 
 from tokenring.cli.plan.options import Asked, ask
-from tokenring.cli.plan.report import explained, table
+from tokenring.cli.plan.report import explained, table, with_baseline
 from tokenring.cli.plan.sweep import sweep, sweep_svg, sweep_table
 from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
@@ -43,11 +43,13 @@ def main(argv: list[str]) -> int:
         return _explain(options, asked, console)
     console.status(f"planning for {asked.call.setting.interconnect.world_size} ranks")  # for many it takes a while
     plan = plan_or_forecast(asked.call)
-    console.clear()
     if options.json:
+        console.clear()
         print(plan.to_json(), end="")
     else:
-        console.say(table(plan, asked, options.all))
+        candidates = with_baseline(plan, asked.call.in_mode(plan.transport))
+        console.clear()
+        console.say(table(plan, asked, candidates, options.all))
     if options.save is not None:
         write_file(options.save, plan.to_json())
     if options.timeline is not None:
