@@ -242,7 +242,7 @@ def test_rates_that_are_asked_for() -> None:
         (("--ranks", "9"), "--ranks 9: a10-pix-4 has 4"),
         (("--ranks", "4100"), "asks for 1025 hosts; from 1 to 1024 can be had"),
         (("--ranks", "0"), "--ranks 0: a10-pix-4 has 4"),
-        (("--heads", "0"), "every size must be an integer from 1 on"),
+        (("--heads", "0"), "--heads 0: use 1 or more"),
         (("--kv-heads", "3"), "8 query heads are not a multiple of 3 kv heads"),
         (("--sweep", "seq=8k"), "--sweep seq=8k: write seq=8k..1M"),
         (("--sweep", "dim=8..16"), "--sweep dim=8..16: write seq="),

@@ -20,7 +20,8 @@ def of_ranks(here: Here) -> str:
 
 def test_a_context_says_what_it_is(ranks: RankPools) -> None:
     assert repr(ContextParallel()) == "ContextParallel(schedule auto, layout zigzag, rank 0 of 1)"
-    assert ranks(2)(of_ranks) == [f"ContextParallel(schedule usp/2, layout striped, rank {rank} of 2)" for rank in (0, 1)]
+    said = "ContextParallel(schedule usp/2, layout striped, rank {} of 2)"
+    assert ranks(2)(of_ranks) == [said.format(0), said.format(1)]
 
 
 def test_of_a_schedule_and_a_layout_of_ones_own() -> None:
@@ -44,7 +45,7 @@ def test_help_shows_what_users_call() -> None:
     shown = set(re.findall(r"^ \|  ([a-z]\w*)(?:\(|$)", text, re.MULTILINE))
     assert shown == CALLED
     assert {name for name in dir(ContextParallel()) if not name.startswith("_")} == CALLED | ASKED
-    for part in ("cp = tr.ContextParallel(", "tr.shard(x, cp", "tr.attention(q, k, v, cp", "cp.rank", "cp.world_size"):
+    for part in ("cp = tr.ContextParallel(", "tr.shard(x, cp", "tr.attention(q, k, v, cp", "cp.rank of cp.world_size"):
         assert part in text
 
 

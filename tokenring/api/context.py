@@ -58,11 +58,10 @@ CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
 class ContextParallel(Standing):
     """Attention over the ranks of a group: make one, once, and give it to every call.
 
-        cp = tr.ContextParallel(layout="zigzag")                # over all ranks, or group=mesh["cp"]
-        x, at = tr.shard(x, cp, dim=1), tr.positions(cp, seq_len)   # this rank's part of the sequence
-        out = tr.attention(q, k, v, cp, is_causal=True)         # [B, T, H, D]; differentiable
-        whole = tr.unshard(out, cp)                             # the whole sequence again, on every rank
-        print(cp, tr.plan(q, k, v, cp, is_causal=True))         # what was chosen, and why
+        cp = tr.ContextParallel(layout="zigzag")        # all ranks, or group=mesh["cp"]: cp.rank of cp.world_size
+        x = tr.shard(x, cp, dim=1)                      # this rank's part of the sequence; tr.positions are for RoPE
+        out = tr.attention(q, k, v, cp, is_causal=True) # [B, T, H, D]; differentiable
+        print(tr.plan(q, k, v, cp, is_causal=True))     # which schedule it takes, and why
 
     group: a ProcessGroup, a one-dimensional DeviceMesh (as mesh["cp"]), "self" for this rank alone, or None for the
         world (one rank, if torch.distributed is not initialised).
@@ -78,16 +77,17 @@ class ContextParallel(Standing):
         mode of transport "auto" with fewer connections where that is faster.
     transport: "auto", a name (docs/transports.md), or the `transport` of another ContextParallel of the same group.
     kernel: "auto" or a name.
-    pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
+    pieces: in how many parts chunks move; None: by the schedule and the sizes.
     timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds. One thread at a
     time uses it. Copies, deep ones too, are the context itself; it is not pickled.
-    `cp.rank` and `cp.world_size` say which rank of the group this is, and of how many.
     """
 
-    _internal = frozenset(("active_trace agreed_plan check_open executor handle kernel layout_for made_transport plan "
-        "pool speaker transport_for turn").split())  # fmt: skip
+    _internal = frozenset((
+        "active_trace", "agreed_plan", "check_open", "executor", "handle", "kernel", "layout_for", "made_transport",
+        "plan", "pool", "speaker", "transport_for", "turn",
+    ))  # fmt: skip
 
     def __init__(
         self,

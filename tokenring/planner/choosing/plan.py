@@ -14,7 +14,8 @@ from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.workload import Workload
 
 VERSION = 1
-FORMAT = "tokenring plan"
+FORMAT = "tokenring-plan/1"
+READ = (FORMAT, "tokenring plan")  # the second is what it was called first
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,7 +69,7 @@ class Plan:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:  # broken JSON, or a number of thousands of digits
             raise ConfigurationError(f"this is no plan: {error}") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        if not isinstance(found, dict) or found.get("format") not in READ:
             raise ConfigurationError("this is no plan: write one with Plan.save or `tokenring plan --json`")
         if found.get("version") != VERSION:
             raise ConfigurationError(
