@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tokenring.planner.choosing.plan import Candidate
+from tokenring.planner.choosing.candidates import Candidate
 
 CI = Path(__file__).resolve().parent.parent / "ci"
 

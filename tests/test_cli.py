@@ -138,7 +138,7 @@ class TestRefusals:
             (["schedule", "ring", *GIVEN, "--pieces", "3"], "schedule 'ring': 3 pieces do not divide chunks of 64"),
             (["schedule", "ring", *GIVEN, "--direction", "2"], "argument --direction: invalid choice: 2"),
             (["schedule", "ring", *GIVEN, "--kv-heads", "5"], "32 query heads are not a multiple of 5 kv heads"),
-            (["schedule", "ring", *GIVEN, "--kv-heads", "0"], "Workload(batch=1, q_length=512, kv_length=512, "),
+            (["schedule", "ring", *GIVEN, "--kv-heads", "0"], "--kv-heads 0: use 1 or more"),
             (["schedule", "ring", *GIVEN, "--json", "--svg"], "argument --svg: not allowed with argument --json"),
             (["schedule", "ring", *GIVEN, "-o", "/nowhere/it"], "cannot write '/nowhere/it': No such file"),
             (["schedule", "none.json"], "cannot read 'none.json': No such file or directory"),

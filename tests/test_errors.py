@@ -139,9 +139,10 @@ CALLS: dict[str, Refusal] = {
         "mask is of type Tensor; use Full(), Causal(), SlidingWindow or Documents",
     ),
     "a mask without its brackets": (
-        lambda: call(mask=tr.Causal),
+        lambda: call(mask=tr.SlidingWindow),
         ConfigurationError,
-        "mask is of type function; use Full(), Causal(), SlidingWindow or Documents",
+        "mask is of type function; use Full(), Causal(), SlidingWindow or Documents; this one wants its sizes: "
+        "SlidingWindow(left, right)",
     ),
     "documents beyond the sequence": (
         lambda: call(mask=tr.Documents([0, 5, 9])),

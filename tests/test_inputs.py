@@ -303,7 +303,7 @@ def test_no_transport_for_several_ranks(ranks: RankPools) -> None:
         ({"ranks": 0}, "ranks=0: give an integer from 1 on"),
         ({"layout": 3}, "layout is of type int"),
         ({"layout": "zigzag/²"}, "unknown layout 'zigzag/²'"),
-        ({"mask": 3}, "mask is a int; use Full()"),
+        ({"mask": 3}, "mask is of type int; use Full()"),
         ({"pieces": "x"}, "pieces='x': give an integer from 1 on"),
         ({"length": "x"}, "length='x': give an integer from 1 on"),
         ({"direction": 2}, "direction 2: use 1"),

@@ -166,7 +166,7 @@ class TestText:
     def test_refuses(self, text: str) -> None:
         with pytest.raises(ConfigurationError) as refusal:
             parse_mask(text)
-        assert str(refusal.value) == (
+        assert str(refusal.value).partition("; did you mean")[0] == (
             f"unknown mask {text.split('&')[-1]!r}; write full, causal, window(left,right), band(low,high), "
             f"documents(0,end,...), joined by &"
         )

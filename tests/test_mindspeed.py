@@ -23,7 +23,7 @@ from said import said
 
 from tokenring import BackendUnavailable, ConfigurationError, UnsupportedError
 from tokenring.integrations.megatron import TokenRingAttention
-from tokenring.planner.choosing.plan import Candidate
+from tokenring.planner.choosing.candidates import Candidate
 
 ASKED = ("--context-parallel-attention", "tokenring", "--context-parallel-size", "2")
 REPO = Path(__file__).resolve().parent.parent

@@ -35,10 +35,12 @@ REFUSED = [
     ("--timeline", (".svg", ".json"), PLAN),
     ("--svg", (".svg",), (*PLAN, "--sweep", "seq=4k..8k")),
     ("--json", (".json",), ("bench", "--ranks", "2")),
-    ("--picture", (".svg",), ("bench", "--ranks", "2")),
-    ("--picture", (".svg",), ("trace", "ring", "--ranks", "2")),
+    ("--save", (".json",), ("bench", "--ranks", "2")),
+    ("--svg", (".svg",), ("bench", "--ranks", "2")),
+    ("--svg", (".svg",), ("trace", "ring", "--ranks", "2")),
+    ("--save", (".json",), ("trace", "ring", "--ranks", "2")),
     ("--chrome", (".json",), ("trace", "ring", "--ranks", "2")),
-    ("--output", (".svg",), ("demo", "--ranks", "2")),
+    ("--svg", (".svg",), ("demo", "--ranks", "2")),
 ]
 
 
@@ -77,7 +79,7 @@ def test_a_schedule_is_written_as_its_file_says(suffix: str, begins: str, tmp_pa
 def test_a_diagnosis_is_written_as_its_file_says(tmp_path: Path) -> None:
     path = tmp_path / "it.json"
     assert run("doctor", "-o", str(path)) == (0, "")
-    assert json.loads(path.read_text(encoding="utf-8"))["format"] == "tokenring.cli.doctor"
+    assert json.loads(path.read_text(encoding="utf-8"))["format"] == "tokenring-doctor/1"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tokenring.cli.main import main
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing import planner
 from tokenring.planner.choosing.auto import Call, plan_call
-from tokenring.planner.choosing.plan import Candidate
+from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.planner import Planner
 from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh
 from tokenring.planner.interconnects.shared_links import group_net

@@ -110,7 +110,7 @@ def test_a_limit_that_nothing_meets_names_the_smallest() -> None:
     least = min(each.candidates[0].peak_bytes or 0 for each in every)
     with pytest.raises(ConfigurationError) as refused:
         forecast_call(large_call(memory_limit_bytes=1000, families=("usp/4", "ring", "relay/4")))
-    assert f"no schedule fits in 0.001 MB a rank; the smallest needs {mb_text(least)}: raise" in str(refused.value)
+    assert f"no schedule fits in 1 kB a rank; the smallest needs {mb_text(least)}: raise" in str(refused.value)
 
 
 def test_nothing_can_be_planned() -> None:

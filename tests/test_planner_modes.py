@@ -15,8 +15,9 @@ from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
 from tokenring.lowering.backend_names import BOUNDED, TRANSPORTS, bounded, transport_target
 from tokenring.planner.choosing.auto import Call, plan_call
+from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.memory_fallback import over, within_limit
-from tokenring.planner.choosing.plan import Candidate, Forecast, Plan
+from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.simulation.predict import Setting
 from tokenring.sequence.layout import contiguous

@@ -206,16 +206,22 @@ def refused(here: Here, what: str) -> str:
 
 
 CUTS = "layout 'zigzag' over 2 ranks cuts a sequence into 4 chunks; a length of "
-ADVICE = ", or choose another layout"
+
+
+def advice(tokens: int) -> str:
+    kept = f"Documents([0, {tokens}]), as text documents(0,{tokens})"
+    return f", or choose another layout; padding at the end keeps results with mask & {kept}"
+
+
 PARTS = "unshard wants parts of one shape, dtype and dim from every rank; found"
 
 
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("length", f"{CUTS}13 does not divide: pad to 16{ADVICE}"),
-        ("positions", f"{CUTS}3 is empty for some ranks: pad to 4{ADVICE}"),
-        ("uneven", f"{CUTS}18 does not divide: pad to 20{ADVICE}"),
+        ("length", f"{CUTS}13 does not divide: pad to 16{advice(13)}"),
+        ("positions", f"{CUTS}3 is empty for some ranks: pad to 4{advice(3)}"),
+        ("uneven", f"{CUTS}18 does not divide: pad to 20{advice(18)}"),
         ("shapes", f"{PARTS} rank 0: float32 [1, 16, 2] along 1, rank 1: float32 [1, 8, 2] along 1"),
         ("dtypes", f"{PARTS} rank 0: float32 [1, 8, 2] along 1, rank 1: bfloat16 [1, 8, 2] along 1"),
         ("dims", f"{PARTS} rank 0: float32 [8, 8] along 0, rank 1: float32 [8, 8] along 1"),

@@ -110,7 +110,7 @@ def test_command(tmp_path: Path) -> None:
         (["ring"], "say how many processes to start"),
         (["rings", "--ranks", "2"], "'rings'"),
         (["auto", "--ranks", "2", "--pieces", "2"], "--pieces goes with a schedule by name, not with auto"),
-        (["ring", "--ranks", "2", "--picture", "x", "--chrome", "x"], "--picture and --chrome are both x"),
+        (["ring", "--ranks", "2", "--svg", "x", "--chrome", "x"], "--svg and --chrome are both x"),
         (["ring", "--ranks", "2", "--chrome", "/no/such/x"], "--chrome /no/such/x: not a file in a folder"),
         (["ring", "--ranks", "2", "--rounds", "0"], "--rounds 0: use 1 or more"),
     ],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from numbers import Real
 from typing import TYPE_CHECKING, cast
 
 from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.nearest import hint
 from tokenring.sequence.layout import Layout, as_integer
 from tokenring.sequence.mask import Mask
 
@@ -20,7 +21,7 @@ MOST_SECONDS = 1e9  # above, clocks overflow
 
 
 def check_schedule_name(name: object) -> None:
-    from tokenring.schedule.families.registry import FAMILIES, forms, is_known, parse
+    from tokenring.schedule.families.registry import FAMILIES, family_of, forms, is_known, parse
 
     if not isinstance(name, str):
         raise ConfigurationError(
@@ -31,9 +32,11 @@ def check_schedule_name(name: object) -> None:
     asked = families.split(",") if restricted else [base]
     unknown = [each for each in asked if not is_known(each)]
     if (base != "auto" and (restricted or unknown)) or (restricted and unknown):
+        wrong = unknown[0] if unknown else name
+        like = hint(family_of(wrong), ["auto", *FAMILIES])
         raise ConfigurationError(
-            f"unknown schedule {unknown[0] if unknown else name!r} in {name!r}; choose auto, one of "
-            f"{forms()}, or restrict the choice, as in 'auto:ring,tokenring'"
+            f"unknown schedule {wrong!r} in {name!r}; choose auto, one of "
+            f"{forms()}, or restrict the choice, as in 'auto:ring,tokenring'{like}"
         )
     for each in asked if name != "auto" else ():
         if not (restricted and each in FAMILIES):  # auto chooses the parameters of a family
@@ -119,12 +122,12 @@ def check_transport(given: object, rank: int, world_size: int) -> None:
         )
 
 
-def check_name(what: str, given: object, known: Iterable[str], more: str) -> None:
+def check_name(what: str, given: object, known: Collection[str], more: str) -> None:
     choice = f"choose one of auto, {', '.join(known)}{more}"
     if not isinstance(given, str):
         raise ConfigurationError(f"{what} is of type {type(given).__name__}; {choice}")
     if given != "auto" and given not in known:
-        raise ConfigurationError(f"unknown {what} {given!r}; {choice}")
+        raise ConfigurationError(f"unknown {what} {given!r}; {choice}{hint(given, ['auto', *known])}")
 
 
 def seconds_limit(given: object) -> float:

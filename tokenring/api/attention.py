@@ -15,23 +15,25 @@ from tokenring.planner.choosing.plan import Plan
 from tokenring.runtime.derivatives import refuse_transforms
 from tokenring.runtime.refusal import refusing
 from tokenring.sequence.axis_order import Order, in_order, out_in_order, warn_if_swapped
-from tokenring.sequence.mask import Mask
+from tokenring.sequence.mask_words import MaskLike, read_mask
 from tokenring.sequence.request import Request
 
 
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
-    scale: float | None = None, return_lse: Literal[False] = False, *, dropout_p: float = 0.0, softcap: float = 0.0,
-    sinks: object = None, bias: object = None, order: Order | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
+    scale: float | None = None, return_lse: Literal[False] = False, *, is_causal: bool | None = None,
+    dropout_p: float = 0.0, softcap: float = 0.0, sinks: object = None, bias: object = None,
+    order: Order | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
-    scale: float | None = None, *, return_lse: Literal[True], dropout_p: float = 0.0, softcap: float = 0.0,
-    sinks: object = None, bias: object = None, order: Order | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
+    scale: float | None = None, *, return_lse: Literal[True], is_causal: bool | None = None,
+    dropout_p: float = 0.0, softcap: float = 0.0, sinks: object = None, bias: object = None,
+    order: Order | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -40,10 +42,11 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     cp: ContextParallel,
-    mask: Mask | None = None,
+    mask: MaskLike = None,
     scale: float | None = None,
     return_lse: bool = False,
     *,
+    is_causal: bool | None = None,
     dropout_p: float = 0.0,
     softcap: float = 0.0,
     sinks: object = None,
@@ -53,7 +56,8 @@ def attention(
     """Exact attention over the sequence that the ranks of `cp` hold together; differentiable.
 
     q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv.
-    mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &.
+    mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &; or its text, such
+    as "causal" or "window(128,0)". is_causal: True for Causal(), as in scaled_dot_product_attention.
     scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
     order: "bthd" (the default), or "bhtd" for q, k, v and out as [B, H, T, D], as in scaled_dot_product_attention.
 
@@ -73,7 +77,7 @@ def attention(
             raise UnsupportedError(unsupported)
     q, k, v = ordered(q, k, v, cp, order)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
-    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled())
+    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled(), is_causal)
     out = out_in_order(out, order)
     warn_if_swapped(q, k, order)
     return (out, lse) if return_lse else out
@@ -84,9 +88,10 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     cp: ContextParallel,
-    mask: Mask | None,
+    mask: MaskLike,
     scale: float | None,
     training: bool,
+    is_causal: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of `attention`, for a caller that knows what gradients being off does not say.
 
@@ -96,8 +101,9 @@ def attend(
     if torch.compiler.is_compiling():
         check_context(cp)
         check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
-        return traced_attention(under_autocast(q), under_autocast(k), under_autocast(v), cp, mask, scale, training)
-    q, k, v, request = prepared(q, k, v, cp, mask, scale, training)
+        q, k, v = under_autocast(q), under_autocast(k), under_autocast(v)
+        return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training)
+    q, k, v, request = prepared(q, k, v, cp, mask, scale, training, is_causal)
     return attend_as(q, k, v, cp, request)
 
 
@@ -106,16 +112,17 @@ def prepared(
     k: torch.Tensor,
     v: torch.Tensor,
     cp: ContextParallel,
-    mask: Mask | None,
+    mask: MaskLike,
     scale: float | None,
     training: bool | None = None,
+    is_causal: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:
     """`call_inputs` and `make_request` of a call that all ranks make: what they raise on one, all hear."""
     check_context(cp)
     with refusing(cp, "forward", q, k, v):
         q, k, v = call_inputs(q, k, v, cp)
         refuse_transforms()
-        return q, k, v, make_request(q, k, v, cp, mask, scale, training)
+        return q, k, v, make_request(q, k, v, cp, mask, scale, training, is_causal)
 
 
 def attend_as(
@@ -127,13 +134,13 @@ def attend_as(
 
 
 def plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None, *,
-    order: Order | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None, *,
+    order: Order | None = None, is_causal: bool | None = None,
 ) -> Plan:  # fmt: skip
     """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
     q, k, v = in_order(q, k, v, order)
     q, k, v = call_inputs(q, k, v, cp)
-    found = cp.plan(make_request(q, k, v, cp, mask, None))
+    found = cp.plan(make_request(q, k, v, cp, mask, None, is_causal=is_causal))
     warn_if_swapped(q, k, order)
     return found
 

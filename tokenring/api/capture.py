@@ -19,7 +19,7 @@ from tokenring.runtime.executor import Executor
 from tokenring.runtime.refusal import refusing
 from tokenring.runtime.streams import Streams
 from tokenring.sequence.axis_order import Order, in_order, out_in_order, warn_if_swapped
-from tokenring.sequence.mask import Mask
+from tokenring.sequence.mask_words import MaskLike
 from tokenring.sequence.request import Request
 
 WARM_UP_CALLS = 3  # kernels load, tune and allocate in their first calls, which a graph must not hold
@@ -37,8 +37,8 @@ class _Graph(NamedTuple):
 
 
 def capture(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None = None,
-    scale: float | None = None, *, order: Order | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
+    scale: float | None = None, *, order: Order | None = None, is_causal: bool | None = None,
 ) -> CapturedAttention:  # fmt: skip
     """tokenring.attention for inputs like these, captured: a call then costs the launch of a graph.
 
@@ -52,7 +52,7 @@ def capture(
     rank fails to capture; what attention raises.
     """
     check_context(cp)
-    made = CapturedAttention(*ordered(q, k, v, cp, order), cp, mask, scale, order)
+    made = CapturedAttention(*ordered(q, k, v, cp, order), cp, mask, scale, order, is_causal)
     warn_if_swapped(q, k, order)
     return made
 
@@ -61,11 +61,11 @@ class CapturedAttention:
     """What `capture` gives: called with q, k and v, it returns (out, lse)."""
 
     def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask | None,
-        scale: float | None, order: Order | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike,
+        scale: float | None, order: Order | None = None, is_causal: bool | None = None,
     ) -> None:  # fmt: skip
         check_context(cp)
-        q, k, v, request = prepared(q, k, v, cp, mask, scale)
+        q, k, v, request = prepared(q, k, v, cp, mask, scale, is_causal=is_causal)
         transport = cp.transport_for(q.device, request.workload)
         with refusing(cp, "forward", q):
             _check_capturable(device_of(q), transport)

@@ -21,7 +21,7 @@ from tokenring.api.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.api.context import ContextParallel
 from tokenring.api.context_registry import context_of
 from tokenring.api.inputs import check_tensors, request_of
-from tokenring.errors import UnsupportedError
+from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.derivatives import SECOND, refuse_tangents, refuse_transforms
 from tokenring.runtime.refusal import refusing
 from tokenring.runtime.results import Changes
@@ -29,7 +29,8 @@ from tokenring.sequence.mask import Mask
 from tokenring.sequence.request import Request
 
 CALL = (
-    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable"
+    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
+    "str? wrong"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -50,18 +51,22 @@ def traced_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     cp: ContextParallel,
-    mask: Mask | None,
+    read: tuple[Mask | None, str | None],
     scale: float | None,
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break."""
+    """(out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break.
+
+    read: the mask, or what is wrong with it, which the operator refuses when it runs, on all ranks.
+    """
     refuse_transforms()
+    mask, wrong = read
     low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
     if isinstance(scale, int) and not -MOST_INTEGER <= scale <= MOST_INTEGER:
         scale = math.inf  # which is refused as well
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, cp.handle, low, high, cu_seqlens, scale, training, differentiable
+        q, k, v, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong
     )
     return out, lse
 
@@ -181,8 +186,11 @@ def _request(
     scale: float | None,
     training: bool,
     differentiable: bool,
+    wrong: str | None,
 ) -> Request:
     check_tensors(q, k, v)
+    if wrong is not None:
+        raise ConfigurationError(wrong)
     mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
     return request_of(q, k, v, cp, mask, scale, training, differentiable)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +21,8 @@ from tokenring.api.arguments import (
     seconds_limit,
 )
 from tokenring.api.context_registry import new_handle
-from tokenring.errors import ConfigurationError, NotPicklable, UnsupportedError
+from tokenring.api.standing import Standing
+from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
 from tokenring.planner.choosing.checks import check_memory_limit, check_topology
@@ -54,8 +55,13 @@ TIMEOUT_SECONDS = 60.0
 CACHED_PROGRAMS = 64  # bound programs, each for one workload, mask and pass
 
 
-class ContextParallel:
-    """Attention over the ranks of a group.
+class ContextParallel(Standing):
+    """Attention over the ranks of a group: make one, once, and give it to every call.
+
+        cp = tr.ContextParallel(layout="zigzag")        # all ranks, or group=mesh["cp"]: cp.rank of cp.world_size
+        x = tr.shard(x, cp, dim=1)                      # this rank's part of the sequence; tr.positions are for RoPE
+        out = tr.attention(q, k, v, cp, is_causal=True) # [B, T, H, D]; differentiable
+        print(tr.plan(q, k, v, cp, is_causal=True))     # which schedule it takes, and why
 
     group: a ProcessGroup, a one-dimensional DeviceMesh (as mesh["cp"]), "self" for this rank alone, or None for the
         world (one rank, if torch.distributed is not initialised).
@@ -71,12 +77,17 @@ class ContextParallel:
         mode of transport "auto" with fewer connections where that is faster.
     transport: "auto", a name (docs/transports.md), or the `transport` of another ContextParallel of the same group.
     kernel: "auto" or a name.
-    pieces: in how many parts chunks move; None leaves it to the schedule and the sizes.
+    pieces: in how many parts chunks move; None: by the schedule and the sizes.
     timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds. One thread at a
     time uses it. Copies, deep ones too, are the context itself; it is not pickled.
     """
+
+    _internal = frozenset((
+        "active_trace", "agreed_plan", "check_open", "executor", "handle", "kernel", "layout_for", "made_transport",
+        "plan", "pool", "speaker", "transport_for", "turn",
+    ))  # fmt: skip
 
     def __init__(
         self,
@@ -113,6 +124,11 @@ class ContextParallel:
         self.turn = turn_of(transport, self.world_size)
         self.handle = new_handle(self)
 
+    def __repr__(self) -> str:
+        names = [each if isinstance(each, str) else each.name for each in (self.schedule, self.layout)]
+        state = ", closed" if self._closed else ""
+        return f"ContextParallel(schedule {names[0]}, layout {names[1]}, rank {self.rank} of {self.world_size}{state})"
+
     def _check(self) -> None:
         from tokenring.lowering.backend_names import KERNELS
 
@@ -126,9 +142,7 @@ class ContextParallel:
 
     def close(self) -> None:
         """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
-
-        A transport that was given stays open, for whoever made it to close. Closing twice is fine. Closes
-        itself at the end of a `with`.
+        A transport that was given stays open, for whoever made it to close. A `with` closes at its end.
         """
         self._closed = True
         self._executor.cache_clear()
@@ -143,20 +157,6 @@ class ContextParallel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __copy__(self) -> ContextParallel:
-        return self
-
-    def __deepcopy__(self, memo: object) -> ContextParallel:
-        """Itself: copies of a model, as for averaged weights, compute with the same ranks and buffers."""
-        return self
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise NotPicklable(
-            "a ContextParallel cannot be pickled or saved: it stands for the group, the connections and the memory of "
-            "this process. Save model.state_dict() instead of the model, or take the context out before, and set one "
-            "made anew after loading"
-        )
 
     def check_open(self) -> None:
         """Raises ConfigurationError once this is closed, or its group destroyed."""

@@ -9,6 +9,7 @@ from tokenring.api.tensor_checks import check_tensor
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.scaling import checked_scale
 from tokenring.sequence.mask import Full, Mask
+from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.request import Request
 from tokenring.sequence.workload import Workload
 
@@ -18,14 +19,15 @@ def make_request(
     k: torch.Tensor,
     v: torch.Tensor,
     cp: ContextParallel,
-    mask: Mask | None,
+    mask: MaskLike,
     scale: float | None,
     training: bool | None = None,
+    is_causal: bool | None = None,
 ) -> Request:
     """What a call asks for; checks that everything fits together. training None: whether gradients are on."""
     training = torch.is_grad_enabled() if training is None else training
     differentiable = any(x.requires_grad for x in (q, k, v))
-    return request_of(q, k, v, cp, mask, scale, training, differentiable)
+    return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable)
 
 
 def request_of(
@@ -100,10 +102,6 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
         )
     if min(q.shape[1], k.shape[1]) == 0:
         raise ConfigurationError(f"a rank with an empty shard cannot take part: {shapes}; pad the sequence")
-    if not isinstance(mask, Mask):
-        raise ConfigurationError(
-            f"mask is of type {type(mask).__name__}; use Full(), Causal(), SlidingWindow or Documents"
-        )
     q_length, kv_length = q.shape[1] * cp.world_size, k.shape[1] * cp.world_size
     if q_length != kv_length and mask.needs_equal_lengths:
         raise UnsupportedError(

@@ -5,21 +5,35 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tokenring.cli.spelling import DTYPES, PRINTED, SIZES_TEXT, add_heads, add_passes, add_seq, also, check_counts
 from tokenring.errors import ConfigurationError
+from tokenring.nearest import hint
 
 
-def add_call_options(parser: argparse.ArgumentParser, dtypes: tuple[str, ...]) -> None:
+def add_call_options(parser: argparse.ArgumentParser) -> None:
     """Which ranks, and which attention call."""
     add = parser.add_argument
     add("--ranks", type=int, metavar="P", help="start so many processes on this machine, with one thread each")
-    add("--seq-len", type=int, default=4096, metavar="N", help="tokens of the whole sequence (4096)")
-    add("--heads", type=int, default=8, metavar="N", help="query heads (8)")
-    add("--kv-heads", type=int, metavar="N", help="kv heads (as many as query heads)")
-    add("--head-dim", type=int, default=64, metavar="N", help="dimension of a head (64)")
-    add("--batch", type=int, default=1, metavar="N", help="sequences (1)")
-    add("--dtype", choices=dtypes, default="float32", help="of the inputs (float32)")
+    add_seq(parser, ("--seq-len",), default=4096, help=f"tokens of the whole sequence (4k), {SIZES_TEXT}")
+    add_heads(parser, 8, 64, "fp32")
     add("--mask", default="causal", metavar="MASK", help='full, causal, "window(128,0)", ... (causal)')
-    add("--forward-only", action="store_true", help="no backward pass")
+    add_passes(parser)
+
+
+def add_report_options(parser: argparse.ArgumentParser, what: str, drawn: str) -> None:
+    """What is printed and written. --json FILE, which once was the only way to a file, still writes it."""
+    add = parser.add_argument
+    add("--json", nargs="?", const=PRINTED, metavar="", help=f"print {what} as JSON")
+    add("--save", metavar="FILE", help="write the JSON to a file")
+    also(parser, add("--svg", metavar="FILE", help=f"draw {drawn}"), "--picture")
+
+
+def with_printed(options: argparse.Namespace) -> argparse.Namespace:
+    """The options, where `printed` says that JSON is to be printed, and `json` names a file or nothing."""
+    options.printed = options.json == PRINTED
+    if options.printed:
+        options.json = None
+    return options
 
 
 def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
@@ -31,19 +45,23 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     from tokenring.sequence.mask import parse_mask
     from tokenring.sequence.workload import Workload
 
+    check_counts(options)
+    dtype = DTYPES[options.dtype]
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
-    size = (options.heads, kv_heads, options.head_dim, getattr(torch, options.dtype))
-    Workload(options.batch, options.seq_len, options.seq_len, *size)
-    make_layout(options.layout, ranks, options.seq_len)
+    size = (options.heads, kv_heads, options.dim, getattr(torch, dtype))
+    Workload(options.batch, options.seq, options.seq, *size)
+    make_layout(options.layout, ranks, options.seq)
     mask = parse_mask(options.mask)
-    mask.check_length(options.seq_len)
+    mask.check_length(options.seq)
     if options.rounds < 1:
         raise ConfigurationError(f"--rounds {options.rounds}: use 1 or more")
     if options.pieces is not None and options.pieces < 1:
         raise ConfigurationError(f"--pieces {options.pieces}: use 1 or more")
     if options.transport not in ("auto", *TRANSPORTS):
         known = ", ".join(TRANSPORTS)
-        raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}")
-    names = ("seq_len", "heads", "head_dim", "dtype", "batch", "layout", "transport", "pieces", "rounds")
+        like = hint(options.transport, ["auto", *TRANSPORTS])
+        raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}{like}")
+    names = ("heads", "batch", "layout", "transport", "pieces", "rounds")
     named = {name: getattr(options, name) for name in names}
-    return named | {"kv_heads": kv_heads, "mask": str(mask), "backward": not options.forward_only}
+    named |= {"seq_len": options.seq, "head_dim": options.dim, "dtype": dtype}
+    return named | {"kv_heads": kv_heads, "mask": str(mask), "backward": options.passes == "training"}

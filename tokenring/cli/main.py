@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tokenring._version import __version__
+from tokenring.cli.spelling import DTYPES, PRINTED, SIZES_TEXT, add_heads, add_seq, check_counts
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
 from tokenring.display.safe_text import plain, plain_lines
 from tokenring.errors import ConfigurationError, TokenRingError
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 USAGE_ERROR = 2
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-BUILD_OPTIONS = ("ranks", "layout", "mask", "direction", "pieces", "length")  # what a file says itself
+BUILD_OPTIONS = ("ranks", "layout", "mask", "direction", "pieces", "seq")  # what a file says itself
 
 
 def main(
@@ -92,10 +92,17 @@ def _run(argv: list[str], stdin: TextIO) -> int:
         from tokenring.cli.topology.command import main as topology_main
 
         return topology_main(argv[1:])
-    options = read_options(_parser().parse_args, argv)
+    options = read_options(_parser().parse_args, svg_printed(argv))
     if isinstance(options, int):
         return options
     return _schedule_command(options, stdin)
+
+
+def svg_printed(argv: list[str]) -> list[str]:
+    """The arguments, where an --svg before what is no picture's file prints: once it took none."""
+    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    prints = [each == "--svg" and not after.lower().endswith(".svg") for each, after in pairs]
+    return [f"--svg={PRINTED}" if alone else each for each, alone in zip(argv, prints, strict=True)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,21 +133,23 @@ def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     add("--mask", metavar="MASK", help='e.g. causal, "window(128,0)", "causal&documents(0,7,9)" (default: full)')
     add("--direction", type=int, choices=(1, -1), help="which way a ring turns (default: what moves fewer bytes)")
     add("--pieces", type=int, metavar="N", help="parts of a chunk that move apart")
-    add("--length", type=int, metavar="N", help="tokens of the whole sequence (default: small)")
+    add_seq(parser, ("--length",), help=f"tokens of the whole sequence (default: small), {SIZES_TEXT}")
     add("--pass", dest="direction_of", choices=("forward", "backward"), default="forward",
         help="the pass of the summary and of the picture")  # fmt: skip
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the schedule as JSON (docs/schedule-json.md)")
-    form.add_argument("--svg", action="store_true", help="a picture of the pass")
+    form.add_argument("--svg", nargs="?", const=PRINTED, metavar="FILE", help="a picture of the pass, printed or drawn")
     add("-o", "--output", metavar="FILE", help="write to a file instead: .txt, .json or .svg")
-    add("--heads", type=int, default=32, metavar="N", help="query heads of the summary's workload (32)")
-    add("--kv-heads", type=int, metavar="N", help="its kv heads (default: as many as query heads)")
-    add("--dim", type=int, default=128, metavar="N", help="its head dimension (128)")
-    add("--dtype", choices=tuple(DTYPES), default="bf16", help="its dtype (bf16)")
-    add("--batch", type=int, default=1, metavar="N", help="its batch (1)")
+    add_heads(parser.add_argument_group("the summary's workload"), 32, 128, "bf16")
 
 
 def _schedule_command(options: argparse.Namespace, stdin: TextIO) -> int:
+    if options.svg not in (None, PRINTED):  # --svg FILE is -o FILE.svg
+        check_suffix("--svg", options.svg, ".svg")
+        if options.output is not None:
+            raise ConfigurationError(f"--svg {options.svg} and --output {options.output} are two files: leave one out")
+        options.output = options.svg
+    check_counts(options)
     text_of = _form(options)
     is_file = options.name == "-" or options.name.endswith(".json")
     schedule = (_read(options, stdin) if is_file else _build(options)).verify()
@@ -154,9 +163,11 @@ def _schedule_command(options: argparse.Namespace, stdin: TextIO) -> int:
 
 def _build(options: argparse.Namespace) -> Schedule:
     from tokenring.schedule.by_name import schedule
+    from tokenring.schedule.families.registry import parse
     from tokenring.sequence.mask import parse_mask
 
     if options.ranks is None:
+        parse(options.name)  # says what is wrong with the name
         raise ConfigurationError(f"schedule {options.name!r}: say for how many ranks, as in --ranks 4")
     if options.ranks > 0:  # else they are refused below
         check_size(options.name, options.ranks, options.layout or "zigzag", options.pieces)
@@ -167,7 +178,7 @@ def _build(options: argparse.Namespace) -> Schedule:
         parse_mask(options.mask or "full"),
         options.direction,
         options.pieces,
-        options.length,
+        options.seq,
     )
 
 

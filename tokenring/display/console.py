@@ -6,13 +6,16 @@ import argparse
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from tokenring.display.safe_text import plain, plain_lines
 from tokenring.errors import ConfigurationError
+from tokenring.nearest import hint
 
+CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+STRAY = re.compile(r"unrecognized arguments: (?:[^-]\S* )*(--?[^\s=]+)")
 LARGEST = 1 << 50  # of any count; far above, Python's containers and torch overflow
 
 
@@ -29,7 +32,25 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}; see {self.prog} --help")
+        raise ConfigurationError(f"{message}{self._hint(message)}; see {self.prog} --help")
+
+    def _hint(self, message: str) -> str:
+        """What was meant by a choice that is none, or by an option that there is not, as argparse complains of it."""
+        if (choice := CHOICE.search(message)) is not None:
+            return hint(choice[1], re.findall(r"[\w./-]+", choice[2]))
+        if (stray := STRAY.match(message)) is not None:
+            return hint(stray[1], _options(self))
+        return ""
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Those that help shows, of the commands of a parser too."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _options(each)
+        elif action.help != argparse.SUPPRESS:
+            yield from action.option_strings
 
 
 def read_options(read: Callable[[list[str]], argparse.Namespace], argv: list[str]) -> argparse.Namespace | int:

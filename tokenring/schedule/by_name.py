@@ -11,6 +11,7 @@ from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import Scheme, build
 from tokenring.sequence.layout import Layout, as_integer, make_layout, read_name
 from tokenring.sequence.mask import Mask
+from tokenring.sequence.mask_words import MaskLike, mask_of
 
 NOMINAL_TOKENS = 64  # of a chunk
 
@@ -19,7 +20,7 @@ def schedule(
     name: str | Scheme,
     ranks: int,
     layout: str | Layout = "zigzag",
-    mask: Mask | None = None,
+    mask: MaskLike = None,
     direction: int | None = None,
     pieces: int | None = None,
     length: int | None = None,
@@ -35,9 +36,8 @@ def schedule(
     if length is None:
         length = layout.length if isinstance(layout, Layout) else _nominal_length(name, layout, ranks)
     length = _count("length", length)
-    mask = Mask() if mask is None else mask
-    if not isinstance(mask, Mask):
-        raise ConfigurationError(f"mask is a {type(mask).__name__}; use Full(), Causal(), SlidingWindow or Documents")
+    found = mask_of(mask)
+    mask = Mask() if found is None else found
     mask.check_length(length)
     made = make_layout(layout, ranks, length)
     if isinstance(name, Scheme):

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 
 from tokenring.errors import ConfigurationError
+from tokenring.nearest import hint
 
 COUNTED_LENGTH = 2**24  # positions that may be counted one by one, for chunks that interleave in no way of ours
 NAME = re.compile("([a-z]+)(?:/([1-9][0-9]{0,8}))?", re.ASCII)
@@ -181,7 +182,7 @@ def read_name(name: str) -> tuple[str, int]:
         raise ConfigurationError(f"layout is of type {type(name).__name__}; {known}, or give a Layout")
     match = NAME.fullmatch(name)
     if match is None or match[1] not in LAYOUTS:
-        raise ConfigurationError(f"unknown layout {name!r}; {known}")
+        raise ConfigurationError(f"unknown layout {name!r}; {known}{hint(name.partition('/')[0], LAYOUTS)}")
     return match[1], int(match[2] or 1)
 
 
@@ -256,9 +257,11 @@ def _sizes(base: str, world_size: int, length: int, cuts: int, parts_per_rank: i
     if tokens < count or tokens % count:
         padded = max(count, -(-tokens // count) * count)
         found = "is empty for some ranks" if tokens < count else "does not divide"
+        kept = f"; padding at the end keeps results with mask & Documents([0, {tokens}])"
+        kept = f"{kept}, as text documents(0,{tokens})" if tokens > 0 else ""
         raise ConfigurationError(
             f"layout {_name(base, cuts)!r} over {world_size} ranks cuts a sequence into {count} chunks; "
-            f"a length of {tokens} {found}: pad to {padded}, or choose another layout"
+            f"a length of {tokens} {found}: pad to {padded}, or choose another layout{kept}"
         )
     return world_size, tokens, cuts
 

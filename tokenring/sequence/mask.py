@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import cast
 
 from tokenring.errors import ConfigurationError
+from tokenring.nearest import hint
 from tokenring.sequence.layout import Positions, as_integer
 from tokenring.sequence.region import Patch, Region, inside, tidy, window_region
 
@@ -154,6 +155,15 @@ def Documents(cu_seqlens: Sequence[int]) -> Mask:
     return Mask(cu_seqlens=_documents(cu_seqlens))
 
 
+MASKS: dict[str, Callable[..., Mask]] = {
+    "full": Full,
+    "causal": Causal,
+    "window": SlidingWindow,
+    "band": lambda low, high: Mask(low, high),
+    "documents": lambda *bounds: Documents(bounds),
+}  # by the word that a mask's text begins with
+
+
 def parse_mask(text: str) -> Mask:
     """The mask that str(mask) printed: parts joined by "&".
 
@@ -167,24 +177,17 @@ def parse_mask(text: str) -> Mask:
         except (KeyError, ValueError, TypeError):
             raise ConfigurationError(
                 f"unknown mask {_short(part)}; write full, causal, window(left,right), band(low,high), "
-                f"documents(0,end,...), joined by &"
+                f"documents(0,end,...), joined by &{hint(part.partition('(')[0].strip(), MASKS)}"
             ) from None
     return mask
 
 
 def _part(text: str) -> Mask:
     """One part of a mask's text. Raises KeyError, ValueError or TypeError."""
-    makers: dict[str, Callable[..., Mask]] = {
-        "full": Full,
-        "causal": Causal,
-        "window": SlidingWindow,
-        "band": lambda low, high: Mask(low, high),
-        "documents": lambda *bounds: Documents(bounds),
-    }
     match = PART.fullmatch(text)
     if match is None:
         raise ValueError(text)
-    return makers[match[1]](*map(_number, match[2].split(",") if (match[2] or "").strip() else ()))
+    return MASKS[match[1]](*map(_number, match[2].split(",") if (match[2] or "").strip() else ()))
 
 
 def _number(text: str) -> int | None:

@@ -25,9 +25,9 @@ class Workload:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        sizes = (self.batch, self.q_length, self.kv_length, self.q_heads, self.kv_heads, self.head_dim)
-        if any((as_integer(size) or 0) < 1 for size in sizes):
-            raise ConfigurationError(f"{self}: every size must be an integer from 1 on")
+        for name in ("batch", "q_length", "kv_length", "q_heads", "kv_heads", "head_dim"):
+            if (as_integer(getattr(self, name)) or 0) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: every size must be an integer from 1 on")
         if self.q_heads % self.kv_heads:
             raise ConfigurationError(
                 f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads: "

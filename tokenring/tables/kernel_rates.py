@@ -18,7 +18,7 @@ from tokenring.ir.schedule_data import PASSES
 from tokenring.tables.kept_files import cache_folder, keep_document
 from tokenring.tables.rates import Rates
 
-VERSION = 1
+FORMAT, VERSION = "tokenring-rates/1", 1  # tables were kept without a format at first
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,13 @@ class Key:
 
 def keep(rates: Rates, key: Key, environment: Mapping[str, str]) -> Path | None:
     """Write a table into the user's cache; the file, or None where there is no home. Raises ConfigurationError."""
-    document = {"version": VERSION, "key": asdict(key), "rates": asdict(rates)}
-    return keep_document(key.file_name, json.dumps(document, indent=2) + "\n", environment)
+    return keep_document(key.file_name, to_json(rates, key), environment)
+
+
+def to_json(rates: Rates, key: Key) -> str:
+    """A table as read_table reads it."""
+    document = {"format": FORMAT, "version": VERSION, "key": asdict(key), "rates": asdict(rates)}
+    return json.dumps(document, indent=2) + "\n"
 
 
 def kept(key: Key, environment: Mapping[str, str] | None = None) -> Rates | None:

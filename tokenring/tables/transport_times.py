@@ -22,7 +22,7 @@ from tokenring.tables.kept_files import cache_folder, keep_document
 from tokenring.tables.rates import interpolate
 from tokenring.tables.transport_choice import DOMAINS, PAIRS, Domain, Spread, choose, size_text, time_text
 
-VERSION = 1
+FORMAT, VERSION = "tokenring-transports/1", 1  # tables were kept without a format at first
 FILES = "transports-*.json"
 
 
@@ -107,7 +107,8 @@ def taken(key: Key, transfers: Transfers) -> str:
 
 
 def to_json(key: Key, transfers: Transfers) -> str:
-    document = {"version": VERSION, "key": asdict(key), "seconds": dict(transfers.samples)}
+    """A table as from_json reads it."""
+    document = {"format": FORMAT, "version": VERSION, "key": asdict(key), "seconds": dict(transfers.samples)}
     return json.dumps(document, indent=2) + "\n"
 
 

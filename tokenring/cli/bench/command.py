@@ -10,14 +10,15 @@ from functools import partial
 
 from tokenring.cli.bench.emulate import add_options, check_options, start
 from tokenring.cli.bench.picture import to_svg
-from tokenring.cli.bench.results import ERROR_LIMITS, Case, Report
+from tokenring.cli.bench.results import Case, Report
 from tokenring.cli.bench.table import table
-from tokenring.cli.call_options import add_call_options, check_call
+from tokenring.cli.call_options import add_call_options, add_report_options, check_call, with_printed
 from tokenring.display.console import Console, Parser
 from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command, ranks_started
-from tokenring.schedule.families.registry import forms, is_known, parse
+from tokenring.nearest import hint
+from tokenring.schedule.families.registry import FAMILIES, family_of, forms, is_known, parse
 
 MODULE = "tokenring.cli.bench.worker"
 
@@ -27,17 +28,20 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
-    outputs = {"json": Report.to_json, "picture": to_svg}
+    outputs = {"json": Report.to_json, "save": Report.to_json, "svg": to_svg}
     started = ranks_started(environment) is not None
     case = partial(_case, started)
-    suffixes = {"json": (".json",), "picture": (".svg",)}
+    suffixes = {"json": (".json",), "save": (".json",), "svg": (".svg",)}
     command = Command("bench", MODULE, _options, case, Report.from_json, outputs, _show, suffixes, start)
     return command.main(argv, environment)
 
 
 def _show(report: Report, options: argparse.Namespace, console: Console) -> int:
-    console.say(table(report, console.ink).rstrip("\n"))
-    for path in filter(None, (options.json, options.picture)):
+    if options.printed:
+        console.data(report.to_json())
+    else:
+        console.say(table(report, console.ink).rstrip("\n"))
+    for path in filter(None, (options.json, options.save, options.svg)) if not options.printed else ():
         console.say(console.ink.pale(f"written: {plain(path)}"))
     if (complaint := report.complaint()) is not None:
         console.complain(f"tokenring bench: {complaint}")
@@ -55,7 +59,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "on the same inputs and in turns.",
         epilog="Under torchrun, without --ranks, it runs on the processes at hand. docs/bench.md says how it measures.",
     )
-    add_call_options(parser, tuple(ERROR_LIMITS))
+    add_call_options(parser)
     add = parser.add_argument
     add("--rounds", type=int, default=11, metavar="N", help="rounds that count (11)")
     add("--schedules", default="all", metavar="NAMES",
@@ -64,10 +68,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--layout", default="zigzag", metavar="NAME", help="of our schedules (zigzag); peers have their own")
     add("--transport", default="auto", metavar="NAME", help="of our schedules (auto); peers use Gloo")
     add("--pieces", type=int, metavar="N", help="parts of a chunk that our schedules move apart (their own choice)")
-    add("--json", metavar="FILE", help="write the report with every sample (docs/bench.md)")
-    add("--picture", metavar="FILE", help="draw the report, as SVG")
+    add_report_options(parser, "the report with every sample (docs/bench.md)", "the report")
     add_options(parser)
-    return parser.parse_args(argv)
+    return with_printed(parser.parse_args(argv))
 
 
 def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
@@ -92,7 +95,8 @@ def _schedules(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if not is_known(name) and name != "auto":
-            raise ConfigurationError(f"--schedules {text}: {name!r} is none of all, {forms()}, auto")
+            like = hint(family_of(name), ["all", "auto", *FAMILIES])
+            raise ConfigurationError(f"--schedules {text}: {name!r} is none of all, {forms()}, auto{like}")
         if name != "auto":
             parse(name)
     return names
@@ -105,5 +109,6 @@ def _names(option: str, text: str, words: Mapping[str, list[str]], known: list[s
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
-            raise ConfigurationError(f"{option} {text}: {name!r} is none of {', '.join([*words, *known])}")
+            listed = ", ".join([*words, *known])
+            raise ConfigurationError(f"{option} {text}: {name!r} is none of {listed}{hint(name, [*words, *known])}")
     return names

@@ -21,6 +21,7 @@ from tokenring.cli.demo.report import (
     training_text,
 )
 from tokenring.cli.demo.results import Checked, Measured, Result, Started, Stepped, from_line, training_complaint
+from tokenring.cli.spelling import SIZES_TEXT, add_seq, also
 from tokenring.cli.trace.picture import to_svg
 from tokenring.display.console import Parser, check_suffix, cores, machine, read_options
 from tokenring.display.safe_text import plain
@@ -165,11 +166,13 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--ranks", type=int, default=4, metavar="P", help="how many processes (default: 4)")
-    add("--seq", type=int, default=8192, metavar="N", help="tokens of the whole sequence (8192)")
+    add_seq(parser, default=8192, help=f"tokens of the whole sequence (8k), {SIZES_TEXT}")
     add("--steps", type=int, default=24, metavar="N", help=f"steps of training, {FEWEST_STEPS} or more (24)")
     add("--layout", default="zigzag", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag)")
     add("--schedule", default="auto", metavar="NAME", help="auto, or a schedule's name (auto)")
-    add("--output", default="tokenring-demo.svg", metavar="FILE", help="the picture (./tokenring-demo.svg)")
+    picture = add("--svg", dest="output", default="tokenring-demo.svg", metavar="FILE",
+        help="the picture (./tokenring-demo.svg)")  # fmt: skip
+    also(parser, picture, "--output")
     add("--seed", type=int, default=0, metavar="N", help="of the weights and the text's order (0)")
     options = parser.parse_args(argv)
     _check(options)
@@ -184,8 +187,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{name} {getattr(options, name)}: use {least} or more")
     check_processes(options.ranks)
     make_layout(options.layout, options.ranks, options.seq)
-    check_suffix("--output", options.output, ".svg")
-    check_output("--output", Path(options.output))
+    check_suffix("--svg", options.output, ".svg")
+    check_output("--svg", Path(options.output))
 
 
 def _worker_arguments(options: argparse.Namespace) -> list[str]:

@@ -10,15 +10,17 @@ import os
 import sys
 
 from tokenring.cli.plan.options import Asked, ask
-from tokenring.cli.plan.report import explained, table
+from tokenring.cli.plan.report import explained, table, with_baseline
 from tokenring.cli.plan.sweep import sweep, sweep_svg, sweep_table
+from tokenring.cli.spelling import SIZES_TEXT, add_heads, add_passes
 from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
 from tokenring.planner.choosing.auto import Call, call_bound, check_made, make, plan_or_forecast
+from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
-from tokenring.sequence.sizes import SIZES, read_size
+from tokenring.sequence.sizes import read_size
 
 SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",)}
 
@@ -43,11 +45,13 @@ def main(argv: list[str]) -> int:
         return _explain(options, asked, console)
     console.status(f"planning for {asked.call.setting.interconnect.world_size} ranks")  # for many it takes a while
     plan = plan_or_forecast(asked.call)
-    console.clear()
     if options.json:
+        console.clear()
         print(plan.to_json(), end="")
     else:
-        console.say(table(plan, asked, options.all))
+        candidates = with_baseline(plan, asked.call.in_mode(plan.transport))
+        console.clear()
+        console.say(table(plan, asked, candidates, options.all))
     if options.save is not None:
         write_file(options.save, plan.to_json())
     if options.timeline is not None:
@@ -92,20 +96,16 @@ def _parser() -> Parser:
     parser = Parser(
         prog="tokenring plan",
         description="Which attention schedule is fastest for a workload on a topology, and why.",
-        epilog=f"Sizes may end in {', '.join(SIZES)} (powers of 1024). docs/planner.md says how it is reckoned.",
+        epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). docs/planner.md says how it is reckoned.",
     )
     add = parser.add_argument
     add("--topology", metavar="TOPOLOGY", required=True,
         help="preset:NAME, preset:NAME*4 (four over their NICs), a saved topology, a dump, or `measured`")  # fmt: skip
-    add("--seq", default="128k", metavar="N", help="tokens of the whole sequence (128k)")
-    add("--heads", type=int, default=32, metavar="N", help="query heads (32)")
-    add("--kv-heads", type=int, metavar="N", help="kv heads (as many as query heads)")
-    add("--dim", type=int, default=128, metavar="N", help="head dimension (128)")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(bf16)")
-    add("--batch", type=int, default=1, metavar="N", help="(1)")
+    add("--seq", default="128k", metavar="N", help=f"tokens of the whole sequence (128k), {SIZES_TEXT}")
+    add_heads(parser, 32, 128, "bf16")
     add("--mask", default="causal", metavar="MASK", help='full, causal, "window(128,0)", ... (causal)')
     add("--layout", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag if causal)")
-    add("--pass", dest="passes", choices=("forward", "training"), default="training", help="(training)")
+    add_passes(parser)
     add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator); of a preset also a multiple")
     add("--tp", type=int, default=1, metavar="N", help="neighbours that share the heads by tensor parallelism (1)")
     add("--schedules", metavar="NAMES", help="only these families or schedules, separated by commas")

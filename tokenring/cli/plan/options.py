@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tokenring.api.arguments import check_name
+from tokenring.cli.spelling import check_counts
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.backend_names import TRANSPORTS, bounded, kernel_class, transport_target
@@ -54,6 +55,7 @@ def ask(options: argparse.Namespace) -> Asked:
     target = IDEAL if transport is None else transport_target(transport)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     length = read_size("--seq", options.seq)
+    check_counts(options)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     if options.heads > MOST_HEADS:
         raise ConfigurationError(f"--heads {options.heads}: give {MOST_HEADS} at most; each way to split them is tried")

@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from tokenring.cli.plan.options import Asked
+from tokenring.display.units import mb_text, time_text
+from tokenring.errors import ConfigurationError
 from tokenring.planner.bounds.bound import Bound
-from tokenring.planner.choosing.plan import Candidate, Forecast, Plan
-from tokenring.planner.choosing.select import mb_text, time_text
-from tokenring.planner.simulation.predict import Prediction
+from tokenring.planner.choosing.auto import Call, forecast_call, make
+from tokenring.planner.choosing.candidates import BASELINE, Candidate
+from tokenring.planner.choosing.candidates import table as candidate_table
+from tokenring.planner.choosing.plan import Forecast, Plan
+from tokenring.planner.choosing.select import connected, wires_need
+from tokenring.planner.simulation.predict import Prediction, predict
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.workload import Workload
 
-COLUMNS = ("schedule", "time", "compute", "exposed", "worst wire", "memory", "× bound")
-SHOWN = 12
+ONE_CALL = "one attention call (of one layer)"
 
 
-def table(plan: Plan | Forecast, asked: Asked, everything: bool = False) -> str:
-    """The candidates, best first, with why each loses."""
-    lines = [heading(asked), plan.reason, ""]
-    simulated = [each for each in plan.candidates if each.predicted_seconds is not None]
-    others = [each for each in plan.candidates if each.predicted_seconds is None]
-    shown = simulated if everything else simulated[:SHOWN]
-    lines += _aligned([COLUMNS, *map(_row, shown)], [""] + [each.reason for each in shown])
-    if shown and shown[0].connections:
-        lines.append(connections_text(shown[0].name, shown[0].connections, shown[0].connection_bytes or 0, asked))
-    hidden = len(simulated) - len(shown)
-    if hidden:
-        lines.append(f"{hidden} more were simulated and are slower; --all shows them")
+def table(plan: Plan | Forecast, asked: Asked, candidates: Sequence[Candidate], everything: bool = False) -> str:
+    """The candidates, best first, with why each loses. candidates: the plan's, with the baseline."""
+    rows, says = candidate_table(candidates, everything, "; --all shows them")
+    lines = [heading(asked), plan.reason, "", *rows]
+    best, others = candidates[0], [each for each in candidates if each.predicted_seconds is None]
+    if best.connections:
+        lines.append(connections_text(best.name, best.connections, best.connection_bytes or 0, asked))
     if others and everything:
         lines += ["", "not simulated"] + [f"  {each.name}: {each.reason}" for each in others]
     elif others:
         lines.append(f"{len(others)} more cannot win or do not fit; --all says why")
-    return "\n".join(lines)
+    return "\n".join([*lines, *says])
+
+
+def with_baseline(plan: Plan | Forecast, call: Call) -> list[Candidate]:
+    """The plan's candidates, where a plain ring is simulated in any case: everybody knows what it does."""
+    found = [each for each in plan.candidates if each.name != BASELINE or each.predicted_seconds is not None]
+    if any(each.name == BASELINE for each in found):
+        return found
+    try:
+        ring = _ring(call, plan)
+    except ConfigurationError as error:  # of connections that the transport may not have
+        ring = Candidate(BASELINE, None, None, None, None, None, None, f"does not fit: {error}")
+    simulated = sum(each.predicted_seconds is not None for each in found)
+    return [*found[:simulated], ring, *found[simulated:]]
+
+
+def _ring(call: Call, plan: Plan | Forecast) -> Candidate:
+    best, limit = plan.candidates[0], call.memory_limit_bytes
+    if isinstance(plan, Forecast):
+        only = replace(call, families=(BASELINE,), memory_limit_bytes=None, modes={})
+        found = forecast_call(only).candidates[0]
+    else:
+        ring = predict(make(call, BASELINE), call.setting)
+        cost = ring.seconds, ring.compute_seconds, ring.exposed_seconds, ring.wires.worst_bytes, ring.peak_bytes
+        why, of = wires_need(ring.wires), connected(ring.connections, ring.connection_bytes)
+        found = Candidate(BASELINE, *cost, best.bound_seconds, why, *of)
+    if limit is not None and (found.peak_bytes or 0) > limit:
+        why = f"needs {mb_text(found.peak_bytes or 0)} a rank, more than the limit of {mb_text(limit)}"
+    else:
+        slower = (found.predicted_seconds or 0.0) / (best.predicted_seconds or 1.0) - 1
+        why = f"{slower:+.0%}" + ("" if isinstance(plan, Forecast) else f": {found.reason}")
+    return replace(found, reason=why)
 
 
 def connections_text(name: str, connections: int, connection_bytes: int, asked: Asked) -> str:
@@ -45,7 +76,9 @@ def connections_text(name: str, connections: int, connection_bytes: int, asked: 
 def heading(asked: Asked) -> str:
     """What is planned for."""
     setting = asked.call.setting
-    text = f"{workload_text(setting.workload)}, {asked.call.mask}, layout {asked.call.q_layout.name}"
+    passes = " + ".join(setting.passes)
+    text = f"{ONE_CALL}, {passes}: {workload_text(setting.workload)}, {asked.call.mask}, "
+    text += f"layout {asked.call.q_layout.name}"
     tensor = f" (tensor parallelism {asked.tensor_parallel})" if asked.tensor_parallel > 1 else ""
     net = setting.interconnect
     lines = [text, f"on {net.name}: {net.world_size} ranks{tensor}; {setting.machine.source}"]
@@ -59,27 +92,6 @@ def workload_text(workload: Workload) -> str:
     heads = f"{workload.q_heads}:{workload.kv_heads} heads × {workload.head_dim}"
     dtype = str(workload.dtype).removeprefix("torch.")
     return f"batch {workload.batch}, {workload.q_length:,} tokens, {heads}, {dtype}"
-
-
-def _row(each: Candidate) -> tuple[str, ...]:
-    times = (each.predicted_seconds, each.compute_seconds, each.exposed_seconds)
-    sizes = (each.worst_link_bytes, each.peak_bytes)
-    ratio = ""
-    if each.predicted_seconds is not None and each.bound_seconds:
-        ratio = f"{each.predicted_seconds / each.bound_seconds:.2f}"
-    return (
-        each.name,
-        *("" if value is None else time_text(value) for value in times),
-        *("" if value is None else mb_text(value) for value in sizes),
-        ratio,
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]], last: Sequence[str]) -> Iterable[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row, reason in zip(rows, last, strict=True):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        yield "  ".join([*cells, reason]).rstrip()
 
 
 def explained(name: str, schedule: Schedule, found: Prediction, asked: Asked, bound: Bound) -> str:

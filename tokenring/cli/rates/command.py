@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -21,9 +22,10 @@ from tokenring.backends.measuring import SECONDS, measured_rates
 from tokenring.backends.registry import make_kernel
 from tokenring.backends.table_keys import key_of
 from tokenring.cli.plan.options import DTYPES
+from tokenring.cli.spelling import add_dtype, also
 from tokenring.display.console import Console, Parser, read_options
 from tokenring.errors import BackendUnavailable, ConfigurationError
-from tokenring.tables.kernel_rates import keep
+from tokenring.tables.kernel_rates import Key, keep, to_json
 from tokenring.tables.rates import Rates
 
 MOST = {"dim": 4096, "threads": 4096, "seconds": 3600}
@@ -63,13 +65,17 @@ def _measure(kind: str, options: argparse.Namespace, console: Console) -> None:
     kernel, dtype = make_kernel(options.kernel, device), DTYPES[options.dtype]
     for each in candidates(kernel, options.dim, dtype):
         try:
-            _measure_one(each, device, options, console)
-            console.say("")
+            _show(_measure_one(each, device, options, console), options, console)
         except Exception as error:
             if not refuses(error):
                 raise
-            console.say(f"{each.name} is left out: {' '.join(str(error).split())}\n")
-    _measure_one(kernel, device, options, console)
+            say = console.complain if options.json else console.say
+            say(f"{each.name} is left out: {' '.join(str(error).split())}\n")
+    measured = _measure_one(kernel, device, options, console)
+    if options.json:  # of what attention takes: one document
+        console.data(to_json(*measured[:2]))
+    else:
+        _show(measured, options, console, "")
 
 
 def candidates(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
@@ -77,14 +83,23 @@ def candidates(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype) -> li
     return kernel.kernels(head_dim, dtype) if isinstance(kernel, Choosing) else []
 
 
-def _measure_one(kernel: AttentionKernel, device: torch.device, options: argparse.Namespace, console: Console) -> None:
+Kept = tuple[Rates, Key, Path | None]
+
+
+def _measure_one(kernel: AttentionKernel, device: torch.device, options: argparse.Namespace, console: Console) -> Kept:
     dtype = DTYPES[options.dtype]
     key = key_of(kernel, device, dtype, options.dim)
     console.status(f"measuring {key}")
     found = measured_rates(kernel, device, dtype, options.dim, options.seconds)
-    console.say("\n".join([str(key), "", *table(found)]))
-    path = keep(found, key, os.environ)
-    console.say("\nnot kept: there is no home folder" if path is None else f"\nkept in {path}")
+    return found, key, keep(found, key, os.environ)
+
+
+def _show(measured: Kept, options: argparse.Namespace, console: Console, after: str = "\n") -> None:
+    """The table and where it was kept; nothing where JSON alone is asked for."""
+    found, key, path = measured
+    if not options.json:
+        where = "not kept: there is no home folder" if path is None else f"kept in {path}"
+        console.say("\n".join([str(key), "", *table(found), "", where + after]))
 
 
 def table(rates: Rates) -> list[str]:
@@ -112,8 +127,9 @@ def _parser() -> Parser:
     add("--transports", action="store_true", help="messages between ranks instead: --transports --help says more")
     add("--device", metavar="TYPE", help="cpu, cuda, npu (an accelerator if there is one, else cpu)")
     add("--kernel", default="auto", metavar="NAME", help="(auto: what attention would take)")
-    add("--dtype", choices=tuple(DTYPES), default="bf16", help="(bf16)")
-    add("--dim", type=int, default=128, metavar="N", help="head dimension (128)")
+    add_dtype(parser, "bf16")
+    also(parser, add("--dim", type=int, default=128, metavar="N", help="dimension of a head (128)"), "--head-dim")
+    add("--json", action="store_true", help="print the table that is kept, as JSON")
     add("--threads", type=int, default=1, metavar="N", help="on a CPU, of a rank (1)")
     add("--seconds", type=float, default=SECONDS, metavar="S", help="no call longer than this (1)")
     return parser

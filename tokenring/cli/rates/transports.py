@@ -16,7 +16,7 @@ from tokenring.display.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command, check_seconds
 from tokenring.tables.transport_choice import PAIRS
-from tokenring.tables.transport_times import keep, table
+from tokenring.tables.transport_times import keep, table, to_json
 
 MODULE = "tokenring.cli.rates.transports_worker"
 
@@ -29,12 +29,15 @@ def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
 
 def _show(found: Measured, options: argparse.Namespace, console: Console) -> int:
     for name, why in found.left_out.items():
-        console.say(f"{name} is left out: {why}\n")
+        (console.complain if options.json else console.say)(f"{name} is left out: {why}\n")
     if len(found.transfers.samples) < 2:
         console.say("nothing to choose among, so nothing was measured: `auto` takes what there is")
         return 1
-    console.say("\n".join([str(found.key), "", *table(found.key, found.transfers)]))
     path = keep(found.key, found.transfers)
+    if options.json:
+        console.data(to_json(found.key, found.transfers))
+        return 0
+    console.say("\n".join([str(found.key), "", *table(found.key, found.transfers)]))
     console.say("\nnot kept: there is no home folder" if path is None else f"\nkept in {path}")
     return 0
 
@@ -49,6 +52,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--transports", action="store_true", help=argparse.SUPPRESS)
     add("--ranks", type=int, metavar="P", help="start so many processes on this machine")
+    add("--json", action="store_true", help="print the table that is kept, as JSON")
     add("--device", metavar="TYPE", help="cpu, cuda (cuda if there is one, else cpu)")
     add("--seconds", type=float, default=0.5, metavar="S", help="no larger messages once one takes longer (0.5)")
     return parser.parse_args(argv)

@@ -6,8 +6,9 @@ import argparse
 import os
 from collections.abc import Mapping
 
-from tokenring.cli.bench.results import ERROR_LIMITS, Case
+from tokenring.cli.bench.results import Case
 from tokenring.cli.call_options import add_call_options, check_call
+from tokenring.cli.spelling import also
 from tokenring.cli.trace.chrome import to_chrome
 from tokenring.cli.trace.picture import simulation_of, timeline_of, to_svg
 from tokenring.cli.trace.record import Traced
@@ -25,8 +26,10 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
-    outputs = {"picture": lambda traced: to_svg(timeline_of(traced), simulation_of(traced)), "chrome": to_chrome}
-    suffixes = {"picture": (".svg",), "chrome": (".json",)}
+    outputs = {
+        "svg": lambda traced: to_svg(timeline_of(traced), simulation_of(traced)), "chrome": to_chrome, "save": to_json,
+    }  # fmt: skip
+    suffixes = {"svg": (".svg",), "chrome": (".json",), "save": (".json",)}
     return Command("trace", MODULE, _options, _case, Traced.from_json, outputs, _show, suffixes).main(argv, environment)
 
 
@@ -35,10 +38,10 @@ def _show(traced: Traced, options: argparse.Namespace, console: Console) -> int:
         console.data(to_json(traced))
     else:
         console.say(table(traced, console.ink).rstrip("\n"))
-    hints = ((options.picture, "open it in a browser"), (options.chrome, "open it in ui.perfetto.dev"))
-    for path, hint in hints if not options.json else ():
+    notes = {options.svg: " (open it in a browser)", options.chrome: " (open it in ui.perfetto.dev)", options.save: ""}
+    for path, note in notes.items() if not options.json else ():
         if path is not None:
-            console.say(console.ink.pale(f"written: {plain(path)} ({hint})"))
+            console.say(console.ink.pale(f"written: {plain(path)}{note}"))
     return 0
 
 
@@ -50,14 +53,15 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("schedule", metavar="SCHEDULE", help="ring, tokenring, ..., auto, or auto:ring,tokenring")
-    add_call_options(parser, tuple(ERROR_LIMITS))
+    add_call_options(parser)
     add("--layout", default="zigzag", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag)")
     add("--transport", default="auto", metavar="NAME", help="auto, or a transport's name (auto)")
     add("--pieces", type=int, metavar="N", help="parts of a chunk that move apart (the schedule's own choice)")
     add("--rounds", type=int, default=5, metavar="N", help="calls to choose the one with the median time from (5)")
-    add("--picture", metavar="FILE", help="draw all ranks on one clock, as SVG")
+    also(parser, add("--svg", metavar="FILE", help="draw all ranks on one clock"), "--picture")
     add("--chrome", metavar="FILE", help="write a trace for Perfetto and chrome://tracing, as JSON")
     add("--json", action="store_true", help="print the table as JSON (docs/trace.md)")
+    add("--save", metavar="FILE", help="write the JSON to a file")
     return parser.parse_args(argv)
 
 

@@ -16,7 +16,8 @@ import torch
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.lowering.footprint import most_connected
 from tokenring.lowering.target import Target
-from tokenring.planner.choosing.plan import Candidate, Forecast, Plan
+from tokenring.planner.choosing.candidates import Candidate
+from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.select import SAME, mb_text, time_text
 from tokenring.planner.simulation.predict import Setting
 

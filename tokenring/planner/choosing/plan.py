@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tokenring.errors import ConfigurationError
+from tokenring.planner.choosing.candidates import Candidate, candidate_of, table
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.workload import Workload
 
 VERSION = 1
-FORMAT = "tokenring plan"
+FORMAT = "tokenring-plan/1"
+READ = (FORMAT, "tokenring plan")  # the second is what it was called first
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One schedule that was considered, all passes asked for together.
-
-    predicted_seconds: None where it was not simulated, because its busiest wire alone needs longer than the best.
-    compute_seconds: kernels of the rank that computes longest. exposed_seconds: waiting that nothing hides.
-    worst_link_bytes: on the wire that needs longest. bound_seconds: what no schedule can be faster than.
-    reason: why it wins or loses. connections: of the rank that has most, which take connection_bytes of peak_bytes;
-    None where they take no device memory, or nothing is known of the transport.
-    """
-
-    name: str
-    predicted_seconds: float | None
-    compute_seconds: float | None
-    exposed_seconds: float | None
-    worst_link_bytes: int | None
-    peak_bytes: int | None
-    bound_seconds: float | None
-    reason: str
-    connections: int | None = None
-    connection_bytes: int | None = None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The chosen schedule, why, and what else there was, best first.
 
@@ -57,6 +34,13 @@ class Plan:
     @property
     def name(self) -> str:
         return self.schedule.name
+
+    def __str__(self) -> str:
+        """The reason, and the candidates as a table."""
+        return _shown(self)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.name} of {len(self.candidates) or 1} candidates, for {self.schedule.world_size} ranks)"
 
     def to_json(self) -> str:
         """The plan as JSON, with its schedule; `Plan.load` reads it."""
@@ -85,7 +69,7 @@ class Plan:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:  # broken JSON, or a number of thousands of digits
             raise ConfigurationError(f"this is no plan: {error}") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        if not isinstance(found, dict) or found.get("format") not in READ:
             raise ConfigurationError("this is no plan: write one with Plan.save or `tokenring plan --json`")
         if found.get("version") != VERSION:
             raise ConfigurationError(
@@ -95,7 +79,7 @@ class Plan:
             raise ConfigurationError("the plan has no schedule: it is for more ranks than can be written down")
         try:
             workload = Workload(**found["workload"] | {"dtype": _dtype(found["workload"]["dtype"])})
-            candidates = tuple(_candidate(each) for each in found["candidates"])
+            candidates = tuple(candidate_of(each) for each in found["candidates"])
             reason, transport = str(found["reason"]), found.get("transport")
         except (KeyError, TypeError) as error:
             raise ConfigurationError(
@@ -116,9 +100,19 @@ class Forecast:
     candidates: tuple[Candidate, ...]
     transport: str | None = None  # as of a plan
 
+    def __str__(self) -> str:
+        """The reason, and the candidates as a table."""
+        return _shown(self)
+
     def to_json(self) -> str:
         """As of a plan, but for its schedule, which is null."""
         return _document(self, None)
+
+
+def _shown(found: Plan | Forecast) -> str:
+    reason = found.reason if found.reason.startswith(f"{found.name}: ") else f"{found.name}: {found.reason}"
+    rows, says = table(found.candidates)
+    return "\n".join([reason, *([""] if rows else []), *rows, *says])
 
 
 def _document(found: Plan | Forecast, schedule: object) -> str:
@@ -140,10 +134,3 @@ def _dtype(name: object) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"the plan's workload has dtype {name!r}, which torch does not know")
     return dtype
-
-
-def _candidate(found: Mapping[str, Any]) -> Candidate:
-    if not isinstance(found, Mapping):
-        raise TypeError(f"a candidate is {found!r}")
-    older = {"connections": None, "connection_bytes": None} | dict(found)  # plans written before these were known
-    return Candidate(**{field.name: older[field.name] for field in fields(Candidate)})

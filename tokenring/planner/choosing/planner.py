@@ -19,8 +19,9 @@ from tokenring.launch.groups import held
 from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import Call, order_of, plan_call
 from tokenring.planner.choosing.background import Aside
+from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.checks import check_memory_limit, check_topology
-from tokenring.planner.choosing.plan import Candidate, Plan
+from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.shared_links import group_net
 from tokenring.planner.machines.devices import device_figures

@@ -19,7 +19,8 @@ from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
-from tokenring.planner.choosing.plan import Candidate, Forecast
+from tokenring.planner.choosing.candidates import Candidate
+from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.select import binding_text, check_count, connected, mb_text, time_text, too_little_text
 from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect

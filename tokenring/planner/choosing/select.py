@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from tokenring.display.units import mb_text as mb_text
+from tokenring.display.units import time_text as time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.lowering.footprint import Held, most_connected
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
+from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
-from tokenring.planner.choosing.plan import Candidate, Plan
+from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.simulation.predict import Busiest, Least, Prediction, Setting, least_seconds, predict
 from tokenring.schedule.schedule import Schedule
 
@@ -294,15 +297,3 @@ def too_little_text(limit: int, name: str, need: Held, target: Target) -> str:
         f"{way_out if connection_bytes else ''} (it is {name}; {mb_text(peak_bytes - connection_bytes)} are for what "
         f"arrives from others and what forward keeps for backward, and the rank's own q, k, v and out come on top)"
     )
-
-
-def time_text(seconds: float) -> str:
-    """A time as people write it."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-
-
-def mb_text(nbytes: int) -> str:
-    """Bytes in MB or GB of 10^6 or 10^9."""
-    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"

@@ -16,6 +16,7 @@ import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
+from tokenring.nearest import hint
 from tokenring.planner.machines.sourced import Figure, unknown
 
 GIB = 1 << 30
@@ -178,5 +179,6 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType({each.name: each for eac
 def device_figures(name: str) -> DeviceFigures:
     """By name. Raises ConfigurationError for one that is none."""
     if name not in DEVICES:
-        raise ConfigurationError(f"no figures of device {name[:40]!r}; there are those of {', '.join(DEVICES)}")
+        known = ", ".join(DEVICES)
+        raise ConfigurationError(f"no figures of device {name[:40]!r}; there are those of {known}{hint(name, DEVICES)}")
     return DEVICES[name]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tokenring.errors import ConfigurationError
+from tokenring.nearest import nearest
 from tokenring.planner.machines.server_spec import (
     Level,
     Links,
@@ -276,6 +277,13 @@ _ALL = (
 PRESETS: Mapping[str, Preset] = MappingProxyType({each.name: each for each in _ALL})
 
 
+def like(name: str, prefix: str) -> str:
+    """The end of a sentence on a name that is no preset's: which it is like, with so many servers."""
+    base, star, hosts = name.removeprefix(PREFIX).strip().partition("*")
+    found = base if base in PRESETS else nearest(base.rpartition("/")[2], PRESETS)
+    return "" if found is None else f"; did you mean {prefix}{found}{star}{hosts}?"
+
+
 def find(name: str) -> tuple[Preset, int]:
     """The preset that a name means, and how many of its servers: "hgx-h100", "preset:hgx-h100*4"."""
     match = re.fullmatch(r"([^*]+)(?:\*([0-9]{1,9}))?", name.removeprefix(PREFIX).strip(), re.ASCII)
@@ -283,6 +291,7 @@ def find(name: str) -> tuple[Preset, int]:
     if match is None or found is None:
         raise ConfigurationError(
             f"no preset {name[:60]!r}; there are {', '.join(PRESETS)}, and NAME*4 for four of them over their NICs"
+            f"{like(name, PREFIX if name.startswith(PREFIX) else '')}"
         )
     hosts = int(match[2] or 1)
     if not 1 <= hosts <= MAX_HOSTS:

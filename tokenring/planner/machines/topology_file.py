@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from tokenring.errors import ConfigurationError
+from tokenring.planner.machines.presets import PREFIX, like
 from tokenring.topology.model.graph import merge
 from tokenring.topology.probing.cache import measured_file
 from tokenring.topology.probing.files import read_file
@@ -15,6 +16,8 @@ def read_topology(path: str) -> Topology:
     """A saved topology, or a dump of a tool."""
     if path == "measured":
         path = str(measured_file(os.environ))
+    elif not os.path.exists(path) and (meant := like(path, PREFIX)):
+        raise ConfigurationError(f"cannot read {path!r}: No such file or directory{meant}")
     topology = Topology.of(merge(read_file(path)))
     if topology.world_size == 0:
         raise ConfigurationError(f"{path!r} has no accelerators to plan for: give another file, or preset:NAME")

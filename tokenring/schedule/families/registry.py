@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
+from tokenring.nearest import hint
 from tokenring.schedule.families import basic, choices, mixed, multi_ring, nodes, one_hop
 from tokenring.schedule.families.change import in_pieces, mirrored
 from tokenring.schedule.families.family import Family, Numbers
@@ -137,7 +138,8 @@ def parse(name: str) -> Named:
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     family = FAMILIES.get(match[1]) if match else None
     if match is None or family is None:
-        raise ConfigurationError(f"unknown schedule {name!r}; choose one of {forms()}")
+        written = family_of(name) if isinstance(name, str) else ""
+        raise ConfigurationError(f"unknown schedule {name!r}; choose one of {forms()}{hint(written, FAMILIES)}")
     numbers = tuple(map(int, match[2].split("x"))) if match[2] else ()
     if not family.takes(len(numbers)):
         found = {0: "none is given", 1: "1 is given"}.get(len(numbers), f"{len(numbers)} are given")
@@ -150,7 +152,8 @@ def parse(name: str) -> Named:
         raise ConfigurationError(f"schedule {name!r} says twice how many pieces")
     if unknown := [option for option in options if option not in OPTIONS]:
         known = ", ".join([*OPTIONS, "piecesN"])
-        raise ConfigurationError(f"schedule {name!r}: there is no option {unknown[0]!r}; use {known}")
+        like = hint(unknown[0], OPTIONS, f"{name.removesuffix(f'/{unknown[0]}')}/")
+        raise ConfigurationError(f"schedule {name!r}: there is no option {unknown[0]!r}; use {known}{like}")
     return Named(name, family, numbers, options, pieces[0] if pieces else None)
 
 
@@ -171,9 +174,14 @@ def forms() -> str:
     return ", ".join(family.form for family in FAMILIES.values())
 
 
+def family_of(name: str) -> str:
+    """What stands before the numbers and options of a name."""
+    return name.partition("/")[0]
+
+
 def is_known(name: str) -> bool:
     """Whether it names a family, whatever the parameters."""
-    return name.partition("/")[0] in FAMILIES
+    return family_of(name) in FAMILIES
 
 
 def expand(

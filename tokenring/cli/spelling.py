@@ -1,0 +1,76 @@
+"""One spelling of one thing in all commands; what a command once called otherwise goes on working, unsaid."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from typing import Any
+
+from tokenring.display.console import LARGEST
+from tokenring.errors import ConfigurationError
+from tokenring.sequence.sizes import SIZES, read_size
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+LONG_DTYPES = {long: short for short, long in DTYPES.items()}
+PRINTED = "-"  # of an option that prints, or writes the file that it names
+SIZES_TEXT = f"such as 4096 or 4k: {', '.join(SIZES)} are powers of 1024"
+
+
+def also(parser: argparse._ActionsContainer, action: argparse.Action, *names: str) -> None:
+    """Let an option be written in these ways too, which help does not show."""
+    for name in names:
+        other = copy.copy(action)
+        other.option_strings, other.required = [name], False
+        other.help = other.default = argparse.SUPPRESS
+        parser._add_action(other)
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: 4096, 4k, 1M."""
+    if text.isdecimal() and int(text) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is too large: {LARGEST} at most")
+    try:
+        return read_size("", text)
+    except ConfigurationError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens from 1 on, {SIZES_TEXT}") from None
+
+
+def dtype(text: str) -> str:
+    """A dtype's short name, by either of its names."""
+    return LONG_DTYPES.get(text, text)
+
+
+def add_seq(parser: argparse._ActionsContainer, was: tuple[str, ...] = (), **how: Any) -> None:
+    """The length of the whole sequence."""
+    also(parser, parser.add_argument("--seq", type=tokens, metavar="N", **how), *was)
+
+
+def add_heads(parser: argparse._ActionsContainer, heads: int, dim: int, kind: str) -> None:
+    """The heads, their dimension and the dtype of a call."""
+    add = parser.add_argument
+    add("--heads", type=int, default=heads, metavar="N", help=f"query heads ({heads})")
+    add("--kv-heads", type=int, metavar="N", help="kv heads (as many as query heads)")
+    also(parser, add("--dim", type=int, default=dim, metavar="N", help=f"dimension of a head ({dim})"), "--head-dim")
+    add_dtype(parser, kind)
+    add("--batch", type=int, default=1, metavar="N", help="sequences (1)")
+
+
+def add_dtype(parser: argparse._ActionsContainer, kind: str) -> None:
+    """The dtype, by its short name; torch's is understood."""
+    parser.add_argument("--dtype", type=dtype, choices=tuple(DTYPES), default=kind, help=f"({kind})")
+
+
+def add_passes(parser: argparse._ActionsContainer) -> None:
+    """Forward alone, or what training does."""
+    parser.add_argument("--pass", dest="passes", choices=("forward", "training"), default="training",
+        help="forward alone, or forward and backward (training)")  # fmt: skip
+    parser.add_argument("--forward-only", dest="passes", action="store_const", const="forward",
+        default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+
+
+def check_counts(options: argparse.Namespace) -> None:
+    """Raise ConfigurationError, by the option's name, for a size of a call that is below 1."""
+    for name in ("seq", "heads", "kv_heads", "dim", "batch"):
+        value = getattr(options, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: use 1 or more")

@@ -1,0 +1,78 @@
+"""Masks as users may give them: itself, its class where it takes nothing, its text, or is_causal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from tokenring.errors import ConfigurationError
+from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow, parse_mask
+
+MaskLike = Mask | str | Callable[[], Mask] | None
+USE = "use Full(), Causal(), SlidingWindow or Documents"
+OF_TENSORS = "say which positions see which, as Causal() & Documents(cu_seqlens); padding is what Documents leave over"
+CLASSES = {Full: "Full()", Causal: "Causal()"}  # nothing is left open where the brackets are left out
+SIZED = {SlidingWindow: "SlidingWindow(left, right)", Documents: "Documents([0, end of the first, ...])"}
+
+
+def mask_of(given: object, is_causal: object = None) -> Mask | None:
+    """The mask that a call says, None where it says none. Raises ConfigurationError for what is none, or ambiguous."""
+    mask, wrong = read_mask(given, is_causal)
+    if wrong is not None:
+        raise ConfigurationError(wrong)
+    return mask
+
+
+def read_mask(given: object, is_causal: object = None) -> tuple[Mask | None, str | None]:
+    """The mask that a call says, or what is wrong with it; raises nothing, so that torch.compile can follow it."""
+    mask: Mask | None = None
+    if isinstance(given, Mask):
+        mask = given
+    elif given is Causal:
+        mask = Causal()
+    elif given is Full:
+        mask = Full()
+    elif isinstance(given, str):
+        low, high, cu_seqlens, wrong = _numbers(given)
+        if wrong is not None:
+            return None, wrong
+        mask = Mask(low, high, cu_seqlens)
+    elif given is not None:
+        return None, _no_mask(given)
+    return (mask, None) if is_causal is None else _with_is_causal(mask, is_causal)
+
+
+def _with_is_causal(mask: Mask | None, is_causal: object) -> tuple[Mask | None, str | None]:
+    """The mask, where it says of what comes later what is_causal says of it."""
+    if is_causal is not True and is_causal is not False:
+        return None, "is_causal is neither True nor False: leave it out, or give one of these; other masks as mask=..."
+    if mask is None:
+        return (Causal() if is_causal else Full()), None
+    if (mask.high is not None and mask.high <= 0) is is_causal:
+        return mask, None
+    shown = "this mask" if torch.compiler.is_compiling() else f"mask {mask}"  # which no compiler follows
+    return None, (
+        f"is_causal={is_causal} and {shown} say different things: leave is_causal out; what both see is "
+        f"Causal() & the other mask"
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _numbers(text: str) -> tuple[int | None, int | None, tuple[int, ...] | None, str | None]:
+    """What a mask's text says, or what is wrong with it: to a compiler, a constant of the text."""
+    try:
+        mask = parse_mask(text)
+    except ConfigurationError as error:
+        return None, None, None, str(error)
+    return mask.low, mask.high, mask.cu_seqlens, None
+
+
+def _no_mask(given: object) -> str:
+    text = f"mask is of type {type(given).__name__}; {USE}"
+    if isinstance(given, torch.Tensor):
+        return f"{text}: {OF_TENSORS}"
+    if isinstance(given, bool):
+        return f"{text}; is_causal={given} says what that seems to mean"
+    sized = SIZED.get(given) if isinstance(given, Hashable) else None  # type: ignore[call-overload]
+    return text if sized is None else f"{text}; this one wants its sizes: {sized}"
