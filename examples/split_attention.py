@@ -27,7 +27,7 @@ def main() -> None:
     error = (whole - expected.transpose(1, 2)).norm() / expected.norm()
     if cp.rank == 0:
         plan = tr.plan(local, local, local, cp, tr.Causal())
-        print(f"{plan.name}: {plan.reason}")
+        print(plan)
         print(f"relative error against one process: {error:.1e}")
     dist.destroy_process_group()
 

@@ -23,8 +23,8 @@ def add_call_options(parser: argparse.ArgumentParser) -> None:
 def add_report_options(parser: argparse.ArgumentParser, what: str, drawn: str) -> None:
     """What is printed and written. --json FILE, which once was the only way to a file, still writes it."""
     add = parser.add_argument
-    add("--json", nargs="?", const=PRINTED, metavar="", help=f"print {what} as JSON")
-    add("--save", metavar="FILE", help="write the JSON to a file")
+    add("--json", nargs="?", const=PRINTED, metavar="FILE", help=f"print {what} as JSON, or write it to FILE")
+    add("--save", metavar="FILE", help="write the JSON to a file, and print the table")
     also(parser, add("--svg", metavar="FILE", help=f"draw {drawn}"), "--picture")
 
 

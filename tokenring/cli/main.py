@@ -100,9 +100,11 @@ def _run(argv: list[str], stdin: TextIO) -> int:
 
 def svg_printed(argv: list[str]) -> list[str]:
     """The arguments, where an --svg before what is no picture's file prints: once it took none."""
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
-    prints = [each == "--svg" and not after.lower().endswith(".svg") for each, after in pairs]
-    return [f"--svg={PRINTED}" if alone else each for each, alone in zip(argv, prints, strict=True)]
+    after = [*argv[1:], ""]
+    return [
+        f"--svg={PRINTED}" if each == "--svg" and not after[at].lower().endswith(".svg") else each
+        for at, each in enumerate(argv)
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:

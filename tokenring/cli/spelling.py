@@ -8,12 +8,12 @@ from typing import Any
 
 from tokenring.display.console import LARGEST
 from tokenring.errors import ConfigurationError
-from tokenring.sequence.sizes import SIZES, read_size
+from tokenring.sequence.sizes import read_size
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LONG_DTYPES = {long: short for short, long in DTYPES.items()}
 PRINTED = "-"  # of an option that prints, or writes the file that it names
-SIZES_TEXT = f"such as 4096 or 4k: {', '.join(SIZES)} are powers of 1024"
+SIZES_TEXT = "as 4096, 4k or 1M (k is 1024)"
 
 
 def also(parser: argparse._ActionsContainer, action: argparse.Action, *names: str) -> None:
