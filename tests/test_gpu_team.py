@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import symm_ranks
 import torch
 import torch.distributed as dist
-from ranks import Here, RankPools
+from ranks import PRELOADED, Here, RankPools
 
 from tokenring.backends.registry import make_transport
 from tokenring.errors import PeerLost
@@ -41,7 +43,6 @@ def ranks() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
-
 
 
 def on_a_cpu(rank: int) -> None:
@@ -97,10 +98,37 @@ def starts_not(rank: int) -> None:
     raise RuntimeError("CUDA error: no device")
 
 
+class Forks:
+    """Processes of a context as `spawn` is, environment and all, that have torch from the start."""
+
+    def __init__(self) -> None:
+        self._server = mp.get_context("forkserver")
+        self._server.set_forkserver_preload(PRELOADED)
+        self.Pipe = self._server.Pipe
+
+    def Process(self, target: Any, args: Any, daemon: bool) -> Any:
+        return self._server.Process(target=in_environment, args=(dict(os.environ), target, args), daemon=daemon)
+
+
+def in_environment(environment: dict[str, str], target: Any, args: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
+
+
 @pytest.fixture
-def teams(monkeypatch: pytest.MonkeyPatch) -> Teams:
+def spawned(monkeypatch: pytest.MonkeyPatch) -> Teams:
+    """As on GPUs."""
     monkeypatch.setattr(gpu_team, "START_SECONDS", LONG)
     return Teams()
+
+
+@pytest.fixture
+def teams(spawned: Teams, monkeypatch: pytest.MonkeyPatch) -> Teams:
+    """Of processes that need not import torch: what starts them is no matter."""
+    made = Forks()
+    monkeypatch.setattr(gpu_team, "mp", SimpleNamespace(get_context=lambda method: made))
+    return spawned
 
 
 def lines_of(teams: Teams, *asked: tuple[Any, Kind], seconds: float = 100 * LONG) -> Lines:
@@ -114,10 +142,10 @@ def lines_of(teams: Teams, *asked: tuple[Any, Kind], seconds: float = 100 * LONG
 
 
 @pytest.mark.slow
-def test_one_set_of_processes_for_each_number_of_ranks(teams: Teams) -> None:
+def test_one_set_of_processes_for_each_number_of_ranks(spawned: Teams) -> None:
     """All checks of so many ranks in the same ones, with their settings; the part leaves none behind."""
-    said = lines_of(teams, *[(meets, TWO), (meets, THREE), (prints, TWO)] * 2, (is_not_here, TWO), (meets, TWO))
-    assert teams.started == 5
+    said = lines_of(spawned, *[(meets, TWO), (meets, THREE), (prints, TWO)] * 2, (is_not_here, TWO), (meets, TWO))
+    assert spawned.started == 5
     assert said[0] == said[3] == said[7] and said[0][1].endswith(" 3 ranks"), "the same process, with the settings"
     assert said[1] == said[4] and said[1][1].endswith(" 6 None")
     assert said[2] == said[5] == ("prints", "fine", True)

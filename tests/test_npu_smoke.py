@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from patience import patient
+from warm import warm_python
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "ci"))
@@ -146,9 +148,15 @@ class Ran(NamedTuple):
     document: dict[str, Any]
 
 
-def smoke(folder: Path, *options: str, seconds: float = 110) -> Ran:
+@pytest.fixture(scope="module")
+def warm() -> Iterator[str]:
+    with warm_python() as python:
+        yield python
+
+
+def smoke(folder: Path, *options: str, seconds: float = 110, python: str = sys.executable) -> Ran:
     path = folder / "found.json"
-    arguments = [sys.executable, str(REPO / "ci" / "npu-smoke"), "--no-doctor", "-o", str(path), *options]
+    arguments = [python, str(REPO / "ci" / "npu-smoke"), "--no-doctor", "-o", str(path), *options]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=folder, timeout=seconds)
     assert path.exists(), done.stderr
     return Ran(done.returncode, done.stdout, json.loads(path.read_text(encoding="utf-8")))
@@ -187,9 +195,9 @@ def check_whole(ran: Ran) -> None:
 
 
 @pytest.mark.slow
-def test_on_emulated_npus(tmp_path: Path) -> None:
+def test_on_emulated_npus(tmp_path: Path, warm: str) -> None:
     """All of it, but for the schedules: two of these."""
-    ran = smoke(tmp_path, "--emulate", "--ranks", "3", "--schedules", "tokenring,direct-kv")
+    ran = smoke(tmp_path, "--emulate", "--ranks", "3", "--schedules", "tokenring,direct-kv", python=warm)
     check_whole(ran)
     silent = ran._replace(out=ran.out.replace("exactness", "exactitude"))  # a line that is not printed is missed
     with pytest.raises(AssertionError, match="exactness"):
@@ -207,8 +215,9 @@ def test_every_schedule_on_emulated_npus(tmp_path: Path) -> None:
     assert {"ring", "tokenring", "direct-q", "ulysses", "usp", "tiles", "sub-sharded", "mesh-kv", "mixed"} <= families
 
 
-def test_a_task_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", "memory,schedule:spiral,rows")
+def test_a_task_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path, warm: str) -> None:
+    asked = ("--device", "cpu", "--ranks", "2", "--only", "memory,schedule:spiral,rows")
+    ran = smoke(tmp_path, *asked, python=warm)
     assert (ran.code, status(ran)) == (1, {"memory": "done", "schedule:spiral": "failed", "rows": "done"})
     told = ran.document["tasks"]["schedule:spiral"]
     assert "unknown schedule 'spiral'" in told["error"] and told["error"].startswith("rank ")
@@ -226,10 +235,10 @@ def as_python(monkeypatch: pytest.MonkeyPatch, path: Path, does: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_task_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_task_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warm: str) -> None:
     """It would take an hour; its limit is a multiple of what another task takes here and now, before and after it."""
     hangs = "from npu_smoke import links, rank; links.DELAY_SECONDS = 3600; import sys; rank.main(sys.argv[1])"
-    as_python(monkeypatch, tmp_path / "python", f"exec {sys.executable} -c '{hangs}' \"$3\"")
+    as_python(monkeypatch, tmp_path / "python", f"exec {warm} -c '{hangs}' \"$3\"")
     asked = team.Asked("cpu", 2, None, time.monotonic() + 3600)
     told: list[tuple[str, dict[str, Any]]] = []
 
@@ -265,11 +274,11 @@ def test_the_time_that_is_used_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_time_bounds_a_run_that_goes_well(tmp_path: Path) -> None:
+def test_the_time_bounds_a_run_that_goes_well(tmp_path: Path, warm: str) -> None:
     """Tasks that all succeed, half a second each at least: no more are begun than the time has room for."""
     tasks, minutes = 60, 0.1
     asked = ("--only", ",".join(["wait"] * tasks), "--minutes", str(minutes))
-    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", *asked, seconds=590)
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", *asked, seconds=590, python=warm)
     assert (ran.code, status(ran)) == (1, {"wait": "left out"})
     words = [line.split()[1] for line in ran.out.splitlines() if line.startswith("wait ")]
     done = words.count("done")

@@ -14,6 +14,7 @@ import pytest
 from ascend.ranks import NpuPools
 from ranks import Here, RankError
 from smoke_on_npus import found_by, run, words
+from warm import warm_python
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
@@ -141,13 +142,14 @@ def test_stuck_messages_end_their_ranks(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """What was found is kept, and the other tasks get ranks of their own, with the settings of each."""
     script, shell = tmp_path / "rank.py", tmp_path / "python"
     script.write_text(STUCK)
-    shell.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$3"\n')
-    shell.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(shell))
     settings = {"rows": {"SEEN": "by rows"}}
     asked = team.Asked("cpu", 2, None, time.monotonic() + 3600, settings=settings)
     told: list[tuple[str, dict[str, Any]]] = []
-    team.run(asked, ["wait", "rows", "wait", "memory", "rows"], lambda task, found: told.append((task, found)))
+    with warm_python() as warm:
+        shell.write_text(f'#!/bin/sh\nexec {warm} {script} "$3"\n')
+        shell.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(shell))
+        team.run(asked, ["wait", "rows", "wait", "memory", "rows"], lambda task, found: told.append((task, found)))
     assert [(task, found["status"]) for task, found in told] == [
         ("wait", "done"), ("rows", "done"), ("wait", "done"), ("memory", "done"), ("rows", "done"),
     ]  # fmt: skip

@@ -66,7 +66,7 @@ def test_many_receives(npus: NpuPools, task: str) -> None:
 
 @pytest.mark.parametrize("spoil", [in_one_queue, brings_others])
 def test_messages_that_are_stuck_or_wrong(npus: NpuPools, spoil: Spoil) -> None:
-    result, found = run(npus, 2, "receives", spoil)
+    result, found = run(npus, 2, "receives", spoil, stuck=spoil is in_one_queue)
     assert found == {"many-receives": OTHERWISE}
     assert result["stuck"] is bool(result.get("ends")) is (spoil is in_one_queue)
     assert words("retried", {**result, "device": "Ascend910_9392"}) == {"many-receives-retry": OTHERWISE}
@@ -80,7 +80,7 @@ def test_lanes_beside_others(npus: NpuPools) -> None:
 
 
 def test_lanes_that_are_stuck_behind_others(npus: NpuPools) -> None:
-    result, found = run(npus, 2, "lanes", one_stream)
+    result, found = run(npus, 2, "lanes", one_stream, stuck=True)
     assert found["lanes-beside-others"] == OTHERWISE and result["ends"]
 
 

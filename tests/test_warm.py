@@ -1,0 +1,88 @@
+"""The forks that stand in for Pythons: their ends are those of their clients, and none outlives anybody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from patience import patient
+from warm import warm_python
+
+pytestmark = pytest.mark.timeout(300)  # one that imports torch, on a machine that is busy
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[str]:
+    with warm_python() as python:
+        yield python
+
+
+def run(python: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = os.environ | environment
+    return subprocess.run([python, *arguments], capture_output=True, text=True, env=given, timeout=patient(100))
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [
+        ("import sys; sys.exit(3)", 3), ("raise SystemExit('said')", 1), ("pass", 0), ("1 / 0", 1),
+        ("import os; os._exit(7)", 7), ("import os; os.abort()", -signal.SIGABRT),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+)  # fmt: skip
+def test_it_ends_as_a_python_does(code: str, ends: int, warm: str) -> None:
+    made = [run(python, "-c", code) for python in (warm, sys.executable)]
+    assert [each.returncode for each in made] == [ends, ends]
+    assert [each.stderr.splitlines()[-1:] for each in made[:1]] == [each.stderr.splitlines()[-1:] for each in made[1:]]
+
+
+def test_what_it_is_given(warm: str, tmp_path: Path) -> None:
+    """Arguments, environment, folder and streams; torch is there, and what it starts is as warm."""
+    code = "import os, sys; print(sys.argv, os.environ['GIVEN'], os.getcwd(), 'torch' in sys.modules, sys.executable)"
+    script = tmp_path / "script.py"
+    script.write_text(f"{code}; print('said', file=sys.stderr)")
+    made = run(warm, str(script), "a", "b", GIVEN="here")
+    assert made.stdout.split("\n")[0] == f"{[str(script), 'a', 'b']} here {os.getcwd()} True {warm}"
+    assert made.stderr == "said\n"
+    assert run(warm, "-m", "json.tool", "--help").stdout.startswith("usage:")
+
+
+WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+def test_it_goes_with_its_client(warm: str) -> None:
+    with subprocess.Popen([warm, "-c", WAITS], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        process = int(client.stdout.readline())
+        client.kill()
+    wait_until_gone(process)
+
+
+def test_it_goes_with_what_it_was_forked_from() -> None:
+    """And its client with both."""
+    with warm_python() as python:
+        client = subprocess.Popen([python, "-c", WAITS], stdout=subprocess.PIPE)
+        assert client.stdout is not None
+        process = int(client.stdout.readline())
+    with client:
+        wait_until_gone(process)
+        assert client.wait(patient(60)) == 1
+
+
+def wait_until_gone(process: int) -> None:
+    """Gone, or waited for by nobody."""
+    deadline = time.monotonic() + patient(60)
+    while time.monotonic() < deadline:
+        try:
+            if "(zombie)" in Path(f"/proc/{process}/status").read_text():
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {process} is still there")

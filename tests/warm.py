@@ -1,0 +1,198 @@
+"""Pythons that have torch already, for tests that start many: forks of one process that has imported it.
+
+    monkeypatch.setattr(sys, "executable", warm)  # the fixture `warm` is the path of a file that is run as a Python is
+
+What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments) gets a process with its own arguments,
+environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes it along.
+A test whose subject is how a process starts needs a real one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+IMPORTED = (
+    "numpy", "torch", "torch.distributed", "torch.utils.checkpoint", "tokenring.runtime.executor",
+    "tokenring.backends.kernels.cpu_flash", "tokenring.planner.choosing.auto", "tokenring.proof.verify",
+    "tokenring.cli.bench.reference",
+)  # fmt: skip
+START_SECONDS = 300.0  # for its imports, on a busy machine
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+F_SETSIG = 10  # of fcntl.h
+CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({path!r})
+    socket.send_fds(server, [b"."], [0, 1, 2])
+    server.sendall(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode() + b"\\n")
+    said = server.recv(16)
+status = int(said or b"1")
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@contextmanager
+def warm_python() -> Iterator[str]:
+    """The path of what to run instead of Python. What it has started ends with it."""
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
+        path, client = f"{folder}/socket", Path(folder, "python")
+        client.write_text(CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
+        client.chmod(0o755)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        command = [sys.executable, __file__, path, str(os.getpid()), str(client)]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as server:
+            try:
+                assert server.stdout is not None
+                assert server.stdout.readline() == b"ready\n", "the process that is forked has not started"
+                yield str(client)
+            finally:
+                server.terminate()
+
+
+# ---------- in the process that is forked
+
+
+class Asked:
+    """One client: the connection, and the process that does what it asked for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.server = connection, os.getpid()
+        _, self.streams, _, _ = socket.recv_fds(connection, 1, 3)
+        with connection.makefile("rb") as lines:
+            self.arguments, self.environment, self.folder = json.loads(lines.readline())
+
+    def started(self) -> int:
+        """Its process; in that itself, 0."""
+        process = os.fork()
+        for each in self.streams if process else ():
+            os.close(each)
+        return process
+
+    def become(self) -> None:
+        """In the new process: what a Python that was started so has; it ends with its client, and with the server."""
+        _end_with(self.server)
+        fcntl.fcntl(self.connection, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(self.connection, F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(self.connection, fcntl.F_SETFL, fcntl.fcntl(self.connection, fcntl.F_GETFL) | os.O_ASYNC)
+        signal.set_wakeup_fd(-1)
+        for to, each in enumerate(self.streams):
+            os.dup2(each, to)
+            os.close(each)
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        first = [path for path in self.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
+        warnings.resetwarnings()
+
+
+def serve(path: str, parent: int) -> Asked:
+    """Fork for each client, and tell it how its process ended. Returns in the forks."""
+    _end_with(parent)
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as ready:
+        listener.bind(path)
+        listener.listen(64)
+        ready.register(listener, selectors.EVENT_READ)
+        print("ready", flush=True)
+        while True:
+            for key, _ in ready.select():
+                if key.data is None:
+                    asked = Asked(listener.accept()[0])
+                    process = asked.started()
+                    if not process:
+                        return asked
+                    ready.register(os.pidfd_open(process), selectors.EVENT_READ, (asked, process))
+                else:
+                    ready.unregister(key.fd)
+                    os.close(key.fd)
+                    _tell(*key.data)
+
+
+def _tell(asked: Asked, process: int) -> None:
+    _, status = os.waitpid(process, 0)
+    with asked.connection as connection, suppress(OSError):  # the client was killed
+        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def ended(arguments: list[str]) -> int:
+    """Run it; the exit code. What a module leaves to the interpreter's own end, but for atexit, is not done: slow."""
+    code: object = 0
+    try:
+        run(arguments)
+    except SystemExit as left:
+        code = left.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else 0
+
+
+def run(arguments: list[str]) -> None:
+    """As Python does with these arguments."""
+    flag, *rest = arguments
+    if flag == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        main: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+        exec(rest[0], main)
+    elif flag == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(flag).resolve().parent))
+        runpy.run_path(flag, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the tests' folder: no module of a script is to be found there
+    for name in IMPORTED:
+        import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is there stays shared by all
+    path, parent, client = sys.argv[1:]
+    asked = serve(path, int(parent))
+    asked.become()
+    sys.executable = client  # what it starts is warm too
+    os._exit(ended(asked.arguments) & 0xFF)
