@@ -22,7 +22,7 @@ ACCELERATORS = ("cuda", "npu", "xpu", "mps")  # the types that are looked for; d
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Bytes of a device: what tensors of this process hold, and what nobody holds. None: not told."""
 
     in_use_bytes: int | None
@@ -30,7 +30,7 @@ class Memory:
     total_bytes: int | None
 
 
-class Device(Protocol):
+class DeviceRuntime(Protocol):
     """One device. Calls may return before their work is done, so that a clock has to wait for it."""
 
     type: str
@@ -66,11 +66,11 @@ class Device(Protocol):
         Raises UnsupportedError on a device without graphs.
         """
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         """What is in use, and what is free."""
 
 
-def device_of(where: torch.Tensor | torch.device | str) -> Device:
+def device_of(where: torch.Tensor | torch.device | str) -> DeviceRuntime:
     """The device of a tensor, or the one that is named."""
     device = where.device if isinstance(where, torch.Tensor) else torch.device(where)
     return Cpu() if device.type == "cpu" else Accelerator(device)
@@ -129,8 +129,8 @@ class Cpu:
     def capture(self) -> AbstractContextManager[Any]:
         raise UnsupportedError(NO_GRAPHS.format("cpu"))
 
-    def memory(self) -> Memory:
-        return Memory(None, None, None)
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(None, None, None)
 
 
 class Accelerator:
@@ -187,7 +187,7 @@ class Accelerator:
         with self._module.device(self._index), self._module.graph(graph, stream=self.new_stream()):
             yield graph
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         free, total = self._module.mem_get_info(self._index)
         in_use = getattr(self._module, "memory_allocated", None)
-        return Memory(None if in_use is None else in_use(self._index), free, total)
+        return DeviceMemory(None if in_use is None else in_use(self._index), free, total)

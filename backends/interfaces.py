@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenring.ir.schedule_data import Pass
 
 
-class Handle(Protocol):
+class Work(Protocol):
     """One message on its way."""
 
     def wait(self) -> None:
@@ -45,11 +45,11 @@ class Transport(ABC):
     sent_bytes: dict[int, int]
 
     @abstractmethod
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         """Post the send of a contiguous tensor; never blocks."""
 
     @abstractmethod
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         """Post the receive into a contiguous tensor; never blocks."""
 
     @abstractmethod
@@ -145,13 +145,13 @@ class Transport(ABC):
 
     def all_to_all(
         self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
-    ) -> Handle:
+    ) -> Work:
         """Post it; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
         raise UnsupportedError(NO_COLLECTIVES.format(type(self).__name__))
 
     def all_gather(
         self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
-    ) -> Handle:
+    ) -> Work:
         """Post it; never blocks. The same tensor to all; nothing may use it until the wait, as it may be written."""
         raise UnsupportedError(NO_COLLECTIVES.format(type(self).__name__))
 

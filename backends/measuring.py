@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from tokenring.backends.devices import Device, device_of
+from tokenring.backends.devices import DeviceRuntime, device_of
 from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.merging.mergers import merger_for
 from tokenring.backends.table_keys import key_of
@@ -47,8 +47,8 @@ def measured_rates(
 
 
 def _samples(
-    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, direction: Pass, clock: Device,
-    limit: float,
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, direction: Pass,
+    clock: DeviceRuntime, limit: float,
 ) -> Iterator[tuple[int, float]]:  # fmt: skip
     """Tokens on a side, and the seconds of a call."""
     for side in SIDES:
@@ -73,7 +73,7 @@ def _call(
     return lambda: kernel.backward(dout, q, k, v, lse, None, out=out, patch=patch, scale=scale)
 
 
-def timed(call: Callable[[], object], clock: Device) -> float:
+def timed(call: Callable[[], object], clock: DeviceRuntime) -> float:
     """Seconds of a call among others: the median of some rounds, after a warm-up.
 
     Short calls are queued one after another, as schedules do: between two readings of the clock a device that works
@@ -120,7 +120,7 @@ def _without_call(
     return tuple((side, min(rate, max(known))) for side, rate in rates.items())
 
 
-def _copies(device: torch.device, clock: Device) -> tuple[float, float]:
+def _copies(device: torch.device, clock: DeviceRuntime) -> tuple[float, float]:
     """GB/s that a copy reads and writes together, and the seconds of a small merge."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

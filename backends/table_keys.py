@@ -7,20 +7,20 @@ import torch
 from tokenring.backends.devices import device_of
 from tokenring.backends.interfaces import AttentionKernel
 from tokenring.display.console import machine
-from tokenring.tables.kernel_rates import Key
+from tokenring.tables.kernel_rates import KernelKey
 from tokenring.tables.transport_choice import Domain
-from tokenring.tables.transport_times import Key as TransfersKey
+from tokenring.tables.transport_times import TransportKey
 
 
-def transfers_key(kind: str, domain: Domain, ranks: int) -> TransfersKey:
+def transfers_key(kind: str, domain: Domain, ranks: int) -> TransportKey:
     """Name the table of transports between so many ranks, of which this process is one, or could be."""
     name = machine() if kind == "cpu" else device_of(kind).name
-    return TransfersKey(kind, name, domain, ranks, torch.__version__)
+    return TransportKey(kind, name, domain, ranks, torch.__version__)
 
 
-def key_of(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Key:
+def key_of(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelKey:
     """Name the table of such calls on this machine, with as many threads as this process has."""
     name = device_of(device).name
     if device.type == "cpu":
         name += f", {torch.get_num_threads()} threads"
-    return Key(name, kernel.name, str(dtype).removeprefix("torch."), head_dim, torch.__version__)
+    return KernelKey(name, kernel.name, str(dtype).removeprefix("torch."), head_dim, torch.__version__)

@@ -28,7 +28,7 @@ import torch
 
 from tokenring.cli.main import main as cli
 from tokenring.errors import TokenRingError
-from tokenring.ir.schedule_data import PASSES, Schedule
+from tokenring.ir.schedule_data import PASSES, ScheduleData
 from tokenring.lowering.lower import lower
 from tokenring.lowering.target import IDEAL, Target
 from tokenring.schedule.families import variants
@@ -93,7 +93,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(normal(value)).encode()).hexdigest()[:16]
 
 
-def schedules() -> Iterator[tuple[str, Schedule, Workload]]:
+def schedules() -> Iterator[tuple[str, ScheduleData, Workload]]:
     """Every member once for each number of heads that it is made for, layout, mask and option."""
     for ranks in RANKS:
         seen: set[tuple[str, int]] = set()
@@ -123,7 +123,7 @@ def members(ranks: int, size: Workload) -> list[str]:
     return list(dict.fromkeys(name for local in locals_ for name in variants(ranks, size, local)))
 
 
-def make(name: str, ranks: int, layout: str, mask: str, length: int) -> Schedule | None:
+def make(name: str, ranks: int, layout: str, mask: str, length: int) -> ScheduleData | None:
     """None: it does not fit."""
     try:
         whole = make_layout(layout, ranks, length)
@@ -132,7 +132,7 @@ def make(name: str, ranks: int, layout: str, mask: str, length: int) -> Schedule
         return None
 
 
-def said(made: Schedule, size: Workload, with_targets: bool) -> dict[str, Any]:
+def said(made: ScheduleData, size: Workload, with_targets: bool) -> dict[str, Any]:
     """What is digested of a schedule."""
     content: dict[str, Any] = {"text": str(made), "json": json.loads(made.to_json())}
     for direction in PASSES:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.devices import Device
+from tokenring.backends.devices import DeviceRuntime
 from tokenring.backends.interfaces import Landing
 from tokenring.backends.transports import driver
-from tokenring.backends.transports.onesided import Memory, Receiving, Sending, Words
+from tokenring.backends.transports.onesided import OneSidedMemory, Receiving, Sending, Words
 from tokenring.backends.transports.symm import CHANNELS
 from tokenring.backends.transports.symmetric import CLEAR
 from tokenring.lowering.target import Target
@@ -55,7 +55,7 @@ class OwnPuts:
 
     target = Target(placing=True)
 
-    def __init__(self, memory: Memory, device: Device, world_size: int) -> None:
+    def __init__(self, memory: OneSidedMemory, device: DeviceRuntime, world_size: int) -> None:
         self.rank, self.world_size, self._device = 0, world_size, device
         lines = [(channel, peer) for channel in CHANNELS for peer in range(1, world_size)]
         self._sending = {line: Sending(memory, device, words_of(world_size), 0, line) for line in lines}
@@ -84,7 +84,7 @@ def words_of(world_size: int) -> Words:
 
 
 class _Sent:
-    def __init__(self, device: Device, done: Any) -> None:
+    def __init__(self, device: DeviceRuntime, done: Any) -> None:
         self._device, self._done = device, done
 
     def wait(self) -> None:

@@ -24,7 +24,7 @@ from tokenring.backends.registry import make_kernel
 from tokenring.backends.transports import symmetric
 from tokenring.cli.rates.command import candidates
 from tokenring.errors import one_line
-from tokenring.runtime.call import Call
+from tokenring.runtime.call import ActiveCall
 from tokenring.schedule.pieces import named_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Positions, make_layout
@@ -136,7 +136,7 @@ class Passes:
     """Both passes of one rank, bound, and the tensors of a call, so small that only the host's time counts."""
 
     bound: Bound
-    call: Call
+    call: ActiveCall
 
 
 @dataclass
@@ -185,7 +185,7 @@ def first_rank(kernel: AttentionKernel, moved: Any, device: torch.device) -> Pas
     names = ("q", "k", "v", "out", "dout")
     own = {name: torch.zeros(1, STEP_TOKENS, 1, STEP_DIM, device=device, dtype=dtype) for name in names}
     own |= {name: torch.zeros(1, 1, STEP_TOKENS, device=device) for name in ("lse", "delta")}
-    return Passes(bind(schedule, size, 0, kernel, moved, device), Call(own))
+    return Passes(bind(schedule, size, 0, kernel, moved, device), ActiveCall(own))
 
 
 class IdleOn(Idle):

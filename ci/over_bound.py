@@ -20,7 +20,7 @@ sys.path.insert(0, str(REPO))
 from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.ir.schedule_data import PASSES  # noqa: E402
 from tokenring.planner.bounds.bound import is_attainable  # noqa: E402
-from tokenring.planner.choosing.auto import Call, call_bound, plan_call  # noqa: E402
+from tokenring.planner.choosing.auto import CallToPlan, call_bound, plan_call  # noqa: E402
 from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
 from tokenring.planner.machines.machine import machine_of_preset  # noqa: E402
 from tokenring.planner.machines.models import MODELS, ModelHeads  # noqa: E402
@@ -30,12 +30,12 @@ from tokenring.sequence.layout import make_layout  # noqa: E402
 from tokenring.sequence.mask import Causal, Full, Mask  # noqa: E402
 
 
-def call_of(name: str, model: ModelHeads, mask: Mask, tokens: int) -> Call:
+def call_of(name: str, model: ModelHeads, mask: Mask, tokens: int) -> CallToPlan:
     net = interconnect_of(preset(name))
     machine = machine_of_preset(name, model.dtype, or_half=True)
     length = tokens * net.world_size
     layout = make_layout("contiguous" if mask == Full() else "zigzag", net.world_size, length)
-    return Call(Setting(model.workload(length), net, machine, PASSES), layout, layout, mask)
+    return CallToPlan(Setting(model.workload(length), net, machine, PASSES), layout, layout, mask)
 
 
 def ratios(presets: list[str], tokens: list[int]) -> Iterator[tuple[bool, float]]:

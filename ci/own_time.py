@@ -19,7 +19,7 @@ import torch
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.lower import lower
-from tokenring.runtime.call import Call
+from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.schedule.names import SCHEMES
@@ -107,7 +107,7 @@ def steps(name: str, ranks: int, size: tuple[int, int, int], rounds: int) -> dic
             kept = executor.views.kept_slots_in(executor.views.new_kept(CPU))
             times = []
             for _ in range(rounds):
-                call = Call(own, dict(kept))
+                call = ActiveCall(own, dict(kept))
                 began = time.perf_counter()
                 executor.run(call)
                 times.append(time.perf_counter() - began)

@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 from tokenring.backends.control.listener import Door  # noqa: E402
-from tokenring.backends.control.sockets import Lines  # noqa: E402
+from tokenring.backends.control.sockets import PeerSockets  # noqa: E402
 
 SECONDS = 60.0
 NAME = "0123456789abcdef"
@@ -47,7 +47,7 @@ def connect(doors: list[Door]) -> float:
     ranks, failed = len(doors), []
 
     def one(rank: int) -> None:
-        made = Lines.__new__(Lines)
+        made = PeerSockets.__new__(PeerSockets)
         made._control, made._lines = Alone(rank, ranks), {}  # type: ignore[assignment]
         try:
             made._connect(doors[rank], [list(door.place) for door in doors])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tokenring.ir.schedule_data import Pass
-from tokenring.planner.choosing.auto import Call
+from tokenring.planner.choosing.auto import CallToPlan
 from tokenring.planner.interconnects.interconnect import (
     Interconnect,
     full_mesh,
@@ -77,9 +77,9 @@ def setting(
     return Setting(size, net, Machine(constant(tflops, "test"), messages), tuple(passes))
 
 
-def call(asked: Setting, mask: Mask | None = None, layout: str = "zigzag", **changes: object) -> Call:
+def call(asked: Setting, mask: Mask | None = None, layout: str = "zigzag", **changes: object) -> CallToPlan:
     whole = make_layout(layout, asked.interconnect.world_size, asked.workload.q_length)
-    return Call(asked, whole, whole, Mask() if mask is None else mask, **changes)  # type: ignore[arg-type]
+    return CallToPlan(asked, whole, whole, Mask() if mask is None else mask, **changes)  # type: ignore[arg-type]
 
 
 def named(name: str, ranks: int, length: int, mask: Mask | None = None, layout: str = "contiguous") -> Schedule:

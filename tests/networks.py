@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tokenring.topology.measure.colours import rounds
-from tokenring.topology.measure.lab import SHORT, Flow, Outcome, Race, both_ways
+from tokenring.topology.measure.lab import SHORT, Flow, Race, TransferOutcome, both_ways
 
 Part = str  # a direction of a link, or a half-duplex link
 
@@ -146,17 +146,17 @@ class NetworkLab:
         self.learn(found)
         return found
 
-    def race(self, races: Sequence[Race], what: str) -> list[Outcome]:
+    def race(self, races: Sequence[Race], what: str) -> list[TransferOutcome]:
         self.races += len(races)
         return [self._outcome(each) for each in races]
 
-    def _outcome(self, race: Race) -> Outcome:
+    def _outcome(self, race: Race) -> TransferOutcome:
         if not race.total:
-            return Outcome(self._rates(race.flows))
+            return TransferOutcome(self._rates(race.flows))
         nbytes = {flow: self._known[flow] * 1e9 * 0.04 for flow in race.flows}
         seconds = self.network.seconds(nbytes) * self._spoilt()
         short = seconds * SHORT / (1 - SHORT)
-        return Outcome(self._rates(race.flows), 0.001 + short + seconds, 0.001 + short, nbytes)
+        return TransferOutcome(self._rates(race.flows), 0.001 + short + seconds, 0.001 + short, nbytes)
 
     def _rates(self, flows: Iterable[Flow]) -> dict[Flow, float]:
         return {flow: rate * self._spoilt() for flow, rate in self.network.rates(flows).items()}

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.target import Target
-from tokenring.runtime.call import Call
+from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 
@@ -359,7 +359,7 @@ class Rounds:
                 recorder.mark()
                 kept = executors["forward"].views.new_kept(CPU)
                 for executor in executors.values():
-                    executor.run(Call(own, executor.views.kept_slots_in(kept)))
+                    executor.run(ActiveCall(own, executor.views.kept_slots_in(kept)))
                     recorder.use(pool.data, "whatever else runs on the pool")
                 if kept is not None:
                     recorder.use(kept, "whoever gets the memory next")

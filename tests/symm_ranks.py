@@ -24,15 +24,15 @@ from patience import patient
 
 from tokenring.backends.control.control import Control, shared_segment
 from tokenring.backends.control.segments import Segment
-from tokenring.backends.devices import Memory as DeviceMemory
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.devices import DeviceMemory as DeviceMemory
+from tokenring.backends.interfaces import Work
 from tokenring.backends.transports.auto_cuda import CudaTransport
 from tokenring.backends.transports.gloo import GlooTransport
 from tokenring.backends.transports.onesided import Line, OwnMemory, Queued
 from tokenring.backends.transports.symm import SymmTransport
 from tokenring.errors import ConfigurationError
 from tokenring.lowering import backend_names
-from tokenring.tables.transport_choice import ONE_SIDED, Choice
+from tokenring.tables.transport_choice import ONE_SIDED, TransportChoice
 from tokenring.weak_method import weakly
 
 POLL_SECONDS = 0.0002
@@ -106,7 +106,7 @@ def _work(waiting: queue.Queue[Callable[[], object] | None], seed: int) -> None:
 
 
 class ThreadDevice:
-    """A device of such streams; `tokenring.backends.devices.Device` of what is asked of it."""
+    """A device of such streams; `tokenring.backends.devices.DeviceRuntime` of what is asked of it."""
 
     type, name = "cpu", "threads"
 
@@ -238,7 +238,7 @@ class Told(OnCpu):
         self._store = dist.PrefixStore(f"told {self.control.name}", store)  # type: ignore[attr-defined]
         self.control.progress = weakly(self.progress)
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         self.check()
         self.sent_bytes[dst] += data.numel() * data.element_size()
         made = _PutOff(self, data, dst, label)
@@ -246,7 +246,7 @@ class Told(OnCpu):
         self.progress()
         return made
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         self.check()
         place, size = self._place_of(data, label)
         number = self._receiving[channel, src]._posted
@@ -307,8 +307,8 @@ class AutoOnCpu(CudaTransport):
 
     one_sided, two_sided = OnCpu, GlooTransport  # type: ignore[assignment]
 
-    def _choose(self) -> Choice:
-        return Choice(ONE_SIDED, "the test says so")
+    def _choose(self) -> TransportChoice:
+        return TransportChoice(ONE_SIDED, "the test says so")
 
 
 def register() -> None:

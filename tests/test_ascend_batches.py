@@ -19,7 +19,7 @@ from patience import patient
 from ranks import Here
 
 import tokenring as tr
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 from tokenring.backends.transports.hccl import HcclTransport
 from tokenring.lowering.target import Target
 
@@ -46,14 +46,14 @@ class InBatches(HcclTransport):
         """Batches need the communicator of the group alone."""
         self._serve(device)
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         self.sent_bytes[dst] += data.numel() * data.element_size()
         return self._later(dist.isend, data, dst)
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         return self._later(dist.irecv, data, src)
 
-    def _later(self, act: Any, data: torch.Tensor, peer: int) -> Handle:
+    def _later(self, act: Any, data: torch.Tensor, peer: int) -> Work:
         made = _Batched()
         self.open.append((dist.P2POp(act, data, peer, self.batched), made))
         return made

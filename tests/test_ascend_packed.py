@@ -18,7 +18,7 @@ from test_ascend_kernel import npu_kernel
 
 from tokenring.backends.kernels import npu_packed
 from tokenring.backends.kernels.npu_fusion import NpuFusion
-from tokenring.backends.kernels.npu_packed import Packing
+from tokenring.backends.kernels.npu_packed import NpuPacking
 from tokenring.lowering.program import Attend, Instruction, Span, Wait
 from tokenring.runtime.call_groups import patches, together
 from tokenring.sequence.region import Patch
@@ -140,7 +140,7 @@ def padded_lists(here: Here) -> None:
     register(WITH_LAYOUT)
     parts = CASES["two documents"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tokenring.backends.kernels.npu_packed.Packing", ZeroTail)
+        patched.setattr("tokenring.backends.kernels.npu_packed.NpuPacking", ZeroTail)
         Checked(npu_kernel(), parts, tile_of(parts)).check()
     assert {call.arguments["actual_seq_qlen"][-1] for call in calls} == {0}
 
@@ -218,7 +218,7 @@ def test_limits_cut_patches_and_batches(monkeypatch: pytest.MonkeyPatch) -> None
     def cut(parts: Sequence[Patch], batch: int) -> list[tuple[int, slice]]:
         found: list[tuple[int, slice]] = []
 
-        def call(how: Packing, entries: slice) -> list[tuple[torch.Tensor, ...]]:
+        def call(how: NpuPacking, entries: slice) -> list[tuple[torch.Tensor, ...]]:
             assert how.batch == entries.stop - entries.start
             found.append((len(how.patches), entries))
             return [(torch.zeros(how.batch),) for _ in how.patches]
@@ -314,42 +314,42 @@ class TestTogether:
 # ---------- mutants: traps 1 and 2
 
 
-class LeadingZero(Packing):
+class LeadingZero(NpuPacking):
     """Writes the lengths as flash-attn's cu_seqlens."""
 
     def _ends(self, spans: list[tuple[int, int]]) -> list[int]:
         return [0, *super()._ends(spans)]
 
 
-class Lengths(Packing):
+class Lengths(NpuPacking):
     """Writes lengths, not ends."""
 
     def _ends(self, spans: list[tuple[int, int]]) -> list[int]:
         return [stop - start for start, stop in spans] * self.batch
 
 
-class TokenOrder(Packing):
+class TokenOrder(NpuPacking):
     """Believes the shape [T, N, 8], whatever was asked for: trap 1."""
 
     def _row_lses(self, lse: torch.Tensor, in_token_order: bool) -> list[torch.Tensor]:
         return super()._row_lses(lse, True)
 
 
-class TokenOrderBack(Packing):
+class TokenOrderBack(NpuPacking):
     """The same, in the statistics for the gradient."""
 
     def _packed_lse(self, lse: torch.Tensor, in_token_order: bool) -> torch.Tensor:
         return super()._packed_lse(lse, True)
 
 
-class BlockOrder(Packing):
+class BlockOrder(NpuPacking):
     """Believes that the memory holds blocks, where token order was asked for."""
 
     def _row_lses(self, lse: torch.Tensor, in_token_order: bool) -> list[torch.Tensor]:
         return super()._row_lses(lse, False)
 
 
-class ZeroTail(Packing):
+class ZeroTail(NpuPacking):
     """Pads its lists to a fixed number of sequences: no mutant, the operator skips them."""
 
     def _ends(self, spans: list[tuple[int, int]]) -> list[int]:
@@ -383,14 +383,14 @@ class LastIsTheCountOfOut(ZeroTail):
         (BlockOrder, WITH_LAYOUT, (AssertionError, "lse of")),
     ],
 )
-def test_mutants(npus: NpuPools, mutant: type[Packing], offer: str, fails: tuple[type[Exception], str]) -> None:
+def test_mutants(npus: NpuPools, mutant: type[NpuPacking], offer: str, fails: tuple[type[Exception], str]) -> None:
     npus(1)(mutated, mutant, offer, fails)
 
 
-def mutated(here: Here, mutant: type[Packing], offer: str, fails: tuple[type[Exception], str]) -> None:
+def mutated(here: Here, mutant: type[NpuPacking], offer: str, fails: tuple[type[Exception], str]) -> None:
     register(offer)
     kind, says = fails
     parts = CASES["two documents"]
     with pytest.MonkeyPatch.context() as patched, pytest.raises(kind, match=says):
-        patched.setattr("tokenring.backends.kernels.npu_packed.Packing", mutant)
+        patched.setattr("tokenring.backends.kernels.npu_packed.NpuPacking", mutant)
         Checked(npu_kernel(), parts, tile_of(parts)).check()

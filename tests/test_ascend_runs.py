@@ -22,7 +22,7 @@ from ranks import PEER_SECONDS, Here
 from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, UnsupportedError, attention
 from tokenring.backends.kernels import npu_trials
 from tokenring.backends.kernels.npu_fusion import NpuFusion
-from tokenring.backends.kernels.npu_packed import Packing
+from tokenring.backends.kernels.npu_packed import NpuPacking
 from tokenring.backends.merging.torch_merger import merge_
 from tokenring.lowering.program import Attend
 
@@ -214,8 +214,8 @@ def with_empty_documents(here: Here) -> tuple[dict[str, float], list[list[int]],
     given: Any = ("2.13.0", "ring", "contiguous", Documents([0, 0, 7, 7, 20, 21, 44, 44]), (4, 2), torch.float32)
     errors, lists = runs(here, *given), lengths()
     with pytest.MonkeyPatch.context() as patched:
-        ends = Packing._ends
-        patched.setattr(Packing, "_ends", lambda self, spans: [*(made := ends(self, spans))[:1], *made])
+        ends = NpuPacking._ends
+        patched.setattr(NpuPacking, "_ends", lambda self, spans: [*(made := ends(self, spans))[:1], *made])
         runs(here, *given)
         return errors, lists, lengths()
 

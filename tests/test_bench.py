@@ -26,18 +26,29 @@ from patience import patient
 from ranks import Here, RankPools
 
 import tokenring as tr
-from tokenring.cli.bench.candidates import Candidate, NotInstalled, Runner, Setting, one_process, our_candidates
+from tokenring.cli.bench.candidates import NotInstalled, RacedSchedule, RaceSetting, Runner, one_process, our_candidates
 from tokenring.cli.bench.command import main
 from tokenring.cli.bench.contenders import contenders
 from tokenring.cli.bench.peers import PEERS, peer_candidates
 from tokenring.cli.bench.race import make_inputs, order, race
 from tokenring.cli.bench.reference import errors, reference, reference_dtype
-from tokenring.cli.bench.results import FAILED, MEASURED, MISSING, OURS, PEER, SKIPPED, WRONG, Case, Entry, Report
+from tokenring.cli.bench.results import (
+    FAILED,
+    MEASURED,
+    MISSING,
+    OURS,
+    PEER,
+    SKIPPED,
+    WRONG,
+    Entry,
+    RaceCase,
+    RaceReport,
+)
 from tokenring.errors import ConfigurationError
 from tokenring.schedule.names import SCHEMES
 from tokenring.sequence.mask import parse_mask
 
-CASE = Case(
+CASE = RaceCase(
     seq_len=128, heads=4, kv_heads=4, head_dim=16, dtype="float32", mask="causal", batch=1, backward=True,
     layout="zigzag", transport="auto", pieces=None, schedules=[*SCHEMES], peers=[], rounds=2,
 )  # fmt: skip
@@ -91,14 +102,14 @@ def test_errors() -> None:
 # ---------- the race, on ranks
 
 
-def raced(here: Here, case: Case, kinds: tuple[str, ...] = ()) -> tuple[list[Entry], str | None, list[str]]:
-    setting = Setting(case, here.rank, here.world_size)
-    made = [Candidate(kind, PEER, partial(fake, kind)) for kind in kinds]
+def raced(here: Here, case: RaceCase, kinds: tuple[str, ...] = ()) -> tuple[list[Entry], str | None, list[str]]:
+    setting = RaceSetting(case, here.rank, here.world_size)
+    made = [RacedSchedule(kind, PEER, partial(fake, kind)) for kind in kinds]
     candidates = [*our_candidates(case), one_process(), *made, *peer_candidates(case.peers)]
     return race(setting, candidates, lambda done, steps, what: None)
 
 
-def fake(kind: str, setting: Setting, group: Any) -> Runner:
+def fake(kind: str, setting: RaceSetting, group: Any) -> Runner:
     """A peer that computes with our ring, or goes wrong in some way."""
     if kind == "missing":
         raise NotInstalled("pip install it")
@@ -144,7 +155,7 @@ def test_race_of_schedules_forward_and_backward(ranks: RankPools) -> None:
     ],
     ids=["forward", "bfloat16", "auto"],
 )
-def test_other_cases(ranks: RankPools, case: Case) -> None:
+def test_other_cases(ranks: RankPools, case: RaceCase) -> None:
     entries, compared_with, _ = ranks(2)(raced, case)[0]
     assert compared_with == "float64"
     assert {entry.status for entry in entries if entry.kind == OURS} == {MEASURED}, entries
@@ -182,8 +193,8 @@ def test_peers_that_go_wrong_are_listed_and_the_race_goes_on(ranks: RankPools) -
 def warned(here: Here, kind: str, what: str) -> list[str | None]:
     """What becomes of a candidate that warns, where warnings are errors; and the filters, which stay as they were."""
     before = list(warnings.filters)
-    setting = Setting(replace(CASE, schedules=[]), here.rank, here.world_size)
-    (entry,), _, _ = race(setting, [Candidate("it", kind, partial(fake, what))], lambda done, steps, what: None)
+    setting = RaceSetting(replace(CASE, schedules=[]), here.rank, here.world_size)
+    (entry,), _, _ = race(setting, [RacedSchedule("it", kind, partial(fake, what))], lambda done, steps, what: None)
     assert warnings.filters == before and before[0][0] == "error"
     return [entry.status, entry.reason]
 
@@ -209,7 +220,7 @@ def test_peers_may_warn(kind: str, what: str, found: list[str | None], ranks: Ra
 def test_peers_without_an_installation() -> None:
     for candidate in peer_candidates([name for name in PEERS if find_spec(name.replace("-", "_")) is None]):
         with pytest.raises(NotInstalled, match=f"pip install --no-deps {candidate.name}=="):
-            candidate.prepare(Setting(CASE, 0, 2), None)
+            candidate.prepare(RaceSetting(CASE, 0, 2), None)
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])
@@ -239,7 +250,7 @@ def test_whole_run(tmp_path: Path) -> None:
     result = bench(tmp_path, *SMALL, "--peers", "none", "--json", "b.json", "--picture", "b.svg")
     assert result.returncode == 0 and result.stderr == "", result.stdout + result.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.json", "b.svg"]
-    report = Report.from_json((tmp_path / "b.json").read_text())
+    report = RaceReport.from_json((tmp_path / "b.json").read_text())
     assert json.loads((tmp_path / "b.json").read_text())["format"] == "tokenring-bench/1"
     assert report.case.schedules == contenders(replace(report.case, schedules=[]), 2)
     assert [entry.name for entry in report.entries] == [*report.case.schedules, "one process"]
@@ -257,7 +268,7 @@ def test_on_the_processes_of_torchrun(tmp_path: Path) -> None:
     result = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("tokenring bench: ") == 1, "rank 0 speaks for all"
-    report = Report.from_json((tmp_path / "b.json").read_text())
+    report = RaceReport.from_json((tmp_path / "b.json").read_text())
     assert [entry.name for entry in report.entries] == ["ring", "one process"]
 
 

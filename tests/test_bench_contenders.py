@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from tokenring.cli.bench.contenders import MOST, contenders
-from tokenring.cli.bench.results import Case
+from tokenring.cli.bench.results import RaceCase
 from tokenring.emulate.shapes import Shape
 from tokenring.planner.choosing import auto
 from tokenring.schedule.families.registry import FAMILIES, parse
 from tokenring.schedule.names import SCHEMES
 
-CASE = Case(
+CASE = RaceCase(
     seq_len=1024, heads=8, kv_heads=8, head_dim=64, dtype="float32", mask="full", batch=1, backward=False,
     layout="contiguous", transport="gloo", pieces=None, schedules=[], peers=[], rounds=2,
     emulate=Shape("switch", 4, 0.1), compute_tflops=0.05,

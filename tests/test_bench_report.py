@@ -14,17 +14,29 @@ from xml.etree import ElementTree
 import pytest
 
 from tokenring.cli.bench.picture import to_svg
-from tokenring.cli.bench.results import FAILED, MISSING, ONE, OURS, PEER, SKIPPED, WRONG, Case, Entry, Machine, Report
+from tokenring.cli.bench.results import (
+    FAILED,
+    MISSING,
+    ONE,
+    OURS,
+    PEER,
+    SKIPPED,
+    WRONG,
+    Entry,
+    RaceCase,
+    RaceMachine,
+    RaceReport,
+)
 from tokenring.cli.bench.table import bytes_text, case_text, ms, table
 from tokenring.display.console import Ink
 
 DATA = Path(__file__).parent / "data"
-CASE = Case(
+CASE = RaceCase(
     seq_len=4096, heads=8, kv_heads=4, head_dim=64, dtype="float32", mask="causal", batch=2, backward=True,
     layout="zigzag", transport="auto", pieces=None, schedules=["tokenring", "ring"], peers=["torch", "yunchang"],
     rounds=5,
 )  # fmt: skip
-MACHINE = Machine("A <Processor> & more", 2, 1, 2, "2.13.0+cpu")
+MACHINE = RaceMachine("A <Processor> & more", 2, 1, 2, "2.13.0+cpu")
 ERRORS = {"out": 2.1e-7, "dq": 3.2e-7, "dk": 4.3e-7, "dv": 1.1e-7}
 
 
@@ -47,7 +59,7 @@ ENTRIES = [
     Entry("b", PEER, "", "1", SKIPPED, "for the causal mask only"),
     Entry("c", PEER, "", "1", FAILED, "RuntimeError: a peer's own <reason>"),
 ]  # fmt: skip
-REPORT = Report(CASE, MACHINE, ENTRIES, "float64", ["patched: something (a.module)"])
+REPORT = RaceReport(CASE, MACHINE, ENTRIES, "float64", ["patched: something (a.module)"])
 
 
 def shown() -> dict[str, str]:
@@ -60,14 +72,14 @@ def test_golden(name: str) -> None:
 
 
 def test_json_comes_back() -> None:
-    assert Report.from_json(REPORT.to_json()) == REPORT
+    assert RaceReport.from_json(REPORT.to_json()) == REPORT
 
 
 def test_json_has_no_nan() -> None:
     wrong = replace(ENTRIES[0], errors={"out": math.nan})
     text = replace(REPORT, entries=[wrong]).to_json()
     assert json.loads(text)["entries"][0]["errors"] == {"out": None}
-    assert math.isnan(Report.from_json(text).entries[0].worst_error)
+    assert math.isnan(RaceReport.from_json(text).entries[0].worst_error)
 
 
 class TestBase:

@@ -11,7 +11,7 @@ from programs import reads_early, rearranged, replays_with_collectives, size_of
 from ranks import Here, RankPools
 
 from tokenring import Causal, Full, Mask, attention
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS, Pass
 from tokenring.lowering.backend_names import TRANSPORTS, transport_target
@@ -22,7 +22,7 @@ from tokenring.lowering.program import Program, Recv, Send, Wait
 from tokenring.lowering.records import Records
 from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import Target
-from tokenring.planner.simulation.operations import Await, Compute, Post, operations
+from tokenring.planner.simulation.operations import Await, Compute, SimulatedPost, operations
 from tokenring.proof.replay import beyond, replay, replay_schedule
 from tokenring.proof.verify import replay_once
 from tokenring.schedule.schedule import Schedule
@@ -228,7 +228,7 @@ def test_bytes_and_costs() -> None:
     size, rates = size_of(schedule), constant(1.0, "test", copy_gbs=1.0)
     apart, together = (lower(schedule, 1, "forward", size, Target(bundle_bytes=most)) for most in (0, ALL))
     costs = [operations(schedule, size, each, rates) for each in (apart, together)]
-    posts, fewer = ([x for x in each if isinstance(x, Post)] for each in costs)
+    posts, fewer = ([x for x in each if isinstance(x, SimulatedPost)] for each in costs)
     for sends in (True, False):
         for peer in (0, 2, 3):
             some, one = ([x for x in each if (x.peer, x.sends) == (peer, sends)] for each in (posts, fewer))
@@ -250,7 +250,7 @@ def count(here: Here, heads: int) -> int:
     assert transport is not None
     sent, send = [], transport.send
 
-    def noting(data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def noting(data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         sent.append(label)
         return send(data, dst, channel, label)
 

@@ -23,7 +23,7 @@ from ranks import Here, RankPools
 import tokenring as tr
 from tokenring.cli.demo.check import check
 from tokenring.cli.demo.command import main
-from tokenring.cli.demo.data import Batch, Text, text_tokens
+from tokenring.cli.demo.data import Text, TextBatch, text_tokens
 from tokenring.cli.demo.model import ModelConfig, Transformer
 from tokenring.cli.demo.results import Checked
 from tokenring.cli.demo.train import split_attention
@@ -221,30 +221,30 @@ def test_importing_tokenring_leaves_the_demo_alone() -> None:
 # ---------- the check
 
 
-def correct(whole: Batch, part: Batch, cp: tr.ContextParallel) -> tuple[Batch, tr.Mask]:
+def correct(whole: TextBatch, part: TextBatch, cp: tr.ContextParallel) -> tuple[TextBatch, tr.Mask]:
     return part, tr.Causal()
 
 
-def contiguous_positions(whole: Batch, part: Batch, cp: tr.ContextParallel) -> tuple[Batch, tr.Mask]:
+def contiguous_positions(whole: TextBatch, part: TextBatch, cp: tr.ContextParallel) -> tuple[TextBatch, tr.Mask]:
     """Rotary angles as if every rank held neighbouring tokens."""
     return replace(part, positions=whole.positions.chunk(cp.world_size)[cp.rank]), tr.Causal()
 
 
-def local_positions(whole: Batch, part: Batch, cp: tr.ContextParallel) -> tuple[Batch, tr.Mask]:
+def local_positions(whole: TextBatch, part: TextBatch, cp: tr.ContextParallel) -> tuple[TextBatch, tr.Mask]:
     return replace(part, positions=torch.arange(part.tokens.shape[1])), tr.Causal()
 
 
-def wrong_mask(whole: Batch, part: Batch, cp: tr.ContextParallel) -> tuple[Batch, tr.Mask]:
+def wrong_mask(whole: TextBatch, part: TextBatch, cp: tr.ContextParallel) -> tuple[TextBatch, tr.Mask]:
     """One token of the past is missing."""
     return part, tr.SlidingWindow(whole.tokens.shape[1] - 2, 0)
 
 
-def local_targets(whole: Batch, part: Batch, cp: tr.ContextParallel) -> tuple[Batch, tr.Mask]:
+def local_targets(whole: TextBatch, part: TextBatch, cp: tr.ContextParallel) -> tuple[TextBatch, tr.Mask]:
     """The next token of the part, where that of the sequence is another rank's."""
     return replace(part, targets=part.tokens.roll(-1, dims=1)), tr.Causal()
 
 
-Variant = Callable[[Batch, Batch, tr.ContextParallel], tuple[Batch, tr.Mask]]
+Variant = Callable[[TextBatch, TextBatch, tr.ContextParallel], tuple[TextBatch, tr.Mask]]
 MUTANTS = (contiguous_positions, local_positions, wrong_mask, local_targets)
 
 

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenring.cli.demo.console import Console, is_landmark, progress_bar, progress_line
+from tokenring.cli.demo.console import DemoConsole, is_landmark, progress_bar, progress_line
 from tokenring.cli.demo.report import link_matrix, schedule_text, split_text, timeline, training_text
-from tokenring.cli.demo.results import Checked, Measured, Pass, Stepped, from_line, to_line, training_complaint
+from tokenring.cli.demo.results import Checked, DemoMeasured, Pass, Stepped, from_line, to_line, training_complaint
 from tokenring.cli.trace.picture import to_svg
-from tokenring.cli.trace.record import Bar, Message, Stretch
+from tokenring.cli.trace.record import Bar, Stretch, TracedMessage
 from tokenring.display.console import Ink
 from tokenring.display.svg import axis_step
 from tokenring.launch.follow import Failed, failure_text
@@ -52,8 +52,8 @@ BARS = [
     Bar(0, "backward", "post", "post", "", 0.11, 0.1101),
 ]
 STRETCHES = [Stretch(0, "forward", 0.0, 0.04), Stretch(1, "forward", 0.01, 0.1), Stretch(0, "backward", 0.11, 0.1101)]
-MESSAGES = [Message(0, 1, "kv0", 0.01, 0.1)]
-MEASURED = Measured("ring", "few bytes " * 12, [FORWARD, BACKWARD], STRETCHES, BARS, MESSAGES)
+MESSAGES = [TracedMessage(0, 1, "kv0", 0.01, 0.1)]
+MEASURED = DemoMeasured("ring", "few bytes " * 12, [FORWARD, BACKWARD], STRETCHES, BARS, MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,17 @@ class Terminal(io.StringIO):
 
 def test_console_on_a_terminal() -> None:
     out, err = Terminal(), Terminal()
-    console = Console(out, err, {"TERM": "xterm"})
+    console = DemoConsole(out, err, {"TERM": "xterm"})
     console.progress(1, 2, 5.5, 100.0, 3.0)
     console.say(console.ink.good("fine"))
     assert err.getvalue().startswith("\r\x1b[2K   ━") and err.getvalue().endswith("\r\x1b[2K")
     assert out.getvalue() == "\x1b[32mfine\x1b[0m\n"
-    assert Console(out, err, {"TERM": "xterm", "NO_COLOR": "1"}).ink.good("fine") == "fine"
+    assert DemoConsole(out, err, {"TERM": "xterm", "NO_COLOR": "1"}).ink.good("fine") == "fine"
 
 
 def test_console_in_a_file() -> None:
     out, err = io.StringIO(), io.StringIO()
-    console = Console(out, err, {"TERM": "xterm"})
+    console = DemoConsole(out, err, {"TERM": "xterm"})
     console.status("starting")
     console.progress(1, 2, 5.5, 100.0, 3.0)
     console.say(console.ink.good("fine"))
@@ -140,7 +140,7 @@ def test_other_texts() -> None:
 
 
 @pytest.mark.parametrize("result", [CHECKED, MEASURED, Stepped(1, 5.5, 0.1), Failed(1, "PeerLost", "gone", True)])
-def test_results_come_back_from_their_lines(result: Checked | Measured | Stepped | Failed) -> None:
+def test_results_come_back_from_their_lines(result: Checked | DemoMeasured | Stepped | Failed) -> None:
     assert from_line(to_line(result)) == result
     assert from_line("something else that a rank prints") is None
 

@@ -12,7 +12,15 @@ from late_device import TYPE, LateModule, install, late
 from patience import patient
 
 from tokenring.backends import devices
-from tokenring.backends.devices import Accelerator, Cpu, Device, Memory, accelerator_types, device_of, has_device
+from tokenring.backends.devices import (
+    Accelerator,
+    Cpu,
+    DeviceMemory,
+    DeviceRuntime,
+    accelerator_types,
+    device_of,
+    has_device,
+)
 from tokenring.cli.bench.candidates import Runner
 from tokenring.cli.bench.race import timed_call
 from tokenring.errors import BackendUnavailable
@@ -30,7 +38,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> LateModule:
 
 
 @pytest.fixture
-def device(module: LateModule) -> Device:
+def device(module: LateModule) -> DeviceRuntime:
     return device_of(f"{TYPE}:0")
 
 
@@ -46,14 +54,14 @@ class Impatient(Accelerator):
 # ---------- clocks
 
 
-def bench_seconds(module: LateModule, device: Device) -> tuple[float, float]:
+def bench_seconds(module: LateModule, device: DeviceRuntime) -> tuple[float, float]:
     x = torch.ones(2, requires_grad=True)
     runner = Runner("late", torch.arange(2), late(module, work_seconds()))
     forward, whole, _ = timed_call(runner, [x, x, x, torch.ones(2)], False, None, device)
     return forward, whole
 
 
-def test_bench_waits_for_the_device(module: LateModule, device: Device) -> None:
+def test_bench_waits_for_the_device(module: LateModule, device: DeviceRuntime) -> None:
     forward, whole = bench_seconds(module, device)
     assert work_seconds() <= forward <= whole < 20 * work_seconds()
 
@@ -63,7 +71,7 @@ def test_a_clock_that_does_not_wait_is_found_out(module: LateModule) -> None:
     assert forward < work_seconds()
 
 
-def test_each_clock_waits_for_what_it_says(module: LateModule, device: Device) -> None:
+def test_each_clock_waits_for_what_it_says(module: LateModule, device: DeviceRuntime) -> None:
     """The stream's clock does not wait for moves on other streams, the device's does."""
     other = device.new_stream()
     with device.on(other):
@@ -107,7 +115,7 @@ def traced_seconds(monkeypatch: pytest.MonkeyPatch, module: LateModule, wait: An
 # ---------- the rest of the interface
 
 
-def test_streams_memory_and_name(module: LateModule, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_memory_and_name(module: LateModule, device: DeviceRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (device.type, device.name) == (TYPE, "a late device")
     assert (device.new_stream().priority, device.new_stream(high_priority=True).priority) == (0, -1)
     assert device.current_stream() is module.streams[0]
@@ -119,19 +127,19 @@ def test_streams_memory_and_name(module: LateModule, device: Device, monkeypatch
         return told(index)
 
     monkeypatch.setattr(module, "mem_get_info", counted)
-    assert device.memory() == Memory(1 << 20, 3 << 30, 4 << 30)
+    assert device.memory() == DeviceMemory(1 << 20, 3 << 30, 4 << 30)
     assert len(asked) == 1
 
 
 def test_cpu_is_never_behind() -> None:
-    device: Device = device_of(torch.ones(1))
+    device: DeviceRuntime = device_of(torch.ones(1))
     assert isinstance(device, Cpu)
     assert device.type == "cpu"
     device.synchronize()
     with device.on(None):
         assert device.current_stream() is device.new_stream() is None
     assert device.stream_clock() <= device.clock() <= perf_counter()
-    assert device.memory() == Memory(None, None, None)
+    assert device.memory() == DeviceMemory(None, None, None)
     assert device.name
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from patience import patient
 
-from tokenring.cli.bench.results import MEASURED, Report
+from tokenring.cli.bench.results import MEASURED, RaceReport
 from tokenring.cli.bench.sleeping import Sleeping
 from tokenring.emulate import Emulated, build, guardian
 from tokenring.emulate.net import NUMBERS
@@ -233,7 +233,7 @@ def test_bench(tmp_path: Path, compute: list[str]) -> None:
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     text = "emulated links: two-node, full-mesh inside, links of 0.25 Gbit/s, one uplink of 0.05 Gbit/s"
     assert text in done.stdout and ("Results are not checked" in done.stdout) == bool(compute)
-    report = Report.from_json((tmp_path / "b.json").read_text())
+    report = RaceReport.from_json((tmp_path / "b.json").read_text())
     assert str(report.case.emulate) in text and report.case.compute_tflops == (0.01 if compute else None)
     ours = report.entries[:2]
     assert [entry.status for entry in report.entries] == [MEASURED] * (2 if compute else 3)

@@ -20,7 +20,7 @@ import pytest
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.backends.control import sockets as lines
 from tokenring.backends.control.listener import Door
-from tokenring.backends.control.sockets import Lines, own_address
+from tokenring.backends.control.sockets import PeerSockets, own_address
 
 SECONDS = 5.0
 
@@ -69,7 +69,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[An
 
         def one(rank: int) -> None:
             try:
-                found[rank] = Lines(Alone(rank, ranks, timeout_seconds), rank)  # type: ignore[arg-type]
+                found[rank] = PeerSockets(Alone(rank, ranks, timeout_seconds), rank)  # type: ignore[arg-type]
             except Exception as error:
                 found[rank] = error
 
@@ -205,17 +205,17 @@ class TestStrangers:
 
     def test_who_is_late_is_called_again(self, connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """A rank may have so many callers, or be so slow, that it is sent away like a stranger."""
-        card = Lines._card
+        card = PeerSockets._card
         late: list[int] = []
 
-        def slow(self: Lines, rank: int) -> bytes:
+        def slow(self: PeerSockets, rank: int) -> bytes:
             if self._control.rank == rank == 1 and not late:
                 late.append(rank)
                 time.sleep(0.5)
             return card(self, rank)
 
         monkeypatch.setattr(lines, "ANSWER_SECONDS", 0.1)
-        monkeypatch.setattr(Lines, "_card", slow)
+        monkeypatch.setattr(PeerSockets, "_card", slow)
         found = connected(3)
         assert late == [1]
         found[0].say(1, b"well")

@@ -23,7 +23,7 @@ from tokenring.backends.kernels.auto import Choosing
 from tokenring.backends.kernels.flex import Flex
 from tokenring.backends.kernels.torch_cuda import TorchEfficient
 from tokenring.lowering.lower import lower
-from tokenring.runtime.call import Call
+from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.schedule.pieces import named_schedule
@@ -66,7 +66,7 @@ def bound(kernel: Any, window: int) -> Executor:
 
 def run(executor: Executor) -> torch.Tensor:
     random = torch.Generator().manual_seed(0)
-    call = Call({name: torch.randn(1, TOKENS, HEADS, DIM, generator=random) for name in ("q", "k", "v")})
+    call = ActiveCall({name: torch.randn(1, TOKENS, HEADS, DIM, generator=random) for name in ("q", "k", "v")})
     executor.run(call)
     return executor.result(call, "q_partial", "out").clone()
 

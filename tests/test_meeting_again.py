@@ -14,7 +14,7 @@ from ranks import Here, RankPools
 
 from tokenring import ContextParallel, PeerLost, attention
 from tokenring.backends.control import store_gather as meetings
-from tokenring.backends.control.store_gather import Meeting
+from tokenring.backends.control.store_gather import StoreGather
 
 SECONDS = 1.0  # of a wait in vain
 LATE = 1  # the rank that is late
@@ -82,7 +82,7 @@ def hears_that_it_is_over(here: Here) -> str:
     if here.rank == LATE:
         return ""
     with pytest.raises(PeerLost) as caught:
-        Meeting(group, SECONDS if here.rank == 0 else 3600.0).gather("names", "me")
+        StoreGather(group, SECONDS if here.rank == 0 else 3600.0).gather("names", "me")
     assert caught.value.rank == LATE
     return str(caught.value)
 
@@ -106,13 +106,13 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
             return store
 
     monkeypatch.setattr(meetings, "held", Seen)
-    early = [Meeting(rank, 0.1) for rank in (0, 2)]  # type: ignore[arg-type]
+    early = [StoreGather(rank, 0.1) for rank in (0, 2)]  # type: ignore[arg-type]
     old = uuid.uuid4().hex
     for each in early:
         with pytest.raises(PeerLost):
             each.gather("names", old)
     assert all(old.encode() not in store.get(f"tokenring/0.1/gathering 1/{rank}") for rank in (0, 2))
-    later = [Meeting(rank, 0.1) for rank in (0, 1, 2)]  # type: ignore[arg-type]
+    later = [StoreGather(rank, 0.1) for rank in (0, 1, 2)]  # type: ignore[arg-type]
     assert {each._round for each in early} == {0} and {each._round for each in later} == {1}
     with pytest.raises(PeerLost) as caught:
         later[1].gather("names", "new")

@@ -23,7 +23,7 @@ from tokenring.ir.schedule_data import PASSES, Kind, Pass
 from tokenring.lowering.footprint import aligned, scratch_bytes, slot_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.records import Records
-from tokenring.runtime.call import Call
+from tokenring.runtime.call import ActiveCall
 from tokenring.sequence.region import Patch
 
 CPU = torch.device("cpu")
@@ -198,13 +198,13 @@ def allocations(here: Here, case: Case, direction: Pass) -> tuple[list[Allocatio
         own = OwnTensors(own | {"dout": dout, "lse": lse, "out": out})
         assert own["delta"].dim() == 3  # worked out now, not when it is first packed
     executor = cp.executor(request, direction)
-    call = Call(own, executor.views.kept_slots_in(executor.views.new_kept(CPU)))
+    call = ActiveCall(own, executor.views.kept_slots_in(executor.views.new_kept(CPU)))
     executor.run(call)
     kind: Kind = "q_partial" if direction == "forward" else "kv_partial"
     name = "out" if direction == "forward" else "dk"
     before = executor.result(call, kind, name).clone()
     cp.canned.replay()
-    call = Call(own, executor.views.kept_slots_in(executor.views.new_kept(CPU)))
+    call = ActiveCall(own, executor.views.kept_slots_in(executor.views.new_kept(CPU)))
     executor._new_outputs(call)
     with Watch() as watch:
         for step, (instruction, _) in zip(executor.steps, executor.instructions, strict=True):

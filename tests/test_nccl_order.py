@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenring.backends.transports.nccl import NcclTransport, Post
+from tokenring.backends.transports.nccl import NcclPost, NcclTransport
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.lowering.program import Pack, Recv, Send, Span, Wait
 from tokenring.runtime.message_groups import last_posts
@@ -47,7 +47,7 @@ class OneRank(NcclTransport):
         self._open = {}
 
     def post(self, number: int, channel: str) -> None:
-        self._post(Post("send", torch.tensor(number), 1), channel, "")
+        self._post(NcclPost("send", torch.tensor(number), 1), channel, "")
 
 
 class RequestsFirst(OneRank):

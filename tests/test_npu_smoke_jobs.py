@@ -15,7 +15,7 @@ from ascend.hccl_ledger import limits
 from ascend.ranks import NpuPools
 from smoke_on_npus import Spoil, run, words
 
-from tokenring.backends.devices import Memory
+from tokenring.backends.devices import DeviceMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
@@ -94,12 +94,12 @@ def others_are_wrong(patched: pytest.MonkeyPatch) -> None:
 
 
 def small_memory(patched: pytest.MonkeyPatch) -> None:
-    told = iter([Memory(0, each, 1 << 40) for each in (10 << 30, 3 << 30, 3 << 30)])
+    told = iter([DeviceMemory(0, each, 1 << 40) for each in (10 << 30, 3 << 30, 3 << 30)])
     patched.setattr(smoke.Here, "device", property(lambda self: Telling(told)))
 
 
 def right_memory(patched: pytest.MonkeyPatch) -> None:
-    told = iter([Memory(0, each, 1 << 40) for each in (10 << 30, (10 << 30) - 8 * (40 << 20), 10 << 30)])
+    told = iter([DeviceMemory(0, each, 1 << 40) for each in (10 << 30, (10 << 30) - 8 * (40 << 20), 10 << 30)])
     patched.setattr(smoke.Here, "device", property(lambda self: Telling(told)))
 
 
@@ -109,7 +109,7 @@ class Telling:
     def __init__(self, told: Any) -> None:
         self._told = told
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         return next(self._told)  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:

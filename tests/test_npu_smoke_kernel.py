@@ -15,7 +15,7 @@ from ranks import Here
 from test_ascend_traps import all_copies, local_statistics, without_mask
 
 from tokenring.backends.kernels import npu_packed, npu_trials
-from tokenring.backends.kernels.npu_packed import Packing
+from tokenring.backends.kernels.npu_packed import NpuPacking
 from tokenring.backends.kernels.npu_rows import statistics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
@@ -30,8 +30,8 @@ VERDICT = {"tile": "kernel-tile", "documents": "kernel-packed"}
 
 def other_order(patched: pytest.MonkeyPatch) -> None:
     """Trap 1: reads packed statistics in the order in which they do not lie."""
-    real = Packing._row_lses
-    patched.setattr(Packing, "_row_lses", lambda self, lse, in_token_order: real(self, lse, not in_token_order))
+    real = NpuPacking._row_lses
+    patched.setattr(NpuPacking, "_row_lses", lambda self, lse, in_token_order: real(self, lse, not in_token_order))
 
 
 def own_statistics(patched: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,21 @@ import tokenring as tr
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.choosing import auto
-from tokenring.planner.choosing.auto import Call, first_names, make, plan_call, restricted
+from tokenring.planner.choosing.auto import CallToPlan, first_names, make, plan_call, restricted
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.choosing.select import Choice, Judged, Judgement, decide, mb_text, select, time_text, wires_need
+from tokenring.planner.choosing.select import (
+    Judged,
+    Judgement,
+    Selection,
+    decide,
+    mb_text,
+    select,
+    time_text,
+    wires_need,
+)
 from tokenring.planner.interconnects.interconnect import (
-    Fabric,
     Interconnect,
+    LinkFabric,
     full_mesh,
     of_one_host,
     ring,
@@ -37,7 +46,7 @@ from tokenring.tables.rates import Messages
 Heads = tuple[int, int]
 
 
-def asked(net: Interconnect, heads: Heads, tokens: int = 64, **changes: object) -> Call:
+def asked(net: Interconnect, heads: Heads, tokens: int = 64, **changes: object) -> CallToPlan:
     return call(setting(net, workload(net.world_size, heads, tokens)), tr.Full(), "contiguous", **changes)
 
 
@@ -165,7 +174,7 @@ class TestLists:
         one, other = named("ring", 4, size.q_length), named("direct-kv", 4, size.q_length)
         free = setting(full_mesh(4, 1e9), size, tflops=1e-3)  # kernels alone cost: all the same
         for first, second in ((one, other), (other, one)):
-            choices = [Choice(each.name, lambda each=each: each) for each in (first, second)]  # type: ignore[misc]
+            choices = [Selection(each.name, lambda each=each: each) for each in (first, second)]  # type: ignore[misc]
             assert select(choices, free).name == first.name
 
     @pytest.mark.parametrize(("tflops", "wanted"), [(1e9, "tiles/2x4"), (1e-4, "ring")])
@@ -220,10 +229,10 @@ class TestLists:
         """KV goes up in both passes, its gradient comes down in backward: no wire is the busiest of both."""
         size = workload(2, (4, 4))
         kv_bytes = 2 * size.kv_length // 2 * 4 * 64 * 2
-        fabric = Fabric(2, {(0, 1): ("0>1",), (1, 0): ("1>0",)}, {"0>1": 1.0, "1>0": back_gbs})
+        fabric = LinkFabric(2, {(0, 1): ("0>1",), (1, 0): ("1>0",)}, {"0>1": 1.0, "1>0": back_gbs})
         asked_for = setting(of_one_host("slower back", fabric), size, passes)
         schedule = named("direct-kv/pieces1", 2, size.q_length, tr.Causal())
-        found = select([Choice("direct-kv", lambda: schedule)], asked_for)
+        found = select([Selection("direct-kv", lambda: schedule)], asked_for)
         assert found.candidates[0].reason.startswith(f"the fastest, {says}")
         up, back = ("forward" in passes) + 1.0, 1 / back_gbs
         wires = predict(schedule, asked_for).wires

@@ -14,8 +14,8 @@ from tokenring.planner.bounds.bound import lower_bound
 from tokenring.planner.bounds.mask_density import own_pairs, visible_pairs
 from tokenring.planner.choosing.auto import call_bound
 from tokenring.planner.interconnects.interconnect import (
-    Fabric,
     Interconnect,
+    LinkFabric,
     full_mesh,
     of_one_host,
     switch,
@@ -222,7 +222,7 @@ def test_unequal_ranks_are_averaged() -> None:
     """Rank 0 has narrow links, the others could take its work in: its own width alone would bound too high."""
     whole = mesh(4, 1.0)
     gbs = {wire: 0.01 if wire.endswith(">0") else width for wire, width in whole.gbs.items()}
-    slow = of_one_host("uneven", Fabric(4, whole.ways, gbs))
+    slow = of_one_host("uneven", LinkFabric(4, whole.ways, gbs))
     size = workload(4, (4, 4))
     even, uneven = (bound_of(setting(net, size), tr.Full()) for net in (full_mesh(4, 1.0), slow))
     assert even < uneven <= even * 12 / 9

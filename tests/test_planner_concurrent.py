@@ -15,7 +15,7 @@ import tokenring as tr
 from tokenring.cli.main import main
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing import planner
-from tokenring.planner.choosing.auto import Call, plan_call
+from tokenring.planner.choosing.auto import CallToPlan, plan_call
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.planner import Planner
 from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh
@@ -59,7 +59,7 @@ def in_a_job(given: Topology, tensor_parallel: int = TENSOR) -> list[dict[str, o
     net, machine = Planner(None, HOSTS, given, (), None, tensor_parallel).look(CUDA, torch.float16)
     size, layout = tr.Workload(1, LENGTH, LENGTH, 2, 2, DIM, torch.float16), make_layout("zigzag", HOSTS, LENGTH)
     asked = Setting(size, net, machine, ("forward",))
-    return [figures(each) for each in plan_call(Call(asked, layout, layout, tr.Causal(), SCHEDULES)).candidates]
+    return [figures(each) for each in plan_call(CallToPlan(asked, layout, layout, tr.Causal(), SCHEDULES)).candidates]
 
 
 def own(first: int, order: Sequence[int] = range(HOSTS)) -> Topology:

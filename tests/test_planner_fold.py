@@ -10,11 +10,11 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.lower import lower
 from tokenring.lowering.target import Target
 from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, folded, symmetry_of
-from tokenring.planner.simulation.operations import Operation, Post, operations
+from tokenring.planner.simulation.operations import Operation, SimulatedPost, operations
 from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.planner.simulation.simulate import simulate
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.routes import Hop, Origin, direct
+from tokenring.schedule.routes import BlockOrigin, Hop, direct
 from tokenring.schedule.scheme import Pair, Scheme
 from tokenring.tables.rates import Messages
 
@@ -66,7 +66,7 @@ def test_both_directions_take_turns(hosts: int) -> None:
     net = clusters(hosts, 1, nic_gbs=hosts - 1.0)
     peers = [[(rank + each) % hosts for each in range(1, hosts)] for rank in range(hosts)]
     programs: list[list[Operation]] = [
-        [Post(2 * at + way, peer, "a", 1000, not way, 0, "") for at, peer in enumerate(mine) for way in (0, 1)]
+        [SimulatedPost(2 * at + way, peer, "a", 1000, not way, 0, "") for at, peer in enumerate(mine) for way in (0, 1)]
         for mine in peers
     ]
     for serial, wanted in ((False, 1e-6), (True, 2e-6)):
@@ -80,7 +80,7 @@ def test_both_directions_take_turns(hosts: int) -> None:
 def odd_host() -> Scheme:
     """Host 0 gets everything it needs straight, the others a detour."""
 
-    def gather(origin: Origin) -> tuple[Hop, ...]:
+    def gather(origin: BlockOrigin) -> tuple[Hop, ...]:
         hops = direct(origin)
         return hops if origin.owner < LOCAL else tuple(hop._replace(step=hop.step + 1) for hop in hops)
 

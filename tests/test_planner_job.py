@@ -20,11 +20,11 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
+from tokenring.launch.background import Background
 from tokenring.planner.choosing.auto import plan_call
-from tokenring.planner.choosing.background import Aside
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.planner import Planner
-from tokenring.planner.interconnects.interconnect import Fabric, Interconnect, full_mesh, of_one_host, ring_fabric
+from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric, full_mesh, of_one_host, ring_fabric
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.request import Request
 from tokenring.tables.rates import constant
@@ -57,7 +57,7 @@ def shuffled() -> Interconnect:
     place = [0, 2, 1, 3]
     whole = ring_fabric(RANKS, 1.0)
     ways = {(a, b): whole.ways[place[a], place[b]] for a in range(RANKS) for b in range(RANKS) if a != b}
-    return of_one_host("shuffled ring", Fabric(RANKS, ways, whole.gbs))
+    return of_one_host("shuffled ring", LinkFabric(RANKS, ways, whole.gbs))
 
 
 def auto(here: Here, text: str, differ: bool) -> tuple[bool, str, str]:
@@ -175,13 +175,13 @@ def test_work_aside() -> None:
         raise KeyError("no")
 
     gate = Event()
-    waiting = Aside(lambda: gate.wait(patient(20)) and 7)
+    waiting = Background(lambda: gate.wait(patient(20)) and 7)
     with pytest.raises(TimeoutError):
         waiting.result(0.01)
     gate.set()
     assert waiting.result(20) == 7
     with pytest.raises(KeyError, match="no"):
-        Aside(wrong).result(20)
+        Background(wrong).result(20)
 
 
 def planned_passes(here: Here) -> list[str]:

@@ -14,7 +14,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.bounds.mask_density import is_even, most_of_own_rows
 from tokenring.planner.choosing import auto
-from tokenring.planner.choosing.auto import Call, forecast_call, plan_call, plan_or_forecast
+from tokenring.planner.choosing.auto import CallToPlan, forecast_call, plan_call, plan_or_forecast
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.scale_out import Figures, Task, figures
 from tokenring.planner.choosing.select import mb_text
@@ -27,7 +27,7 @@ FEW = ("usp/4", "double-ring/4", "relay/4", "ring")
 STRAIGHT = ("ring", "tokenring", "bidirectional", "usp/8", "double-ring/8", "relay/8", "reduced/8")
 
 
-def large_call(hosts: int = 16, mask: tr.Mask | None = None, layout: str = "zigzag", **changes: object) -> Call:
+def large_call(hosts: int = 16, mask: tr.Mask | None = None, layout: str = "zigzag", **changes: object) -> CallToPlan:
     """Of 4 ranks a host."""
     size = workload(4 * hosts, (8, 8), 512)
     return call(setting(clusters(hosts), size, tflops=1.0), mask or tr.Causal(), layout, **{"families": FEW, **changes})
@@ -145,7 +145,7 @@ def test_what_a_job_would_have_to_make_is_refused(hosts: int, monkeypatch: pytes
 # ---------- chunks that pieces do not divide
 
 
-def odd(ranks: int, **changes: Any) -> Call:
+def odd(ranks: int, **changes: Any) -> CallToPlan:
     """Chunks of 33 tokens: nothing that moves in two pieces fits."""
     size = Workload(1, 66 * ranks, 66 * ranks, 8, 8, 64)
     return call(setting(clusters(ranks // 4), size), tr.Causal(), **changes)

@@ -11,10 +11,10 @@ import torch
 
 from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
-from tokenring.lowering.footprint import Held
+from tokenring.lowering.footprint import HeldBytes
 from tokenring.planner.choosing import auto, select
 from tokenring.planner.choosing import scale_out as large
-from tokenring.planner.choosing.auto import Call, make, plan_or_forecast
+from tokenring.planner.choosing.auto import CallToPlan, make, plan_or_forecast
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
 from tokenring.planner.interconnects.wiring import interconnect_of
 from tokenring.planner.machines.machine import machine_of_preset
@@ -36,13 +36,13 @@ def call(
     tokens: int = 4096,
     everything: bool = False,
     families: tuple[str, ...] = (),
-) -> Call:
+) -> CallToPlan:
     net = interconnect_of(preset(f"preset:{name}"))
     machine = machine_of_preset(f"preset:{name}", torch.bfloat16)
     size = Workload(1, tokens, tokens, 8, 8, 64, torch.bfloat16)
     setting = Setting(size, net, machine, ("forward", "backward"))
     layout = zigzag(net.world_size, tokens)
-    return Call(setting, layout, layout, mask or Causal(), families, limit, everything)
+    return CallToPlan(setting, layout, layout, mask or Causal(), families, limit, everything)
 
 
 def no_simulation(*given: Any, **named: Any) -> Any:
@@ -53,7 +53,7 @@ def watched(names: list[str]) -> Callable[..., Any]:
     """`make_in_order`, which keeps the names of what it makes."""
     true = auto.make_in_order
 
-    def made(call: Call, name: str, order: Any) -> Any:
+    def made(call: CallToPlan, name: str, order: Any) -> Any:
         names.append(name)
         return true(call, name, order)
 
@@ -127,9 +127,9 @@ def test_where_whole_blocks_are_above_pieces_are_looked_at(monkeypatch: pytest.M
 def test_few_are_asked_exactly() -> None:
     asked: list[str] = []
 
-    def exactly(name: str) -> Held:
+    def exactly(name: str) -> HeldBytes:
         asked.append(name)
-        return Held({"a": 40, "b": 25, "c": 90, "d": 30}[name], 0, 0)
+        return HeldBytes({"a": 40, "b": 25, "c": 90, "d": 30}[name], 0, 0)
 
-    assert smallest([("a", 10), ("b", 20), ("c", 80), ("d", 30)], exactly) == ("b", Held(25, 0, 0))
+    assert smallest([("a", 10), ("b", 20), ("c", 80), ("d", 30)], exactly) == ("b", HeldBytes(25, 0, 0))
     assert asked == ["a", "b"]

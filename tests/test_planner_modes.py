@@ -14,7 +14,7 @@ from tokenring import ConfigurationError
 from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
 from tokenring.lowering.backend_names import BOUNDED, TRANSPORTS, bounded, transport_target
-from tokenring.planner.choosing.auto import Call, plan_call
+from tokenring.planner.choosing.auto import CallToPlan, plan_call
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.plan import Forecast, Plan
@@ -114,10 +114,10 @@ def test_modes_have_fewer_and_fewer_connections() -> None:
 # ---------- for true
 
 
-def call(limit: int | None, modes: bool = True) -> Call:
+def call(limit: int | None, modes: bool = True) -> CallToPlan:
     layout = contiguous(8, SIZE.q_length)
     families = ("ring", "direct-kv")
-    return Call(SETTING, layout, layout, Full(), families, limit, modes=MODES if modes else {})
+    return CallToPlan(SETTING, layout, layout, Full(), families, limit, modes=MODES if modes else {})
 
 
 def test_a_faster_schedule_that_is_excluded_comes_back() -> None:

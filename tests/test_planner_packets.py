@@ -10,8 +10,8 @@ from tokenring.emulate.plan import bucket, packet_bytes
 from tokenring.emulate.shapes import Shape
 from tokenring.errors import ScheduleError
 from tokenring.planner.interconnects.emulated import interconnect_of_shape
-from tokenring.planner.interconnects.interconnect import Fabric, Interconnect, of_one_host
-from tokenring.planner.simulation.operations import Await, Compute, Operation, Post
+from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric, of_one_host
+from tokenring.planner.simulation.operations import Await, Compute, Operation, SimulatedPost
 from tokenring.planner.simulation.packets import MOST_PACKETS
 from tokenring.planner.simulation.predict import Setting, least_seconds, predict
 from tokenring.planner.simulation.simulate import Outcome, simulate
@@ -22,12 +22,12 @@ MS = 1e-3  # in which a wire of 1 GB/s carries 1 MB
 WINDOW = 0.08  # MB, of eight packets
 
 
-def send(message: int, megabytes: float, to: int = 1, channel: str = "a") -> Post:
-    return Post(message, to, channel, round(megabytes * MB), True, 0, str(message))
+def send(message: int, megabytes: float, to: int = 1, channel: str = "a") -> SimulatedPost:
+    return SimulatedPost(message, to, channel, round(megabytes * MB), True, 0, str(message))
 
 
-def receive(message: int, megabytes: float, source: int = 0, channel: str = "a") -> Post:
-    return Post(message, source, channel, round(megabytes * MB), False, 0, str(message))
+def receive(message: int, megabytes: float, source: int = 0, channel: str = "a") -> SimulatedPost:
+    return SimulatedPost(message, source, channel, round(megabytes * MB), False, 0, str(message))
 
 
 def kernel(milliseconds: float) -> Compute:
@@ -42,7 +42,7 @@ def line(**wires: tuple[float, float]) -> Interconnect:
     """From rank 0 to rank 1 over wires, each with its GB/s and the MB that pass at once."""
     gbs = {name: wide for name, (wide, _) in wires.items()}
     bursts = {name: burst * MB for name, (_, burst) in wires.items() if burst}
-    return of_one_host("line", Fabric(2, {(0, 1): tuple(wires)}, gbs, burst_bytes=bursts))
+    return of_one_host("line", LinkFabric(2, {(0, 1): tuple(wires)}, gbs, burst_bytes=bursts))
 
 
 def one_after_another(megabytes: list[float], pauses: list[float]) -> list[list[Operation]]:
@@ -118,7 +118,7 @@ def test_packets_of_one_host_are_not_those_of_others() -> None:
 class TestQueues:
     """Ranks 0 and 1 send 1 MB each to rank 2, rank 1 a little later."""
 
-    NET = of_one_host("meet", Fabric(3, {(0, 2): ("in",), (1, 2): ("in",)}, {"in": 1.0}))
+    NET = of_one_host("meet", LinkFabric(3, {(0, 2): ("in",), (1, 2): ("in",)}, {"in": 1.0}))
 
     def found(self, messages: Messages) -> dict[str, float]:
         programs: list[list[Operation]] = [
@@ -157,7 +157,7 @@ class TestQueues:
         assert found == pytest.approx((1000.0 + 1000.0 / MOST_PACKETS) * MS, rel=1e-6)
 
     def test_both_ways_of_a_half_duplex_wire(self) -> None:
-        net = of_one_host("half", Fabric(2, {(0, 1): ("both",), (1, 0): ("both",)}, {"both": 1.0}))
+        net = of_one_host("half", LinkFabric(2, {(0, 1): ("both",), (1, 0): ("both",)}, {"both": 1.0}))
         programs: list[list[Operation]] = [
             [send(0, 1.0), receive(1, 1.0, source=1), Await(0), Await(1)],
             [receive(0, 1.0), send(1, 1.0, to=0), Await(0), Await(1)],
@@ -169,7 +169,7 @@ class TestQueues:
             simulate(line(wire=(1.0, 0.0)), [[], [receive(0, 1.0), Await(0)]], tcp())
 
     def test_between_ranks_of_one_device_nothing_takes_time(self) -> None:
-        net = of_one_host("shared", Fabric(2, {(0, 1): ()}, {}))
+        net = of_one_host("shared", LinkFabric(2, {(0, 1): ()}, {}))
         assert simulate(net, one_after_another([1.0, 2.0], [0.0, 0.0]), tcp()).seconds == 0.0
 
 

@@ -23,11 +23,11 @@ from tokenring.sequence.mask import Mask
 from tokenring.sequence.region import Patch
 from tokenring.sequence.request import Request
 from tokenring.sequence.workload import Workload
-from tokenring.tables.kernel_rates import Key, keep, kept, read_table
+from tokenring.tables.kernel_rates import KernelKey, keep, kept, read_table
 from tokenring.tables.rates import Rates
 
 CPU = torch.device("cpu")
-KEY = Key("a device", "a kernel", "float32", 64, "2.13")
+KEY = KernelKey("a device", "a kernel", "float32", 64, "2.13")
 TABLE = Rates("measured: by hand", ((16, 0.5), (64, 1.0)), ((16, 0.25), (64, 0.5)), 1e-5, 9.0, 1e-6)
 
 

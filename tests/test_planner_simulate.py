@@ -22,7 +22,7 @@ from tokenring.planner.interconnects.interconnect import (
     switch,
     switch_fabric,
 )
-from tokenring.planner.simulation.operations import Await, Compute, Operation, Post
+from tokenring.planner.simulation.operations import Await, Compute, Operation, SimulatedPost
 from tokenring.planner.simulation.predict import Setting, least_seconds, predict, wire_bytes
 from tokenring.planner.simulation.simulate import Outcome, simulate
 from tokenring.schedule.schedule import Schedule
@@ -217,12 +217,12 @@ def outcome(programs: list[list[Operation]], messages: Messages = IDEAL, record:
     return simulate(switch(len(programs), 1.0), programs, messages, record)
 
 
-def send(message: int, peer: int, nbytes: int = 1000, channel: str = "a") -> Post:
-    return Post(message, peer, channel, nbytes, True, 0, "")
+def send(message: int, peer: int, nbytes: int = 1000, channel: str = "a") -> SimulatedPost:
+    return SimulatedPost(message, peer, channel, nbytes, True, 0, "")
 
 
-def receive(message: int, peer: int, nbytes: int = 1000, channel: str = "a") -> Post:
-    return Post(message, peer, channel, nbytes, False, 0, "")
+def receive(message: int, peer: int, nbytes: int = 1000, channel: str = "a") -> SimulatedPost:
+    return SimulatedPost(message, peer, channel, nbytes, False, 0, "")
 
 
 class TestPrograms:
@@ -270,10 +270,10 @@ class TestPrograms:
 
     def test_no_way(self) -> None:
         from tokenring.errors import ConfigurationError
-        from tokenring.planner.interconnects.interconnect import Fabric
+        from tokenring.planner.interconnects.interconnect import LinkFabric
 
         with pytest.raises(ConfigurationError, match="not connected"):
-            simulate(of_one_host("cut", Fabric(2, {}, {})), [[send(0, 1)], [receive(0, 0)]], Messages())
+            simulate(of_one_host("cut", LinkFabric(2, {}, {})), [[send(0, 1)], [receive(0, 0)]], Messages())
 
 
 # ---------- what holds of every schedule

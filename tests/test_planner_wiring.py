@@ -14,8 +14,8 @@ import tokenring as tr
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.auto import plan_call
 from tokenring.planner.interconnects.interconnect import (
-    Fabric,
     Interconnect,
+    LinkFabric,
     full_mesh,
     of_hosts,
     of_one_host,
@@ -90,10 +90,10 @@ class TestShapes:
 
     def test_refuses_ways_over_unknown_wires(self) -> None:
         with pytest.raises(ConfigurationError, match="'a' is passed but has no bandwidth"):
-            Fabric(2, {(0, 1): ("a",)}, {})
+            LinkFabric(2, {(0, 1): ("a",)}, {})
 
     def test_no_way(self) -> None:
-        net = of_one_host("broken", Fabric(2, {(0, 1): ("a",)}, {"a": 1.0}))
+        net = of_one_host("broken", LinkFabric(2, {(0, 1): ("a",)}, {"a": 1.0}))
         assert net.way(0, 1) == ("0:a",)
         with pytest.raises(ConfigurationError, match="no way from rank 1 to rank 0 in 'broken'"):
             net.way(1, 0)
@@ -292,7 +292,7 @@ class TestOrder:
         chosen = random.Random(7)
         pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
         gbs = {f"{a}>{b}": (1.0 if a // 4 == b // 4 else between) * chosen.uniform(0.95, 1.05) for a, b in pairs}
-        fabric = Fabric(8, {(a, b): (f"{a}>{b}",) for a, b in pairs}, gbs)
+        fabric = LinkFabric(8, {(a, b): (f"{a}>{b}",) for a, b in pairs}, gbs)
         assert node_sizes(of_one_host("measured", fabric)) == wanted
 
     def test_ranks_that_are_dealt_out_to_hosts(self) -> None:
@@ -334,6 +334,6 @@ class TestOrder:
         place = [0, 3, 1, 4, 2, 5]
         whole = ring_fabric(6, 1.0)
         at = {(a, b): whole.ways[place[a], place[b]] for a in range(6) for b in range(6) if a != b}
-        order = good_order(of_one_host("shuffled", Fabric(6, at, whole.gbs)))
+        order = good_order(of_one_host("shuffled", LinkFabric(6, at, whole.gbs)))
         steps = {abs(place[a] - place[b]) % 4 for a, b in zip(order, (*order[1:], order[0]), strict=True)}
         assert steps == {1}

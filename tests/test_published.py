@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tokenring.planner.simulation.simulate import Outcome, Span
+from tokenring.planner.simulation.simulate import Outcome, TimeSpan
 from tokenring.sequence.layout import Positions
 from tokenring.tables.rates import Rates
 
@@ -151,7 +151,7 @@ def test_schemes_made_here_are_proved(name: str) -> None:
 
 def test_a_step_is_from_kernel_to_kernel() -> None:
     spans = [
-        Span(rank, what, "", step, begin, begin + 0.5)
+        TimeSpan(rank, what, "", step, begin, begin + 0.5)
         for rank, what, step, begin in [
             (0, "kernel", 0, 0.0), (0, "copy", 0, 0.5), (0, "kernel", 1, 2.0), (0, "kernel", 2, 3.0),
             (1, "kernel", 0, 0.0), (1, "kernel", 1, 4.0), (1, "kernel", 1, 4.5), (1, "kernel", 2, 7.0),

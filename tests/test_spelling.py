@@ -18,7 +18,7 @@ import tokenring as tr
 from tokenring.cli.bench.command import _case as bench_case
 from tokenring.cli.bench.command import _options as bench
 from tokenring.cli.bench.command import _show as show_bench
-from tokenring.cli.bench.results import Report
+from tokenring.cli.bench.results import RaceReport
 from tokenring.cli.demo.command import _options as demo
 from tokenring.cli.main import main
 from tokenring.cli.plan.command import _parser as plan_parser
@@ -28,7 +28,7 @@ from tokenring.cli.trace.command import _options as trace
 from tokenring.display.console import Console
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.plan import Plan
-from tokenring.tables.kernel_rates import Key, read_table, to_json
+from tokenring.tables.kernel_rates import KernelKey, read_table, to_json
 from tokenring.tables.rates import constant
 
 DATA = Path(__file__).parent / "data"
@@ -152,7 +152,7 @@ class Terminal(StringIO):
 
 
 def test_bench_prints_or_writes_json(tmp_path: Path) -> None:
-    report = Report.from_json((DATA / "bench.json").read_text(encoding="utf-8"))
+    report = RaceReport.from_json((DATA / "bench.json").read_text(encoding="utf-8"))
     printing, writing = bench(["--json", "--ranks", "2"]), bench(["--json", "b.json"])
     assert (printing.printed, printing.json) == (True, None) and (writing.printed, writing.json) == (False, "b.json")
     out = Terminal()
@@ -169,7 +169,7 @@ def test_formats_have_one_form() -> None:
 
 
 def test_rates_have_a_format_and_older_ones_are_read(tmp_path: Path) -> None:
-    key, rates = Key("a device", "a kernel", "bfloat16", 128, "2.13"), constant(100.0, "as asked")
+    key, rates = KernelKey("a device", "a kernel", "bfloat16", 128, "2.13"), constant(100.0, "as asked")
     made = json.loads(to_json(rates, key))
     assert made.pop("format") == "tokenring-rates/1"
     for name, document in (("new", json.loads(to_json(rates, key))), ("old", made)):

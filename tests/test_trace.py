@@ -16,7 +16,7 @@ from patience import patient
 from ranks import Here, RankPools
 
 from tokenring import Workload
-from tokenring.cli.bench.results import Case, Machine
+from tokenring.cli.bench.results import RaceCase, RaceMachine
 from tokenring.cli.trace.command import main
 from tokenring.cli.trace.record import Traced
 from tokenring.cli.trace.table import spent
@@ -28,21 +28,21 @@ from tokenring.schedule.pieces import named_schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask
 
-CASE = Case(
+CASE = RaceCase(
     seq_len=128, heads=4, kv_heads=2, head_dim=16, dtype="float32", mask="causal", batch=1, backward=True,
     layout="zigzag", transport="auto", pieces=None, schedules=["ring"], peers=[], rounds=3,
 )  # fmt: skip
 RANKS = 3
 
 
-def traced(here: Here, case: Case) -> Traced | None:
+def traced(here: Here, case: RaceCase) -> Traced | None:
     cp = Clocked(layout=case.layout, schedule=case.schedules[0], transport=case.transport)
     with cp:
         found = trace(case, cp, lambda done, steps, what: None)
-    return None if found is None else Traced(case, Machine("", 1, 1, here.world_size, ""), **found)
+    return None if found is None else Traced(case, RaceMachine("", 1, 1, here.world_size, ""), **found)
 
 
-def run(ranks: RankPools, case: Case) -> Traced:
+def run(ranks: RankPools, case: RaceCase) -> Traced:
     found = ranks(RANKS)(traced, replace(case, seq_len=RANKS * 32))
     assert found[0] is not None and found[1:] == [None] * (RANKS - 1)
     return found[0]

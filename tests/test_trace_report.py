@@ -14,20 +14,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenring.cli.bench.results import Case, Machine
+from tokenring.cli.bench.results import RaceCase, RaceMachine
 from tokenring.cli.trace.chrome import to_chrome
 from tokenring.cli.trace.picture import simulation_of, timeline_of, to_svg
-from tokenring.cli.trace.record import Bar, Message, Simulated, Stretch, Traced
+from tokenring.cli.trace.record import Bar, Simulated, Stretch, Traced, TracedMessage
 from tokenring.cli.trace.table import spent, table, to_json
 from tokenring.display.console import Ink
 from tokenring.ir.schedule_data import PASSES
 
 DATA = Path(__file__).parent / "data"
-CASE = Case(
+CASE = RaceCase(
     seq_len=64, heads=4, kv_heads=2, head_dim=16, dtype="float32", mask="causal", batch=1, backward=True,
     layout="zigzag", transport="auto", pieces=None, schedules=["ring"], peers=[], rounds=3,
 )  # fmt: skip
-MACHINE = Machine("A <Processor> & more", 1, 1, 2, "2.13.0+cpu")
+MACHINE = RaceMachine("A <Processor> & more", 1, 1, 2, "2.13.0+cpu")
 
 
 def bars(rank: int, direction: str, start: float) -> list[Bar]:
@@ -57,7 +57,7 @@ STRETCHES = [
     for direction in PASSES
 ]
 MESSAGES = [
-    Message(src, 1 - src, f"step 0, kv{src}", start + 0.002 * src + 0.0001, start + 0.002 * (1 - src) + 0.0142,
+    TracedMessage(src, 1 - src, f"step 0, kv{src}", start + 0.002 * src + 0.0001, start + 0.002 * (1 - src) + 0.0142,
             start + 0.002 * (1 - src) + 0.0102, direction, {"channel": "requests", "bytes": 8192})
     for src in range(2)
     for direction, start in STARTS.items()

@@ -27,11 +27,11 @@ from tokenring.cli.doctor.examine import examine
 from tokenring.cli.doctor.report import report
 from tokenring.cli.main import main
 from tokenring.cli.rates import transports_worker as transfers_worker
-from tokenring.cli.rates.transports_worker import Case, Measured, measure
-from tokenring.tables.transport_choice import Choice, choose
-from tokenring.tables.transport_times import Key, Transfers, from_json, keep, kept, table, taken, to_json
+from tokenring.cli.rates.transports_worker import TransportCase, TransportMeasured, measure
+from tokenring.tables.transport_choice import TransportChoice, choose
+from tokenring.tables.transport_times import Transfers, TransportKey, from_json, keep, kept, table, taken, to_json
 
-KEY = Key("cpu", "a processor", "reached", 4, "2.13")
+KEY = TransportKey("cpu", "a processor", "reached", 4, "2.13")
 GLOO = Transfers({"shm": rows((4096, 77.0), (64 * MB, 80000.0)), "gloo": rows((4096, 41.0), (64 * MB, 40000.0))})
 SHM = Transfers({"shm": GLOO.samples["gloo"], "gloo": GLOO.samples["shm"]})
 CROSSING = Transfers({"shm": rows((4096, 90.0), (MB, 100.0)), "gloo": rows((4096, 30.0), (MB, 300.0))})
@@ -93,7 +93,7 @@ def test_a_broken_table_is_a_note(what: str, tmp_path: Path, monkeypatch: pytest
     assert note.endswith("; `tokenring rates --transports` makes another")
     with said() as heard:
         chosen = choice_of("cpu", "reached", BOTH, 4)
-    assert chosen == Choice("shm", f"{choose('cpu', 'reached', BOTH).reason}; {note}")
+    assert chosen == TransportChoice("shm", f"{choose('cpu', 'reached', BOTH).reason}; {note}")
     assert heard == [f"measured transports: {note}"]
 
 
@@ -108,9 +108,9 @@ def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
 # ---------- measuring
 
 
-def measured(here: Here, seconds: float) -> Measured | None:
+def measured(here: Here, seconds: float) -> TransportMeasured | None:
     assert dist.group.WORLD is not None
-    return measure(dist.group.WORLD, Case("cpu", seconds))
+    return measure(dist.group.WORLD, TransportCase("cpu", seconds))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -120,10 +120,10 @@ def test_ranks_measure_both(world_size: int, ranks: RankPools) -> None:
     assert first.key == transfers_key("cpu", "reached", world_size) and not first.left_out
     assert list(first.transfers.samples) == ["shm", "gloo"]
     assert {len(each) for each in first.transfers.samples.values()} == {1}, "no larger ones in so little time"
-    assert Measured.from_json(first.to_json()) == first
+    assert TransportMeasured.from_json(first.to_json()) == first
 
 
-def to_the_end(here: Here) -> Measured | None:
+def to_the_end(here: Here) -> TransportMeasured | None:
     transfers_worker.SIZES = (64, 4096, 100_000)
     return measured(here, 1000.0)
 
@@ -147,7 +147,7 @@ def test_sizes_and_the_slowest_rank(ranks: RankPools) -> None:
     assert one == other and min(one) > 1.0, "100 s for at most 50 steps"
 
 
-def over_places(here: Here, seconds: float) -> Measured | None:
+def over_places(here: Here, seconds: float) -> TransportMeasured | None:
     """A one-sided transport that must be told where messages go: as symmetric memory, without a GPU."""
     symm_ranks.register()
     transfers_worker.PAIRS = {"cpu": ("on cpu", "gloo")}  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def test_ranks_measure_puts_into_places(ranks: RankPools) -> None:
     assert first is not None and list(first.transfers.samples) == ["on cpu", "gloo"]
 
 
-def without_memory(here: Here) -> Measured | None:
+def without_memory(here: Here) -> TransportMeasured | None:
     symm_ranks.register()
     symm_ranks.fails("meet", "peer access is not supported")
     transfers_worker.PAIRS = {"cpu": ("on cpu", "gloo")}  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ def test_nothing_to_choose_among_is_not_kept(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = StringIO()
-    one = Measured(KEY, Transfers({"gloo": rows((MB, 9.0))}), {"shm": "no room"})
+    one = TransportMeasured(KEY, Transfers({"gloo": rows((MB, 9.0))}), {"shm": "no room"})
     assert _show(one, None, Console(out, StringIO(), {})) == 1  # type: ignore[arg-type]
     assert out.getvalue().startswith("shm is left out: no room") and "nothing to choose among" in out.getvalue()
     assert not (tmp_path / "tokenring").exists()

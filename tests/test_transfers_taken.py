@@ -27,7 +27,7 @@ from tokenring.backends.table_keys import transfers_key
 from tokenring.backends.transports import auto_cuda as cuda
 from tokenring.backends.transports.auto import Preferring, choice_of
 from tokenring.sequence.workload import Workload
-from tokenring.tables.transport_choice import Choice
+from tokenring.tables.transport_choice import TransportChoice
 from tokenring.tables.transport_times import Transfers, keep, to_json
 
 # ---------- "auto" on the CPU
@@ -86,7 +86,7 @@ def test_all_ranks_go_by_rank_0(who: str, ranks: RankPools, tmp_path: Path) -> N
     check_exact(calls(32).whole([each[-1] for each in found]), calls(32).reference())
 
 
-def own(self: Preferring, domain: Any, unavailable: Any, rank: int, ranks: int, gather: Any) -> Choice:
+def own(self: Preferring, domain: Any, unavailable: Any, rank: int, ranks: int, gather: Any) -> TransportChoice:
     """A mutant: each rank goes by its own table."""
     return choice_of(self.kind, domain, unavailable, ranks, self._message_bytes)
 

@@ -22,7 +22,7 @@ from ranks import Here, RankPools
 
 from tokenring import ConfigurationError, PeerLost
 from tokenring.backends.control.control import PAYLOAD_BYTES
-from tokenring.backends.interfaces import Handle, Transport
+from tokenring.backends.interfaces import Transport, Work
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 
 NAMES = ("gloo", APART, "shm")
@@ -65,7 +65,7 @@ def size_of(number: int) -> int:
     return (1, LARGEST)[number] if number < 2 else int(LARGEST ** random.Random(number).random())
 
 
-def send(transport: Transport, dst: int, channel: str, number: int, size: int) -> Handle:
+def send(transport: Transport, dst: int, channel: str, number: int, size: int) -> Work:
     data = content(transport.rank, dst, channel, number, size).to(device_of(getattr(transport, "name", "")))
     return transport.send(data, dst, channel, f"message {number}")
 
@@ -81,7 +81,7 @@ def in_order(here: Here, name: str, count: int) -> None:
     lines = list(product(CHANNELS, others))
     transport, memory = opened(here, name, len(lines) * ahead * LARGEST)
     places = memory.view(len(lines), ahead, LARGEST)
-    posted: dict[tuple[int, int], Handle] = {}
+    posted: dict[tuple[int, int], Work] = {}
     sent = []
     for number in range(count + ahead):
         for line, (channel, peer) in enumerate(lines):
@@ -103,7 +103,7 @@ def one_buffer(here: Here, name: str, count: int, ahead: int) -> None:
     """One rank sends ahead, the other receives everything at one place."""
     transport, memory = opened(here, name, LARGEST)
     if here.rank == 0:
-        sent: list[Handle] = []
+        sent: list[Work] = []
         for number in range(count):
             sent.append(send(transport, 1, REQUESTS, number, 1000 + number))
             if number >= ahead:

@@ -20,7 +20,7 @@ from tokenring import BackendUnavailable
 from tokenring.backends.registry import make_transport
 from tokenring.backends.transports import auto_cuda as cuda
 from tokenring.backends.transports.gloo import GlooTransport
-from tokenring.tables.transport_choice import Choice
+from tokenring.tables.transport_choice import TransportChoice
 
 TIMEOUT_SECONDS = 12.0
 TRIED = "a trial of puts, signals and waits fails on rank"
@@ -169,10 +169,14 @@ def test_what_works_leaves_no_trace(name: str, world_size: int, ranks: RankPools
 class Remembering(AutoOnCpu):
     """As on devices by hand; what was tried before counts."""
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> TransportChoice:
         self._devices = ("a", "b", "c")
         before = cuda._broken().get(self._devices)
-        return Choice("symm", "the test says so") if before is None else Choice("nccl", f"tried before: {before}")
+        return (
+            TransportChoice("symm", "the test says so")
+            if before is None
+            else TransportChoice("nccl", f"tried before: {before}")
+        )
 
 
 def goes_on(here: Here, spoiled: str) -> list[tuple[str, str]]:

@@ -21,10 +21,17 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import PrefixStore
 
 from tokenring.backends.control import semaphores
-from tokenring.backends.control.failure_board import CELL_BYTES, SLICE_SECONDS, Board, ShmBoard, StoreBoard, Verdict
+from tokenring.backends.control.failure_board import (
+    CELL_BYTES,
+    SLICE_SECONDS,
+    Board,
+    FailureReport,
+    ShmBoard,
+    StoreBoard,
+)
 from tokenring.backends.control.process_info import Member, this_member
 from tokenring.backends.control.segments import Segment
-from tokenring.backends.control.store_gather import Meeting
+from tokenring.backends.control.store_gather import StoreGather
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, PeerLost
 from tokenring.launch.groups import held
@@ -61,7 +68,7 @@ class Control:
         room_bytes: of shared memory that it wants for its signals; create_room, on one rank, sets them up.
         """
         self.transport, self.timeout_seconds, self._create_room = transport, timeout_seconds, create_room
-        meeting = Meeting(group, timeout_seconds)
+        meeting = StoreGather(group, timeout_seconds)
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.name = ""
         self.members = self._introduce(meeting, transport)
@@ -74,7 +81,7 @@ class Control:
 
     # ---------- meeting
 
-    def _introduce(self, meeting: Meeting, transport: str) -> list[Member]:
+    def _introduce(self, meeting: StoreGather, transport: str) -> list[Member]:
         mine = {"name": uuid.uuid4().hex, "transport": transport, "member": this_member().to_text()}
         said = [json.loads(text) for text in meeting.gather("who they are", json.dumps(mine))]
         if len({each["transport"] for each in said}) > 1:
@@ -83,7 +90,7 @@ class Control:
         self.name = said[0]["name"]
         return [Member.from_text(each["member"]) for each in said]
 
-    def _share(self, meeting: Meeting, room_bytes: int) -> tuple[ShmBoard | None, str]:
+    def _share(self, meeting: StoreGather, room_bytes: int) -> tuple[ShmBoard | None, str]:
         """The board in shared memory, or why there is none; all ranks agree."""
         mine = self.members[self.rank]
         apart = next((rank for rank, each in enumerate(self.members) if not each.shares_memory_with(mine)), None)
@@ -227,9 +234,9 @@ class Control:
         if self.broken is None:
             text = f"it raised {type(error).__name__}: {error}"
             self.broken = PeerLost(f"rank {self.rank} (this one) is lost: {text}", self.rank, True)
-            self.board.claim(Verdict(self.rank, text, self.rank, True))
+            self.board.claim(FailureReport(self.rank, text, self.rank, True))
 
-    def _find_verdict(self, peer: int, found: str) -> Verdict:
+    def _find_verdict(self, peer: int, found: str) -> FailureReport:
         deadline = time.monotonic() + GRACE_SECONDS
         while (verdict := self.board.verdict()) is None:
             rank, state = self._chain_end(peer)
@@ -238,10 +245,10 @@ class Control:
                 rank, state = self._any_in_trouble() or (rank, None)
             if state is not None:
                 why = f"its process (pid {self.members[rank].pid} on {self.members[rank].host}) is {state}"
-                return self.board.claim(Verdict(rank, why, self.rank, True))
+                return self.board.claim(FailureReport(rank, why, self.rank, True))
             if late:
                 why = f"it is silent: {found or 'no answer'}"
-                return self.board.claim(Verdict(rank, why, self.rank, False))
+                return self.board.claim(FailureReport(rank, why, self.rank, False))
             time.sleep(0.02)
         return verdict
 
@@ -264,7 +271,7 @@ class Control:
                 return rank, state
         return None
 
-    def _text(self, verdict: Verdict, peer: int, what: str, found: str) -> str:
+    def _text(self, verdict: FailureReport, peer: int, what: str, found: str) -> str:
         by = "" if verdict.by == self.rank else f", as rank {verdict.by} found"
         text = f"rank {verdict.rank} of {self.world_size} is lost: {verdict.why}{by}. Rank {self.rank} {what}"
         text += "" if verdict.rank == peer else f" from rank {peer}"

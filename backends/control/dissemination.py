@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tokenring.backends.control.control import Control
-from tokenring.backends.control.sockets import Lines
+from tokenring.backends.control.sockets import PeerSockets
 from tokenring.weak_method import weakly
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Apart:
     """
 
     def __init__(self, control: Control, group: Held) -> None:
-        self._control, self._lines = control, Lines(control, group)
+        self._control, self._lines = control, PeerSockets(control, group)
         control.gather_apart = weakly(self._gather)
 
     @staticmethod

@@ -24,7 +24,7 @@ ROUNDS = 1 << 31  # even: exchanges take turns between two rows
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureReport:
     """Rank `rank` is lost, as rank `by` found out. `certain`: dead, stopped or failed; else only silent."""
 
     rank: int
@@ -40,17 +40,17 @@ class Verdict:
         return replace(self, why=f"{self.why[: len(self.why) * 3 // 4 - 2]} …").to_bytes(room_bytes)
 
     @staticmethod
-    def from_bytes(data: bytes) -> Verdict:
-        return Verdict(**json.loads(data))
+    def from_bytes(data: bytes) -> FailureReport:
+        return FailureReport(**json.loads(data))
 
 
 class Board(Protocol):
     """What a group's ranks tell each other about themselves."""
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> FailureReport | None:
         """The group's verdict, if there is one."""
 
-    def claim(self, verdict: Verdict) -> Verdict:
+    def claim(self, verdict: FailureReport) -> FailureReport:
         """Make it the group's verdict, or get the one that was first."""
 
     def waits(self, rank: int) -> int | None:
@@ -90,7 +90,7 @@ class ShmBoard:
         self._fence = fences[rank]
         self._all = [self._lock, self._ready, self._tickets, *self._gates, *fences]
         self._round = 0
-        self._found: Verdict | None = None
+        self._found: FailureReport | None = None
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
@@ -111,14 +111,14 @@ class ShmBoard:
         """Whether this is the very memory that the rank which created it wrote the name into."""
         return self.segment.read(0, SIZE_BYTES).rstrip(b"\0") == name.encode()[:SIZE_BYTES]
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> FailureReport | None:
         if self._found is None and self._ready.try_wait():
             self._ready.post()
             text = self.segment.read(self._verdict_at, VERDICT_BYTES).rstrip(b"\0")
-            self._found = Verdict.from_bytes(text)
+            self._found = FailureReport.from_bytes(text)
         return self._found
 
-    def claim(self, verdict: Verdict) -> Verdict:
+    def claim(self, verdict: FailureReport) -> FailureReport:
         if self._lock.try_wait():
             self.segment.write(self._verdict_at, verdict.to_bytes(VERDICT_BYTES))
             self._ready.post()
@@ -179,14 +179,14 @@ class StoreBoard:
         self.store, self.rank, self.world_size = store, rank, world_size
         self.silent = False
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> FailureReport | None:
         text = self._read("lost")
-        return Verdict.from_bytes(text) if text else None
+        return FailureReport.from_bytes(text) if text else None
 
-    def claim(self, verdict: Verdict) -> Verdict:
+    def claim(self, verdict: FailureReport) -> FailureReport:
         mine = verdict.to_bytes().decode()
         first = self._bounded(lambda: self.store.compare_set("lost", "", mine))
-        return Verdict.from_bytes(first) if first else verdict
+        return FailureReport.from_bytes(first) if first else verdict
 
     def waits(self, rank: int) -> int | None:
         text = self._read(f"waits/{rank}")

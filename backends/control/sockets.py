@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenring.backends.control.control import Control
 from tokenring.backends.control.listener import TOO_MANY_FILES, Door
-from tokenring.backends.control.store_gather import Meeting
+from tokenring.backends.control.store_gather import StoreGather
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost, TokenRingError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ IF_INET6 = Path("/proc/net/if_inet6")
 LINK_LOCAL = "20"  # a scope there: such addresses mean nothing to others
 
 
-class Lines:
+class PeerSockets:
     """What one rank says to others and hears from them, in order from each to each. Made by all ranks together.
 
     Raises PeerLost, which names who cannot be reached; BackendUnavailable, on all ranks alike, if one has no address;
@@ -48,7 +48,7 @@ class Lines:
         self._control = control
         self._lines: dict[int, socket.socket] = {}
         weakref.finalize(self, _close, self._lines)
-        meeting = Meeting(group, control.timeout_seconds)
+        meeting = StoreGather(group, control.timeout_seconds)
         with ExitStack() as until_met:
             door, trouble = None, ""
             try:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from tokenring.errors import MOST_SAID, ConfigurationError, PeerLost, one_line
+from tokenring.launch.background import Background
 from tokenring.launch.groups import held
 
 if TYPE_CHECKING:
@@ -26,37 +26,9 @@ class StoreSilent(Exception):
     """The store did not answer in time, or is gone."""
 
 
-class Aside(Generic[T]):
-    """A call in a thread of its own, because it may never come back."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self.error: BaseException | None = None  # what it raised
-        self._answers: list[T] = []
-        self._function = function
-        self._thread = threading.Thread(target=self._work, daemon=True, name="tokenring aside")
-        self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            self._answers.append(self._function())
-        except BaseException as error:
-            self.error = error
-
-    def ended(self, seconds: float) -> bool:
-        """Whether it is over, within so many seconds."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> T:
-        """What it gave, once it has ended. Raises what it raised."""
-        if self.error is not None:
-            raise self.error
-        return self._answers[0]
-
-
 def bounded(function: Callable[[], T], seconds: float) -> T:
     """The function's result. Raises StoreSilent after so many seconds: a stopped store answers nothing, ever."""
-    call = Aside(function)
+    call = Background(function)
     if not call.ended(seconds):
         raise StoreSilent(f"no answer within {seconds:g} s")
     if call.error is not None:
@@ -72,7 +44,7 @@ def forget(store: Any, what: str, keys: list[str], world_size: int) -> None:
             store.delete_key(key)
 
 
-class Meeting:
+class StoreGather:
     """One gathering of all ranks of a group, at its store; every rank makes its meetings in the same order.
 
     That order begins anew whenever a rank has waited in vain: all later meetings are in another round, so that ranks

@@ -27,14 +27,14 @@ from tokenring.backends.devices import has_device
 from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Tiles
 from tokenring.backends.kernels.flash_common import named
 from tokenring.backends.kernels.numeric_trial import Kind, asserted_here, fault, ran_out, tries
-from tokenring.backends.kernels.order import LAST, Pick, Table, default_order, ranked
+from tokenring.backends.kernels.order import LAST, KernelTable, Pick, default_order, ranked
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.sequence.region import Patch
 
 LOG = logging.getLogger("tokenring")
 Made = TypeVar("Made")
-Tables = Callable[[str, int, torch.dtype], "Table | None"]  # kernel, head dim, dtype
+Tables = Callable[[str, int, torch.dtype], "KernelTable | None"]  # kernel, head dim, dtype
 Trial = Callable[[AttentionKernel, Pass, int, torch.dtype], "str | None"]  # what is wrong; None: it cannot be told now
 Tried = tuple[str, Pass, int, torch.dtype]  # of a kernel by name
 REFUSALS = (
@@ -54,7 +54,7 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
     where = f"for compute capability {capability[0]}.{capability[1]}"
 
-    def table(name: str, head_dim: int, dtype: torch.dtype) -> Table | None:
+    def table(name: str, head_dim: int, dtype: torch.dtype) -> KernelTable | None:
         from tokenring.backends.table_keys import key_of
         from tokenring.tables.kernel_rates import kept
 
@@ -70,7 +70,7 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
     return chosen
 
 
-class Call(NamedTuple):
+class TileCall(NamedTuple):
     """A kind of call, on which the order of kernels depends.
 
     side: of the tile, rounded down to a power of two. deterministic: torch.use_deterministic_algorithms is on.
@@ -83,15 +83,15 @@ class Call(NamedTuple):
     deterministic: bool
 
     @staticmethod
-    def of(direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> Call:
+    def of(direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> TileCall:
         """As torch is set now."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return Call(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic)
+        return TileCall(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic)
 
     @staticmethod
-    def of_tile(direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype) -> Call:
+    def of_tile(direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype) -> TileCall:
         """That of a tile, as torch is set now."""
-        return Call.of(direction, min(patch.rows, patch.cols), head_dim, dtype)
+        return TileCall.of(direction, min(patch.rows, patch.cols), head_dim, dtype)
 
     def __str__(self) -> str:
         return f"{named((self.dtype,))}, head dim {self.head_dim}"
@@ -112,10 +112,10 @@ class Choosing:
         self.order, self._make, self._tables, self._where, self._trial = tuple(order), make, tables, where, trial
         self._made: dict[str, AttentionKernel] = {}
         self._missing: dict[str, str] = {}
-        self._refused: dict[str, dict[Call, str]] = defaultdict(dict)
+        self._refused: dict[str, dict[TileCall, str]] = defaultdict(dict)
         self._found: dict[Tried, str] = {}  # by the trial
         self._untried: set[Tried] = set()  # for which there was no memory; of one program: the next one tries again
-        self._picks: dict[Call, list[Pick]] = {}
+        self._picks: dict[TileCall, list[Pick]] = {}
         self._said: set[tuple[str, str]] = set()
         self._holding: dict[str, AttentionKernel] = {}  # those of one program; all else its copies share
 
@@ -138,14 +138,14 @@ class Choosing:
         failed = next((why for each in PASSES if (why := self._found.get((name, each, head_dim, dtype)))), None)
         return failed or self._gave_up(name, head_dim, dtype, PASSES) or made.supports(head_dim, dtype)
 
-    def why_not_call(self, name: str, call: Call) -> str | None:
+    def why_not_call(self, name: str, call: TileCall) -> str | None:
         """Why a kernel is not taken for one kind of call; None: it may be."""
         made = self.kernel(name)
         if made is None:
             return self._missing[name]
         return self._refusal(name, call) or made.supports(call.head_dim, call.dtype)
 
-    def _refusal(self, name: str, call: Call) -> str | None:
+    def _refusal(self, name: str, call: TileCall) -> str | None:
         """What is wrong with it, or what it said to such a call, or to several of its pass."""
         failed = self._found.get((name, call.direction, call.head_dim, call.dtype))
         said = self._refused[name].get(call)
@@ -162,18 +162,18 @@ class Choosing:
 
     def picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
         """The kernels that compute such tiles in their order, each with the reason for its place."""
-        call = Call.of(direction, side, head_dim, dtype)
+        call = TileCall.of(direction, side, head_dim, dtype)
         if call not in self._picks:
             able = [name for name in self.order if self.why_not_call(name, call) is None]
             found = {name: self._tables(name, head_dim, dtype) for name in able}
-            tables: Mapping[str, Table] = {name: table for name, table in found.items() if table is not None}
+            tables: Mapping[str, KernelTable] = {name: table for name, table in found.items() if table is not None}
             self._picks[call] = ranked(able, tables, direction, call.side, self._where)
             self._tell(call)
         return self._picks[call]
 
     def tried_picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
         """Try the first of them until one passes, and give those that are left."""
-        call = Call.of(direction, side, head_dim, dtype)
+        call = TileCall.of(direction, side, head_dim, dtype)
         while (picks := self.picks(*call[:4])) and not self._passes(picks[0].name, call):
             pass
         return picks
@@ -193,7 +193,7 @@ class Choosing:
         held._holding, held._untried = {}, set()
         by_name: dict[str, list[Patch]] = {}
         for patch in tiles.patches:
-            name = held._taken(Call.of_tile(tiles.direction, patch, tiles.head_dim, tiles.dtype), patch)
+            name = held._taken(TileCall.of_tile(tiles.direction, patch, tiles.head_dim, tiles.dtype), patch)
             if name is not None:
                 by_name.setdefault(name, []).append(patch)
         for name, patches in by_name.items():
@@ -242,7 +242,7 @@ class Choosing:
         self, direction: Pass, q: torch.Tensor, patch: Patch, compute: Callable[[AttentionKernel], Made]
     ) -> Made:
         """What the first kernel gives that does not refuse."""
-        call = Call.of_tile(direction, patch, q.shape[-1], q.dtype)
+        call = TileCall.of_tile(direction, patch, q.shape[-1], q.dtype)
         while (name := self._taken(call, patch)) is not None:
             try:
                 return compute(self._holding.get(name, self._made[name]))
@@ -257,7 +257,7 @@ class Choosing:
             f"ContextParallel(kernel='reference')"
         )
 
-    def _taken(self, call: Call, patch: Patch) -> str | None:
+    def _taken(self, call: TileCall, patch: Patch) -> str | None:
         """The first kernel for a tile that passes its trial, once it counts on that tile; None: there is none."""
         while picks := self.picks(*call[:4]):
             name = _willing(picks, patch, self._made)
@@ -266,7 +266,7 @@ class Choosing:
                 return name
         return None
 
-    def _passes(self, name: str, call: Call) -> bool:
+    def _passes(self, name: str, call: TileCall) -> bool:
         """Whether it may be taken for such calls; tried when it is asked for first."""
         tried: Tried = (name, call.direction, call.head_dim, call.dtype)
         if self._trial is None or self._found.get(tried) == "" or tried in self._untried:
@@ -287,7 +287,7 @@ class Choosing:
             self._log(logging.WARNING, name, f"leaves out {name} for all tiles {call.direction}, {call}: {why}")
         return not why
 
-    def _drop(self, name: str, call: Call, error: Exception) -> None:
+    def _drop(self, name: str, call: TileCall, error: Exception) -> None:
         why = f"it refused a call {call.direction}: {one_line(error, MOST_SAID)}"
         self._refused[name][call] = why
         self._picks.clear()
@@ -296,7 +296,7 @@ class Choosing:
             tiles = f"all tiles {call.direction}"
         self._log(logging.WARNING, name, f"leaves out {name} for {tiles}, {call}: {why}")
 
-    def _tell(self, call: Call) -> None:
+    def _tell(self, call: TileCall) -> None:
         """Once for each kind of call: who computes it and who does not, each with the reason."""
         for name in self.order:
             why_not = self.why_not_call(name, call)

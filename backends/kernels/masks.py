@@ -26,7 +26,7 @@ K = TypeVar("K", bound="MaskedKernel")
 What = tuple[Hashable, ...]  # what a mask is made of
 
 
-class Held(Generic[M]):
+class HeldMasks(Generic[M]):
     """One mask, for weak references."""
 
     def __init__(self, mask: M) -> None:
@@ -38,8 +38,8 @@ class Masks(Generic[M]):
 
     def __init__(self, make: Callable[..., M]) -> None:
         self._make = make
-        self._held: Mapping[What, Held[M]] = {}
-        self._complete: WeakValueDictionary[What, Held[M]] = WeakValueDictionary()  # of all that hold some
+        self._held: Mapping[What, HeldMasks[M]] = {}
+        self._complete: WeakValueDictionary[What, HeldMasks[M]] = WeakValueDictionary()  # of all that hold some
 
     def __call__(self, *what: Any) -> M:
         """The mask that is held, else a new one."""
@@ -50,7 +50,7 @@ class Masks(Generic[M]):
         """Others that hold these, complete for every stream of the device."""
         held = {what: self._complete.get(what) for what in dict.fromkeys(wanted)}
         with torch.inference_mode(False):  # they outlive the call, and later calls may want gradients
-            made = {what: Held(self._make(*what)) for what, found in held.items() if found is None}
+            made = {what: HeldMasks(self._make(*what)) for what, found in held.items() if found is None}
         if made:
             device_of(device).synchronize()
         self._complete.update(made)

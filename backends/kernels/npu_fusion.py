@@ -128,7 +128,7 @@ class NpuFusion:
     def forward_packed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float
     ) -> list[Made]:
-        def call(how: npu_packed.Packing, entries: slice) -> list[Made]:
+        def call(how: npu_packed.NpuPacking, entries: slice) -> list[Made]:
             return how.forward(self._forward, q[entries], k[entries], v[entries], scale)
 
         return npu_packed.in_calls(patches, q.shape[0], call, self._triangle)
@@ -146,7 +146,7 @@ class NpuFusion:
         patches: Sequence[Patch],
         scale: float,
     ) -> list[Made]:
-        def call(how: npu_packed.Packing, entries: slice) -> list[Made]:
+        def call(how: npu_packed.NpuPacking, entries: slice) -> list[Made]:
             return how.backward(
                 self._gradient, dout[entries], q[entries], k[entries], v[entries], lse[entries],
                 None if delta is None else delta[entries], None if out is None else out[entries], scale,

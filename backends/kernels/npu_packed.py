@@ -27,7 +27,7 @@ Made = tuple[torch.Tensor, ...]
 def in_calls(
     patches: Sequence[Patch],
     batch: int,
-    call: Callable[[Packing, slice], list[Made]],
+    call: Callable[[NpuPacking, slice], list[Made]],
     triangle: Triangle = TRIANGLE,
 ) -> list[Made]:
     """What each patch gives, from as few calls as the operator's limits allow; call: of patches, for batch entries."""
@@ -36,7 +36,7 @@ def in_calls(
     parts = [slice(start, min(start + entries, batch)) for start in range(0, batch, entries)]
     made: list[Made] = []
     for group in _groups(patches, MOST_SEQUENCES // entries, MOST_TOKENS // entries):
-        found = [call(Packing(group, part.stop - part.start, triangle), part) for part in parts]
+        found = [call(NpuPacking(group, part.stop - part.start, triangle), part) for part in parts]
         made += found[0] if len(parts) == 1 else [_joined_entries(each) for each in zip(*found, strict=True)]
     return made
 
@@ -56,7 +56,7 @@ def _joined_entries(parts: Sequence[Made]) -> Made:
     return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
-class Packing:
+class NpuPacking:
     """Patches with rows and columns one after another, as sequences; every entry of a batch has all of them."""
 
     def __init__(self, patches: Sequence[Patch], batch: int, triangle: Triangle = TRIANGLE) -> None:

@@ -46,7 +46,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "triton", "nvidia-cutlass-dsl")
 
 
-class Tile(NamedTuple):
+class TrialTile(NamedTuple):
     """A patch, and how it is called."""
 
     name: str
@@ -56,7 +56,10 @@ class Tile(NamedTuple):
         return f"{self.name} tile of {self.patch.rows} × {self.patch.cols}"
 
 
-TILES = (Tile("a causal", Patch(0, 128, 0, 128, None, 0)), Tile("an irregular", Patch(0, 70, 0, 105, None, 35)))
+TILES = (
+    TrialTile("a causal", Patch(0, 128, 0, 128, None, 0)),
+    TrialTile("an irregular", Patch(0, 70, 0, 105, None, 35)),
+)
 
 
 class Kind(NamedTuple):
@@ -74,7 +77,7 @@ def tries(device: torch.device) -> bool:
 
 
 def fault(
-    kernel: AttentionKernel, kind: Kind, tiles: tuple[Tile, ...] = TILES, kept: Verdicts | None = None
+    kernel: AttentionKernel, kind: Kind, tiles: tuple[TrialTile, ...] = TILES, kept: Verdicts | None = None
 ) -> str | None:
     """Say why a kernel is not to be trusted with such calls; "": it is. Tries what was never tried, else asks nothing.
 
@@ -102,7 +105,7 @@ def _unsafe(kernel: AttentionKernel, patch: Patch) -> str | None:
     return None if asked is None else asked(patch)
 
 
-def _recorded(kernel: AttentionKernel, kind: Kind, tile: Tile, key: str, kept: Verdicts) -> str:
+def _recorded(kernel: AttentionKernel, kind: Kind, tile: TrialTile, key: str, kept: Verdicts) -> str:
     """What the trial finds, once it is kept."""
     device_of(kind.device).stream_clock()  # raises what went wrong before, for which this kernel is not to blame
     try:
@@ -137,7 +140,7 @@ def asserted_here(error: Exception) -> bool:
     return module.partition(".")[0] in ("", "tokenring")
 
 
-def _key(kernel: AttentionKernel, kind: Kind, tile: Tile) -> str:
+def _key(kernel: AttentionKernel, kind: Kind, tile: TrialTile) -> str:
     head_dim = -(-kind.head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
     return (
         f"attention {VERSION}: {kernel.name} {kind.direction}, {tile}, {kind.dtype}, head dim {head_dim}, on "
@@ -178,7 +181,7 @@ class _Given(NamedTuple):
     whole_lse: torch.Tensor
 
 
-def _tried(kernel: AttentionKernel, kind: Kind, tile: Tile) -> str:
+def _tried(kernel: AttentionKernel, kind: Kind, tile: TrialTile) -> str:
     """What is wrong with what it computes; "": nothing."""
     given, scale = _operands(tile, kind), 1 / math.sqrt(kind.head_dim)
     found = _forward if kind.direction == "forward" else _backward
@@ -191,7 +194,7 @@ def _tried(kernel: AttentionKernel, kind: Kind, tile: Tile) -> str:
     return ""
 
 
-def _operands(tile: Tile, kind: Kind) -> _Given:
+def _operands(tile: TrialTile, kind: Kind) -> _Given:
     random = torch.Generator(device="cpu").manual_seed(1)
 
     def block(tokens: int, heads: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ ORDERS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (  # from this com
 )
 
 
-class Table(Protocol):
+class KernelTable(Protocol):
     """Measured rates of one kernel, as tables.rates.Rates."""
 
     def tflops(self, direction: Pass, side: int) -> float:
@@ -41,7 +41,7 @@ def default_order(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def ranked(
-    order: Sequence[str], tables: Mapping[str, Table], direction: Pass, side: int, where: str = "here"
+    order: Sequence[str], tables: Mapping[str, KernelTable], direction: Pass, side: int, where: str = "here"
 ) -> list[Pick]:
     """The kernels of `order`, those with a table first and by their rate."""
     rates = {name: tables[name].tflops(direction, side) for name in order if name in tables}

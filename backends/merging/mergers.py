@@ -47,7 +47,7 @@ FAR = ((120.5, -3.0), (-95.5, 101.5), (-130.0, -130.5), (-INF, -97.0))  # beyond
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, new_out, new_lse
 
 
-class Choice(NamedTuple):
+class MergerChoice(NamedTuple):
     """The merger for a device, why, and (name, why not) of those that were passed over."""
 
     merger: Merger
@@ -68,19 +68,19 @@ def _log(device: str, name: str, why: str) -> None:
     LOG.info("merging on %s: not by %s: %s", device, name, why)
 
 
-def choose_merger(device: torch.device, head_dim: int) -> Choice:
+def choose_merger(device: torch.device, head_dim: int) -> MergerChoice:
     """The first that merges right. Raises BackendUnavailable where torch's own operators do in neither form."""
     others: list[tuple[str, str]] = []
     for name in (*OF_DEVICE.get(device.type, ()), *ANYWHERE):
         if name == "torch" and device.type not in DOUBTED:
-            return Choice(TorchMerger(), WHY[name], tuple(others))
+            return MergerChoice(TorchMerger(), WHY[name], tuple(others))
         try:
             merger = _load(name)
             reason = merger.supports(head_dim) or trial(merger, device, head_dim)
         except Exception as error:  # a package that is missing or broken, in whatever way
             reason = one_line(error)
         if reason is None:
-            return Choice(merger, WHY[name], tuple(others))
+            return MergerChoice(merger, WHY[name], tuple(others))
         others.append((name, reason))
     found = "; ".join(f"{name}: {why}" for name, why in others)
     raise BackendUnavailable(

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from tokenring.backends.control.control import Control, Controlled
-from tokenring.backends.interfaces import Handle, Transport
+from tokenring.backends.interfaces import Transport, Work
 from tokenring.backends.transports.gloo import GlooTransport
 from tokenring.backends.transports.shm import ShmTransport
 from tokenring.errors import BackendUnavailable
 from tokenring.launch.groups import held
 from tokenring.lowering.target import Target
-from tokenring.tables.transport_choice import PAIRS, Choice, Domain, choose
+from tokenring.tables.transport_choice import PAIRS, Domain, TransportChoice, choose
 
 if TYPE_CHECKING:
     from tokenring.launch.groups import Held
@@ -58,10 +58,10 @@ class Preferring(Controlled):
     def _chosen(
         self, domain: Domain, unavailable: Mapping[str, str | None], rank: int, ranks: int,
         gather: Callable[[str, str], list[str]],
-    ) -> Choice:  # fmt: skip
+    ) -> TransportChoice:  # fmt: skip
         """What rank 0 chooses for all ranks, who tell each other by `gather`: no two need have kept one table."""
         mine = choice_of(self.kind, domain, unavailable, ranks, self._message_bytes) if rank == 0 else None
-        return Choice(**json.loads(gather("the choice", "" if mine is None else json.dumps(asdict(mine)))[0]))
+        return TransportChoice(**json.loads(gather("the choice", "" if mine is None else json.dumps(asdict(mine)))[0]))
 
     def _take(self, now: Transport) -> None:
         self.now, self.control = now, now.control  # type: ignore[attr-defined]
@@ -72,10 +72,10 @@ class Preferring(Controlled):
         """What it can do as that one. Never deferring: a program that was bound before it fell back does not settle."""
         return replace(now.target, deferring=False)
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         return self.now.send(data, dst, channel, label)
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         return self.now.recv(data, src, channel, label)
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
@@ -110,7 +110,7 @@ class Preferring(Controlled):
 
 def choice_of(
     kind: str, domain: Domain, unavailable: Mapping[str, str | None], ranks: int, message_bytes: int | None = None
-) -> Choice:
+) -> TransportChoice:
     """By the rules, and by the table that was kept here of so many ranks; the reason says where that cannot be used."""
     from tokenring.backends.table_keys import transfers_key
     from tokenring.tables.transport_times import kept

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tokenring.backends.control.process_info import this_member
-from tokenring.backends.control.store_gather import Meeting
+from tokenring.backends.control.store_gather import StoreGather
 from tokenring.backends.interfaces import Landing, Transport
 from tokenring.backends.transports import nccl, nvshmem, symmetric
 from tokenring.backends.transports.auto import Preferring, choice_of
@@ -22,7 +22,7 @@ from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.backends.transports.symm import SymmTransport
 from tokenring.errors import BackendUnavailable
 from tokenring.lowering.target import Link, Target
-from tokenring.tables.transport_choice import ONE_SIDED, TWO_SIDED, Choice, Domain
+from tokenring.tables.transport_choice import ONE_SIDED, TWO_SIDED, Domain, TransportChoice
 
 if TYPE_CHECKING:
     from tokenring.launch.groups import Held
@@ -71,9 +71,9 @@ class CudaTransport(Preferring):
         """Grouping as either: a program that was bound before it fell back goes on over NCCL."""
         return replace(super()._target(now), grouping=True)
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> TransportChoice:
         """By what all ranks tell each other, so that their answers are the same."""
-        meeting = Meeting(self._group, self._timeout_seconds)
+        meeting = StoreGather(self._group, self._timeout_seconds)
         found = survey(meeting)
         self._devices = found.devices
         return self._chosen(found.domain, found.unavailable, meeting.rank, meeting.world_size, meeting.gather)
@@ -120,7 +120,7 @@ class Found(NamedTuple):
     devices: tuple[str, ...]
 
 
-def survey(meeting: Meeting) -> Found:
+def survey(meeting: StoreGather) -> Found:
     """What all ranks find out together, and alike."""
     said = [json.loads(each) for each in meeting.gather("their devices", json.dumps(_facts()))]
     devices = tuple(f"{each['boot_id']} {each['device']}" for each in said)

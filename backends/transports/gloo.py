@@ -24,7 +24,7 @@ from tokenring.backends.control.control import Control, Controlled, own_store
 from tokenring.backends.control.dissemination import Apart
 from tokenring.backends.control.sockets import CONNECTS, interfaces
 from tokenring.backends.control.store_gather import STORE_SECONDS, StoreSilent, bounded, forget
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
@@ -122,7 +122,7 @@ class GlooTransport(Controlled):
         names = {channel: f"{channel}/{self._generation}" for channel in (REQUESTS, PARTIALS)}
         return {channel: connect(self.control, self._group, name) for channel, name in names.items()}
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         self.control.check_usable()
         self.sent_bytes[dst] += data.numel() * data.element_size()
         try:
@@ -131,7 +131,7 @@ class GlooTransport(Controlled):
             raise self.control.lost(dst, f"cannot send {label}", one_line(error, MOST_SAID)) from None
         return GlooHandle(work, self.control, dst, f"sent {label}")
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         self.control.check_usable()
         try:
             work = self._groups[channel].recv([data], src, self._key)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from tokenring.backends.control.control import Control, own_store
 from tokenring.backends.control.dissemination import Apart
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 from tokenring.backends.transports.accelerated import TAG, Accelerated
 from tokenring.backends.transports.hccl_environment import (
     CROWDED,
@@ -193,7 +193,7 @@ class HcclTransport(Accelerated):
 
     # ---------- messages
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         group = self._group(data, self._lane(channel, self.rank, dst), dst, f"send of {label}")
         self.sent_bytes[dst] += data.numel() * data.element_size()
         try:
@@ -202,7 +202,7 @@ class HcclTransport(Accelerated):
             raise self._failed(error, dst, f"cannot send {label}", LATE) from error
         return _Handle(self, work, data, dst, f"sent {label}")
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         group = self._group(data, self._lane(channel, src, self.rank), src, f"receive of {label}")
         try:
             work = group.recv([data], src, TAG)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 from tokenring.backends.transports.hccl import FIRST_CONTACT, LATE, HcclTransport, Ranks, _Handle
 from tokenring.backends.transports.hccl_environment import MEGABYTE, megabytes
 from tokenring.errors import ConfigurationError
@@ -66,7 +66,7 @@ class HcclCollectivesTransport(HcclTransport):
 
     def all_to_all(
         self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: Ranks, label: str
-    ) -> Handle:
+    ) -> Work:
         group = self._group_of(ranks, [*sends.values(), *recvs.values()], label)
         for rank, data in sends.items():
             self.sent_bytes[rank] += data.nbytes
@@ -74,14 +74,14 @@ class HcclCollectivesTransport(HcclTransport):
         given, taken = ([some.get(rank, nothing) for rank in ranks] for some in (sends, recvs))
         return self._begin(lambda: group.alltoall(taken, given), (given, taken), ranks, label)
 
-    def all_gather(self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: Ranks, label: str) -> Handle:
+    def all_gather(self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: Ranks, label: str) -> Work:
         group = self._group_of(ranks, [data, *recvs.values()], label)
         for rank in recvs:
             self.sent_bytes[rank] += data.nbytes
         taken = [recvs.get(rank, data) for rank in ranks]  # the rank's own in place
         return self._begin(lambda: group.allgather([taken], [data]), (data, taken), ranks, label)
 
-    def _begin(self, post: Any, data: object, ranks: Ranks, label: str) -> Handle:
+    def _begin(self, post: Any, data: object, ranks: Ranks, label: str) -> Work:
         peer = self._after(ranks)
         try:
             work = post()

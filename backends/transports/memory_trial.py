@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.devices import Device
+from tokenring.backends.devices import DeviceRuntime
 from tokenring.backends.transports.onesided import OwnMemory, Words
 from tokenring.errors import BackendUnavailable
 from tokenring.ir.schedule_data import REQUESTS
@@ -41,7 +41,7 @@ class Trial:
     """
 
     memory: OwnMemory
-    device: Device
+    device: DeviceRuntime
     words: Words
     rank: int
     world_size: int

@@ -28,14 +28,14 @@ import torch.distributed as dist
 
 from tokenring.backends.control.control import Control, own_store
 from tokenring.backends.control.dissemination import Apart
-from tokenring.backends.control.store_gather import Aside
 from tokenring.backends.control.watch import Watch, Watched
 from tokenring.backends.devices import device_of
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 from tokenring.backends.transports import driver
 from tokenring.backends.transports.accelerated import TAG, Accelerated, from_the_post
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.launch.background import Background
 from tokenring.launch.groups import held
 from tokenring.lowering.target import Link, Target
 
@@ -49,7 +49,7 @@ LATE = "what NCCL finds wrong with a message is said at a later call; TORCH_NCCL
 FIRST_CONTACT = "all ranks of the group must make their first contact together"
 
 
-class Post(NamedTuple):
+class NcclPost(NamedTuple):
     """One end of a message: "send" or "recv", the tensor, and the peer."""
 
     kind: str
@@ -61,7 +61,7 @@ class Together:
     """Messages of one channel that move as one. Their tensors live until it is waited for."""
 
     def __init__(self) -> None:
-        self.posts: list[Post] = []
+        self.posts: list[NcclPost] = []
         self.stream: Any = None  # on which they were posted: NCCL's own stream follows it
         self.work: Any = None
         self.begun: Any = None  # the event before the first wait for it
@@ -140,7 +140,7 @@ class NcclTransport(Watched, Accelerated):
         for src, dst, _ in links:
             for kind, own, peer in (("send", src, dst), ("recv", dst, src)):  # both where a rank sends to itself
                 if self.rank == own:
-                    batch.posts.append(Post(kind, torch.zeros(1, dtype=torch.uint8, device=device), peer))
+                    batch.posts.append(NcclPost(kind, torch.zeros(1, dtype=torch.uint8, device=device), peer))
         peer = next((post.peer for post in batch.posts), first[0])
 
         def meet() -> list[Any]:
@@ -152,7 +152,7 @@ class NcclTransport(Watched, Accelerated):
                 work.wait()
             return works
 
-        contact, what = Aside(_on_this_stream(meet, device)), f"connected ({channel})"
+        contact, what = Background(_on_this_stream(meet, device)), f"connected ({channel})"
         limit_seconds = max(self.control.timeout_seconds, self.contact_seconds)
         self.control.wait(contact.ended, self._missing, what, limit_seconds)
         try:
@@ -171,16 +171,16 @@ class NcclTransport(Watched, Accelerated):
 
     # ---------- messages
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         self._check_movable(data, f"send of {label}")
         self._check_link((self.rank, dst, channel), f"send of {label}")
         self.sent_bytes[dst] += data.numel() * data.element_size()
-        return self._post(Post("send", data, dst), channel, f"sent {label}")
+        return self._post(NcclPost("send", data, dst), channel, f"sent {label}")
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         self._check_movable(data, f"receive of {label}")
         self._check_link((src, self.rank, channel), f"receive of {label}")
-        return self._post(Post("recv", data, src), channel, f"waited for {label}")
+        return self._post(NcclPost("recv", data, src), channel, f"waited for {label}")
 
     def _check_link(self, link: Link, what: str) -> None:
         self._watch.check()
@@ -190,7 +190,7 @@ class NcclTransport(Watched, Accelerated):
                 f"of a program before it runs, on all ranks together"
             )
 
-    def _post(self, post: Post, channel: str, what: str) -> Handle:
+    def _post(self, post: NcclPost, channel: str, what: str) -> Work:
         batch = self._open.setdefault(channel, Together())
         batch.posts.append(post)
         batch.stream = device_of(post.data).current_stream()

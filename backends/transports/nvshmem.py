@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.devices import Device, device_of
+from tokenring.backends.devices import DeviceRuntime, device_of
 from tokenring.backends.transports.onesided import signaller
 from tokenring.backends.transports.symm import SymmTransport
 from tokenring.lowering.target import Target
@@ -75,7 +75,7 @@ class NvshmemTransport(SymmTransport):
     name = "nvshmem"
     target = Target(early_receives=False, one_sided=True, placing=True, mailboxes=True)
 
-    def _find_device(self) -> Device:
+    def _find_device(self) -> DeviceRuntime:
         """Raises RuntimeError, too, where a group leaves ranks out: each allocation waits for all ranks of the job."""
         if reason := unavailable():
             raise RuntimeError(reason)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tokenring.backends.devices import Device
+from tokenring.backends.devices import DeviceRuntime
 
 RING = 256  # messages of one line that may be posted and not waited for; the next one waits for the first of these
 
@@ -32,7 +32,7 @@ RING = 256  # messages of one line that may be posted and not waited for; the ne
 Line = tuple[str, int]  # channel, and the rank at the other end
 
 
-class Memory(Protocol):
+class OneSidedMemory(Protocol):
     """Memory that peers put bytes into, and words that they signal with. Each verb is queued on the current stream."""
 
     def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
@@ -48,7 +48,7 @@ class Memory(Protocol):
         """Let all waits of this rank go on, on a stream of its own: what comes after them is not to be used."""
 
 
-class OwnMemory(Memory, Protocol):
+class OwnMemory(OneSidedMemory, Protocol):
     """One rank's part of a memory that all ranks can put into."""
 
     def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Queued(NamedTuple):
 class Sending:
     """A line's end at its sender. Its stream is its own: a credit that is missing holds up nothing else."""
 
-    def __init__(self, memory: Memory, device: Device, words: Words, rank: int, line: Line) -> None:
+    def __init__(self, memory: OneSidedMemory, device: DeviceRuntime, words: Words, rank: int, line: Line) -> None:
         self._memory, self._device, self._words, self._rank = memory, device, words, rank
         self._channel, self._peer = line
         self._stream: Any = None
@@ -121,7 +121,7 @@ class Sending:
 class Receiving:
     """A line's end at its receiver. All of it happens on the streams that call, posts maybe on another than waits."""
 
-    def __init__(self, memory: Memory, device: Device, words: Words, rank: int, line: Line) -> None:
+    def __init__(self, memory: OneSidedMemory, device: DeviceRuntime, words: Words, rank: int, line: Line) -> None:
         self._memory, self._device, self._words, self._rank = memory, device, words, rank
         self._channel, self._peer = line
         self._posted = self._waited = 0

@@ -18,7 +18,7 @@ from tokenring.backends.control.control import Control, Controlled, shared_segme
 from tokenring.backends.control.failure_board import SLICE_SECONDS, ShmBoard
 from tokenring.backends.control.segments import Segment
 from tokenring.backends.control.semaphores import SIZE_BYTES, Semaphore
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
@@ -35,7 +35,7 @@ LINE_BYTES = 2 * SIZE_BYTES + -(-RING * ENTRY.size // SIZE_BYTES) * SIZE_BYTES
 LEAST_HEAP_BYTES, PAGE_BYTES = 1 << 16, 4096
 
 
-class Line:
+class ShmLine:
     """One direction of a pair on one channel: its signals and its ring of places."""
 
     def __init__(self, segment: Segment, at: int) -> None:
@@ -54,7 +54,7 @@ class Line:
 class Incoming:
     """Receives from one peer on one channel, in order."""
 
-    def __init__(self, line: Line, bell: Semaphore, own_bell: Semaphore) -> None:
+    def __init__(self, line: ShmLine, bell: Semaphore, own_bell: Semaphore) -> None:
         self.line, self._bell, self._own_bell = line, bell, own_bell
         self.asked = self.posted = self.arrived = 0
         self.waiting: deque[tuple[int, int, int]] = deque()  # places for which the ring has no room yet
@@ -88,7 +88,7 @@ class Incoming:
 class Outgoing:
     """Sends to one peer on one channel, in order."""
 
-    def __init__(self, line: Line, bell: Semaphore) -> None:
+    def __init__(self, line: ShmLine, bell: Semaphore) -> None:
         self.line, self.bell = line, bell
         self.asked = self.put = 0
         self.waiting: deque[tuple[torch.Tensor, str]] = deque()
@@ -126,10 +126,10 @@ class ShmTransport(Controlled):
             for peer in range(world):
                 if peer != self.rank:
                     self._incoming[channel, peer] = Incoming(
-                        Line(segment, lines[channel, peer, self.rank]), bells[peer], self._bell
+                        ShmLine(segment, lines[channel, peer, self.rank]), bells[peer], self._bell
                     )
                     self._outgoing[channel, peer] = Outgoing(
-                        Line(segment, lines[channel, self.rank, peer]), bells[peer]
+                        ShmLine(segment, lines[channel, self.rank, peer]), bells[peer]
                     )
         self._put_off: list[Outgoing] = []
 
@@ -158,7 +158,7 @@ class ShmTransport(Controlled):
 
     # ---------- messages
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         self.control.check_usable()
         self.sent_bytes[dst] += data.numel() * data.element_size()
         out = self._outgoing[channel, dst]
@@ -168,7 +168,7 @@ class ShmTransport(Controlled):
             self._put_off.append(out)
         return _Sent(self, out, out.asked, dst, label)
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         self.control.check_usable()
         incoming = self._incoming[channel, src]
         return _Received(self, incoming, incoming.ask(self._place(data, label)), src, label)

@@ -22,8 +22,8 @@ from tokenring.backends.control.control import Control, own_store
 from tokenring.backends.control.dissemination import Apart
 from tokenring.backends.control.joint_steps import Acting
 from tokenring.backends.control.watch import Watch, Watched
-from tokenring.backends.devices import Device, device_of
-from tokenring.backends.interfaces import Handle, Landing
+from tokenring.backends.devices import DeviceRuntime, device_of
+from tokenring.backends.interfaces import Landing, Work
 from tokenring.backends.transports import driver
 from tokenring.backends.transports import memory_trial as trial
 from tokenring.backends.transports.accelerated import check_movable, elsewhere
@@ -97,7 +97,7 @@ class SymmTransport(Watched, Acting):
         self._counts: dict[tuple[bool, Line], int] = defaultdict(int)  # messages of this pass, sent or received
         self._where: torch.device | None = None  # the device, where it has a number
         try:
-            self.device: Device = self._together("its device", self._find_device, here=True)
+            self.device: DeviceRuntime = self._together("its device", self._find_device, here=True)
             store = self._meeting_place(group)
             self._memory = self._together("symmetric memory", lambda: self._make_memory(store))
             size = trial.room_bytes(self.world_size)
@@ -116,7 +116,7 @@ class SymmTransport(Watched, Acting):
 
     # ---------- set-up
 
-    def _find_device(self) -> Device:
+    def _find_device(self) -> DeviceRuntime:
         """The device that this rank computes on. Raises RuntimeError for whoever has none that serves."""
         from tokenring.backends.transports.symmetric import unavailable
 
@@ -249,7 +249,7 @@ class SymmTransport(Watched, Acting):
 
     # ---------- messages
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         self.check()
         mover = f"transport {self.name!r}"
         check_movable(data, self.device_type, f"send of {label}", self.rank, mover, self.device_type)
@@ -265,7 +265,7 @@ class SymmTransport(Watched, Acting):
             end.begun, end.done = self._sending[channel, dst].send(data, place)
         return _Sent(self, end.done, data)
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         self.check()
         placement, number = self._placement, self._counts[True, (channel, src)]
         told = self._next(True, (channel, src), f"receive of {label}")
@@ -274,7 +274,7 @@ class SymmTransport(Watched, Acting):
         box = None if placement is None else placement.box((channel, src), number)
         return self._post(data, (channel, src), box, label)
 
-    def _post(self, data: torch.Tensor, line: Line, box: int | None, label: str) -> Handle:
+    def _post(self, data: torch.Tensor, line: Line, box: int | None, label: str) -> Work:
         """Credit for a message that goes to its place, or into a box. What the post has to wait for is watched, too."""
         end, memory, src = self._receiving[line], self._memory, line[1]
         take = partial(memory.take, data, box) if box is not None and isinstance(memory, Mailing) else None

@@ -150,7 +150,7 @@ def predicted(case: Case, overheads: Overheads) -> float:
 def _timed(each: Any, overheads: Overheads) -> Any:
     if isinstance(each, operations.Compute):  # a kernel that sleeps for nothing: it only costs a call
         return each._replace(seconds=overheads.call, kernel=False)
-    if isinstance(each, operations.Post | operations.Await):
+    if isinstance(each, operations.SimulatedPost | operations.Await):
         return each
     count, nbytes, merges = each
     seconds = count * overheads.operation + nbytes / (overheads.copy_gbs * 1e9) + merges * overheads.merge

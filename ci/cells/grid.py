@@ -14,7 +14,7 @@ from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import FLOPS_PER_PAIR
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.mask_density import visible_pairs
-from tokenring.planner.choosing.auto import Call, make, plan_call
+from tokenring.planner.choosing.auto import CallToPlan, make, plan_call
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.interconnects.emulated import interconnect_of_shape, sleeping_machine
 from tokenring.planner.simulation.predict import Setting, busiest, predict
@@ -131,13 +131,13 @@ class Cell:
         """Of what moves its messages."""
         return transport_target("gloo")
 
-    def call(self, tflops: float | None = None, everything: bool = False, target: Target | None = None) -> Call:
+    def call(self, tflops: float | None = None, everything: bool = False, target: Target | None = None) -> CallToPlan:
         """What is planned for, with the figures of the emulation; target: of its transport, if not as it is now."""
         rate = self.tflops if tflops is None else tflops
         machine = sleeping_machine(rate, self.shape, cores=CORES)
         net = interconnect_of_shape(self.shape)
         setting = Setting(self.workload, net, machine, self.directions, target=target or self.target)
-        return Call(setting, self.layout, self.layout, self.the_mask, everything=everything)
+        return CallToPlan(setting, self.layout, self.layout, self.the_mask, everything=everything)
 
     def plan(self, tflops: float | None = None, target: Target | None = None) -> Plan:
         """Every schedule that fits, simulated; tflops: of the kernels, if not those that the cell asks for."""

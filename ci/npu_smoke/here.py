@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.devices import Device, device_of
+from tokenring.backends.devices import DeviceRuntime, device_of
 
 GROUP_SECONDS = 120.0
 ROUNDS, WARM_UP = 5, 2
@@ -57,7 +57,7 @@ class Here:
         return int(getattr(torch, self.kind).device_count())
 
     @property
-    def device(self) -> Device:
+    def device(self) -> DeviceRuntime:
         return device_of(self.place)
 
     @property

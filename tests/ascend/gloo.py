@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ascend.device import raw
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 from tokenring.backends.transports.gloo import GlooTransport
 from tokenring.lowering.target import Link
 
@@ -18,8 +18,8 @@ class OverGloo(GlooTransport):
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
         """Takes tensors on NPUs, too."""
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         return super().send(raw(data), dst, channel, label)
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         return super().recv(raw(data), src, channel, label)

@@ -16,7 +16,7 @@ from ascend.hccl_ledger import labelled, ledger, limits
 from ascend.hccl_streams import forget_streams
 from ascend.hccl_watch import watch
 from tokenring import ContextParallel, attention, shard
-from tokenring.backends.interfaces import Handle, Transport
+from tokenring.backends.interfaces import Transport, Work
 from tokenring.backends.transports.hccl import HcclTransport
 from tokenring.backends.transports.hccl_collectives import HcclCollectivesTransport
 from tokenring.lowering.program import Program
@@ -39,11 +39,11 @@ def fresh(seconds: float = 20.0) -> None:
 class Labelled(HcclTransport):
     """Tells the emulation what each message is, as no argument of torch's functions does."""
 
-    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Handle:
+    def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         with labelled(label):
             return super().send(data, dst, channel, label)
 
-    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Handle:
+    def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         with labelled(label):
             return super().recv(data, src, channel, label)
 
@@ -51,11 +51,11 @@ class Labelled(HcclTransport):
 class LabelledCollectives(Labelled, HcclCollectivesTransport):
     """The same for collectives."""
 
-    def all_to_all(self, sends: Tensors, recvs: Tensors, ranks: tuple[int, ...], label: str) -> Handle:
+    def all_to_all(self, sends: Tensors, recvs: Tensors, ranks: tuple[int, ...], label: str) -> Work:
         with labelled(label):
             return super().all_to_all(sends, recvs, ranks, label)
 
-    def all_gather(self, data: torch.Tensor, recvs: Tensors, ranks: tuple[int, ...], label: str) -> Handle:
+    def all_gather(self, data: torch.Tensor, recvs: Tensors, ranks: tuple[int, ...], label: str) -> Work:
         with labelled(label):
             return super().all_gather(data, recvs, ranks, label)
 

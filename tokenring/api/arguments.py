@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
-
 LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
 MOST_SECONDS = 1e9  # above, clocks overflow
 
@@ -45,18 +44,18 @@ def check_schedule_name(name: object) -> None:
 
 def check_schedule(given: object, pieces: object, world_size: int) -> None:
     """A schedule, by name or itself, for so many ranks, in so many pieces. Raises ConfigurationError."""
-    from tokenring.ir.schedule_data import Schedule
+    from tokenring.ir.schedule_data import ScheduleData
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.families.registry import misfit
     from tokenring.schedule.scheme import Scheme
 
     made = given.schedule if isinstance(given, Plan) else given
-    if not isinstance(made, (Scheme, Schedule)):
+    if not isinstance(made, (Scheme, ScheduleData)):
         check_schedule_name(made)
         assert isinstance(made, str)
         if not made.startswith("auto") and (reason := misfit(made, world_size)) is not None:
             raise ConfigurationError(reason)
-    elif isinstance(made, Schedule) and made.world_size != world_size:
+    elif isinstance(made, ScheduleData) and made.world_size != world_size:
         raise ConfigurationError(f"the schedule is for {made.world_size} ranks, the group has {world_size}")
     if pieces is None:
         return
@@ -68,9 +67,9 @@ def check_schedule(given: object, pieces: object, world_size: int) -> None:
 
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:
     """The schedule as ranks compare it; of the user's own, all that is in it. made: what a Scheme makes for a call."""
-    from tokenring.ir.schedule_data import Schedule
     from tokenring.planner.choosing.plan import Plan
     from tokenring.runtime.agreement import named_digest
+    from tokenring.schedule.schedule import Schedule
 
     if isinstance(given, str):
         return given

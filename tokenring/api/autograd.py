@@ -11,7 +11,7 @@ from tokenring.api.tensor_checks import check_tensor
 from tokenring.backends.kernels.reference import row_dot
 from tokenring.errors import UnsupportedError
 from tokenring.runtime.agreement import beginning
-from tokenring.runtime.call import Call
+from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.derivatives import FORWARD_MODE, first, refuse_batched
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.refusal import refusing
@@ -79,7 +79,7 @@ def run_forward(
     with beginning(executor.transport):
         kept = executor.views.new_kept(q.device)
         own = {"q": _rows_packed(q), "k": _rows_packed(k), "v": _rows_packed(v)}
-        call = Call(own, executor.views.kept_slots_in(kept))
+        call = ActiveCall(own, executor.views.kept_slots_in(kept))
     with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
         executor.run(call, trace)
     out = _kept_by_caller(executor.result(call, "q_partial", "out"), q.dtype)
@@ -102,7 +102,7 @@ def run_backward(
     with beginning(executor.transport):
         own = {"q": q, "k": k, "v": v, "dout": dout}
         given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
-        call = Call(given, executor.views.kept_slots_in(kept))
+        call = ActiveCall(given, executor.views.kept_slots_in(kept))
     with torch.autocast(q.device.type, enabled=False):
         executor.run(call, trace)
     dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)

@@ -10,7 +10,7 @@ from tokenring.api.attention import ordered, prepared
 from tokenring.api.autograd import GRADIENT_OF_LSE, run_backward, run_forward
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import call_inputs, check_context
-from tokenring.backends.devices import NO_GRAPHS, Device, device_of
+from tokenring.backends.devices import NO_GRAPHS, DeviceRuntime, device_of
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
@@ -180,7 +180,7 @@ class _Launched(torch.autograd.Function):
         raise UnsupportedError(FORWARD_MODE)
 
 
-def _check_capturable(device: Device, transport: Transport | None) -> None:
+def _check_capturable(device: DeviceRuntime, transport: Transport | None) -> None:
     if transport is not None and not transport.target.capturable:
         raise UnsupportedError(
             f"messages of {type(transport).__name__} cannot be captured in a graph: the host takes part in them; "
@@ -190,7 +190,7 @@ def _check_capturable(device: Device, transport: Transport | None) -> None:
         raise UnsupportedError(NO_GRAPHS.format(device.type))
 
 
-def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
+def _forward(device: DeviceRuntime, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
     """The graph, and what backward wants besides its results."""
     q, k, v = inputs
     _warm_up(device, executor, lambda: run_forward(executor, None, q, k, v))
@@ -200,7 +200,7 @@ def _forward(device: Device, executor: Executor, inputs: Tensors) -> tuple[_Grap
     return _Graph(graph, inputs, (out, lse), executor.streams), kept
 
 
-def _backward(device: Device, executor: Executor, forward: _Graph, kept: torch.Tensor | None) -> _Graph:
+def _backward(device: DeviceRuntime, executor: Executor, forward: _Graph, kept: torch.Tensor | None) -> _Graph:
     out, lse = forward.outputs
     dout = torch.zeros_like(out)
     given = (dout, *forward.inputs, out, lse, kept)
@@ -211,7 +211,7 @@ def _backward(device: Device, executor: Executor, forward: _Graph, kept: torch.T
     return _Graph(graph, (dout,), made, executor.streams)
 
 
-def _warm_up(device: Device, executor: Executor, call: Any) -> None:
+def _warm_up(device: DeviceRuntime, executor: Executor, call: Any) -> None:
     """On a stream of its own, as torch asks of what is then captured."""
     stream = device.new_stream()
     stream.wait_stream(device.current_stream())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tokenring.emulate.guardian import NAMESPACES, tool_path
-from tokenring.emulate.plan import OPTIONAL, Batch, Plan
+from tokenring.emulate.plan import OPTIONAL, Batch, EmulationPlan
 from tokenring.errors import BackendUnavailable
 
 TOOL_SECONDS = 30.0
@@ -46,7 +46,7 @@ def tool(name: str) -> str:
     return path
 
 
-def build(plan: Plan) -> None:
+def build(plan: EmulationPlan) -> None:
     """Make all of it. Raises BackendUnavailable; what was made until then stays, for the guardian."""
     call(plan.namespaces)
     for line in plan.namespaces.lines:

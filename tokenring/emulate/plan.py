@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenring.emulate.shapes import Fabric, Link, rank_node
+from tokenring.emulate.shapes import EmulatedFabric, EmulatedLink, rank_node
 from tokenring.emulate.ways import wires
 
 BITS_PER_GBIT = 1e9
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class EmulationPlan:
     """First the namespaces; then `settings` are written in each, as files below /proc/sys; then the rest."""
 
     namespaces: Batch
@@ -56,7 +56,7 @@ def address(rank: int) -> str:
     return f"10.77.0.{rank + 1}"
 
 
-def make_plan(fabric: Fabric, prefix: str) -> Plan:
+def make_plan(fabric: EmulatedFabric, prefix: str) -> EmulationPlan:
     """The plan of an emulation whose namespaces are called `prefix` and a node."""
     nodes = fabric.nodes
     rates = [link.gbit for link in fabric.links]
@@ -84,7 +84,7 @@ def make_plan(fabric: Fabric, prefix: str) -> Plan:
             f"route add {address(route.to)}/32{via} dev {route.device} src {address(route.rank)} {PATIENCE}"
         )
     batches = [("ip", links), ("ip", inside), ("tc", shaping)]
-    return Plan(
+    return EmulationPlan(
         Batch("ip", None, tuple(f"netns add {prefix}{node}" for node in nodes)),
         {**SETTINGS, "net/ipv4/ip_forward": str(int(fabric.ranks_forward)), **_windows(max(rates))},
         tuple(
@@ -93,7 +93,7 @@ def make_plan(fabric: Fabric, prefix: str) -> Plan:
     )
 
 
-def packet_bytes(fabric: Fabric) -> int:
+def packet_bytes(fabric: EmulatedFabric) -> int:
     """As small as the processor allows: small packets share wires finely, and an idle wire lets one pass for free."""
     total = sum(wires(fabric).values()) * BITS_PER_GBIT / 8
     return max(LEAST_PACKET_BYTES, min(MOST_PACKET_BYTES, round(total / PACKETS_PER_S)))
@@ -119,7 +119,7 @@ def _windows(gbit: float) -> dict[str, str]:
     return {f"net/ipv4/tcp_{way}mem": f"4096 {window} {window}" for way in "rw"}
 
 
-def _shape(link: Link, packet: int, inside: dict[str, list[str]], shaping: dict[str, list[str]]) -> None:
+def _shape(link: EmulatedLink, packet: int, inside: dict[str, list[str]], shaping: dict[str, list[str]]) -> None:
     """A bucket at each end; where both directions share the rate, one that all pass through."""
     bucket_text = bucket(link.gbit, packet)
     if not link.half_duplex:

@@ -18,7 +18,7 @@ from tokenring.emulate.build import tool
 from tokenring.emulate.guardian import end_processes
 from tokenring.emulate.plan import address
 from tokenring.errors import PeerLost
-from tokenring.launch.processes import Lines, ending_with_parent, rank_environment
+from tokenring.launch.processes import OutputLines, ending_with_parent, rank_environment
 
 PORT = "29500"  # every emulation has this one for itself
 GRACE_SECONDS = 3.0  # after the first rank's failure the others may say what they saw
@@ -52,7 +52,7 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         self.folder = Path(tempfile.mkdtemp(prefix="tokenring-"))
         reading, writing = os.pipe()
-        self._lines = Lines(reading)
+        self._lines = OutputLines(reading)
         try:
             for rank in range(len(self.namespaces)):
                 self._processes.append(self._start(rank, writing))

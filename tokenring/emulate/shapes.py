@@ -64,7 +64,7 @@ class Shape:
         return self.link_gbit if self.uplink_gbit is None else self.uplink_gbit
 
     @property
-    def fabric(self) -> Fabric:
+    def fabric(self) -> EmulatedFabric:
         """What it is made of."""
         return SHAPES[self.kind](self)
 
@@ -86,7 +86,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Link:
+class EmulatedLink:
     """Two devices, each (node, name there), and its two directions by name: the same one where they share it."""
 
     a: tuple[str, str]
@@ -111,12 +111,12 @@ class Route:
 
 
 @dataclass
-class Fabric:
+class EmulatedFabric:
     """Nodes, links and routes. Switches forward by address; ranks only where `ranks_forward`."""
 
     ranks: int
     switches: list[str] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    links: list[EmulatedLink] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     ranks_forward: bool = False
 
@@ -127,7 +127,7 @@ class Fabric:
     def pair(self, i: int, j: int, gbit: float) -> None:
         """A link of their own for two ranks."""
         ends = (rank_node(i), f"to{j}"), (rank_node(j), f"to{i}")
-        self.links.append(Link(*ends, gbit, f"{i}>{j}", f"{j}>{i}"))
+        self.links.append(EmulatedLink(*ends, gbit, f"{i}>{j}", f"{j}>{i}"))
 
     def mesh(self, members: Sequence[int], gbit: float) -> None:
         for i in members:
@@ -140,38 +140,38 @@ class Fabric:
     def plug(self, rank: int, switch: str, gbit: float, reaches: Sequence[int], device: str = "port") -> None:
         """A port on a switch, through which the rank reaches these others."""
         ends = (rank_node(rank), device), (switch, f"port{rank}")
-        self.links.append(Link(*ends, gbit, f"{rank} {device} out", f"{rank} {device} in"))
+        self.links.append(EmulatedLink(*ends, gbit, f"{rank} {device} out", f"{rank} {device} in"))
         self.routes += [Route(rank, other, device) for other in reaches if other != rank]
 
     def join(self, lower: str, upper: str, gbit: float, half: bool) -> None:
         """An uplink between two switches."""
         ways = (f"{lower}-{upper}",) * 2 if half else (f"{lower}>{upper}", f"{upper}>{lower}")
-        self.links.append(Link((lower, f"up-{upper}"), (upper, f"down-{lower}"), gbit, *ways))
+        self.links.append(EmulatedLink((lower, f"up-{upper}"), (upper, f"down-{lower}"), gbit, *ways))
 
 
 def rank_node(rank: int) -> str:
     return f"r{rank}"
 
 
-def _full_mesh(shape: Shape) -> Fabric:
-    fabric = Fabric(shape.ranks)
+def _full_mesh(shape: Shape) -> EmulatedFabric:
+    fabric = EmulatedFabric(shape.ranks)
     fabric.mesh(range(shape.ranks), shape.link_gbit)
     return fabric
 
 
-def _switch(shape: Shape) -> Fabric:
-    fabric = Fabric(shape.ranks, ["switch"])
+def _switch(shape: Shape) -> EmulatedFabric:
+    fabric = EmulatedFabric(shape.ranks, ["switch"])
     for rank in range(shape.ranks):
         fabric.plug(rank, "switch", shape.link_gbit, range(shape.ranks))
     return fabric
 
 
-def _ring(shape: Shape) -> Fabric:
+def _ring(shape: Shape) -> EmulatedFabric:
     """Neighbours only; ranks in between forward, the shorter way round."""
     count = shape.ranks
     if count == 2:
         return _full_mesh(shape)
-    fabric = Fabric(count, ranks_forward=True)
+    fabric = EmulatedFabric(count, ranks_forward=True)
     for rank in range(count):
         fabric.pair(rank, (rank + 1) % count, shape.link_gbit)
         for to in range(count):
@@ -191,10 +191,10 @@ def _next_hop(rank: int, to: int, count: int) -> int:
     return (rank + (1 if onwards else -1)) % count
 
 
-def _pcie_tree(shape: Shape) -> Fabric:
+def _pcie_tree(shape: Shape) -> EmulatedFabric:
     """Two ranks on each leaf; the leaves' uplinks meet in a root."""
     leaves = [f"leaf{index}" for index in range(shape.ranks // LEAF_RANKS)]
-    fabric = Fabric(shape.ranks, [*leaves, "root"])
+    fabric = EmulatedFabric(shape.ranks, [*leaves, "root"])
     for rank in range(shape.ranks):
         fabric.plug(rank, leaves[rank // LEAF_RANKS], shape.link_gbit, range(shape.ranks))
     for leaf in leaves:
@@ -202,11 +202,11 @@ def _pcie_tree(shape: Shape) -> Fabric:
     return fabric
 
 
-def _two_node(shape: Shape) -> Fabric:
+def _two_node(shape: Shape) -> EmulatedFabric:
     """Two halves. They meet in one uplink that all ranks share, or in a switch where each rank has a port."""
     half, inside = shape.ranks // 2, shape.node_fabric or FULL_MESH
     nodes = [range(half), range(half, shape.ranks)]
-    fabric = Fabric(shape.ranks, ["node0", "node1"])
+    fabric = EmulatedFabric(shape.ranks, ["node0", "node1"])
     if not shape.nic_per_rank:
         fabric.join("node0", "node1", shape.uplink, shape.half_duplex_uplink)
     elif inside == FULL_MESH:
@@ -225,7 +225,7 @@ def _two_node(shape: Shape) -> Fabric:
     return fabric
 
 
-SHAPES: dict[str, Callable[[Shape], Fabric]] = {
+SHAPES: dict[str, Callable[[Shape], EmulatedFabric]] = {
     FULL_MESH: _full_mesh,
     SWITCH: _switch,
     RING: _ring,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tokenring.emulate.shapes import Fabric, rank_node
+from tokenring.emulate.shapes import EmulatedFabric, rank_node
 
 BITS = 8e-9  # Gbit in a byte
 Pair = tuple[int, int]  # from rank to rank
 
 
-class Hop(NamedTuple):
+class EmulatedHop(NamedTuple):
     """Across one link: out of a node by `device` to another, over a wire."""
 
     device: str
@@ -30,23 +30,23 @@ class Load(NamedTuple):
     seconds: float
 
 
-def wires(fabric: Fabric) -> dict[str, float]:
+def wires(fabric: EmulatedFabric) -> dict[str, float]:
     """Gbit/s of each."""
     return {name: link.gbit for link in fabric.links for name in (link.a_to_b, link.b_to_a)}
 
 
-def ways(fabric: Fabric) -> dict[Pair, tuple[str, ...]]:
+def ways(fabric: EmulatedFabric) -> dict[Pair, tuple[str, ...]]:
     """The wires from every rank to every other, in order."""
-    hops: dict[str, list[Hop]] = {node: [] for node in fabric.nodes}
+    hops: dict[str, list[EmulatedHop]] = {node: [] for node in fabric.nodes}
     for link in fabric.links:
-        hops[link.a[0]].append(Hop(link.a[1], link.b[0], link.a_to_b))
-        hops[link.b[0]].append(Hop(link.b[1], link.a[0], link.b_to_a))
+        hops[link.a[0]].append(EmulatedHop(link.a[1], link.b[0], link.a_to_b))
+        hops[link.b[0]].append(EmulatedHop(link.b[1], link.a[0], link.b_to_a))
     devices = {(route.rank, route.to): route.device for route in fabric.routes}
     return {pair: _walk(fabric, hops, devices, *pair) for pair in devices}
 
 
 def _walk(
-    fabric: Fabric, hops: Mapping[str, list[Hop]], devices: Mapping[Pair, str], src: int, dst: int
+    fabric: EmulatedFabric, hops: Mapping[str, list[EmulatedHop]], devices: Mapping[Pair, str], src: int, dst: int
 ) -> tuple[str, ...]:
     passed: list[str] = []
     node = rank_node(src)
@@ -61,9 +61,11 @@ def _walk(
     return tuple(passed)
 
 
-def _across(fabric: Fabric, hops: Mapping[str, list[Hop]], switch: str, target: str) -> list[Hop]:
+def _across(
+    fabric: EmulatedFabric, hops: Mapping[str, list[EmulatedHop]], switch: str, target: str
+) -> list[EmulatedHop]:
     """From a switch to a rank's port on it, or on one that it is joined to; they make a tree. Raises LookupError."""
-    waiting: list[tuple[str, list[Hop]]] = [(switch, [])]
+    waiting: list[tuple[str, list[EmulatedHop]]] = [(switch, [])]
     seen = {switch}
     while waiting:
         at, steps = waiting.pop()
@@ -76,7 +78,7 @@ def _across(fabric: Fabric, hops: Mapping[str, list[Hop]], switch: str, target: 
     raise LookupError(f"{switch} leads nowhere near {target}")
 
 
-def heaviest(fabric: Fabric, link_bytes: Mapping[Pair, int]) -> Load | None:
+def heaviest(fabric: EmulatedFabric, link_bytes: Mapping[Pair, int]) -> Load | None:
     """The wire that needs longest for these bytes from rank to rank; None if nothing moves."""
     seconds = dict.fromkeys(wires(fabric), 0.0)
     gbit, passed = wires(fabric), ways(fabric)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.passes import move_order
-from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
 from tokenring.sequence.layout import Layout, Positions, make_layout
 from tokenring.sequence.mask import Mask
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 Name = TypeVar("Name", bound=str)
 
 
-def to_json(schedule: Schedule) -> str:
+def to_json(schedule: ScheduleData) -> str:
     """The schedule as a document of the format, one tile or move a line."""
     return _dump(_document(schedule)) + "\n"
 
 
-def _document(schedule: Schedule) -> dict[str, object]:
+def _document(schedule: ScheduleData) -> dict[str, object]:
     requests = [move for move in schedule.moves if move.block.kind in PARTIAL_OF]
     partials = [move for move in schedule.moves if move.block.kind not in PARTIAL_OF]
     return {
@@ -60,7 +60,7 @@ def _layout_document(layout: Layout) -> dict[str, object]:
     return {"name": layout.name, "length": layout.length, "chunks": chunks}
 
 
-def _tile_document(schedule: Schedule, tile: Tile) -> dict[str, object]:
+def _tile_document(schedule: ScheduleData, tile: Tile) -> dict[str, object]:
     blocks = (*tile.q, *tile.kv)
     kinds = [block.kind for block in blocks]
     fits = tile.q and tile.kv and kinds == ["q"] * len(tile.q) + ["kv"] * len(tile.kv)
@@ -70,14 +70,14 @@ def _tile_document(schedule: Schedule, tile: Tile) -> dict[str, object]:
     return {"step": tile.step, "rank": tile.rank, "heads": tile.heads, "q": q, "kv": kv}
 
 
-def _move_document(schedule: Schedule, move: Move) -> dict[str, object]:
+def _move_document(schedule: ScheduleData, move: Move) -> dict[str, object]:
     if move.add or move.block.made_at is not None:
         raise ScheduleError(f"{schedule.name}: step {move.step}, rank {move.src}: not a request: {move}")
     head, tail = _common(move)
     return head | tail
 
 
-def _return_document(schedule: Schedule, move: Move) -> dict[str, object]:
+def _return_document(schedule: ScheduleData, move: Move) -> dict[str, object]:
     if move.block.made_at is None:
         raise ScheduleError(f"{schedule.name}: step {move.step}, rank {move.src}: made nowhere: {move}")
     head, tail = _common(move)
@@ -106,7 +106,7 @@ def _is_table(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def from_json(text: str) -> Schedule:
+def from_json(text: str) -> ScheduleData:
     """The schedule in a document of the format; its form is checked, its proof is left to `verify`.
 
     Raises ScheduleError, which says where in the document.
@@ -119,7 +119,7 @@ def from_json(text: str) -> Schedule:
         raise ScheduleError("document: nested too deeply") from None
     except (ValueError, TypeError) as error:
         raise ScheduleError(f"document: not JSON: {error}") from None
-    return _schedule(Node(value, ""))
+    return _schedule(JsonNode(value, ""))
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -130,7 +130,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return made
 
 
-def _schedule(root: Node) -> Schedule:
+def _schedule(root: JsonNode) -> ScheduleData:
     kind = root.fields("format", "version", others=True)
     kind["format"].choice(FORMAT)
     if (version := kind["version"].integer()) != VERSION:
@@ -141,7 +141,7 @@ def _schedule(root: Node) -> Schedule:
     )  # fmt: skip
     world = part["world_size"].integer(1)
     q_layout, kv_layout = _layout(part["q_layout"], world), _layout(part["kv_layout"], world)
-    empty = Schedule(
+    empty = ScheduleData(
         part["name"].name(),
         world,
         q_layout,
@@ -163,7 +163,7 @@ def _schedule(root: Node) -> Schedule:
     return empty.replace(tiles=tuple(tiles), moves=tuple(merge(moves, returns, key=move_order)))
 
 
-def _mask(node: Node, length: int) -> Mask:
+def _mask(node: JsonNode, length: int) -> Mask:
     part = node.fields("low", "high", "cu_seqlens")
     low, high = (part[key].optional(lambda bound: bound.integer(-INTEGER_LIMIT)) for key in ("low", "high"))
     bounds = part["cu_seqlens"].optional(lambda list_: list_.each(lambda bound: bound.integer(0, length)))
@@ -173,7 +173,7 @@ def _mask(node: Node, length: int) -> Mask:
         raise part["cu_seqlens"].error(str(error)) from None
 
 
-def _layout(node: Node, world_size: int) -> Layout:
+def _layout(node: JsonNode, world_size: int) -> Layout:
     part = node.fields("name", "length", "chunks")
     name, length = part["name"].name(), part["length"].integer(1)
     pairs = part["chunks"].each(lambda chunk: _chunk(chunk, length, world_size))
@@ -186,7 +186,7 @@ def _layout(node: Node, world_size: int) -> Layout:
         raise node.error(str(error)) from None
 
 
-def _chunk(node: Node, length: int, world_size: int) -> tuple[Positions, int]:
+def _chunk(node: JsonNode, length: int, world_size: int) -> tuple[Positions, int]:
     part = node.fields("start", "stop", "step", "owner")
     start = part["start"].integer(0, length - 1)
     positions = Positions(start, part["stop"].integer(start + 1), part["step"].integer(1))
@@ -206,7 +206,7 @@ def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout
     return layout if len(layout.chunks) == chunks else None
 
 
-def _pieces(node: Node, layout: Layout) -> int:
+def _pieces(node: JsonNode, layout: Layout) -> int:
     """Into how many parts the layout's chunks are cut."""
     pieces = node.integer(1)
     if layout.chunk_length % pieces:
@@ -214,8 +214,8 @@ def _pieces(node: Node, layout: Layout) -> int:
     return pieces
 
 
-def _codecs(node: Node) -> tuple[tuple[str, str], ...]:
-    def codec(entry: Node) -> tuple[str, str]:
+def _codecs(node: JsonNode) -> tuple[tuple[str, str], ...]:
+    def codec(entry: JsonNode) -> tuple[str, str]:
         part = entry.fields("kind", "codec")
         return part["kind"].choice("q", "kv"), part["codec"].name()
 
@@ -225,12 +225,12 @@ def _codecs(node: Node) -> tuple[tuple[str, str], ...]:
     return tuple(codecs)
 
 
-def _tile(node: Node, schedule: Schedule) -> Tile:
+def _tile(node: JsonNode, schedule: ScheduleData) -> Tile:
     part = node.fields("step", "rank", "heads", "q", "kv")
     heads = part["heads"].index(schedule.head_groups, "a head group")
 
     def units(kind: Kind) -> tuple[Block, ...]:
-        def unit(entry: Node) -> Block:
+        def unit(entry: JsonNode) -> Block:
             return Block(kind, *_unit(entry.fields("chunk", "piece"), kind, schedule, heads))
 
         blocks = part[kind].each(unit)
@@ -242,32 +242,32 @@ def _tile(node: Node, schedule: Schedule) -> Tile:
     return Tile(part["step"].integer(0), rank, units("q"), units("kv"))
 
 
-def _unit(part: dict[str, Node], kind: Kind, schedule: Schedule, heads: int) -> tuple[int, int, int]:
+def _unit(part: dict[str, JsonNode], kind: Kind, schedule: ScheduleData, heads: int) -> tuple[int, int, int]:
     name = "q" if kind.startswith("q") else "kv"
     chunk = part["chunk"].index(len(schedule.layout_of(kind).chunks), f"a {name} chunk")
     return chunk, heads, part["piece"].index(schedule.pieces_of(kind), f"a {name} piece")
 
 
-def _request(node: Node, schedule: Schedule) -> Move:
+def _request(node: JsonNode, schedule: ScheduleData) -> Move:
     part = node.fields("step", "kind", "chunk", "heads", "piece", "src", "dst", "channel")
     return _move(part, part["kind"].choice("q", "kv"), None, schedule, REQUESTS)
 
 
-def _return(node: Node, schedule: Schedule) -> Move:
+def _return(node: JsonNode, schedule: ScheduleData) -> Move:
     part = node.fields("step", "kind", "chunk", "heads", "piece", "made_at", "src", "dst", "channel", "add")
     made_at = part["made_at"].index(schedule.world_size, "a rank")
     move = _move(part, part["kind"].choice("q_partial", "kv_partial"), made_at, schedule, PARTIALS)
     return move._replace(add=part["add"].boolean())
 
 
-def _move(part: dict[str, Node], kind: Kind, made_at: int | None, schedule: Schedule, channel: str) -> Move:
+def _move(part: dict[str, JsonNode], kind: Kind, made_at: int | None, schedule: ScheduleData, channel: str) -> Move:
     heads = part["heads"].index(schedule.head_groups, "a head group")
     block = Block(kind, *_unit(part, kind, schedule, heads), made_at)
     src, dst = (part[end].index(schedule.world_size, "a rank") for end in ("src", "dst"))
     return Move(part["step"].integer(0), block, src, dst, part["channel"].choice(channel))
 
 
-class Node:
+class JsonNode:
     """A value of the document and where it stands, for errors that say so."""
 
     def __init__(self, value: object, path: str) -> None:
@@ -280,7 +280,7 @@ class Node:
     def _expected(self, what: str) -> ScheduleError:
         return self.error(f"expected {what}, found {_short(self.value)}")
 
-    def fields(self, *names: str, others: bool = False) -> dict[str, Node]:
+    def fields(self, *names: str, others: bool = False) -> dict[str, JsonNode]:
         """An object with exactly these keys, or with others as well."""
         if not isinstance(self.value, dict):
             raise self._expected("an object")
@@ -291,22 +291,22 @@ class Node:
             if name not in names and not others:
                 raise self.error(f"has an unknown key {_short(name)}")
         dot = "." if self.path else ""
-        return {name: Node(self.value[name], f"{self.path}{dot}{name}") for name in names}
+        return {name: JsonNode(self.value[name], f"{self.path}{dot}{name}") for name in names}
 
-    def each(self, read: Callable[[Node], T]) -> list[T]:
+    def each(self, read: Callable[[JsonNode], T]) -> list[T]:
         """What `read` makes of each element of a list."""
         if not isinstance(self.value, list):
             raise self._expected("a list")
-        return [read(Node(value, f"{self.path}[{index}]")) for index, value in enumerate(self.value)]
+        return [read(JsonNode(value, f"{self.path}[{index}]")) for index, value in enumerate(self.value)]
 
-    def distinct(self, read: Callable[[Node], T]) -> list[T]:
+    def distinct(self, read: Callable[[JsonNode], T]) -> list[T]:
         """The same, each once."""
         values = self.each(read)
         if len(set(values)) < len(values):
             raise self.error("names something twice")
         return values
 
-    def optional(self, read: Callable[[Node], T]) -> T | None:
+    def optional(self, read: Callable[[JsonNode], T]) -> T | None:
         """None for null."""
         return None if self.value is None else read(self)
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from itertools import product
 from typing import TypeVar
 
-from tokenring.ir.schedule_data import PARTIALS, Block, Move, Schedule, Tile
+from tokenring.ir.schedule_data import PARTIALS, Block, Move, ScheduleData, Tile
 
-S = TypeVar("S", bound=Schedule)
+S = TypeVar("S", bound=ScheduleData)
 
 
 def fuse(schedule: S) -> S:
@@ -26,7 +26,7 @@ def fuse(schedule: S) -> S:
     return schedule.replace(tiles=tuple(tiles))
 
 
-def _sequence_order(schedule: Schedule, parts: set[tuple[Block, ...]]) -> tuple[Block, ...]:
+def _sequence_order(schedule: ScheduleData, parts: set[tuple[Block, ...]]) -> tuple[Block, ...]:
     return tuple(sorted({block for part in parts for block in part}, key=schedule.positions))
 
 
@@ -46,7 +46,7 @@ def prune(schedule: S) -> S:
 class _visibility:
     """Whether a q block sees anything of a kv block, remembered for each pair of units."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: ScheduleData) -> None:
         self.schedule = schedule
         self.known: dict[tuple[int, int, int, int], bool] = {}
 
@@ -60,7 +60,7 @@ class _visibility:
         return seen
 
 
-def _needed_requests(schedule: Schedule, tiles: list[Tile]) -> set[Move]:
+def _needed_requests(schedule: ScheduleData, tiles: list[Tile]) -> set[Move]:
     """From the last use backwards: a hop stays if its destination uses or passes on the block."""
     needed = {(block, tile.rank) for tile in tiles for block in (*tile.q, *tile.kv)}
     kept = set()
@@ -71,7 +71,7 @@ def _needed_requests(schedule: Schedule, tiles: list[Tile]) -> set[Move]:
     return kept
 
 
-def _fed_partials(schedule: Schedule, tiles: list[Tile]) -> set[Move]:
+def _fed_partials(schedule: ScheduleData, tiles: list[Tile]) -> set[Move]:
     """From the first contribution forwards: a hop stays if its source made or received something for it."""
     fed = {
         block.partial(tile.rank)
@@ -115,7 +115,7 @@ def keep_for_last(schedule: S) -> S:
 Halves = tuple[list[Tile], list[Tile]]
 
 
-def _halves(schedule: Schedule, tile: Tile, sees: _visibility) -> Halves:
+def _halves(schedule: ScheduleData, tile: Tile, sees: _visibility) -> Halves:
     """The tile in two that are as equal as can be: cut by q, by kv, or by both and put together crosswise."""
     (q0, q1), (kv0, kv1) = ((some[: len(some) // 2], some[len(some) // 2 :]) for some in (tile.q, tile.kv))
 
@@ -134,7 +134,7 @@ def _halves(schedule: Schedule, tile: Tile, sees: _visibility) -> Halves:
     return min(possible, key=lambda cut: abs(_pairs(schedule, cut[0]) - _pairs(schedule, cut[1])))
 
 
-def _pairs(schedule: Schedule, tiles: list[Tile]) -> int:
+def _pairs(schedule: ScheduleData, tiles: list[Tile]) -> int:
     """How many positions see each other in these tiles."""
     where, mask = schedule.positions, schedule.mask
     units = ((where(q), where(kv)) for tile in tiles for q, kv in product(tile.q, tile.kv))

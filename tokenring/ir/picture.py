@@ -10,7 +10,7 @@ from itertools import groupby
 from math import ceil
 
 from tokenring.display.svg import FONT
-from tokenring.ir.schedule_data import PARTIAL_OF, Block, Pass, Schedule, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, Block, Pass, ScheduleData, Tile
 from tokenring.ir.text import Cell, cells, ranges, sends, tile_text
 
 # Sizes in SVG units, which viewers show as pixels.
@@ -28,7 +28,7 @@ ARROWS = {  # (is a partial, is added)
 RESULTS = {"forward": "out", "backward": "dq, dk, dv"}
 
 
-def to_svg(schedule: Schedule, direction: Pass = "forward") -> str:
+def to_svg(schedule: ScheduleData, direction: Pass = "forward") -> str:
     """The tiles and moves of one pass, drawn: tiles in the colours of their owners, moves as arrows."""
     return _Picture(schedule, direction).draw()
 
@@ -69,7 +69,7 @@ class _Grid:
 
 
 class _Picture:
-    def __init__(self, schedule: Schedule, direction: Pass) -> None:
+    def __init__(self, schedule: ScheduleData, direction: Pass) -> None:
         self.schedule, self.direction = schedule, direction
         self.moves = schedule.moves_in(direction)
         self.cells = cells(schedule, self.moves)

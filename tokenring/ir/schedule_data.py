@@ -79,7 +79,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleData:
     """Who computes which tiles, which blocks move where, in which order, for both passes.
 
     `q_pieces` and `kv_pieces` cut each chunk into so many neighbouring parts that move apart.

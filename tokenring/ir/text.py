@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from tokenring.ir.json import known_layout
-from tokenring.ir.schedule_data import PARTIAL_OF, Block, Kind, Move, Schedule, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, Block, Kind, Move, ScheduleData, Tile
 from tokenring.sequence.layout import Layout
 
 LETTERS: dict[Kind, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}
@@ -29,13 +29,13 @@ PIECES_LEGEND = "# Pieces: kv3.p1 is piece 1 of kv chunk 3; kv3 is all of them."
 HEADS_LEGEND = "# Heads: h2:q3 is q chunk 3, of head group 2."
 
 
-def to_text(schedule: Schedule) -> str:
+def to_text(schedule: ScheduleData) -> str:
     """The schedule as header lines and a grid. Its moves read back in their total order."""
     header = _align([[key, *words] for key, *words in _header(schedule)])
     return "\n".join([*header, *_legend(schedule), *_grid(schedule)])
 
 
-def _header(schedule: Schedule) -> Iterator[tuple[str, ...]]:
+def _header(schedule: ScheduleData) -> Iterator[tuple[str, ...]]:
     yield "schedule", word(schedule.name)
     yield "ranks", str(schedule.world_size)
     yield "mask", str(schedule.mask)
@@ -68,7 +68,7 @@ def word(name: str) -> str:
     return name if re.fullmatch(WORD, name, re.ASCII) and name[0] != '"' else json.dumps(name)
 
 
-def _legend(schedule: Schedule) -> Iterator[str]:
+def _legend(schedule: ScheduleData) -> Iterator[str]:
     yield from LEGEND
     if max(schedule.q_pieces, schedule.kv_pieces) > 1:
         yield PIECES_LEGEND
@@ -84,7 +84,7 @@ class Cell(NamedTuple):
     partials: list[Move]
 
 
-def cells(schedule: Schedule, moves: Iterable[Move]) -> dict[tuple[int, int], Cell]:
+def cells(schedule: ScheduleData, moves: Iterable[Move]) -> dict[tuple[int, int], Cell]:
     """By step and rank: the rank's tiles, and those of the moves that it sends."""
     found: dict[tuple[int, int], Cell] = defaultdict(lambda: Cell([], [], []))
     for tile in schedule.tiles:
@@ -95,7 +95,7 @@ def cells(schedule: Schedule, moves: Iterable[Move]) -> dict[tuple[int, int], Ce
     return dict(found)
 
 
-def _grid(schedule: Schedule) -> list[str]:
+def _grid(schedule: ScheduleData) -> list[str]:
     found = cells(schedule, schedule.moves)
     steps = sorted({step for step, _ in found})
     columns = [["step", *(f"{step:4}" for step in steps)]]
@@ -107,7 +107,7 @@ def _grid(schedule: Schedule) -> list[str]:
     return [" | ".join(cell.ljust(width[i]) for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
-def _parts(schedule: Schedule, cell: Cell) -> tuple[str, str, str]:
+def _parts(schedule: ScheduleData, cell: Cell) -> tuple[str, str, str]:
     tiles = [tile_text(schedule, tile) for tile in cell.tiles]
     return " ".join(sends(schedule, cell.requests)), " ".join(tiles), " ".join(sends(schedule, cell.partials))
 
@@ -120,13 +120,13 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(part.ljust(size) for part, size in zip(row, width, strict=True)).rstrip() for row in kept]
 
 
-def tile_text(schedule: Schedule, tile: Tile) -> str:
+def tile_text(schedule: ScheduleData, tile: Tile) -> str:
     """`q0,7×kv0,7`, after `h1:` for head group 1 of several."""
     names = (_names(_units(schedule, blocks, tile.rank), blocks[0].kind) for blocks in (tile.q, tile.kv))
     return _heads(schedule, tile.q[0]) + "×".join(names)
 
 
-def sends(schedule: Schedule, moves: Iterable[Move]) -> list[str]:
+def sends(schedule: ScheduleData, moves: Iterable[Move]) -> list[str]:
     """What one rank sends in one step, blocks with the same destinations together: `q6>2,3`, `dkv1,6>0+`."""
     to: dict[tuple[str, int, bool, int], list[Move]] = defaultdict(list)
     for move in moves:
@@ -137,7 +137,7 @@ def sends(schedule: Schedule, moves: Iterable[Move]) -> list[str]:
     return [f"{payload}>{ranges(dsts)}{'+' if add else ''}" for (payload, add), dsts in together.items()]
 
 
-def _payload(schedule: Schedule, moves: Sequence[Move]) -> str:
+def _payload(schedule: ScheduleData, moves: Sequence[Move]) -> str:
     """The blocks of moves from one rank to another: in their order by chunk, as moves have one of their own."""
     first = moves[0]
     blocks = sorted((move.block for move in moves), key=lambda block: (block.made_at or 0, block.chunk, block.piece))
@@ -146,11 +146,11 @@ def _payload(schedule: Schedule, moves: Sequence[Move]) -> str:
     return _heads(schedule, first.block) + _names(units, first.block.kind)
 
 
-def _heads(schedule: Schedule, block: Block) -> str:
+def _heads(schedule: ScheduleData, block: Block) -> str:
     return f"h{block.heads}:" if schedule.head_groups > 1 else ""
 
 
-def _units(schedule: Schedule, blocks: Sequence[Block], rank: int) -> list[Unit]:
+def _units(schedule: ScheduleData, blocks: Sequence[Block], rank: int) -> list[Unit]:
     """One for each block, or for all pieces of a chunk if they stand one after another."""
     pieces = schedule.pieces_of(blocks[0].kind)
     units: list[Unit] = []

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.json import known_layout
 from tokenring.ir.passes import move_order
-from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
 from tokenring.ir.text import LETTERS, WORD
 from tokenring.sequence.layout import Layout, Positions
 from tokenring.sequence.mask import Mask, parse_mask
@@ -93,7 +93,7 @@ class Spot(NamedTuple):
         return str(name)
 
 
-def parse_text(text: str) -> Schedule:
+def parse_text(text: str) -> ScheduleData:
     """The schedule that to_text printed; not verified. Raises ScheduleError with line and column."""
     every = [Spot(number, 1, line.rstrip()) for number, line in enumerate(text.split("\n"), 1)]
     lines = [line for line in every if line.text and not line.text.lstrip().startswith("#")]
@@ -149,14 +149,14 @@ class _Header:
         value = self.optional(key)
         return 1 if value is None else value.integer(1)
 
-    def frame(self) -> Schedule:
+    def frame(self) -> ScheduleData:
         """The schedule without its tiles and moves."""
         world = self["ranks"].integer(1)
         shared = self._layout("", world) if "layout" in self.values else None
         q_layout = shared or self._layout("q_", world)
         kv_layout = shared or self._layout("kv_", world)
         slack = self.optional("slack")
-        frame = Schedule(
+        frame = ScheduleData(
             self["schedule"].name(),
             world,
             q_layout,
@@ -254,7 +254,7 @@ def _chunks(spot: Spot, length: int) -> tuple[Positions, ...]:
     return tuple(chunks)
 
 
-def _fill(frame: Schedule, lines: Sequence[Spot]) -> Schedule:
+def _fill(frame: ScheduleData, lines: Sequence[Spot]) -> ScheduleData:
     tiles: list[Tile] = []
     moves: list[Move] = []
     before = -1
@@ -276,13 +276,13 @@ def _fill(frame: Schedule, lines: Sequence[Spot]) -> Schedule:
     return frame.replace(tiles=tuple(tiles), moves=tuple(sorted(moves, key=move_order)))
 
 
-def _tile(frame: Schedule, step: int, rank: int, word: Spot, match: re.Match[str]) -> Tile:
+def _tile(frame: ScheduleData, step: int, rank: int, word: Spot, match: re.Match[str]) -> Tile:
     heads = _heads(frame, word, match)
     q = _blocks(frame, "q", heads, word.group(match, 2))
     return Tile(step, rank, tuple(q), tuple(_blocks(frame, "kv", heads, word.group(match, 3))))
 
 
-def _moves(frame: Schedule, step: int, rank: int, word: Spot, match: re.Match[str]) -> Iterator[Move]:
+def _moves(frame: ScheduleData, step: int, rank: int, word: Spot, match: re.Match[str]) -> Iterator[Move]:
     kind, add = KINDS[match[2]], bool(match[5])
     if add and kind in PARTIAL_OF:
         raise word.error("is a request, to which nothing is added")
@@ -293,13 +293,13 @@ def _moves(frame: Schedule, step: int, rank: int, word: Spot, match: re.Match[st
         yield from (Move(step, block, rank, dst, channel, add) for block in blocks)
 
 
-def _heads(frame: Schedule, word: Spot, match: re.Match[str]) -> int:
+def _heads(frame: ScheduleData, word: Spot, match: re.Match[str]) -> int:
     if match[1] is None and frame.head_groups > 1:
         raise word.error(f"does not say which of {frame.head_groups} head groups, as in h0:{word.text}")
     return 0 if match[1] is None else word.group(match, 1).ordinal(frame.head_groups, "a head group")
 
 
-def _blocks(frame: Schedule, kind: Kind, heads: int, spot: Spot, made_at: int | None = None) -> Iterator[Block]:
+def _blocks(frame: ScheduleData, kind: Kind, heads: int, spot: Spot, made_at: int | None = None) -> Iterator[Block]:
     name = "q" if kind.startswith("q") else "kv"
     for item in spot.split(","):
         match = ITEM.fullmatch(item.text)

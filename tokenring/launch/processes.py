@@ -54,7 +54,7 @@ class Interrupts:
         self.seen = True
 
 
-class Lines:
+class OutputLines:
     """The reading end of a pipe, line by line."""
 
     def __init__(self, reading: int) -> None:
@@ -91,7 +91,7 @@ class Processes:
         self._others = descendants(os.getpid())
         self.folder = Path(tempfile.mkdtemp(prefix="tokenring-"))
         reading, writing = os.pipe()
-        self._lines = Lines(reading)
+        self._lines = OutputLines(reading)
         try:
             with open(self.folder / "log", "wb") as log:
                 self._process = subprocess.Popen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Pass, Tile
-from tokenring.lowering.calls import Call, Supports, calls
+from tokenring.lowering.calls import KernelCall, Supports, calls
 from tokenring.lowering.filled_rows import Coverage
 from tokenring.lowering.storage import Group, Message, Slab, Storage
 
@@ -23,7 +23,7 @@ class Agenda:
         self.storage, self.schedule, self.rank, self.direction, self.half = (
             storage, storage.schedule, rank, direction, half,
         )  # fmt: skip
-        self.tiles: dict[int, list[tuple[Tile, list[Call]]]] = defaultdict(list)
+        self.tiles: dict[int, list[tuple[Tile, list[KernelCall]]]] = defaultdict(list)
         for tile in storage.tiles(rank):
             self.tiles[tile.step].append((tile, calls(storage, tile, supports)))
         self.messages = storage.messages(rank, direction)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import Block, Schedule, Tile
+from tokenring.ir.schedule_data import Block, ScheduleData, Tile
 from tokenring.lowering.storage import Storage
 from tokenring.sequence.layout import Positions, join_chunks
 from tokenring.sequence.mask import Mask
@@ -16,7 +16,7 @@ from tokenring.sequence.region import Patch, Region, combine
 Supports = Callable[[Patch], "str | None"]  # why a kernel does not take a patch, or None
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """Rows of a q slab against rows of a kv slab, as one patch from their corner."""
 
     q_row: int
@@ -24,14 +24,14 @@ class Call(NamedTuple):
     patch: Patch
 
 
-class Run(NamedTuple):
+class CallRun(NamedTuple):
     """Blocks that are neighbours in storage: first row, and the positions of each."""
 
     row: int
     positions: tuple[Positions, ...]
 
 
-def calls(storage: Storage, tile: Tile, supports: Supports) -> list[Call]:
+def calls(storage: Storage, tile: Tile, supports: Supports) -> list[KernelCall]:
     """The kernel calls that compute a tile at its rank, each visible pair in exactly one."""
     made = []
     for q in _runs(storage, tile.rank, tile.q):
@@ -58,12 +58,12 @@ def anything(patch: Patch) -> str | None:
     return None
 
 
-def _corner(q_row: int, kv_row: int, patch: Patch) -> Call:
-    return Call(q_row + patch.row0, kv_row + patch.col0, patch.shifted(-patch.row0, -patch.col0))
+def _corner(q_row: int, kv_row: int, patch: Patch) -> KernelCall:
+    return KernelCall(q_row + patch.row0, kv_row + patch.col0, patch.shifted(-patch.row0, -patch.col0))
 
 
-def _runs(storage: Storage, rank: int, blocks: tuple[Block, ...]) -> list[Run]:
-    schedule: Schedule = storage.schedule
+def _runs(storage: Storage, rank: int, blocks: tuple[Block, ...]) -> list[CallRun]:
+    schedule: ScheduleData = storage.schedule
     length = schedule.unit_length(blocks[0].kind)
     placed = sorted((storage.row(rank, block), schedule.positions(block)) for block in blocks)
     runs: list[tuple[int, list[Positions]]] = []
@@ -72,7 +72,7 @@ def _runs(storage: Storage, rank: int, blocks: tuple[Block, ...]) -> list[Run]:
             runs[-1][1].append(positions)
         else:
             runs.append((row, [positions]))
-    return [Run(row, tuple(positions)) for row, positions in runs]
+    return [CallRun(row, tuple(positions)) for row, positions in runs]
 
 
 @lru_cache(maxsize=4096)

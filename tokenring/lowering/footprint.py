@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import PARTIALS, PASSES, Pass, Schedule
+from tokenring.ir.schedule_data import PARTIALS, PASSES, Pass, ScheduleData
 from tokenring.lowering.calls import Supports
 from tokenring.lowering.exchanges import exchanges
 from tokenring.lowering.lower import lower
@@ -20,7 +20,7 @@ from tokenring.sequence.workload import Workload
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
 
 
-def link_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
+def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
     """Payload bytes of each (source, destination) that carries any in this pass."""
     records = Records(schedule, workload, direction)
     links: dict[tuple[int, int], int] = defaultdict(int)
@@ -30,7 +30,7 @@ def link_bytes(schedule: Schedule, workload: Workload, direction: Pass = "forwar
     return dict(sorted(links.items()))
 
 
-def links(schedule: Schedule, passes: Iterable[Pass] = PASSES) -> set[Link]:
+def links(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> set[Link]:
     """(source, destination, channel) of all messages of these passes."""
     return {(move.src, move.dst, move.channel) for direction in passes for move in schedule.moves_in(direction)}
 
@@ -42,7 +42,7 @@ class Contacts(NamedTuple):
     groups: frozenset[tuple[int, ...]] = frozenset()
 
 
-def contacts(schedule: Schedule, target: Target, passes: Iterable[Pass] = PASSES) -> Contacts:
+def contacts(schedule: ScheduleData, target: Target, passes: Iterable[Pass] = PASSES) -> Contacts:
     """What a transport has to connect for these passes: with collectives, no two ranks for what goes as one."""
     if not target.collectives:
         return Contacts(frozenset(links(schedule, passes)))
@@ -72,7 +72,7 @@ def connections(some: Iterable[Link], target: Target, rank: int) -> int:
     return len(found)
 
 
-def most_connected(schedule: Schedule, target: Target, passes: Iterable[Pass] = PASSES) -> int:
+def most_connected(schedule: ScheduleData, target: Target, passes: Iterable[Pass] = PASSES) -> int:
     """The connections of the rank that has most: of pairs, and of more ranks."""
     used = contacts(schedule, target, passes)
     return max(
@@ -81,7 +81,7 @@ def most_connected(schedule: Schedule, target: Target, passes: Iterable[Pass] = 
     )
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Of the rank that holds most: bytes with its connections; of the one whose connections take most: their number,
     those of more than two ranks with them, and bytes."""
 
@@ -90,7 +90,7 @@ class Held(NamedTuple):
     connection_bytes: int
 
 
-def held(used: Contacts, target: Target, pools: Sequence[int]) -> Held:
+def held(used: Contacts, target: Target, pools: Sequence[int]) -> HeldBytes:
     """used: of all passes, since connections stay. pools: of each rank, the bytes of its buffers."""
     made = []
     for rank in range(len(pools)):
@@ -98,10 +98,10 @@ def held(used: Contacts, target: Target, pools: Sequence[int]) -> Held:
         made.append((pairs * target.connection_bytes + groups * target.group_bytes, pairs + groups))
     peak = max(pool + nbytes for pool, (nbytes, _) in zip(pools, made, strict=True))
     nbytes, count = max(made)
-    return Held(peak, count, nbytes)
+    return HeldBytes(peak, count, nbytes)
 
 
-def slot_bytes(schedule: Schedule, workload: Workload, program: Program) -> list[int]:
+def slot_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> list[int]:
     """Bytes of each slot of a program."""
     records = Records(schedule, workload, program.direction)
     forward = Records(schedule, workload, "forward")
@@ -111,7 +111,7 @@ def slot_bytes(schedule: Schedule, workload: Workload, program: Program) -> list
     ]
 
 
-def scratch_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+def scratch_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
     """Two statistics for each row of the largest merge."""
     heads = workload.q_heads // schedule.head_groups
     return 2 * program.scratch_rows * workload.batch * heads * STATISTIC_BYTES
@@ -123,7 +123,7 @@ def landing_slots(program: Program) -> list[int]:
     return sorted(slot for slot in received if program.slots[slot].kept)
 
 
-def program_bytes(schedule: Schedule, workload: Workload, program: Program, one_sided: bool = False) -> int:
+def program_bytes(schedule: ScheduleData, workload: Workload, program: Program, one_sided: bool = False) -> int:
     """The buffer pool that one rank's program needs; saved tensors and outputs are not counted."""
     sizes = slot_bytes(schedule, workload, program)
     slots = [slot for slot, spec in enumerate(program.slots) if spec.pooled]
@@ -148,7 +148,7 @@ def message_bytes(sizes: Sequence[int], program: Program) -> dict[int, int]:
     }
 
 
-def staged_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+def staged_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
     """Device memory beside the pool into which collectives copy what a rank gives and takes, for the largest of them.
 
     An all-gather takes the rank's own with the others', and gives what lies in the pool.
@@ -169,7 +169,7 @@ def staged_bytes(schedule: Schedule, workload: Workload, program: Program) -> in
     return most
 
 
-def incoming(schedule: Schedule, workload: Workload, program: Program) -> dict[Link, list[int]]:
+def incoming(schedule: ScheduleData, workload: Workload, program: Program) -> dict[Link, list[int]]:
     """Bytes of each message that a rank receives, by link."""
     sizes = message_bytes(slot_bytes(schedule, workload, program), program)
     found: dict[Link, list[int]] = defaultdict(list)
@@ -179,7 +179,7 @@ def incoming(schedule: Schedule, workload: Workload, program: Program) -> dict[L
     return found
 
 
-def kept_bytes(schedule: Schedule, workload: Workload, program: Program) -> int:
+def kept_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
     """What forward keeps for backward beside the rank's own tensors."""
     sizes = slot_bytes(schedule, workload, program)
     return sum(size for size, slot in zip(sizes, program.slots, strict=True) if slot.kept)
@@ -191,7 +191,7 @@ def aligned(nbytes: int) -> int:
 
 
 def peak_bytes(
-    schedule: Schedule, workload: Workload, direction: Pass, target: Target, supports: Supports
+    schedule: ScheduleData, workload: Workload, direction: Pass, target: Target, supports: Supports
 ) -> int:
     """The pool of the rank that needs most, and what the connections or boxes of such a transport take there."""
     check_workload(schedule, workload, direction)
@@ -207,7 +207,7 @@ class Pools:
     Programs are given one after another, by rank: there is no need to have those of all ranks at once.
     """
 
-    def __init__(self, schedule: Schedule, workload: Workload, target: Target) -> None:
+    def __init__(self, schedule: ScheduleData, workload: Workload, target: Target) -> None:
         self._schedule, self._workload, self._target = schedule, workload, target
         self._own: list[int] = []
         self._messages: dict[Link, list[int]] = {}
@@ -225,7 +225,7 @@ class Pools:
         return [own + boxes for own in self._own]
 
 
-def flops(schedule: Schedule, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
+def flops(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
     """Floating-point operations of each rank: 4 (forward) or 10 (backward) for each visible pair and head element."""
     check_workload(schedule, workload, direction)
     low, high = workload.q_head_range(0, schedule.head_groups)

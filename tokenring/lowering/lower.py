@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Pass, Schedule, Tile
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Pass, ScheduleData, Tile
 from tokenring.lowering.accumulators import Accumulators
 from tokenring.lowering.agenda import Agenda, incoming_key
 from tokenring.lowering.bundles import Bundle, bundles, nbytes
-from tokenring.lowering.calls import Call, Supports, anything
+from tokenring.lowering.calls import KernelCall, Supports, anything
 from tokenring.lowering.exchanges import Exchange, exchanges
 from tokenring.lowering.program import OWN, Attend, Collective, Pack, Program, Recv, Send, Slot, Span
 from tokenring.lowering.records import Records, check_workload
@@ -29,7 +29,7 @@ from tokenring.sequence.workload import Workload
 
 
 def lower(
-    schedule: Schedule,
+    schedule: ScheduleData,
     rank: int,
     direction: Pass,
     workload: Workload,
@@ -100,7 +100,7 @@ class _Lowering(Accumulators):
             if self.rank in each.ranks
         )
 
-    def _one_step(self, messages: list[Message], tiles: list[tuple[Tile, list[Call]]]) -> None:
+    def _one_step(self, messages: list[Message], tiles: list[tuple[Tile, list[KernelCall]]]) -> None:
         messages = sorted(messages, key=lambda message: self.turns.get(message, len(self.exchanges)))
         requests = [message for message in messages if message.channel == REQUESTS]
         partials = [message for message in messages if message.channel == PARTIALS]
@@ -215,7 +215,7 @@ class _Lowering(Accumulators):
 
     # ---------- tiles
 
-    def _tile(self, tile: Tile, made: list[Call]) -> None:
+    def _tile(self, tile: Tile, made: list[KernelCall]) -> None:
         q_slab, kv_slab = self.agenda.slabs(tile)
         for blocks, slab in ((tile.q, q_slab), (tile.kv, kv_slab)):
             self._await(blocks)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.ir.schedule_data import PASSES, Kind, Pass, Schedule
+from tokenring.ir.schedule_data import PASSES, Kind, Pass, ScheduleData
 from tokenring.sequence.workload import Workload
 
 CODECS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +51,7 @@ NAMES: Mapping[tuple[Kind, Pass], tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def check_workload(schedule: Schedule, workload: Workload, direction: Pass) -> None:
+def check_workload(schedule: ScheduleData, workload: Workload, direction: Pass) -> None:
     """Raises ConfigurationError unless the schedule has such a pass, and is for such a workload."""
     if not isinstance(workload, Workload):
         raise ConfigurationError(
@@ -71,7 +71,7 @@ def check_workload(schedule: Schedule, workload: Workload, direction: Pass) -> N
 class Records:
     """The records of one schedule, workload and pass."""
 
-    def __init__(self, schedule: Schedule, workload: Workload, direction: Pass) -> None:
+    def __init__(self, schedule: ScheduleData, workload: Workload, direction: Pass) -> None:
         check_workload(schedule, workload, direction)
         self.workload, self.direction = workload, direction
         self.groups, self.keep = schedule.head_groups, schedule.keep

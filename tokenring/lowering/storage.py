@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import REQUEST_OF, Block, Kind, Move, Pass, Schedule, Tile
+from tokenring.ir.schedule_data import REQUEST_OF, Block, Kind, Move, Pass, ScheduleData, Tile
 
 Group = tuple[Kind, int, int, int]  # kind (q or kv), owner, head group, piece
 
@@ -50,7 +50,7 @@ class Slab(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def storage_of(schedule: Schedule) -> Storage:
+def storage_of(schedule: ScheduleData) -> Storage:
     """The schedule's storage, worked out once."""
     return Storage(schedule)
 
@@ -58,7 +58,7 @@ def storage_of(schedule: Schedule) -> Storage:
 class Storage:
     """The slabs of every rank of a schedule. Ranks agree on it without talking."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: ScheduleData) -> None:
         self.schedule = schedule
         self._groups: dict[Block, Group] = {}
         self._joined = self._join_fused()

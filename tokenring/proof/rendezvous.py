@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenring.lowering.program import BUNDLE, Collective, Instruction, Program, Recv, Send
-from tokenring.proof.slot_contents import Rows, Run
+from tokenring.proof.slot_contents import ContentRun, Rows
 
 Post = Recv | Send
 Key = tuple[tuple[int, ...], str]  # of a queue: the pair, in order of rank or of direction, and the channel
@@ -37,7 +37,7 @@ class Rank:
         self.done: set[int] = set()
         self.flying: list[dict[int, Post]] = [{} for _ in program.slots]  # slot → messages on their way
         self.held: list[dict[int, Rows]] = [defaultdict(dict) for _ in program.slots]  # slot → head group → rows
-        self.carried: dict[int, list[Run]] = {}  # message → what it sends, or what has come by it
+        self.carried: dict[int, list[ContentRun]] = {}  # message → what it sends, or what has come by it
         self.home = {slot: kind for kind, slot in program.home}
         self.together = {message: each for each in program.collectives for message in each.messages}
 
@@ -83,7 +83,7 @@ class Queues(NamedTuple):
     one_a_rank: bool = False
 
 
-class Meeting(NamedTuple):
+class MessagePairing(NamedTuple):
     """Two messages that have met."""
 
     sender: Rank
@@ -99,7 +99,7 @@ class Rendezvous:
         self.ranks, self.how = ranks, how
         self.queues: dict[tuple[int, Key], deque[Post]] = defaultdict(deque)
 
-    def post(self, rank: Rank, post: Post) -> list[Meeting]:
+    def post(self, rank: Rank, post: Post) -> list[MessagePairing]:
         """Post a message; the meetings that this leads to: several where it stood before others in a rank's queue."""
         if post.message in rank.posted:
             raise rank.wrong(f"posts {name_of(post)} after {name_of(rank.posted[post.message])} of the same number")
@@ -113,7 +113,7 @@ class Rendezvous:
         here.append(post)
         if len(here) > 1 and (together is None or rank.together.get(here[0].message) != together):
             return []  # what stands before it has not met its other end either
-        met: list[Meeting] = []
+        met: list[MessagePairing] = []
         moved = [rank]  # ranks with another message first in this queue
         while moved:
             a = moved.pop()
@@ -122,7 +122,7 @@ class Rendezvous:
             moved += {end.rank: end for each in found for end in (each.sender, each.receiver)}.values()
         return met
 
-    def _first(self, a: Rank, key: Key) -> list[Meeting]:
+    def _first(self, a: Rank, key: Key) -> list[MessagePairing]:
         """What meets by the message that stands first in a queue of this rank: all of its collective, or itself."""
         here = self.queues[a.rank, key]
         if not here:
@@ -133,7 +133,7 @@ class Rendezvous:
         meeting = self._meet(a, self.ranks[peer(here[0])], here, there) if there else None
         return [] if meeting is None else [meeting]
 
-    def _meet_all(self, a: Rank, together: Collective, key: Key) -> list[Meeting]:
+    def _meet_all(self, a: Rank, together: Collective, key: Key) -> list[MessagePairing]:
         """Nothing, until the same collective stands first at all its ranks, whole."""
         members = [self.ranks[rank] for rank in together.ranks]
         if not all(self._has_come(member, together, key) for member in members):
@@ -153,7 +153,7 @@ class Rendezvous:
             raise a.wrong(f"{together.label}: {label} from rank {src} to rank {dst} has one end only")
         if together.kind == BUNDLE and list(sends) != list(recvs):
             raise a.wrong(f"{together.label}: its messages stand in another order at the other end")
-        return [Meeting(self.ranks[ends[0]], sends[ends], self.ranks[ends[1]], recvs[ends]) for ends in sends]
+        return [MessagePairing(self.ranks[ends[0]], sends[ends], self.ranks[ends[1]], recvs[ends]) for ends in sends]
 
     def _own(self, member: Rank, together: Collective) -> tuple[int, ...]:
         """The messages that a rank has in a collective; none if it has no such."""
@@ -175,7 +175,7 @@ class Rendezvous:
         pair = (min(ends), max(ends)) if self.how.one_for_both_directions else ends
         return pair, post.channel if self.how.channels > 1 else ""
 
-    def _meet(self, a: Rank, b: Rank, here: deque[Post], there: deque[Post]) -> Meeting | None:
+    def _meet(self, a: Rank, b: Rank, here: deque[Post], there: deque[Post]) -> MessagePairing | None:
         mine, theirs = here[0], there[0]
         if theirs.message in b.together:
             return None  # a collective: its messages meet no others
@@ -189,9 +189,9 @@ class Rendezvous:
         a.done.add(mine.message)
         b.done.add(theirs.message)
         if isinstance(mine, Send) and isinstance(theirs, Recv):
-            return Meeting(a, mine, b, theirs)
+            return MessagePairing(a, mine, b, theirs)
         assert isinstance(mine, Recv) and isinstance(theirs, Send)
-        return Meeting(b, theirs, a, mine)
+        return MessagePairing(b, theirs, a, mine)
 
     # ---------- why ranks wait for ever
 

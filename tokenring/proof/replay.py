@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tokenring.errors import ScheduleError
-from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, Schedule, Tile
+from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Send, Span, Wait
 from tokenring.lowering.storage import Storage
@@ -30,10 +30,10 @@ from tokenring.lowering.target import Target
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.proof.slot_contents import (
     NOBODY,
+    ContentRun,
     Missing,
     Mixed,
     Rows,
-    Run,
     Tokens,
     Twice,
     add,
@@ -65,7 +65,7 @@ def beyond(target: Target) -> list[Target]:
     return [each for each in (replace(most, ahead_bytes=0), *ahead) if each not in APART]
 
 
-def replay_schedule(schedule: Schedule, targets: Sequence[Target] = APART) -> None:
+def replay_schedule(schedule: ScheduleData, targets: Sequence[Target] = APART) -> None:
     """Lower both passes for every rank, for all kinds of transport or those asked for, and replay them.
 
     Programs of the strict kind in one queue a rank for everything: they then run where there are several, too. So do
@@ -84,7 +84,7 @@ def replay_schedule(schedule: Schedule, targets: Sequence[Target] = APART) -> No
 
 
 def replay(
-    schedule: Schedule,
+    schedule: ScheduleData,
     programs: Sequence[Program],
     one_queue_a_pair: bool,
     kept: Kept | None = None,
@@ -179,7 +179,7 @@ class _Replay:
 
     # ---------- slots
 
-    def _read(self, rank: Rank, span: Span) -> list[Run]:
+    def _read(self, rank: Rank, span: Span) -> list[ContentRun]:
         slot, start, stop, heads = span
         for post in rank.flying[slot].values():
             if type(post) is Recv and post.span.start < stop and start < post.span.stop:
@@ -212,7 +212,7 @@ class _Replay:
         if rank.program.slots[span.slot].kind in RESULTS:
             empty(rank.held[span.slot][span.heads], span.start, span.stop)
 
-    def _accumulate(self, rank: Rank, kind: Kind, span: Span, runs: list[Run], first: bool) -> None:
+    def _accumulate(self, rank: Rank, kind: Kind, span: Span, runs: list[ContentRun], first: bool) -> None:
         """Results go into rows that hold nothing, if `first`, else they are merged into those that do."""
         slot, heads = span.slot, span.heads
         if rank.program.slots[slot].kind != kind:
@@ -247,7 +247,7 @@ class _Replay:
                 call = self.tally.first(again)
                 return f"a second time: rank {call.rank} made that in step {call.step}"
 
-    def _names(self, kind: Kind, runs: list[Run], heads: int) -> str:
+    def _names(self, kind: Kind, runs: list[ContentRun], heads: int) -> str:
         """Results, by their blocks; each as made by the rank of its first kernel call."""
         names = []
         for run in runs:
@@ -284,7 +284,7 @@ class _Replay:
         if rank.program.slots[pack.into.slot].kind != pack.kind or pack.source.rows != pack.into.rows:
             raise rank.wrong(f"packs rows of {pack.kind} into {pack.into}, which is of another kind or size")
         start, stop = pack.into.start, pack.into.stop
-        rank.held[pack.into.slot][pack.into.heads][start] = Run(start, stop, rank.rank, pack.source.start)
+        rank.held[pack.into.slot][pack.into.heads][start] = ContentRun(start, stop, rank.rank, pack.source.start)
 
     def _attend(self, rank: Rank, call: Attend) -> None:
         q, kv = self._tokens(rank, call.q, "q"), self._tokens(rank, call.kv, "kv")
@@ -320,7 +320,7 @@ class _Replay:
 
     def _fill(self, rank: Rank, fill: Fill) -> None:
         start, stop = fill.into.start, fill.into.stop
-        self._accumulate(rank, fill.kind, fill.into, [Run(start, stop, NOBODY, 0)], True)
+        self._accumulate(rank, fill.kind, fill.into, [ContentRun(start, stop, NOBODY, 0)], True)
 
     # ---------- the end
 

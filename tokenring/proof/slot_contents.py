@@ -18,7 +18,7 @@ class Missing(Exception):
 class Mixed(Exception):
     """Results for different tokens meet in one row."""
 
-    def __init__(self, held: Run) -> None:
+    def __init__(self, held: ContentRun) -> None:
         super().__init__(held)
         self.held = held
 
@@ -31,7 +31,7 @@ class Twice(Exception):
         self.again = again
 
 
-class Run(NamedTuple):
+class ContentRun(NamedTuple):
     """Rows [start, stop) hold neighbouring tokens of one rank, from its own row `row` on, or results for them.
 
     made: the kernel calls whose results are merged in these rows, as bits.
@@ -44,14 +44,14 @@ class Run(NamedTuple):
     made: int = 0
 
 
-Rows = dict[int, Run]  # disjoint, by their first row
+Rows = dict[int, ContentRun]  # disjoint, by their first row
 Tokens = tuple[tuple[int, int, int], ...]  # what rows hold one after another: how many tokens, whose, from which row
 
 
-def clip(run: Run, start: int, stop: int) -> Run:
+def clip(run: ContentRun, start: int, stop: int) -> ContentRun:
     """What of the run lies in rows [start, stop)."""
     low, high = max(start, run.start), min(stop, run.stop)
-    return Run(low, high, run.owner, run.row + low - run.start, run.made)
+    return ContentRun(low, high, run.owner, run.row + low - run.start, run.made)
 
 
 def overlaps(rows: Rows, start: int, stop: int) -> bool:
@@ -64,14 +64,14 @@ def overlaps(rows: Rows, start: int, stop: int) -> bool:
     return False
 
 
-def read(rows: Rows, start: int, stop: int) -> list[Run]:
+def read(rows: Rows, start: int, stop: int) -> list[ContentRun]:
     """What lies in rows [start, stop). Raises Missing."""
     run = rows.get(start)
     if run is not None and run.stop == stop:
         return [run]
     if run is None:
         run = next((each for each in rows.values() if each.start < start < each.stop), None)
-    found: list[Run] = []
+    found: list[ContentRun] = []
     at = start
     while run is not None:
         found.append(clip(run, start, stop))
@@ -82,7 +82,7 @@ def read(rows: Rows, start: int, stop: int) -> list[Run]:
     raise Missing(at)
 
 
-def add(rows: Rows, run: Run) -> None:
+def add(rows: Rows, run: ContentRun) -> None:
     """Merge a run into rows that hold results already. Raises Missing, Mixed, Twice."""
     held = rows.get(run.start)
     if held is not None and held.stop == run.stop:
@@ -106,14 +106,14 @@ def empty(rows: Rows, start: int, stop: int) -> None:
         del rows[at]
 
 
-def _joined(held: Run, run: Run) -> Run:
+def _joined(held: ContentRun, run: ContentRun) -> ContentRun:
     if held.owner == NOBODY:
         held = run._replace(made=0)
     elif run.owner not in (NOBODY, held.owner) or (run.owner != NOBODY and run.row != held.row):
         raise Mixed(held)
     if held.made & run.made:
         raise Twice(held.made & run.made)
-    return Run(held.start, held.stop, held.owner, held.row, held.made | run.made)
+    return ContentRun(held.start, held.stop, held.owner, held.row, held.made | run.made)
 
 
 def _cut(rows: Rows, at: int) -> None:
@@ -127,12 +127,12 @@ def _cut(rows: Rows, at: int) -> None:
             return
 
 
-def moved(runs: list[Run], by: int) -> list[Run]:
+def moved(runs: list[ContentRun], by: int) -> list[ContentRun]:
     """The same in rows that lie so much further down."""
-    return runs if by == 0 else [Run(run[0] + by, run[1] + by, *run[2:]) for run in runs]
+    return runs if by == 0 else [ContentRun(run[0] + by, run[1] + by, *run[2:]) for run in runs]
 
 
-def tokens_of(runs: list[Run]) -> Tokens:
+def tokens_of(runs: list[ContentRun]) -> Tokens:
     """Which tokens the runs hold, however they are cut."""
     if len(runs) == 1:
         run = runs[0]
@@ -149,12 +149,12 @@ def tokens_of(runs: list[Run]) -> Tokens:
     return tuple(found)
 
 
-def results(tokens: Tokens, first: int, start: int, stop: int, made: int) -> list[Run]:
+def results(tokens: Tokens, first: int, start: int, stop: int, made: int) -> list[ContentRun]:
     """Results for the tokens from the `first` on, in rows [start, stop)."""
     runs, at = [], start - first
     for count, owner, row in tokens:
         low, high = max(at, start), min(at + count, stop)
         if low < high:
-            runs.append(Run(low, high, owner, row + low - at, made))
+            runs.append(ContentRun(low, high, owner, row + low - at, made))
         at += count
     return runs

@@ -15,21 +15,21 @@ from functools import lru_cache
 
 from tokenring.errors import ScheduleError
 from tokenring.gc_pause import no_collection
-from tokenring.ir.schedule_data import KINDS, PASSES, REQUESTS, Block, Kind, Move, Pass, Schedule, Tile
+from tokenring.ir.schedule_data import KINDS, PASSES, REQUESTS, Block, Kind, Move, Pass, ScheduleData, Tile
 from tokenring.lowering.target import Target
 from tokenring.proof.wellformed import check_form
 
 REPLAY_LIMIT = 16  # ranks up to which verify() also replays the lowered programs
 
 
-def verify(schedule: Schedule) -> None:
+def verify(schedule: ScheduleData) -> None:
     """Prove both passes. Raises ScheduleError, which names schedule, step, rank and block.
 
     Up to 16 ranks the lowered programs of all ranks are replayed as well (`replay`).
     """
     with no_collection():
         check_form(schedule)
-        facts = Facts(schedule)
+        facts = ProofFacts(schedule)
         for direction in PASSES:
             _Proof(facts, direction).run()
         if schedule.world_size <= REPLAY_LIMIT:
@@ -38,7 +38,7 @@ def verify(schedule: Schedule) -> None:
             replay_schedule(schedule)
 
 
-def verify_lowered(schedule: Schedule, target: Target) -> None:
+def verify_lowered(schedule: ScheduleData, target: Target) -> None:
     """Replay, once, the programs for such a target that `verify` has not, for up to 16 ranks. Raises ScheduleError."""
     from tokenring.proof.replay import beyond
 
@@ -47,7 +47,7 @@ def verify_lowered(schedule: Schedule, target: Target) -> None:
 
 
 @lru_cache(maxsize=64)
-def replay_once(schedule: Schedule, targets: tuple[Target, ...]) -> None:
+def replay_once(schedule: ScheduleData, targets: tuple[Target, ...]) -> None:
     """Replay the programs for these targets, unless that was done before."""
     from tokenring.proof.replay import replay_schedule
 
@@ -55,14 +55,14 @@ def replay_once(schedule: Schedule, targets: tuple[Target, ...]) -> None:
         replay_schedule(schedule, targets)
 
 
-class Facts:
+class ProofFacts:
     """What both passes need: who sees whom, and tiles and moves by step.
 
     Sets of units are bits. Partials are known by their blocks or, as fast, by plain tuples that are equal
     to them; what is merged at an owner by the first four fields.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: ScheduleData) -> None:
         self.schedule = schedule
         q, kv = schedule.unit_positions["q"], schedule.unit_positions["k"]
         sees = schedule.mask.visible
@@ -85,7 +85,7 @@ class Facts:
 class _Proof:
     """One pass, replayed step by step: requests, tiles, partials."""
 
-    def __init__(self, facts: Facts, direction: Pass) -> None:
+    def __init__(self, facts: ProofFacts, direction: Pass) -> None:
         self.schedule, self.facts, self.direction = facts.schedule, facts, direction
         self.owners = facts.owners
         self.kinds: tuple[Kind, ...] = ("q_partial",) if direction == "forward" else ("q_partial", "kv_partial")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import Block, Kind, Schedule
-from tokenring.proof.slot_contents import Rows, Run, Tokens, add
+from tokenring.ir.schedule_data import Block, Kind, ScheduleData
+from tokenring.proof.slot_contents import ContentRun, Rows, Tokens, add
 from tokenring.sequence.region import Patch, Region, tidy
 
 Cell = tuple[tuple[int, int], Patch]  # (q unit, kv unit), and what is computed of it, in rows and columns of the units
@@ -16,7 +16,7 @@ Cell = tuple[tuple[int, int], Patch]  # (q unit, kv unit), and what is computed 
 class Pairs:
     """The tokens of a schedule, cut into units, and what the mask shows of each pair of units."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: ScheduleData) -> None:
         self.schedule = schedule
         q, kv = schedule.unit_positions["q"], schedule.unit_positions["k"]
         region = schedule.mask.region
@@ -75,7 +75,7 @@ class Pairs:
         )
 
 
-class Call(NamedTuple):
+class CoveredCall(NamedTuple):
     """A kernel call that was made."""
 
     rank: int
@@ -89,10 +89,10 @@ class Tally:
 
     def __init__(self, pairs: Pairs, kinds: tuple[Kind, ...]) -> None:
         self.pairs, self.schedule = pairs, pairs.schedule
-        self.calls: list[Call] = []
+        self.calls: list[CoveredCall] = []
         # (kind, owner, head group) → for each own row the calls that make a result for it
         self.due: dict[tuple[Kind, int, int], Rows] = {
-            (kind, rank, heads): {0: Run(0, self.schedule.layout_of(kind).local_length, rank, 0)}
+            (kind, rank, heads): {0: ContentRun(0, self.schedule.layout_of(kind).local_length, rank, 0)}
             for kind in kinds
             for rank in range(self.schedule.world_size)
             for heads in range(self.schedule.head_groups)
@@ -102,13 +102,13 @@ class Tally:
     def call(self, rank: int, step: int, heads: int, q: Tokens, kv: Tokens, patch: Patch) -> int:
         """Note a kernel call; the bit that stands for it."""
         made = 1 << len(self.calls)
-        self.calls.append(Call(rank, step, heads, self.pairs.cells(q, kv, patch)))
+        self.calls.append(CoveredCall(rank, step, heads, self.pairs.cells(q, kv, patch)))
         for kind, side in self._sides:
             for count, owner, row in (q, kv)[side]:
-                add(self.due[kind, owner, heads], Run(row, row + count, owner, row, made))
+                add(self.due[kind, owner, heads], ContentRun(row, row + count, owner, row, made))
         return made
 
-    def first(self, made: int) -> Call:
+    def first(self, made: int) -> CoveredCall:
         """The first of these calls."""
         return self.calls[(made & -made).bit_length() - 1]
 

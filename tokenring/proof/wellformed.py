@@ -6,12 +6,12 @@ from itertools import pairwise
 
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.passes import move_order, tile_order
-from tokenring.ir.schedule_data import KINDS, PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
+from tokenring.ir.schedule_data import KINDS, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
 from tokenring.lowering.records import CODECS
 from tokenring.sequence.layout import check_partition
 
 
-def check_form(schedule: Schedule) -> None:
+def check_form(schedule: ScheduleData) -> None:
     """Raises ScheduleError unless layouts and mask fit, and tiles and moves are of the form that they must have."""
     _check_units(schedule)
     _check_mask(schedule)
@@ -41,7 +41,7 @@ def check_form(schedule: Schedule) -> None:
         raise _wrong_order(schedule)
 
 
-def _check_units(schedule: Schedule) -> None:
+def _check_units(schedule: ScheduleData) -> None:
     """Units are equal parts of the sequence that together are all of it."""
     kinds: tuple[Kind, ...] = ("q", "kv")
     for kind in kinds:
@@ -70,7 +70,7 @@ def _check_units(schedule: Schedule) -> None:
         raise ScheduleError(f"{schedule.name}: it has two codecs for one kind")
 
 
-def _check_mask(schedule: Schedule) -> None:
+def _check_mask(schedule: ScheduleData) -> None:
     """The mask speaks of positions that there are."""
     q_length, kv_length = schedule.q_layout.length, schedule.kv_layout.length
     if schedule.mask.needs_equal_lengths and q_length != kv_length:
@@ -84,7 +84,7 @@ def _check_mask(schedule: Schedule) -> None:
         raise ScheduleError(f"{schedule.name}: {error}") from None
 
 
-def _check_tile(schedule: Schedule, tile: Tile, known: set[Block]) -> None:
+def _check_tile(schedule: ScheduleData, tile: Tile, known: set[Block]) -> None:
     where = f"{schedule.name}: step {tile.step}, rank {tile.rank}: tile"
     if not tile.q or not tile.kv:
         raise ScheduleError(f"{where} has no q or no kv block")
@@ -100,7 +100,7 @@ def _check_tile(schedule: Schedule, tile: Tile, known: set[Block]) -> None:
             raise ScheduleError(f"{where} names a {kind} block twice: {', '.join(map(str, blocks))}")
 
 
-def _wrong_move(schedule: Schedule, move: Move) -> ScheduleError:
+def _wrong_move(schedule: ScheduleData, move: Move) -> ScheduleError:
     """What is wrong with it, in words."""
     where = f"{schedule.name}: step {move.step}, rank {move.src}: {move.block} to rank {move.dst}"
     _check_place(schedule, where, move.step, (move.src, move.dst))
@@ -114,7 +114,7 @@ def _wrong_move(schedule: Schedule, move: Move) -> ScheduleError:
     return ScheduleError(f"{where}: add is for partials on their way, not for requests or the owner")
 
 
-def _wrong_order(schedule: Schedule) -> ScheduleError:
+def _wrong_order(schedule: ScheduleData) -> ScheduleError:
     for before, after in pairwise(schedule.moves):
         if move_order(before) >= move_order(after):
             break
@@ -124,7 +124,7 @@ def _wrong_order(schedule: Schedule) -> ScheduleError:
     )
 
 
-def _check_place(schedule: Schedule, where: str, step: int, ranks: tuple[int, ...]) -> None:
+def _check_place(schedule: ScheduleData, where: str, step: int, ranks: tuple[int, ...]) -> None:
     if step < 0:
         raise ScheduleError(f"{where}: there is no step {step}")
     for rank in ranks:
@@ -132,7 +132,7 @@ def _check_place(schedule: Schedule, where: str, step: int, ranks: tuple[int, ..
             raise ScheduleError(f"{where}: {rank} is not a rank of {schedule.world_size}")
 
 
-def _exists(schedule: Schedule, block: Block, known: set[Block]) -> bool:
+def _exists(schedule: ScheduleData, block: Block, known: set[Block]) -> bool:
     """Whether there is such a block; then it is known from now on."""
     fits = (
         block.kind in KINDS

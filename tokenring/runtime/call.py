@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokenring.backends.interfaces import Handle
+from tokenring.backends.interfaces import Work
 
 
 @dataclass
-class Call:
+class ActiveCall:
     """The tensors of one call. `own` holds q, k, v, dout [B, T, H, D] and lse, delta [B, H, T] by name."""
 
     own: dict[str, torch.Tensor]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # slot → bytes that outlive the pass
     outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # slot → field → [T, B, H, ...]
-    handles: dict[int, Handle] = field(default_factory=dict)
+    handles: dict[int, Work] = field(default_factory=dict)
 
 
-Step = Callable[[Call], None]
+Step = Callable[[ActiveCall], None]

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenring.backends.interfaces import Handle, Transport
+from tokenring.backends.interfaces import Transport, Work
 from tokenring.lowering.footprint import contacts
 from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Recv, Send
 from tokenring.proof.verify import verify_lowered
-from tokenring.runtime.call import Call, Step
+from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.pool import Landed, Views
 
 if TYPE_CHECKING:
-    from tokenring.ir.schedule_data import Pass, Schedule
+    from tokenring.ir.schedule_data import Pass, ScheduleData
 
-Data = Callable[[Call], torch.Tensor]  # a message's bytes, wherever they lie
+Data = Callable[[ActiveCall], torch.Tensor]  # a message's bytes, wherever they lie
 
 
-def connect(transport: Transport, schedule: Schedule, direction: Pass, device: torch.device) -> None:
+def connect(transport: Transport, schedule: ScheduleData, direction: Pass, device: torch.device) -> None:
     """All that the programs of a pass need, on all ranks alike. Raises ConfigurationError, PeerLost.
 
     Those that were not proved with the schedule are before the first of them runs: raises ScheduleError.
@@ -62,7 +62,7 @@ class Collectives:
 class _Shared:
     """What the messages of a collective wait for: whichever is waited for first."""
 
-    def __init__(self, parts: list[Handle]) -> None:
+    def __init__(self, parts: list[Work]) -> None:
         self._parts = parts
 
     def wait(self) -> None:
@@ -81,7 +81,7 @@ def _bundled(bundle: Collective, bound: Sequence[tuple[Send | Recv, Data]], tran
         at += size
     post, label = bound[0][0], bundle.label
 
-    def begin(call: Call) -> None:
+    def begin(call: ActiveCall) -> None:
         lie = [(part, data(call)) for part, data in parts]
         if isinstance(post, Send):
             for part, own in lie:
@@ -101,10 +101,10 @@ def _step(collective: Collective, bound: Sequence[tuple[Send | Recv, Data]], tra
     for post, data in bound:
         (to[post.dst] if isinstance(post, Send) else by[post.src]).append(data)
 
-    def begin(call: Call) -> None:
+    def begin(call: ActiveCall) -> None:
         out = {rank: _cut(call, some, count) for rank, some in to.items()}
         into = {rank: _cut(call, some, count) for rank, some in by.items()}
-        parts: list[Handle] = []
+        parts: list[Work] = []
         for part in range(count):
             taken = {rank: some[part] for rank, some in into.items()}
             name = label if count == 1 else f"{label}, part {part + 1} of {count}"
@@ -120,12 +120,12 @@ def _step(collective: Collective, bound: Sequence[tuple[Send | Recv, Data]], tra
     return begin
 
 
-def _cut(call: Call, some: list[Data], count: int) -> list[torch.Tensor]:
+def _cut(call: ActiveCall, some: list[Data], count: int) -> list[torch.Tensor]:
     """All bytes for or from one rank in so many equal parts; each lies in one message."""
     whole = [data(call) for data in some]
     size = sum(each.numel() for each in whole) // count
     return [each[start : start + size] for each in whole for start in range(0, each.numel(), size)]
 
 
-def _nothing(call: Call) -> None:
+def _nothing(call: ActiveCall) -> None:
     """For a post that goes with a later one."""

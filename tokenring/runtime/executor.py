@@ -16,7 +16,7 @@ from tokenring.backends.interfaces import AttentionKernel, PackingKernel, Transp
 from tokenring.backends.merging.mergers import merger_for
 from tokenring.backends.merging.torch_merger import accepting, copying
 from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import Kind, Schedule
+from tokenring.ir.schedule_data import Kind, ScheduleData
 from tokenring.lowering.program import (
     OWN,
     Attend,
@@ -33,7 +33,7 @@ from tokenring.lowering.program import (
 )
 from tokenring.runtime.agreement import Disagreement, settle
 from tokenring.runtime.bound_kernel import holding
-from tokenring.runtime.call import Call, Step
+from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.call_groups import patches, spanned, together
 from tokenring.runtime.collective import Collectives
 from tokenring.runtime.labels import range_names
@@ -49,9 +49,9 @@ GRADIENTS: dict[str, tuple[str, ...]] = {"q_partial": ("dq",), "kv_partial": ("d
 
 
 Made = tuple[torch.Tensor, ...]  # what a kernel returns
-Sink = Callable[[Call, Made], None]
-Operands = Callable[[Call], tuple[tuple[Any, ...], dict[str, torch.Tensor]]]  # by position, by name
-Accept = Callable[[Call, list[torch.Tensor]], None]
+Sink = Callable[[ActiveCall, Made], None]
+Operands = Callable[[ActiveCall], tuple[tuple[Any, ...], dict[str, torch.Tensor]]]  # by position, by name
+Accept = Callable[[ActiveCall, list[torch.Tensor]], None]
 
 
 class Executor:
@@ -59,7 +59,7 @@ class Executor:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: ScheduleData,
         workload: Workload,
         program: Program,
         pool: Pool,
@@ -80,7 +80,7 @@ class Executor:
         self._begin = placed(transport, self.views, alone)
         self.adopted = binder.adopted
 
-    def run(self, call: Call, trace: Trace | None = None) -> None:
+    def run(self, call: ActiveCall, trace: Trace | None = None) -> None:
         """Run the program; `result` then gives what it made."""
         try:
             self._run(call, trace)
@@ -93,7 +93,7 @@ class Executor:
         finally:
             call.handles.clear()  # where ranks disagree: a message that has no handle lands in the pool no more
 
-    def _run(self, call: Call, trace: Trace | None) -> None:
+    def _run(self, call: ActiveCall, trace: Trace | None) -> None:
         self._new_outputs(call)
         self._begin()
         if self.streams is not None:
@@ -107,7 +107,7 @@ class Executor:
         """The steps as profilers want them, each in a range of its name."""
         return ranged(self.steps, range_names(*self._named_by))
 
-    def result(self, call: Call, kind: Kind, name: str) -> torch.Tensor:
+    def result(self, call: ActiveCall, kind: Kind, name: str) -> torch.Tensor:
         """A field of the rank's own result: [B, T, H, D] or, for lse, [B, H, T].
 
         In fp32 it is the caller's to keep; else it lies in the pool, in fp32, until the next run.
@@ -116,7 +116,7 @@ class Executor:
         made = call.outputs[slot][name] if slot in call.outputs else self.views.whole(slot, name)
         return made.permute(1, 2, 0) if made.dim() == 3 else made.transpose(0, 1)
 
-    def _new_outputs(self, call: Call) -> None:
+    def _new_outputs(self, call: ActiveCall) -> None:
         """Memory for results that no kernel makes in one piece."""
         size = self.views.workload
         for slot, spec in enumerate(self.program.slots):
@@ -182,7 +182,7 @@ class _Binder:
         if isinstance(post, Send):
             to = post.dst
 
-            def send(call: Call) -> None:
+            def send(call: ActiveCall) -> None:
                 call.handles[message] = transport.send(data(call), to, channel, label)
 
             return send
@@ -190,18 +190,20 @@ class _Binder:
         landing = self.views.landing(span)
         if landing is not None:
 
-            def recv_landing(call: Call) -> None:
+            def recv_landing(call: ActiveCall) -> None:
                 handle = transport.recv(landing, source, channel, label)
                 call.handles[message] = Landed(handle, [(landing, data(call))])
 
             return recv_landing
 
-        def recv(call: Call) -> None:
+        def recv(call: ActiveCall) -> None:
             call.handles[message] = transport.recv(data(call), source, channel, label)
 
         return recv
 
-    def _fixed(self, span: Span, make: Callable[[torch.Tensor | None], torch.Tensor]) -> Callable[[Call], torch.Tensor]:
+    def _fixed(
+        self, span: Span, make: Callable[[torch.Tensor | None], torch.Tensor]
+    ) -> Callable[[ActiveCall], torch.Tensor]:
         """A view that is made once, or for each call if it lies in memory of the call."""
         slot = span.slot
         if self.program.slots[slot].kept:
@@ -209,7 +211,7 @@ class _Binder:
         view = make(None)
         return lambda call: view
 
-    def _field(self, span: Span, name: str) -> Callable[[Call], torch.Tensor]:
+    def _field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
         """[rows, B, heads, D], or [rows, B, heads]: a field of a span, wherever it lies."""
         slot, spec = span.slot, self.program.slots[span.slot]
         if not spec.output:
@@ -223,7 +225,7 @@ class _Binder:
         low, high = self.head_range(pack.kind, pack.source.heads)
         rows = slice(pack.source.start, pack.source.stop)
 
-        def copy(call: Call) -> None:
+        def copy(call: ActiveCall) -> None:
             for name, target in targets:
                 own = call.own[name]
                 if own.dim() == 3:
@@ -235,7 +237,7 @@ class _Binder:
 
     # ---------- tiles
 
-    def _operand(self, span: Span, name: str, kind: Kind) -> Callable[[Call], torch.Tensor]:
+    def _operand(self, span: Span, name: str, kind: Kind) -> Callable[[ActiveCall], torch.Tensor]:
         """A kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
         if span.slot != OWN:
             return self._fixed(span, lambda kept: heads_first(self.views.field(span, name, kept)))
@@ -251,7 +253,7 @@ class _Binder:
         operands = self._operands(attend, attend)
         sinks = [self._sink(attend, result) for result in attend.results]
 
-        def attend_tile(call: Call) -> None:
+        def attend_tile(call: ActiveCall) -> None:
             given, out = operands(call)
             made = getattr(kernel, direction)(*given, **out, patch=patch, scale=scale)
             for sink in sinks:
@@ -267,7 +269,7 @@ class _Binder:
         sinks = [[self._sink(attend, result) for result in attend.results] for attend in attends]
         compute = kernel.forward_packed if self.forward else kernel.backward_packed
 
-        def attend_patches(call: Call) -> None:
+        def attend_patches(call: ActiveCall) -> None:
             given, out = operands(call)
             for made, each in zip(compute(*given, **out, patches=parts, scale=scale), sinks, strict=True):
                 for sink in each:
@@ -319,20 +321,20 @@ class _Binder:
         self.adopted.add(slot)
         if self.forward:
 
-            def take(call: Call, made: Made) -> None:
+            def take(call: ActiveCall, made: Made) -> None:
                 call.outputs[slot] = {"out": rows_first(made[0]), "lse": made[1].permute(2, 0, 1)}
 
             return take
         names, which = GRADIENTS[result.kind], slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
 
-        def take_gradients(call: Call, made: Made) -> None:
+        def take_gradients(call: ActiveCall, made: Made) -> None:
             call.outputs[slot] = {name: rows_first(each) for name, each in zip(names, made[which], strict=True)}
 
         return take_gradients
 
     # ---------- accumulators
 
-    def _accept_out(self, into: Span, first: bool) -> Callable[[Call, torch.Tensor, torch.Tensor], None]:
+    def _accept_out(self, into: Span, first: bool) -> Callable[[ActiveCall, torch.Tensor, torch.Tensor], None]:
         out, lse = self._field(into, "out"), self._field(into, "lse")
         if first:
             return copying(out, lse)
@@ -343,10 +345,12 @@ class _Binder:
         scratch = self.views.scratch(into.rows, high - low)
         return accepting(merger, out, lse, scratch, into.slot if whole else None)
 
-    def _accept_gradients(self, kind: Kind, into: Span, first: bool) -> Callable[[Call, list[torch.Tensor]], None]:
+    def _accept_gradients(
+        self, kind: Kind, into: Span, first: bool
+    ) -> Callable[[ActiveCall, list[torch.Tensor]], None]:
         targets = [self._field(into, name) for name in GRADIENTS[kind]]
 
-        def accept(call: Call, news: list[torch.Tensor]) -> None:
+        def accept(call: ActiveCall, news: list[torch.Tensor]) -> None:
             for target, new in zip(targets, news, strict=True):
                 if first:
                     target(call).copy_(new)
@@ -368,12 +372,12 @@ class _Binder:
         names = ("out", "lse") if self.forward else GRADIENTS[fill.kind]
         targets = [(self._field(fill.into, name), float("-inf") if name == "lse" else 0.0) for name in names]
 
-        def clear(call: Call) -> None:
+        def clear(call: ActiveCall) -> None:
             for target, value in targets:
                 target(call).fill_(value)
 
         return clear
 
 
-def _nothing(call: Call) -> None:
+def _nothing(call: ActiveCall) -> None:
     """For a kernel call that went with an earlier one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenring.ir.schedule_data import Schedule
+from tokenring.ir.schedule_data import ScheduleData
 from tokenring.ir.text import tile_text
 from tokenring.lowering.calls import Supports, calls
 from tokenring.lowering.program import Attend, Fill, Instruction, Program, Recv, Send, Wait
@@ -47,13 +47,13 @@ def blocks(post: Send | Recv) -> str:
     return post.label.partition(", ")[2] or post.label
 
 
-def tiles(schedule: Schedule, rank: int, supports: Supports) -> list[str]:
+def tiles(schedule: ScheduleData, rank: int, supports: Supports) -> list[str]:
     """The tile of each kernel call of a rank, in order."""
     mine = sorted((tile for tile in schedule.tiles if tile.rank == rank), key=lambda tile: tile.step)
     return [tile_text(schedule, tile) for tile in mine for _ in calls(storage_of(schedule), tile, supports)]
 
 
-def range_names(schedule: Schedule, program: Program, supports: Supports) -> list[str]:
+def range_names(schedule: ScheduleData, program: Program, supports: Supports) -> list[str]:
     """Of each step that an executor has, as profilers show it: "tokenring forward 2: attend q0×kv4"."""
     names, calls_of = Names(program.instructions), iter(tiles(schedule, program.rank, supports))
     found = []

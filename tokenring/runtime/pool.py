@@ -8,9 +8,9 @@ from typing import cast
 import torch
 
 from tokenring.backends.devices import device_of
-from tokenring.backends.interfaces import Handle, Transport
+from tokenring.backends.interfaces import Transport, Work
 from tokenring.errors import UnsupportedError
-from tokenring.ir.schedule_data import Schedule
+from tokenring.ir.schedule_data import ScheduleData
 from tokenring.lowering.footprint import aligned, bundled_bytes, landing_slots, scratch_bytes, slot_bytes
 from tokenring.lowering.program import Collective, Program, Span
 from tokenring.lowering.records import Field, Record, Records
@@ -62,7 +62,7 @@ class Pool:
 class Views:
     """Typed views of the slots of one program on a pool (or on kept tensors)."""
 
-    def __init__(self, schedule: Schedule, workload: Workload, program: Program, pool: Pool) -> None:
+    def __init__(self, schedule: ScheduleData, workload: Workload, program: Program, pool: Pool) -> None:
         self.program, self.pool, self.workload = program, pool, workload
         self.records = Records(schedule, workload, program.direction)
         self.forward_records = Records(schedule, workload, "forward")
@@ -172,7 +172,7 @@ class Views:
 class Landed:
     """A message of which each part (where it lies, where it belongs) is copied when all has arrived."""
 
-    def __init__(self, handle: Handle, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, handle: Work, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._handle, self._parts = handle, parts
 
     def wait(self) -> None:

@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 from tokenring.backends.devices import device_of
 from tokenring.lowering.program import Instruction, Program
-from tokenring.runtime.call import Call, Step
+from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.trace import Event, Trace
 
 
@@ -28,7 +28,7 @@ def run_steps(
     instructions: Sequence[tuple[Instruction, int]],
     steps: Sequence[Step],
     named: Sequence[Step] | None,
-    call: Call,
+    call: ActiveCall,
     trace: Trace | None,
 ) -> None:
     """All steps of a program, in order; named: the same in ranges, where a profiler is at work."""
@@ -43,7 +43,7 @@ def _loop(
     program: Program,
     instructions: Sequence[tuple[Instruction, int]],
     steps: Sequence[Step],
-    call: Call,
+    call: ActiveCall,
     trace: Trace | None,
 ) -> None:
     if trace is None:
@@ -63,7 +63,7 @@ def ranged(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
 
 
 def _ranged(step: Step, name: str) -> Step:
-    def run(call: Call) -> None:
+    def run(call: ActiveCall) -> None:
         with record_function(name):
             step(call)
 

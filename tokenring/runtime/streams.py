@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tokenring.backends.devices import Device
+from tokenring.backends.devices import DeviceRuntime
 from tokenring.lowering.program import OWN, Attend, Fill, Instruction, Merge, Pack, Recv, Send, Span, Wait
 
 START = -1  # before the first instruction: what earlier calls did with the pool
@@ -28,13 +28,13 @@ Step = Callable[[C], None]
 class Streams:
     """The streams of one pool: programs on it run one after another."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceRuntime) -> None:
         self.device = device
         self._of_channel: dict[str, Any] = {}
         self._computing: Any = None  # the stream of the last call
 
     @staticmethod
-    def of(device: Device) -> Streams | None:
+    def of(device: DeviceRuntime) -> Streams | None:
         """None on a device without streams."""
         return None if device.current_stream() is None else Streams(device)
 
@@ -124,7 +124,7 @@ def _overlap(one: Span, other: Span) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-def _posted(step: Step[C], stream: Any, event: Any, device: Device) -> Step[C]:
+def _posted(step: Step[C], stream: Any, event: Any, device: DeviceRuntime) -> Step[C]:
     def post(call: C) -> None:
         if event is not None:
             stream.wait_event(event)
@@ -134,7 +134,7 @@ def _posted(step: Step[C], stream: Any, event: Any, device: Device) -> Step[C]:
     return post
 
 
-def _recorded(step: Step[C], event: Any, device: Device) -> Step[C]:
+def _recorded(step: Step[C], event: Any, device: DeviceRuntime) -> Step[C]:
     def run(call: C) -> None:
         step(call)
         event.record(device.current_stream())
@@ -142,7 +142,7 @@ def _recorded(step: Step[C], event: Any, device: Device) -> Step[C]:
     return run
 
 
-def _joined(step: Step[C], others: Sequence[Any], device: Device) -> Step[C]:
+def _joined(step: Step[C], others: Sequence[Any], device: DeviceRuntime) -> Step[C]:
     def run(call: C) -> None:
         step(call)
         current = device.current_stream()
@@ -152,7 +152,7 @@ def _joined(step: Step[C], others: Sequence[Any], device: Device) -> Step[C]:
     return run
 
 
-def _started(step: Step[C], event: Any, device: Device) -> Step[C]:
+def _started(step: Step[C], event: Any, device: DeviceRuntime) -> Step[C]:
     def run(call: C) -> None:
         event.record(device.current_stream())
         step(call)

@@ -15,7 +15,7 @@ from operator import mul
 from typing import NamedTuple
 
 
-class Origin(NamedTuple):
+class BlockOrigin(NamedTuple):
     """What a route starts from: a unit of a kind, its owner, and the world."""
 
     owner: int
@@ -40,12 +40,12 @@ class Hop(NamedTuple):
         return self.due or self.step + 1
 
 
-Gather = Callable[[Origin], tuple[Hop, ...]]
+Gather = Callable[[BlockOrigin], tuple[Hop, ...]]
 Makers = Mapping[int, int]  # rank that made a partial → step of its last tile for that unit
-Return = Callable[[Origin, Makers], tuple[Hop, ...]]
+Return = Callable[[BlockOrigin, Makers], tuple[Hop, ...]]
 
 
-def stay(origin: Origin) -> tuple[Hop, ...]:
+def stay(origin: BlockOrigin) -> tuple[Hop, ...]:
     """Nothing is gathered."""
     return ()
 
@@ -53,7 +53,7 @@ def stay(origin: Origin) -> tuple[Hop, ...]:
 def ring(direction: int) -> Gather:
     """Round all ranks, each passing on what it received to rank + direction."""
 
-    def route(origin: Origin) -> tuple[Hop, ...]:
+    def route(origin: BlockOrigin) -> tuple[Hop, ...]:
         world = origin.world_size
         at = [(origin.owner + direction * step) % world for step in range(world)]
         return tuple(Hop(step, at[step], at[step + 1]) for step in range(world - 1))
@@ -61,12 +61,12 @@ def ring(direction: int) -> Gather:
     return route
 
 
-def both_ways(origin: Origin) -> tuple[Hop, ...]:
+def both_ways(origin: BlockOrigin) -> tuple[Hop, ...]:
     """Even pieces go round the ring towards rank + 1, odd ones towards rank - 1."""
     return ring(1 if origin.piece % 2 == 0 else -1)(origin)
 
 
-def direct(origin: Origin) -> tuple[Hop, ...]:
+def direct(origin: BlockOrigin) -> tuple[Hop, ...]:
     """Straight from the owner to every other rank, all at once; first pieces first.
 
     All hops are posted in the first step. They are due by piece, then by distance, so that a rank
@@ -79,7 +79,7 @@ def direct(origin: Origin) -> tuple[Hop, ...]:
     )
 
 
-def direct_fused(origin: Origin) -> tuple[Hop, ...]:
+def direct_fused(origin: BlockOrigin) -> tuple[Hop, ...]:
     """Like `direct`, but pieces of one number are due together, from whichever rank: one kernel call takes them all."""
     world = origin.world_size
     return tuple(
@@ -87,7 +87,7 @@ def direct_fused(origin: Origin) -> tuple[Hop, ...]:
     )
 
 
-def all_to_all(origin: Origin) -> tuple[Hop, ...]:
+def all_to_all(origin: BlockOrigin) -> tuple[Hop, ...]:
     """Straight from the owner to every other rank, all needed together in the step after."""
     world = origin.world_size
     return tuple(Hop(0, origin.owner, (origin.owner + distance) % world) for distance in range(1, world))
@@ -101,11 +101,11 @@ def mesh(sizes: Sequence[int]) -> Gather:
     """
     strides = [prod(sizes[index + 1 :]) for index in range(len(sizes))]
 
-    def at(origin: Origin, distance: Sequence[int]) -> int:
+    def at(origin: BlockOrigin, distance: Sequence[int]) -> int:
         digits = zip(distance, strides, sizes, strict=True)
         return sum((origin.owner // stride + far) % size * stride for far, stride, size in digits)
 
-    def route(origin: Origin) -> tuple[Hop, ...]:
+    def route(origin: BlockOrigin) -> tuple[Hop, ...]:
         hops = []
         for number, distance in enumerate(product(*map(range, sizes))):
             if number:
@@ -118,7 +118,7 @@ def mesh(sizes: Sequence[int]) -> Gather:
     return route
 
 
-def return_direct(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
+def return_direct(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
     """Each partial goes straight to the owner, as soon as it is made."""
     return tuple(Hop(step, rank, origin.owner) for rank, step in sorted(makers.items()) if rank != origin.owner)
 
@@ -126,7 +126,7 @@ def return_direct(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
 def follow(gather: Gather) -> Return:
     """The partial follows the block round a ring, each rank adding its own, and then goes home."""
 
-    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
+    def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         chain = [hop.dst for hop in gather(origin)]
         hops = []
         step = 0
@@ -142,7 +142,7 @@ def follow(gather: Gather) -> Return:
 def reduce_back(gather: Gather) -> Return:
     """The partials go back along the tree by which the block came; where branches meet they are added up."""
 
-    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
+    def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         parents = {hop.dst: hop.src for hop in gather(origin)}
         branches = defaultdict(list)
         for child, parent in parents.items():
@@ -167,7 +167,7 @@ def reduce_back(gather: Gather) -> Return:
 def reduce_inside(local: int) -> Return:
     """Of each node of `local` ranks one partial goes home: a chain through the node adds them up, in the order made."""
 
-    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
+    def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         nodes: dict[int, list[int]] = defaultdict(list)
         for rank in sorted(makers, key=lambda rank: (makers[rank], rank)):
             if rank != origin.owner:

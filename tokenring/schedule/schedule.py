@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tokenring.sequence.workload import Workload
 
 
-class Schedule(ir.Schedule):
+class Schedule(ir.ScheduleData):
     """A schedule, with its proof, its costs and its texts."""
 
     @classmethod
-    def of(cls, data: ir.Schedule) -> Schedule:
+    def of(cls, data: ir.ScheduleData) -> Schedule:
         return cls(**{field.name: getattr(data, field.name) for field in fields(data)})
 
     def verify(self) -> Schedule:

@@ -22,7 +22,7 @@ FORMAT, VERSION = "tokenring-rates/1", 1  # tables were kept without a format at
 
 
 @dataclass(frozen=True)
-class Key:
+class KernelKey:
     """What a table is of. device: the model's name, as torch or the operating system tells it; a CPU's with threads."""
 
     device: str
@@ -42,18 +42,18 @@ class Key:
 # ---------- keeping
 
 
-def keep(rates: Rates, key: Key, environment: Mapping[str, str]) -> Path | None:
+def keep(rates: Rates, key: KernelKey, environment: Mapping[str, str]) -> Path | None:
     """Write a table into the user's cache; the file, or None where there is no home. Raises ConfigurationError."""
     return keep_document(key.file_name, to_json(rates, key), environment)
 
 
-def to_json(rates: Rates, key: Key) -> str:
+def to_json(rates: Rates, key: KernelKey) -> str:
     """A table as read_table reads it."""
     document = {"format": FORMAT, "version": VERSION, "key": asdict(key), "rates": asdict(rates)}
     return json.dumps(document, indent=2) + "\n"
 
 
-def kept(key: Key, environment: Mapping[str, str] | None = None) -> Rates | None:
+def kept(key: KernelKey, environment: Mapping[str, str] | None = None) -> Rates | None:
     """The table that was kept for a key, if there is one that can be read."""
     folder = cache_folder(os.environ if environment is None else environment)
     if folder is None:
@@ -65,7 +65,7 @@ def kept(key: Key, environment: Mapping[str, str] | None = None) -> Rates | None
     return rates if found == key else None
 
 
-def read_table(path: Path) -> tuple[Key, Rates]:
+def read_table(path: Path) -> tuple[KernelKey, Rates]:
     """A table that was kept. Raises ConfigurationError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def read_table(path: Path) -> tuple[Key, Rates]:
             raise ValueError(f"version {found['version']!r}, not {VERSION}")
         values = found["rates"]
         samples = {name: tuple((int(side), float(rate)) for side, rate in values[name]) for name in PASSES}
-        return Key(**found["key"]), Rates(**{**values, **samples})
+        return KernelKey(**found["key"]), Rates(**{**values, **samples})
     except OSError as error:
         raise ConfigurationError(f"cannot read rates from {str(path)!r}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -55,7 +55,7 @@ class Spread(NamedTuple):
     high: float
 
 
-class Table(Protocol):
+class TransportTable(Protocol):
     """What messages take between such ranks, as tables.transport_times.Transfers."""
 
     @property
@@ -67,7 +67,7 @@ class Table(Protocol):
 
 
 @dataclass(frozen=True)
-class Choice:
+class TransportChoice:
     """What is taken, None if nothing serves; and why."""
 
     transport: str | None
@@ -79,9 +79,9 @@ def choose(
     domain: Domain,
     unavailable: Mapping[str, str | None],
     message_bytes: int | None = None,
-    measured: Table | None = None,
+    measured: TransportTable | None = None,
     rules: Rules = RULES,
-) -> Choice:
+) -> TransportChoice:
     """The transport for tensors on a type of device in this domain.
 
     unavailable: of each that there is, None or why it cannot be used here. message_bytes: of the messages, None where
@@ -99,7 +99,7 @@ def choose(
 
 def _by_rule(
     kind: str, domain: Domain, unavailable: Mapping[str, str | None], message_bytes: int | None, rules: Rules
-) -> Choice:
+) -> TransportChoice:
     rule, (one_sided, two_sided) = rules[kind][domain], PAIRS[kind]
     refused, other = _why_not(rule.transport, unavailable), _why_not(two_sided, unavailable)
     if refused is None:
@@ -107,20 +107,22 @@ def _by_rule(
         if rule.limit_bytes is not None and message_bytes is not None and message_bytes > rule.limit_bytes:
             if other is None:
                 above = f"messages of {size_text(message_bytes)}, above {size_text(rule.limit_bytes)}"
-                return Choice(two_sided, f"rule: {above}: {rule.source}")
+                return TransportChoice(two_sided, f"rule: {above}: {rule.source}")
             reason += f"; {two_sided} cannot be used: {other}"
-        return Choice(rule.transport, reason)
+        return TransportChoice(rule.transport, reason)
     if rule.transport == one_sided and other is None:
-        return Choice(two_sided, f"rule: {one_sided} cannot be used: {refused}")
+        return TransportChoice(two_sided, f"rule: {one_sided} cannot be used: {refused}")
     others = "; ".join(f"{name}: {_why_not(name, unavailable) or 'does not serve here'}" for name in unavailable)
-    return Choice(None, f"nothing moves {kind.upper()} tensors here: {others}")
+    return TransportChoice(None, f"nothing moves {kind.upper()} tensors here: {others}")
 
 
 def _why_not(transport: str, unavailable: Mapping[str, str | None]) -> str | None:
     return unavailable.get(transport, "it is not there")
 
 
-def _by_table(ruled: Choice, first: str, rival: str, table: Table, sizes: Sequence[int]) -> Choice:
+def _by_table(
+    ruled: TransportChoice, first: str, rival: str, table: TransportTable, sizes: Sequence[int]
+) -> TransportChoice:
     """What was faster by more than the spread at each of these sizes; what the rules say where neither was."""
     measured = [(table.seconds(first, size), table.seconds(rival, size)) for size in sizes]
     pairs = [(a, b) for a, b in measured if a is not None and b is not None]  # all, or none
@@ -129,9 +131,13 @@ def _by_table(ruled: Choice, first: str, rival: str, table: Table, sizes: Sequen
     (a, b), more = pairs[-1], " and less" if len(sizes) > 1 else ""
     at = f"at {size_text(sizes[-1])}{more}"
     if all(a.high < b.low for a, b in pairs):
-        return Choice(first, f"measured: {first} {time_text(a.median)} against {rival} {time_text(b.median)} {at}")
+        return TransportChoice(
+            first, f"measured: {first} {time_text(a.median)} against {rival} {time_text(b.median)} {at}"
+        )
     if all(b.high < a.low for a, b in pairs):
-        return Choice(rival, f"measured: {rival} {time_text(b.median)} against {first} {time_text(a.median)} {at}")
+        return TransportChoice(
+            rival, f"measured: {rival} {time_text(b.median)} against {first} {time_text(a.median)} {at}"
+        )
     if len(sizes) > 1:
         return replace(ruled, reason=f"{ruled.reason}; measured: which is faster is a matter of size, here unknown")
     alike = f"{first} {time_text(a.median)}, {rival} {time_text(b.median)} {at}"

@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Key:
+class TransportKey:
     """What a table is of. device: the model's name; a CPU's with its cores, which ranks share."""
 
     kind: str
@@ -82,7 +82,7 @@ class Transfers:
         return Spread(*(above * interpolate([(each.nbytes, each[at]) for each in found], nbytes) for at in (1, 2, 3)))
 
 
-def table(key: Key, transfers: Transfers) -> list[str]:
+def table(key: TransportKey, transfers: Transfers) -> list[str]:
     """As text: a line for each size, and what is taken from which size on."""
     names = list(transfers.samples)
     lines = [f"{'message':>7}" + "".join(f"  {f'{name}, µs':>24}" for name in names)]
@@ -94,7 +94,7 @@ def table(key: Key, transfers: Transfers) -> list[str]:
     return [*lines, "", taken(key, transfers)]
 
 
-def taken(key: Key, transfers: Transfers) -> str:
+def taken(key: TransportKey, transfers: Transfers) -> str:
     """Which transport from which size on."""
     able = dict.fromkeys(PAIRS[key.kind])
     picks = [(size, choose(key.kind, key.domain, able, size, transfers).transport) for size in transfers.sizes]
@@ -106,19 +106,19 @@ def taken(key: Key, transfers: Transfers) -> str:
 # ---------- keeping
 
 
-def to_json(key: Key, transfers: Transfers) -> str:
+def to_json(key: TransportKey, transfers: Transfers) -> str:
     """A table as from_json reads it."""
     document = {"format": FORMAT, "version": VERSION, "key": asdict(key), "seconds": dict(transfers.samples)}
     return json.dumps(document, indent=2) + "\n"
 
 
-def from_json(text: str) -> tuple[Key, Transfers]:
+def from_json(text: str) -> tuple[TransportKey, Transfers]:
     """Raises ConfigurationError for a text that is no such table."""
     try:
         found = json.loads(text)
         if found["version"] != VERSION:
             raise ValueError(f"version {found['version']!r}, not {VERSION}")
-        key = Key(**found["key"])
+        key = TransportKey(**found["key"])
         if key.kind not in PAIRS or key.domain not in DOMAINS:
             raise ValueError(f"it is of {key.kind!r} and {key.domain!r}")
         samples = {
@@ -130,12 +130,12 @@ def from_json(text: str) -> tuple[Key, Transfers]:
         raise ConfigurationError(f"it is no table of transports ({one_line(error, MOST_SAID)})") from None
 
 
-def keep(key: Key, transfers: Transfers, environment: Mapping[str, str] = os.environ) -> Path | None:
+def keep(key: TransportKey, transfers: Transfers, environment: Mapping[str, str] = os.environ) -> Path | None:
     """Write a table into the user's cache; the file, or None where there is no home. Raises ConfigurationError."""
     return keep_document(key.file_name, to_json(key, transfers), environment)
 
 
-def kept(key: Key, environment: Mapping[str, str] = os.environ) -> tuple[Transfers | None, str]:
+def kept(key: TransportKey, environment: Mapping[str, str] = os.environ) -> tuple[Transfers | None, str]:
     """The table that was kept for a key, None where there is none; and why one that is there is not used."""
     folder = cache_folder(environment)
     if folder is None:
@@ -151,7 +151,7 @@ def kept(key: Key, environment: Mapping[str, str] = os.environ) -> tuple[Transfe
     return transfers, ""
 
 
-def read(path: Path) -> tuple[Key, Transfers]:
+def read(path: Path) -> tuple[TransportKey, Transfers]:
     """A table that was kept. Raises FileNotFoundError; ConfigurationError for what cannot be used."""
     try:
         return from_json(path.read_text(encoding="utf-8", errors="replace"))
@@ -166,7 +166,7 @@ def not_used(path: Path, error: Exception) -> str:
 
 
 def all_kept(
-    kind: str, key_of: Callable[[str, Domain, int], Key], environment: Mapping[str, str] = os.environ
+    kind: str, key_of: Callable[[str, Domain, int], TransportKey], environment: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[str, str]]:
     """Of each table of this machine's devices of a kind: of which ranks, and what it has; of others, what is wrong.
 

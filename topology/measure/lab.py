@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from tokenring.backends.interfaces import Handle, Transport
+from tokenring.backends.interfaces import Transport, Work
 from tokenring.ir.schedule_data import REQUESTS
 from tokenring.runtime.pool import Pool
 from tokenring.topology.measure.colours import rounds
@@ -45,7 +45,7 @@ class Race:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TransferOutcome:
     """GB/s of each flow once under way: of use where it alone goes to its rank, else the ends are not told apart.
 
     Of a race for the total: the seconds of a long and of a short one, and by how many bytes they differ, so
@@ -67,7 +67,7 @@ class Outcome:
     def total(self) -> float:
         return sum(self.nbytes.values()) / self.seconds / 1e9
 
-    def least(self, other: Outcome) -> Outcome:
+    def least(self, other: TransferOutcome) -> TransferOutcome:
         """Of two runs: what disturbs takes time, and never gives any."""
         long, short = min(self.long_seconds, other.long_seconds), min(self.short_seconds, other.short_seconds)
         return replace(self, long_seconds=long, short_seconds=short)
@@ -82,7 +82,7 @@ class Lab(Protocol):
     def hurried(self) -> bool:
         """Whether more than half of the time has passed: nothing is done again."""
 
-    def race(self, races: Sequence[Race], what: str) -> list[Outcome]:
+    def race(self, races: Sequence[Race], what: str) -> list[TransferOutcome]:
         """The outcomes, equal on all ranks, which all call it. Raises OutOfTime."""
 
 
@@ -121,7 +121,7 @@ class TransportLab:
         self.learn(found)
         return found
 
-    def race(self, races: Sequence[Race], what: str) -> list[Outcome]:
+    def race(self, races: Sequence[Race], what: str) -> list[TransferOutcome]:
         self._check_time(what)
         plans = []
         for each in races:
@@ -137,9 +137,9 @@ class TransportLab:
             if each.total:
                 short, short_plan = next(run), next(sizes)
                 more = {flow: float(sum(plan[flow]) - sum(short_plan[flow])) for flow in each.flows}
-                outcomes.append(Outcome(gbs, last(times), last(short), more))
+                outcomes.append(TransferOutcome(gbs, last(times), last(short), more))
             else:
-                outcomes.append(Outcome(gbs))
+                outcomes.append(TransferOutcome(gbs))
         return outcomes
 
     def latencies(self) -> dict[Flow, float]:
@@ -193,7 +193,7 @@ class TransportLab:
         """One race on this rank: seconds of the flows that come here. What arrives is the same for all: nothing."""
         transport = self.transport
         into = [(flow, sizes) for flow, sizes in plan.items() if flow[1] == self.rank]
-        coming: list[tuple[Handle, Handle]] = []
+        coming: list[tuple[Work, Work]] = []
         for (source, _), (before, counted) in into:
             first = transport.recv(memory[:before], source, REQUESTS, "measuring")
             coming.append((first, transport.recv(memory[:counted], source, REQUESTS, "measuring")))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from tokenring.topology.measure.colours import rounds, shuffled
-from tokenring.topology.measure.lab import LEAST_LINK_SECONDS, Flow, Lab, Outcome, Race, both_ways
+from tokenring.topology.measure.lab import LEAST_LINK_SECONDS, Flow, Lab, Race, TransferOutcome, both_ways
 
 UNDISTURBED = 0.88  # of the rate alone
 REPEATS = 2
@@ -94,7 +94,7 @@ def add_series(lab: Lab, tables: Tables, series: int) -> None:
             tables.coloured[flow] = min(gbs, tables.coloured.get(flow, gbs))
 
 
-def totals(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
+def totals(lab: Lab, races: Sequence[Race], what: str) -> list[TransferOutcome]:
     """Races for the total, run twice, and again where the two differ."""
     best = lab.race(races, what)
     differ = list(range(len(races)))
@@ -108,7 +108,7 @@ def totals(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
     return best
 
 
-def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[Outcome]:
+def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[TransferOutcome]:
     """Races for the total of which most should come to the same: those that do not are run again."""
     best = lab.race(races, what)
     for _ in range(REPEATS):

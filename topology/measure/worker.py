@@ -15,7 +15,7 @@ from tokenring.topology.model.verdict import Verdict, classify
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasureCase:
     """What is asked of the ranks."""
 
     seconds: float
@@ -23,7 +23,7 @@ class Case:
 
 
 @dataclass
-class Measured:
+class LinksMeasured:
     """What rank 0 comes back with."""
 
     facts: list[Facts]
@@ -32,8 +32,8 @@ class Measured:
         return to_json(self.facts)
 
     @staticmethod
-    def from_json(text: str) -> Measured:
-        return Measured(from_json(text))
+    def from_json(text: str) -> LinksMeasured:
+        return LinksMeasured(from_json(text))
 
     def seen(self) -> tuple[Graph, Verdict]:
         graph = merge(self.facts)
@@ -42,10 +42,10 @@ class Measured:
 
 def main(argv: list[str]) -> int:
     """Run this rank; returns the exit code."""
-    return serve(partial(run, Case(**json.loads(argv[0]))))
+    return serve(partial(run, MeasureCase(**json.loads(argv[0]))))
 
 
-def run(case: Case, tell: Tell) -> Measured | None:
+def run(case: MeasureCase, tell: Tell) -> LinksMeasured | None:
     """The measurement, on the processes that torchrun has started; rank 0 has it."""
     import torch
     import torch.distributed as dist
@@ -64,7 +64,7 @@ def run(case: Case, tell: Tell) -> Measured | None:
             if transport is not None:
                 transport.close()
         del transport, group
-    return Measured([found]) if rank == 0 else None
+    return LinksMeasured([found]) if rank == 0 else None
 
 
 if __name__ == "__main__":

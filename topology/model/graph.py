@@ -100,7 +100,7 @@ class Graph:
                 best[pair] = edge
         return best
 
-    def fabric(self) -> Fabric:
+    def fabric(self) -> SwitchFabric:
         """What leads through switches."""
         switches = {device.id for device in self.of_kind("switch")}
         ports: dict[str, dict[str, Edge]] = {}
@@ -112,11 +112,11 @@ class Graph:
                     if other in switches and end not in switches:
                         ports.setdefault(end, {})[other] = edge
         groups = parts(neighbours([device.id for device in self.devices], joined))
-        return Fabric(ports, {name: number for number, group in enumerate(groups) for name in group})
+        return SwitchFabric(ports, {name: number for number, group in enumerate(groups) for name in group})
 
 
 @dataclass(frozen=True)
-class Fabric:
+class SwitchFabric:
     """ports: of each device its links to switches, by switch. part: what hangs together has one number."""
 
     ports: dict[str, dict[str, Edge]]

@@ -72,9 +72,9 @@ def gather(group: Held | None, seat: Seat, look: Look, timeout_seconds: float, s
     if group is None:
         return _assembled([seat], {0: _said(look)}, seated)
 
-    from tokenring.backends.control.store_gather import Meeting
+    from tokenring.backends.control.store_gather import StoreGather
 
-    meeting = Meeting(group, timeout_seconds)
+    meeting = StoreGather(group, timeout_seconds)
     seats = [Seat.from_text(text) for text in meeting.gather("where they sit", seat.to_text())]
     speakers = _speakers(host_names(seats))
     texts = meeting.gather("what their machines are", _said(look) if meeting.rank in speakers else "")

@@ -18,7 +18,7 @@ HUB = 26.0
 
 
 @dataclass(frozen=True)
-class Node:
+class DrawnNode:
     """`device` is None for a switch that no source names. `turn`: of a dot, the direction of its name."""
 
     key: str
@@ -30,7 +30,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Line:
+class DrawnLine:
     """A link between two nodes. `all_peers`: it stands for the links to every other node of its circle."""
 
     a: str
@@ -41,8 +41,8 @@ class Line:
 
 @dataclass
 class Wheel:
-    nodes: list[Node] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
+    nodes: list[DrawnNode] = field(default_factory=list)
+    lines: list[DrawnLine] = field(default_factory=list)
     width: float = 0.0
     height: float = 0.0
 
@@ -73,7 +73,7 @@ def hosts_around(hosts: Sequence[str], hub: str | None, box: float) -> Wheel:
     made = _circle(hosts, {}, box)
     made.nodes = [replace(node, kind="host") for node in made.nodes]
     if hub is not None:
-        made.nodes.append(Node(hub, made.width / 2, made.height / 2, "switch"))
+        made.nodes.append(DrawnNode(hub, made.width / 2, made.height / 2, "switch"))
     return made
 
 
@@ -92,7 +92,7 @@ def _circle(members: Sequence[str], by_id: dict[str, Device], box: float) -> Whe
         if count > 2:
             angle = -math.pi / 2 + (2 * number - 1) * math.pi / count
         x, y = size_x / 2 + radius * math.cos(angle), size_y / 2 + radius * math.sin(angle)
-        nodes.append(Node(name, x, y, "accelerator", by_id.get(name), math.degrees(angle) if dots else None))
+        nodes.append(DrawnNode(name, x, y, "accelerator", by_id.get(name), math.degrees(angle) if dots else None))
     return Wheel(nodes, [], size_x, size_y)
 
 
@@ -118,7 +118,7 @@ def _add_middles(made: list[Wheel], shown: Sequence[Edge], by_id: dict[str, Devi
         for number, name in enumerate(names):
             at = number / (len(names) - 1) - 0.5 if len(names) > 1 else 0.0
             x = wheel.width / 2 + at * (spread or 2.4 * HUB * (len(names) - 1))
-            wheel.nodes.append(Node(name, x, middle, by_id[name].kind, by_id[name]))
+            wheel.nodes.append(DrawnNode(name, x, middle, by_id[name].kind, by_id[name]))
 
 
 def _row_by_row(made: Sequence[Wheel], width: float) -> Wheel:
@@ -148,14 +148,14 @@ def _add_lines(whole: Wheel, groups: Sequence[Sequence[str]], shown: Sequence[Ed
             for end in (edge.a, edge.b):
                 spokes.setdefault((number, end), []).append(edge)
         elif edge.a in at and edge.b in at:
-            whole.lines.append(Line(edge.a, edge.b, edge))
+            whole.lines.append(DrawnLine(edge.a, edge.b, edge))
     for number in hidden:
         members = [at[name] for name in groups[number]]
         x = sum(node.x for node in members) / len(members)
         y = sum(node.y for node in members) / len(members)
-        whole.nodes.append(Node(_hub(number), x, y, "switch"))
+        whole.nodes.append(DrawnNode(_hub(number), x, y, "switch"))
     for (number, end), edges in spokes.items():
-        whole.lines.append(Line(end, _hub(number), edges[0], len(edges)))
+        whole.lines.append(DrawnLine(end, _hub(number), edges[0], len(edges)))
 
 
 def _hub(number: int) -> str:

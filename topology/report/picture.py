@@ -11,7 +11,17 @@ from tokenring.topology.model.facts import Device
 from tokenring.topology.model.graph import Edge, Graph
 from tokenring.topology.model.nesting import Box, boxes, says_something
 from tokenring.topology.model.verdict import Verdict
-from tokenring.topology.report.circle_layout import BOX, BOX_HEIGHT, DOT, HUB, Line, Node, Wheel, hosts_around, wheels
+from tokenring.topology.report.circle_layout import (
+    BOX,
+    BOX_HEIGHT,
+    DOT,
+    HUB,
+    DrawnLine,
+    DrawnNode,
+    Wheel,
+    hosts_around,
+    wheels,
+)
 from tokenring.topology.report.text import sentence
 
 # Sizes in SVG units, which viewers show as pixels.
@@ -119,8 +129,8 @@ class _Picture:
         hub = None if found else "\0network"
         box = max(BOX, CHARACTER * max(cells_wide(_cut(each, MAX_HOST)) for each in self.hosts) + 16)
         wheel = hosts_around(self.hosts, hub, box)
-        known = [Line(a, b, edges[0]) for (a, b), edges in found.items()]
-        unknown = [Line(each, hub, Edge(each, hub, "network")) for each in self.hosts] if hub else []
+        known = [DrawnLine(a, b, edges[0]) for (a, b), edges in found.items()]
+        unknown = [DrawnLine(each, hub, Edge(each, hub, "network")) for each in self.hosts] if hub else []
         wheel.lines = [line for line in [*known, *unknown] if line.a in self.hosts]
         left, top = (WIDTH - wheel.width) / 2, self.y
         yield from self._wheel(wheel, left, top, "", box)
@@ -178,7 +188,7 @@ class _Picture:
         for node in wheel.nodes:
             yield from self._node(node, node.x + left, node.y + top, host, box)
 
-    def _line(self, line: Line, start: tuple[float, float], end: tuple[float, float], host: str) -> str:
+    def _line(self, line: DrawnLine, start: tuple[float, float], end: tuple[float, float], host: str) -> str:
         edge = line.edge
         weight = _weight(edge)
         width = 1.6 if weight is None else 1.2 + self.widest * weight / self.heaviest
@@ -198,7 +208,7 @@ class _Picture:
             f"<title>{escape(tip)}</title></path>"
         )
 
-    def _node(self, node: Node, x: float, y: float, host: str, box: float) -> Iterator[str]:
+    def _node(self, node: DrawnNode, x: float, y: float, host: str, box: float) -> Iterator[str]:
         kind = node.kind if node.kind in FILLS else "other"
         name = node.key if node.device is None else node.device.id
         self.kinds[kind] = None
@@ -220,7 +230,7 @@ class _Picture:
             yield _text(x, y + 4, _cut(_short(name, host) or "a host", most), 12, colour, "middle")
         yield "</g>"
 
-    def _tip(self, node: Node) -> str:
+    def _tip(self, node: DrawnNode) -> str:
         if node.device is not None:
             return _about(node.device)
         if node.key == "\0network":

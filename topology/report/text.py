@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tokenring.display.safe_text import plain, plain_lines
 from tokenring.topology.model.facts import PCIE_KINDS, Device, unordered
-from tokenring.topology.model.graph import Edge, Fabric, Graph, total_gbs
+from tokenring.topology.model.graph import Edge, Graph, SwitchFabric, total_gbs
 from tokenring.topology.model.verdict import Verdict
 
 MAX_MATRIX = 32
@@ -142,7 +142,7 @@ def _matrix(graph: Graph) -> list[str]:
     return ["links, GB/s one way", *_table(rows)]
 
 
-def _cell(a: str, b: str, edge: Edge | None, fabric: Fabric) -> str:
+def _cell(a: str, b: str, edge: Edge | None, fabric: SwitchFabric) -> str:
     if a == b:
         return "·"
     if edge is None or not edge.is_peer:

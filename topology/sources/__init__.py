@@ -63,14 +63,14 @@ REGISTRY = (
 )
 
 
-class Parser(Protocol):
+class SourceParser(Protocol):
     def recognises(self, text: str) -> bool: ...
 
     def parse(self, text: str) -> Facts: ...
 
 
-def parser_of(source: Source) -> Parser:
-    return cast(Parser, importlib.import_module(f"{__name__}.{source.module}"))
+def parser_of(source: Source) -> SourceParser:
+    return cast(SourceParser, importlib.import_module(f"{__name__}.{source.module}"))
 
 
 def facts_of(source: Source, text: str) -> Facts:

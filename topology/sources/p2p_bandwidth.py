@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tokenring.errors import TopologyError
 from tokenring.topology.model.facts import MAX_DEVICES, Device, Facts, Measurement, Note, normal_bus_id
-from tokenring.topology.sources.speeds import Speed, Table, coverage_of, links_of, tables
+from tokenring.topology.sources.speeds import Speed, SpeedTable, coverage_of, links_of, tables
 
 DEVICE = re.compile(
     r"^Device: ([0-9]{1,3}), (.{1,80}?), pciBusID: ([0-9a-f]{1,4}), pciDeviceID: ([0-9a-f]{1,4}), "
@@ -61,14 +61,14 @@ def parse(text: str) -> Facts:
     return Facts(coverage_of(devices, speeds), devices, tuple(links), tuple(measurements), tuple(notes))
 
 
-def _kind(table: Table) -> str | None:
+def _kind(table: SpeedTable) -> str | None:
     """Latencies come twice: as the device and as the processor sees them."""
     if table.corner == "CPU":
         return None
     return next((kind for kind, title in KINDS.items() if re.match(title, table.title)), None)
 
 
-def _cells(table: Table) -> Cells:
+def _cells(table: SpeedTable) -> Cells:
     return {place: value for place, value in table.values.items() if value is not None}
 
 

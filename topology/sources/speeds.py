@@ -130,7 +130,7 @@ def _side_by_side(buses: Mapping[str, str | None], a: str, b: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Table:
+class SpeedTable:
     """A matrix of numbers below a header of numbers; None where a cell is no number. `title` and `before`: the last
     two lines above it that are of no matrix; `corner`: the word beside the header; `missing_rows`: so many fewer than
     columns."""
@@ -145,7 +145,7 @@ class Table:
         return len({column for _, column in self.values}) - len({row for row, _ in self.values})
 
 
-def tables(text: str) -> Iterable[Table]:
+def tables(text: str) -> Iterable[SpeedTable]:
     """All of a text. What a cut row leaves of its matrix is kept; what follows it is not."""
     title, before, corner, columns = "", "", "", list[int]()
     values: dict[tuple[int, int], float | None] = {}
@@ -155,7 +155,7 @@ def tables(text: str) -> Iterable[Table]:
         counted = bool(header) and header == list(range(len(header))) and len(words) - len(header) <= 1
         if counted and not _is_row(words, columns):
             if values:
-                yield Table(title, before, corner, values)
+                yield SpeedTable(title, before, corner, values)
             corner = words[0] if len(words) > len(header) else ""
             columns, values = header, {}
         elif columns and _is_row(words, columns):
@@ -163,10 +163,10 @@ def tables(text: str) -> Iterable[Table]:
             values |= {(row, column): _number(word) for column, word in zip(columns, words[1:], strict=True)}
         elif words:
             if values:
-                yield Table(title, before, corner, values)
+                yield SpeedTable(title, before, corner, values)
             before, title, columns, values = title, line.strip(), [], {}
     if values:
-        yield Table(title, before, corner, values)
+        yield SpeedTable(title, before, corner, values)
 
 
 def _is_row(words: Sequence[str], columns: Sequence[int]) -> bool:

@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional as F
 
 import tokenring as tr
-from tokenring.cli.bench.results import ONE, OURS, Case
+from tokenring.cli.bench.results import ONE, OURS, RaceCase
 from tokenring.cli.bench.sleeping import SleepingContext
 from tokenring.display.console import cores
-from tokenring.emulate.shapes import Fabric, Shape
+from tokenring.emulate.shapes import EmulatedFabric, Shape
 from tokenring.emulate.ways import Load, heaviest
 from tokenring.ir.schedule_data import PASSES
 from tokenring.planner.interconnects.emulated import computing_machine, interconnect_of_shape, sleeping_machine
@@ -58,7 +58,7 @@ BHTD = Form(lambda x: x.transpose(1, 2).contiguous(), lambda x: x.transpose(1, 2
 THD = Form(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
 
 
-class Note(NamedTuple):
+class RaceNote(NamedTuple):
     """Something to know about what was run: `where` names the modules that it is about."""
 
     text: str
@@ -76,7 +76,7 @@ class Runner:
     threads: int = 1
     link_bytes: int | None = None
     load: Load | None = None
-    notes: tuple[Note, ...] = ()
+    notes: tuple[RaceNote, ...] = ()
 
     @property
     def takes_part(self) -> bool:
@@ -84,10 +84,10 @@ class Runner:
 
 
 @dataclass
-class Setting:
+class RaceSetting:
     """What candidates get to know: the case, and this rank of so many."""
 
-    case: Case
+    case: RaceCase
     rank: int
     ranks: int
 
@@ -111,7 +111,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RacedSchedule:
     """Something to race. `prepare` gets the setting and, for peers, a process group that nobody else uses.
 
     It raises NotRun, NotInstalled, or whatever else goes wrong, and does so on all ranks or on none.
@@ -119,14 +119,14 @@ class Candidate:
 
     name: str
     kind: str
-    prepare: Callable[[Setting, Any], Runner]
+    prepare: Callable[[RaceSetting, Any], Runner]
     version: str | None = None
 
 
-def our_candidates(case: Case) -> list[Candidate]:
+def our_candidates(case: RaceCase) -> list[RacedSchedule]:
     """One for each schedule that is asked for."""
     return [
-        Candidate(name, OURS, lambda setting, group, name=name: _schedule_runner(setting, name), tr.__version__)  # type: ignore[misc]
+        RacedSchedule(name, OURS, lambda setting, group, name=name: _schedule_runner(setting, name), tr.__version__)  # type: ignore[misc]
         for name in case.schedules
     ]
 
@@ -137,7 +137,7 @@ def emulated(shape: Shape, tflops: float | None) -> Interconnect:
     return interconnect_of_shape(shape, machine)
 
 
-def _schedule_runner(setting: Setting, name: str) -> Runner:
+def _schedule_runner(setting: RaceSetting, name: str) -> Runner:
     case, mask = setting.case, setting.mask
     options: dict[str, Any] = {
         "layout": case.layout,
@@ -170,26 +170,26 @@ def _schedule_runner(setting: Setting, name: str) -> Runner:
     )
 
 
-def _load(fabric: Fabric, moved: list[dict[tuple[int, int], int]]) -> Load:
+def _load(fabric: EmulatedFabric, moved: list[dict[tuple[int, int], int]]) -> Load:
     """The most loaded wire's seconds, of one pass after the other; the wire of the longest."""
     loads = [load for each in moved if (load := heaviest(fabric, each)) is not None]
     longest = max(loads, key=lambda load: load.seconds, default=Load("none", 0.0))
     return Load(longest.wire, sum(load.seconds for load in loads))
 
 
-def _shapes_only(case: Case, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _shapes_only(case: RaceCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of the right sizes, without memory of their own."""
     one = torch.zeros((), dtype=getattr(torch, case.dtype))
     q, k = (one.expand(case.batch, tokens, heads, case.head_dim) for heads in (case.heads, case.kv_heads))
     return q, k, k
 
 
-def one_process() -> Candidate:
+def one_process() -> RacedSchedule:
     """torch's plain kernel over the whole sequence: rank 0 alone, with a thread for each rank."""
-    return Candidate("one process", ONE, _one_process_runner, torch.__version__)
+    return RacedSchedule("one process", ONE, _one_process_runner, torch.__version__)
 
 
-def _one_process_runner(setting: Setting, group: Any) -> Runner:
+def _one_process_runner(setting: RaceSetting, group: Any) -> Runner:
     case, causal = setting.case, setting.is_plain()
     if causal is None:
         raise NotRun("for full and causal masks only")
@@ -213,7 +213,7 @@ def _one_process_runner(setting: Setting, group: Any) -> Runner:
     )
 
 
-def flops(case: Case, causal: bool) -> float:
+def flops(case: RaceCase, causal: bool) -> float:
     """Of forward (4 for each pair, head and dimension) and backward (10), or of forward alone."""
     pairs = case.seq_len * (case.seq_len + 1) / 2 if causal else case.seq_len**2
     return (14 if case.backward else 4) * case.batch * case.heads * case.head_dim * pairs

@@ -10,7 +10,7 @@ from functools import partial
 
 from tokenring.cli.bench.emulate import add_options, check_options, start
 from tokenring.cli.bench.picture import to_svg
-from tokenring.cli.bench.results import Case, Report
+from tokenring.cli.bench.results import RaceCase, RaceReport
 from tokenring.cli.bench.table import table
 from tokenring.cli.call_options import add_call_options, add_report_options, check_call, with_printed
 from tokenring.display.console import Console, Parser
@@ -28,15 +28,15 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
-    outputs = {"json": Report.to_json, "save": Report.to_json, "svg": to_svg}
+    outputs = {"json": RaceReport.to_json, "save": RaceReport.to_json, "svg": to_svg}
     started = ranks_started(environment) is not None
     case = partial(_case, started)
     suffixes = {"json": (".json",), "save": (".json",), "svg": (".svg",)}
-    command = Command("bench", MODULE, _options, case, Report.from_json, outputs, _show, suffixes, start)
+    command = Command("bench", MODULE, _options, case, RaceReport.from_json, outputs, _show, suffixes, start)
     return command.main(argv, environment)
 
 
-def _show(report: Report, options: argparse.Namespace, console: Console) -> int:
+def _show(report: RaceReport, options: argparse.Namespace, console: Console) -> int:
     if options.printed:
         console.data(report.to_json())
     else:
@@ -73,7 +73,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return with_printed(parser.parse_args(argv))
 
 
-def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
+def _case(started: bool, options: argparse.Namespace, ranks: int) -> RaceCase:
     """The options as a case. Raises ConfigurationError for what no rank could run."""
     from tokenring.cli.bench.contenders import contenders
     from tokenring.cli.bench.peers import PEERS
@@ -84,7 +84,7 @@ def _case(started: bool, options: argparse.Namespace, ranks: int) -> Case:
         raise ConfigurationError("--pieces goes with schedules by name: leave auto out")
     emulation = check_options(options, ranks, started)
     peers = _names("--peers", options.peers, {"auto": [*PEERS], "none": []}, [*PEERS])
-    case = Case(**{**call, "schedules": schedules, "peers": peers, **emulation})
+    case = RaceCase(**{**call, "schedules": schedules, "peers": peers, **emulation})
     return case if schedules else replace(case, schedules=contenders(case, ranks))
 
 

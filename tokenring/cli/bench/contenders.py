@@ -8,12 +8,12 @@ import torch
 
 from tokenring.backends.registry import kernel_for_planning
 from tokenring.cli.bench.candidates import emulated
-from tokenring.cli.bench.results import Case
+from tokenring.cli.bench.results import RaceCase
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.target import IDEAL
-from tokenring.planner.choosing.auto import Call, plan_call
+from tokenring.planner.choosing.auto import CallToPlan, plan_call
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.wiring import interconnect_of
 from tokenring.planner.machines.machine import machine_of_topology
@@ -30,7 +30,7 @@ MOST = 12  # families: the others are predicted to be slower than all of these
 MOST_RANKS = 16  # above, planning takes too long for a default: what needs no parameters races
 
 
-def contenders(case: Case, ranks: int) -> list[str]:
+def contenders(case: RaceCase, ranks: int) -> list[str]:
     """The best member of each of the `MOST` best families, in the registry's order, then auto.
 
     Best is what the planner predicts, in one memory that all ranks share where links are not emulated. With `pieces`
@@ -43,7 +43,7 @@ def contenders(case: Case, ranks: int) -> list[str]:
     return [*(names or SCHEMES), *(["auto"] if case.pieces is None else [])]
 
 
-def _ranked(case: Case, ranks: int, size: Workload, layout: Layout) -> Sequence[str]:
+def _ranked(case: RaceCase, ranks: int, size: Workload, layout: Layout) -> Sequence[str]:
     """All schedules that fit, the fastest first."""
     if not 1 < ranks <= MOST_RANKS:
         return [name for name, family in FAMILIES.items() if family.takes(0)]
@@ -52,13 +52,13 @@ def _ranked(case: Case, ranks: int, size: Workload, layout: Layout) -> Sequence[
     target = transport_target("gloo") if case.emulate is not None else IDEAL
     setting = Setting(size, net, machine, passes, kernel_for_planning().supports_patch, target)
     try:
-        plan = plan_call(Call(setting, layout, layout, parse_mask(case.mask)))
+        plan = plan_call(CallToPlan(setting, layout, layout, parse_mask(case.mask)))
     except ConfigurationError:
         return []
     return [each.name for each in plan.candidates]
 
 
-def _where(case: Case, ranks: int, dtype: torch.dtype) -> tuple[Interconnect, Machine]:
+def _where(case: RaceCase, ranks: int, dtype: torch.dtype) -> tuple[Interconnect, Machine]:
     if case.emulate is not None:
         net = emulated(case.emulate, case.compute_tflops)
         assert net.machine is not None
@@ -67,7 +67,7 @@ def _where(case: Case, ranks: int, dtype: torch.dtype) -> tuple[Interconnect, Ma
     return interconnect_of(here), machine_of_topology(here, dtype)
 
 
-def _fits(name: str, case: Case, size: Workload, layout: Layout) -> bool:
+def _fits(name: str, case: RaceCase, size: Workload, layout: Layout) -> bool:
     if case.pieces is not None and parse(name).pieces is not None:
         return False
     return misfit(name, layout.world_size, size, layout, layout, case.pieces) is None

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tokenring.cli.bench.results import Case
+from tokenring.cli.bench.results import RaceCase
 from tokenring.emulate.shapes import FABRICS, SHAPES, Shape
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import start_torchrun
@@ -54,7 +54,7 @@ def check_options(options: argparse.Namespace, ranks: int, started: bool) -> dic
     return {"emulate": shape, "compute_tflops": options.compute, "transport": "gloo"}
 
 
-def start(case: Case, ranks: int, module: str, arguments: list[str]) -> AbstractContextManager[Running]:
+def start(case: RaceCase, ranks: int, module: str, arguments: list[str]) -> AbstractContextManager[Running]:
     """Ranks of this case: on emulated links, if it has some."""
     if case.emulate is None:
         return start_torchrun(case, ranks, module, arguments)

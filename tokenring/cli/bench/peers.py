@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tokenring.cli.bench import flash_attn_cpu, torch_ring
-from tokenring.cli.bench.candidates import BHTD, THD, Candidate, Note, NotInstalled, NotRun, Runner, Setting
+from tokenring.cli.bench.candidates import BHTD, THD, NotInstalled, NotRun, RacedSchedule, RaceNote, RaceSetting, Runner
 from tokenring.cli.bench.results import PEER
 from tokenring.cli.bench.sleeping import Sleeping
 from tokenring.sequence.layout import make_layout
@@ -54,16 +54,16 @@ def sleeping_instead(tflops: float | None) -> Iterator[None]:
         yield
 
 
-def peer_candidates(names: list[str]) -> list[Candidate]:
+def peer_candidates(names: list[str]) -> list[RacedSchedule]:
     """The candidates of these libraries; one that is not installed has a single one that says so."""
-    found: list[Candidate] = []
+    found: list[RacedSchedule] = []
     for name in names:
         if find_spec(PACKAGES[name]) is None:
-            found.append(Candidate(name, PEER, partial(_missing, name)))
+            found.append(RacedSchedule(name, PEER, partial(_missing, name)))
             continue
         version = torch.__version__ if name == "torch" else _version(name)
         made = {"ring-flash-attn": _ring_flash_attn, "yunchang": _yunchang, "torch": _torch}[name]
-        found += [Candidate(f"{name} {kind}", PEER, prepare, version) for kind, prepare in made().items()]
+        found += [RacedSchedule(f"{name} {kind}", PEER, prepare, version) for kind, prepare in made().items()]
     return found
 
 
@@ -75,10 +75,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-Prepare = Callable[[Setting, Any], Runner]
+Prepare = Callable[[RaceSetting, Any], Runner]
 
 
-def _missing(name: str, setting: Setting, group: Any) -> Runner:
+def _missing(name: str, setting: RaceSetting, group: Any) -> Runner:
     raise NotInstalled(INSTALL[name])
 
 
@@ -90,7 +90,7 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _causal(setting: Setting) -> bool:
+def _causal(setting: RaceSetting) -> bool:
     causal = setting.is_plain()
     if causal is None:
         raise NotRun("for full and causal masks only")
@@ -113,9 +113,9 @@ def _ring_flash_attn() -> dict[str, Prepare]:
     }
 
 
-def _ring_flash_module(name: str) -> tuple[ModuleType, list[Note]]:
+def _ring_flash_module(name: str) -> tuple[ModuleType, list[RaceNote]]:
     """ring_flash_attn.<name>, without the package's __init__: that needs transformers for its adapters."""
-    notes = [Note(STAND_IN, "ring_flash_attn")] if flash_attn_cpu.install() else []
+    notes = [RaceNote(STAND_IN, "ring_flash_attn")] if flash_attn_cpu.install() else []
     if "ring_flash_attn" not in sys.modules:
         spec = find_spec("ring_flash_attn")
         assert spec is not None  # looked for before
@@ -124,16 +124,16 @@ def _ring_flash_module(name: str) -> tuple[ModuleType, list[Note]]:
         return import_module(f"ring_flash_attn.{name}"), notes
 
 
-def _patch(module: ModuleType, function: str) -> list[Note]:
+def _patch(module: ModuleType, function: str) -> list[RaceNote]:
     """Mend a backward; notes of what was mended. A second time there is nothing left to mend."""
     if not hasattr(module, "_tokenring_notes"):
         found = flash_attn_cpu.patch_function(module, function, {old: new for old, (new, _) in PATCHES.items()})
-        module.__dict__["_tokenring_notes"] = [Note(PATCHES[old][1], module.__name__) for old in found]
-    notes: list[Note] = module.__dict__["_tokenring_notes"]
+        module.__dict__["_tokenring_notes"] = [RaceNote(PATCHES[old][1], module.__name__) for old in found]
+    notes: list[RaceNote] = module.__dict__["_tokenring_notes"]
     return notes
 
 
-def _ring_flash(name: str, layout: str, setting: Setting, group: Any) -> Runner:
+def _ring_flash(name: str, layout: str, setting: RaceSetting, group: Any) -> Runner:
     causal = _causal(setting)
     if not causal and name != "ring_flash_attn":
         raise NotRun("for the causal mask only")
@@ -145,13 +145,13 @@ def _ring_flash(name: str, layout: str, setting: Setting, group: Any) -> Runner:
     )
 
 
-def ring_flash_function(name: str) -> tuple[Callable[..., Any], tuple[Note, ...]]:
+def ring_flash_function(name: str) -> tuple[Callable[..., Any], tuple[RaceNote, ...]]:
     """A function of ring-flash-attn by its module, made ready for CPUs, and what had to be changed for it."""
     module, notes = _ring_flash_module(name)
     return getattr(module, f"{name}_func"), tuple(notes + _patch(module, f"{name}_backward"))
 
 
-def _llama3(setting: Setting, group: Any) -> Runner:
+def _llama3(setting: RaceSetting, group: Any) -> Runner:
     causal, case = _causal(setting), setting.case
     if case.batch > 1:
         raise NotRun("for one packed sequence, not for a batch")
@@ -176,11 +176,11 @@ def _yunchang() -> dict[str, Prepare]:
     return {"ulysses": _ulysses, **{f"usp {degree}": partial(_usp, degree) for degree in USP_DEGREES}}
 
 
-def _ulysses(setting: Setting, group: Any) -> Runner:
+def _ulysses(setting: RaceSetting, group: Any) -> Runner:
     causal, case = _causal(setting), setting.case
     if case.kv_heads % setting.ranks:
         raise NotRun(f"{case.kv_heads} kv heads are not a multiple of {setting.ranks} ranks")
-    notes = (Note(STAND_IN, "yunchang"),) if flash_attn_cpu.install() else ()
+    notes = (RaceNote(STAND_IN, "yunchang"),) if flash_attn_cpu.install() else ()
     with _quietly():
         layer = import_module("yunchang").UlyssesAttention(
             sequence_process_group=group, attn_type=import_module("yunchang.kernels").AttnType.FA
@@ -193,14 +193,14 @@ def _ulysses(setting: Setting, group: Any) -> Runner:
     )
 
 
-def _usp(degree: int, setting: Setting, group: Any) -> Runner:
+def _usp(degree: int, setting: RaceSetting, group: Any) -> Runner:
     """Ulysses among `degree` neighbours, a ring across: zigzag when causal, as yunchang's own examples take it."""
     causal, case, ranks = _causal(setting), setting.case, setting.ranks
     if ranks % degree or ranks == degree:
         raise NotRun(f"{ranks} ranks are not several groups of {degree}")
     if case.kv_heads % degree:
         raise NotRun(f"{case.kv_heads} kv heads are not a multiple of {degree}")
-    notes = [Note(STAND_IN, "yunchang")] if flash_attn_cpu.install() else []
+    notes = [RaceNote(STAND_IN, "yunchang")] if flash_attn_cpu.install() else []
     kind = "zigzag" if causal else "basic"
     ring = "zigzag_ring_flash_attn" if causal else "ring_flash_attn"
     with _quietly():
@@ -218,7 +218,7 @@ def _usp(degree: int, setting: Setting, group: Any) -> Runner:
     )
 
 
-def _usp_positions(setting: Setting, degree: int, kind: str) -> torch.Tensor:
+def _usp_positions(setting: RaceSetting, degree: int, kind: str) -> torch.Tensor:
     """A group of neighbours has what one rank of the ring would have; each a part of it, in order."""
     groups, length = setting.ranks // degree, setting.case.seq_len
     layout = make_layout("zigzag" if kind == "zigzag" else "contiguous", groups, length)
@@ -234,7 +234,7 @@ def _torch() -> dict[str, Prepare]:
     return {f"ring {rotate}": partial(_torch_ring, rotate) for rotate in ("allgather", "alltoall")}
 
 
-def _torch_ring(rotate: str, setting: Setting, group: Any) -> Runner:
+def _torch_ring(rotate: str, setting: RaceSetting, group: Any) -> Runner:
     causal, case = _causal(setting), setting.case
     if case.heads != case.kv_heads:
         raise NotRun("for as many kv heads as query heads only")
@@ -244,5 +244,5 @@ def _torch_ring(rotate: str, setting: Setting, group: Any) -> Runner:
         setting.positions(layout),
         lambda q, k, v: torch_ring.attend(q, k, v, group, causal, rotate),
         BHTD,
-        notes=(Note(CPU_RING, "torch"),),
+        notes=(RaceNote(CPU_RING, "torch"),),
     )

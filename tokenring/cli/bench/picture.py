@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from html import escape
 
-from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Entry, Report
+from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Entry, RaceReport
 from tokenring.cli.bench.table import bytes_text, case_text, emulation_text, machine_text, ms, what_text
 from tokenring.display.svg import axis_step, opening, style, text_at
 
@@ -31,13 +31,13 @@ LINES = {"rule": ("#e3e7eb", "#2c333b"), "whisker": ("#22282f", "#e8ecf0")}
 RULES = [".whisker { stroke-width: 1.3 } .dot { stroke: #77828e; stroke-width: 0.8 }"]
 
 
-def to_svg(report: Report) -> str:
+def to_svg(report: RaceReport) -> str:
     """The picture."""
     return "\n".join(_Picture(report).lines()) + "\n"
 
 
 class _Picture:
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: RaceReport) -> None:
         self.report = report
         self.timed = [entry for entry in report.ranked if entry.was_timed]
         room = int((WIDTH - 2 * MARGIN) / SMALL_CHARACTER)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.devices import Device, device_of
-from tokenring.cli.bench.candidates import Candidate, NotInstalled, NotRun, Runner, Setting
+from tokenring.backends.devices import DeviceRuntime, device_of
+from tokenring.cli.bench.candidates import NotInstalled, NotRun, RacedSchedule, RaceSetting, Runner
 from tokenring.cli.bench.reference import RESULTS, errors, reference, reference_dtype
-from tokenring.cli.bench.results import ERROR_LIMITS, FAILED, MEASURED, MISSING, PEER, SKIPPED, WRONG, Case, Entry
+from tokenring.cli.bench.results import ERROR_LIMITS, FAILED, MEASURED, MISSING, PEER, SKIPPED, WRONG, Entry, RaceCase
 from tokenring.gc_pause import no_collection
 from tokenring.launch.command import Tell
 from tokenring.launch.follow import short
@@ -56,7 +56,9 @@ def order(count: int, turn: int) -> list[int]:
     return row[::-1] if count % 2 and (turn // count) % 2 else row
 
 
-def race(setting: Setting, candidates: list[Candidate], tell: Tell) -> tuple[list[Entry], str | None, list[str]]:
+def race(
+    setting: RaceSetting, candidates: list[RacedSchedule], tell: Tell
+) -> tuple[list[Entry], str | None, list[str]]:
     """All entries, what results were compared with (None: they were not), and notes.
 
     Every rank calls it, with the same candidates.
@@ -98,7 +100,7 @@ def _notes(lanes: list[_Lane]) -> list[str]:
     return [f"{text} ({', '.join(modules)})" for text, modules in where.items()]
 
 
-def make_inputs(case: Case) -> list[torch.Tensor]:
+def make_inputs(case: RaceCase) -> list[torch.Tensor]:
     """q, k, v and dout over the whole sequence, [B, S, H, D]; the same on every rank."""
     generator = torch.Generator().manual_seed(SEED)
     return [
@@ -107,7 +109,7 @@ def make_inputs(case: Case) -> list[torch.Tensor]:
     ]
 
 
-def _prepare(setting: Setting, candidate: Candidate, inputs_BSHD: list[torch.Tensor]) -> _Lane:
+def _prepare(setting: RaceSetting, candidate: RacedSchedule, inputs_BSHD: list[torch.Tensor]) -> _Lane:
     lane = _Lane(Entry(candidate.name, candidate.kind, "", candidate.version, MEASURED))
     group = None
     if candidate.kind == PEER and setting.ranks > 1:  # one of its own: a peer that fails in the middle breaks it
@@ -142,7 +144,7 @@ def _own_warnings(kind: str) -> Iterator[None]:
         yield
 
 
-def _agree(setting: Setting, lane: _Lane, status: str, reason: str) -> None:
+def _agree(setting: RaceSetting, lane: _Lane, status: str, reason: str) -> None:
     """What stopped it on one rank stops it on all; the lowest rank's reason counts."""
     found: list[Any] = [None] * setting.ranks
     if setting.ranks > 1:
@@ -154,7 +156,7 @@ def _agree(setting: Setting, lane: _Lane, status: str, reason: str) -> None:
         lane.stop(*stopped)
 
 
-def _take_turn(setting: Setting, lane: _Lane, wanted: dict[str, torch.Tensor] | None, counts: bool) -> None:
+def _take_turn(setting: RaceSetting, lane: _Lane, wanted: dict[str, torch.Tensor] | None, counts: bool) -> None:
     """One call on all ranks; with `wanted` its results are compared, and with `counts` its times kept."""
     assert lane.runner is not None
     found: list[torch.Tensor] = []
@@ -181,7 +183,7 @@ def _take_turn(setting: Setting, lane: _Lane, wanted: dict[str, torch.Tensor] | 
         lane.entry.call_s.append(round(slowest[1].item(), 7))
 
 
-def _start(setting: Setting) -> float | None:
+def _start(setting: RaceSetting) -> float | None:
     """Returns when all ranks may begin; the moment, if they have agreed on one.
 
     Over emulated links a barrier's last messages are late, and who gets them late would have less to wait for. But
@@ -199,7 +201,7 @@ def _start(setting: Setting) -> float | None:
 
 
 def timed_call(
-    runner: Runner, inputs: list[torch.Tensor], backward: bool, began: float | None, device: Device
+    runner: Runner, inputs: list[torch.Tensor], backward: bool, began: float | None, device: DeviceRuntime
 ) -> tuple[float, float, list[torch.Tensor]]:
     """Seconds until the end of forward, seconds until the end, and the results. The device's clock waits for it."""
     *leaves, dout = inputs
@@ -214,7 +216,7 @@ def timed_call(
     return middle - began, ended - began, [out.detach(), *gradients]
 
 
-def _compare(setting: Setting, lane: _Lane, found: list[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def _compare(setting: RaceSetting, lane: _Lane, found: list[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert lane.runner is not None
     whole = {name: lane.runner.form.back(x) for name, x in zip(RESULTS, found, strict=False)}
     off = errors(whole, wanted, lane.runner.positions, setting.ranks)

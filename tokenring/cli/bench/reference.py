@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.backends.kernels.reference import dense_mask
-from tokenring.cli.bench.results import Case
+from tokenring.cli.bench.results import RaceCase
 from tokenring.sequence.layout import Positions
 from tokenring.sequence.mask import Mask
 
@@ -22,7 +22,7 @@ BLOCK_ROWS = 256
 RESULTS = ("out", "dq", "dk", "dv")
 
 
-def reference_dtype(case: Case) -> torch.dtype:
+def reference_dtype(case: RaceCase) -> torch.dtype:
     """float64, unless that takes too long."""
     work = 14.0 * case.batch * case.heads * case.head_dim * case.seq_len**2
     return torch.float64 if work <= FLOAT64_FLOPS else torch.float32

@@ -17,7 +17,7 @@ ERROR_LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # above, a 
 
 
 @dataclass(frozen=True)
-class Case:
+class RaceCase:
     """What is computed, by whom, and how often."""
 
     seq_len: int
@@ -38,14 +38,14 @@ class Case:
     compute_tflops: float | None = None  # of each rank, where kernels sleep instead of computing
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Case:
+    def of(cls, values: dict[str, Any]) -> RaceCase:
         """The case whose values asdict gave."""
         shape = values.get("emulate")
         return cls(**{**values, "emulate": None if shape is None else Shape(**shape)})
 
 
 @dataclass(frozen=True)
-class Machine:
+class RaceMachine:
     """Where it ran. `cores` are those that rank 0 may use."""
 
     processor: str
@@ -104,11 +104,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Report:
+class RaceReport:
     """All of it. `reference`: what results were compared with (None: they were not); `notes`: what else to know."""
 
-    case: Case
-    machine: Machine
+    case: RaceCase
+    machine: RaceMachine
     entries: list[Entry]
     reference: str | None
     notes: list[str]
@@ -157,14 +157,14 @@ class Report:
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> RaceReport:
         """The report that to_json wrote."""
         values: dict[str, Any] = json.loads(text)
         for entry in values["entries"]:
             entry["errors"] = {name: math.nan if error is None else error for name, error in entry["errors"].items()}
         return cls(
-            Case.of(values["case"]),
-            Machine(**values["machine"]),
+            RaceCase.of(values["case"]),
+            RaceMachine(**values["machine"]),
             [Entry(**entry) for entry in values["entries"]],
             values["reference"],
             values["notes"],

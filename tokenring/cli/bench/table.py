@@ -6,14 +6,14 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Case, Entry, Machine, Report
+from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Entry, RaceCase, RaceMachine, RaceReport
 from tokenring.display.console import Ink
 
 WIDTH = 118
 GAP = "  "
 
 
-def case_text(case: Case) -> str:
+def case_text(case: RaceCase) -> str:
     """forward and backward, 4,096 tokens, 8 heads of 64, float32, causal"""
     passes = "forward and backward" if case.backward else "forward"
     heads = f"{case.heads} heads of {case.head_dim}"
@@ -23,14 +23,14 @@ def case_text(case: Case) -> str:
     return ", ".join([passes, f"{case.seq_len:,} tokens", heads, case.dtype, case.mask, *batch])
 
 
-def machine_text(machine: Machine) -> str:
+def machine_text(machine: RaceMachine) -> str:
     """2 ranks, one thread each; AMD EPYC, 2 cores; torch 2.13.0"""
     where = f"{machine.processor}, {count(machine.cores, 'core')}"
     hosts = f" on {count(machine.hosts, 'host')}" if machine.hosts > 1 else ""
     return f"{count(machine.ranks, 'rank')}{hosts}, one thread each; {where}; torch {machine.torch}"
 
 
-def emulation_text(case: Case) -> str | None:
+def emulation_text(case: RaceCase) -> str | None:
     """emulated links: switch, ports of 0.1 Gbit/s; kernels sleep as if each rank had 0.05 TFLOP/s"""
     if case.emulate is None:
         return None
@@ -60,7 +60,7 @@ def bytes_text(size: int) -> str:
     return f"{value:.{digits}f} {units[0]}"
 
 
-def table(report: Report, ink: Ink) -> str:
+def table(report: RaceReport, ink: Ink) -> str:
     """The whole report."""
     timed = [entry for entry in report.ranked if entry.was_timed]
     where = filter(None, [machine_text(report.machine), emulation_text(report.case)])
@@ -73,7 +73,7 @@ def table(report: Report, ink: Ink) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _grid(timed: Sequence[Entry], report: Report, ink: Ink) -> list[str]:
+def _grid(timed: Sequence[Entry], report: RaceReport, ink: Ink) -> list[str]:
     base = report.base
     heads = ["name", "what it is", "median ms", "min", "max", "IQR"]
     heads += ["forward"] if report.case.backward else []
@@ -101,7 +101,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     )
 
 
-def _cells(entry: Entry, report: Report) -> list[str]:
+def _cells(entry: Entry, report: RaceReport) -> list[str]:
     first, third = entry.quartiles_s
     cells = [entry.name, what_text(entry)]
     cells += [ms(each) for each in (entry.median_s, min(entry.call_s), max(entry.call_s), third - first)]
@@ -124,7 +124,7 @@ def ms(seconds: float) -> str:
     return f"{value:,.{0 if value >= 999.5 else 1 if value >= 9.995 else 2}f}"
 
 
-def _legend(report: Report, timed: bool) -> list[str]:
+def _legend(report: RaceReport, timed: bool) -> list[str]:
     case, base = report.case, report.base
     parts = []
     if timed:
@@ -146,7 +146,7 @@ def _legend(report: Report, timed: bool) -> list[str]:
     return parts
 
 
-def _checked(report: Report) -> str:
+def _checked(report: RaceReport) -> str:
     if report.reference is None:
         return (
             "Results are not checked, for no kernel computes: they sleep for as long as the work would take. What "
@@ -156,7 +156,7 @@ def _checked(report: Report) -> str:
     return f"error: the largest relative Frobenius error of {results} against {report.reference}."
 
 
-def _wires(report: Report) -> list[str]:
+def _wires(report: RaceReport) -> list[str]:
     """What is said of emulated links."""
     if report.case.emulate is None:
         return []

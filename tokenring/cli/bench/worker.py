@@ -14,24 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenring.cli.bench.candidates import WAIT_SECONDS, Setting, one_process, our_candidates
+from tokenring.cli.bench.candidates import WAIT_SECONDS, RaceSetting, one_process, our_candidates
 from tokenring.cli.bench.peers import peer_candidates, sleeping_instead
 from tokenring.cli.bench.race import race
-from tokenring.cli.bench.results import Case, Machine, Report
+from tokenring.cli.bench.results import RaceCase, RaceMachine, RaceReport
 from tokenring.display.console import cores, processor
 from tokenring.launch.command import Tell, process_group, quiet, serve
 
 
 def main(argv: list[str]) -> int:
     """Run this rank; returns the exit code."""
-    return serve(partial(run, Case.of(json.loads(argv[0]))))
+    return serve(partial(run, RaceCase.of(json.loads(argv[0]))))
 
 
-def run(case: Case, tell: Tell) -> Report | None:
+def run(case: RaceCase, tell: Tell) -> RaceReport | None:
     """The benchmark, on the processes that torchrun has started; the report is at rank 0."""
     torch.set_num_threads(1)
     with process_group(WAIT_SECONDS):
-        setting = Setting(case, dist.get_rank(), dist.get_world_size())
+        setting = RaceSetting(case, dist.get_rank(), dist.get_world_size())
         machine = machine_of(setting.ranks)
         candidates = our_candidates(case)
         if case.compute_tflops is None:  # else one process, which moves nothing, is nothing to compare with
@@ -40,14 +40,14 @@ def run(case: Case, tell: Tell) -> Report | None:
         with sleeping_instead(case.compute_tflops):
             entries, reference, notes = race(setting, candidates, tell if setting.rank == 0 else quiet)
         del candidates
-    return Report(case, machine, entries, reference, notes) if setting.rank == 0 else None
+    return RaceReport(case, machine, entries, reference, notes) if setting.rank == 0 else None
 
 
-def machine_of(ranks: int) -> Machine:
+def machine_of(ranks: int) -> RaceMachine:
     """Where the ranks of this group run; all of them call it."""
     hosts: list[Any] = [None] * ranks
     dist.all_gather_object(hosts, socket.gethostname())
-    return Machine(processor(), cores(), len(set(hosts)), ranks, torch.__version__)
+    return RaceMachine(processor(), cores(), len(set(hosts)), ranks, torch.__version__)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ import time
 import torch
 import torch.distributed as dist
 
-from tokenring.cli.demo.data import Batch
+from tokenring.cli.demo.data import TextBatch
 from tokenring.cli.demo.model import Attention, Transformer, whole_attention
 from tokenring.cli.demo.results import Checked
 from tokenring.cli.demo.train import gradients, loss_share, sum_over_ranks
 
 
-def check(model: Transformer, whole: Batch, part: Batch, attend: Attention) -> Checked | None:
+def check(model: Transformer, whole: TextBatch, part: TextBatch, attend: Attention) -> Checked | None:
     """Compare the model on `part` of each rank with the model on the `whole` batch; the answer is at rank 0.
 
     attend: the split attention. The reference is torch's own attention over the whole sequence, at
@@ -39,7 +39,7 @@ def check(model: Transformer, whole: Batch, part: Batch, attend: Attention) -> C
     return checked
 
 
-def _backward(model: Transformer, batch: Batch, attend: Attention, length: int) -> torch.Tensor:
+def _backward(model: Transformer, batch: TextBatch, attend: Attention, length: int) -> torch.Tensor:
     share = loss_share(model, batch, attend, length)
     share.backward()  # type: ignore[no-untyped-call]
     return share.detach().double()

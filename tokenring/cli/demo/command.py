@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tokenring.cli.demo.console import Console
+from tokenring.cli.demo.console import DemoConsole
 from tokenring.cli.demo.report import (
     bytes_text,
     check_text,
@@ -20,7 +20,7 @@ from tokenring.cli.demo.report import (
     timeline,
     training_text,
 )
-from tokenring.cli.demo.results import Checked, Measured, Result, Started, Stepped, from_line, training_complaint
+from tokenring.cli.demo.results import Checked, DemoMeasured, Result, Started, Stepped, from_line, training_complaint
 from tokenring.cli.spelling import SIZES_TEXT, add_seq, also
 from tokenring.cli.trace.picture import to_svg
 from tokenring.display.console import Parser, check_suffix, cores, machine, read_options
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ shows a ?
         sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
-    console = Console(sys.stdout, sys.stderr, os.environ)
+    console = DemoConsole(sys.stdout, sys.stderr, os.environ)
 
     def do() -> int:
         Demo(options, console, interrupts).run()
@@ -61,11 +61,11 @@ def main(argv: list[str] | None = None) -> int:
 class Demo:
     """One run: results come in, text goes out."""
 
-    def __init__(self, options: argparse.Namespace, console: Console, interrupts: Interrupts) -> None:
+    def __init__(self, options: argparse.Namespace, console: DemoConsole, interrupts: Interrupts) -> None:
         self.options, self.console, self.interrupts = options, console, interrupts
         self.losses: list[float] = []
         self.training_seconds = 0.0
-        self.measured: Measured | None = None
+        self.measured: DemoMeasured | None = None
         self.failed = False
         self.phase = f"starting {options.ranks} ranks"
 
@@ -110,7 +110,7 @@ class Demo:
                 self._checked(result)
             case Stepped():
                 self._stepped(result)
-            case Measured():
+            case DemoMeasured():
                 self._trained()
                 self._measured(result)
 
@@ -138,7 +138,7 @@ class Demo:
         self.console.say(training_text(self.losses, options.seq, self.training_seconds, options.steps, ink))
         _refuse(training_complaint(self.losses))
 
-    def _measured(self, measured: Measured) -> None:
+    def _measured(self, measured: DemoMeasured) -> None:
         ink, say = self.console.ink, self.console.say
         say(section(3, "One attention call of this model, forward and backward", ink))
         say(schedule_text(measured) + "\n")

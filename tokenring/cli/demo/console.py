@@ -8,7 +8,7 @@ BAR_WIDTH = 30
 PLAIN_LINES = 8  # of progress, where there is no terminal
 
 
-class Console(console.Console):
+class DemoConsole(console.Console):
     """One that shows how far training is."""
 
     def progress(self, done: int, total: int, loss: float, tokens_per_second: float, seconds_left: float) -> None:

@@ -13,20 +13,20 @@ VOCABULARY = 256  # tokens are bytes
 
 
 @dataclass(frozen=True)
-class Batch:
+class TextBatch:
     """Tokens [1, T], the token after each of them [1, T], and where each stands in the whole sequence [T]."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
 
-    def shard(self, cp: tr.ContextParallel) -> Batch:
+    def shard(self, cp: tr.ContextParallel) -> TextBatch:
         """This rank's part of a whole batch.
 
         Targets are cut like tokens: the token after a rank's last one is another rank's.
         """
         length = self.tokens.shape[1]
-        return Batch(tr.shard(self.tokens, cp), tr.shard(self.targets, cp), tr.positions(cp, length))
+        return TextBatch(tr.shard(self.tokens, cp), tr.shard(self.targets, cp), tr.positions(cp, length))
 
 
 class Text:
@@ -40,11 +40,11 @@ class Text:
         self.tokens, self.length = tokens, length
         self._generator = torch.Generator().manual_seed(seed)
 
-    def batch(self) -> Batch:
+    def batch(self) -> TextBatch:
         """The next window, whole."""
         start = int(torch.randint(self.tokens.numel() - self.length, (), generator=self._generator))
         window = self.tokens[None, start : start + self.length + 1]
-        return Batch(window[:, :-1], window[:, 1:], torch.arange(self.length))
+        return TextBatch(window[:, :-1], window[:, 1:], torch.arange(self.length))
 
 
 def text_tokens() -> torch.Tensor:

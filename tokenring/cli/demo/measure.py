@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tokenring as tr
 from tokenring.cli.demo.model import ModelConfig
-from tokenring.cli.demo.results import Measured, Pass
+from tokenring.cli.demo.results import DemoMeasured, Pass
 from tokenring.cli.trace.bars import bars, messages
 from tokenring.cli.trace.record import Stretch
 from tokenring.ir.schedule_data import PASSES
@@ -28,7 +28,7 @@ class _Observed:
     split_seconds: dict[str, float]
 
 
-def measure(config: ModelConfig, length: int, cp: tr.ContextParallel) -> Measured:
+def measure(config: ModelConfig, length: int, cp: tr.ContextParallel) -> DemoMeasured:
     """Run and observe one call on all ranks together; every rank gets the same answer."""
     q, k, v = _inputs(config, length // cp.world_size)
     plan = tr.plan(q, k, v, cp, tr.Causal())
@@ -45,7 +45,7 @@ def measure(config: ModelConfig, length: int, cp: tr.ContextParallel) -> Measure
         passes.append(Pass(direction, predicted, counted, _mean([rank.split_seconds for rank in at_ranks])))
     # Ranks share a clock: perf_counter is CLOCK_MONOTONIC, which is one for the whole machine.
     starts = [start] * cp.world_size
-    return Measured(
+    return DemoMeasured(
         plan.name,
         plan.reason,
         passes,

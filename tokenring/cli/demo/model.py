@@ -34,7 +34,7 @@ class ModelConfig:
         return self.q_heads * self.head_dim
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and SwiGLU, each on the normalised residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.unembedding = nn.Linear(config.width, config.vocabulary, bias=False)
         self._initialise(torch.Generator().manual_seed(seed))

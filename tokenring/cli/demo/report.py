@@ -10,7 +10,7 @@ from tokenring.cli.demo.results import (
     GRADIENT_LIMIT,
     LOSS_LIMIT,
     Checked,
-    Measured,
+    DemoMeasured,
     Pass,
     Started,
     first_and_last,
@@ -76,14 +76,14 @@ def training_text(losses: Sequence[float], tokens: int, seconds: float, steps: i
     )
 
 
-def schedule_text(measured: Measured) -> str:
+def schedule_text(measured: DemoMeasured) -> str:
     """Which schedule, and why."""
     why = textwrap.wrap(measured.reason, WIDTH - 14)
     lines = [f"   schedule   {measured.schedule}", f"   why        {why[0] if why else ''}"]
     return "\n".join([*lines, *(f"{'':14}{line}" for line in why[1:])])
 
 
-def bytes_text(measured: Measured, ink: Ink) -> str:
+def bytes_text(measured: DemoMeasured, ink: Ink) -> str:
     """A matrix of links for each pass."""
     matrices = [link_matrix(each, ink) for each in measured.passes]
     equal = measured.complaint() is None
@@ -121,7 +121,7 @@ def _paint_cell(cell: str, ink: Ink) -> str:
     return ink.bad(cell) if cell.endswith("✗") else ink.pale(cell)
 
 
-def split_text(measured: Measured, ranks: int, cores: int, ink: Ink) -> str:
+def split_text(measured: DemoMeasured, ranks: int, cores: int, ink: Ink) -> str:
     """Where the time went, in each pass."""
     lines = [f"   {f'time, mean of {_ranks(ranks)}':<26}" + "".join(f"{each.name:>20}" for each in measured.passes)]
     totals = [sum(each.split_seconds.values()) for each in measured.passes]
@@ -153,7 +153,7 @@ def stacked_bar(split_seconds: dict[str, float]) -> str:
     return text
 
 
-def timeline(measured: Measured, title: str) -> Timeline:
+def timeline(measured: DemoMeasured, title: str) -> Timeline:
     """What the picture of the call shows."""
     heading = "One attention call on every rank, forward and backward"
     about = [f"schedule {measured.schedule} · {title}"]

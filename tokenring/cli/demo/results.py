@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from tokenring.cli.trace.record import Bar, Message, Stretch
+from tokenring.cli.trace.record import Bar, Stretch, TracedMessage
 from tokenring.launch.follow import Failed
 
 PREFIX = "@tokenring-demo "  # anything else that a rank prints is not ours
@@ -89,7 +89,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Measured:
+class DemoMeasured:
     """One attention call of the model's shape, forward and backward."""
 
     schedule: str
@@ -97,15 +97,15 @@ class Measured:
     passes: list[Pass]
     stretches: list[Stretch]
     bars: list[Bar]
-    messages: list[Message]
+    messages: list[TracedMessage]
 
     def complaint(self) -> str | None:
         """None, or what was counted otherwise than predicted."""
         return next((text for each in self.passes if (text := each.complaint())), None)
 
 
-Result = Started | Checked | Stepped | Measured | Failed
-KINDS: dict[str, type[Result]] = {kind.__name__: kind for kind in (Started, Checked, Stepped, Measured, Failed)}
+Result = Started | Checked | Stepped | DemoMeasured | Failed
+KINDS: dict[str, type[Result]] = {kind.__name__: kind for kind in (Started, Checked, Stepped, DemoMeasured, Failed)}
 
 
 def to_line(result: Result) -> str:
@@ -122,7 +122,7 @@ def from_line(line: str) -> Result | None:
         values["passes"] = [Pass(**each) for each in values["passes"]]
         values["stretches"] = [Stretch(**each) for each in values["stretches"]]
         values["bars"] = [Bar(**each) for each in values["bars"]]
-        values["messages"] = [Message(**each) for each in values["messages"]]
+        values["messages"] = [TracedMessage(**each) for each in values["messages"]]
     return KINDS[kind](**values)
 
 

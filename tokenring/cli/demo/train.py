@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import tokenring as tr
-from tokenring.cli.demo.data import Batch
+from tokenring.cli.demo.data import TextBatch
 from tokenring.cli.demo.model import Attention, Transformer
 
 LEARNING_RATE = 1e-2
@@ -25,7 +25,7 @@ def split_attention(cp: tr.ContextParallel, mask: tr.Mask | None = None) -> Atte
     return lambda q, k, v: tr.attention(q, k, v, cp, mask=seen)
 
 
-def loss_share(model: Transformer, batch: Batch, attend: Attention, whole_length: int) -> torch.Tensor:
+def loss_share(model: Transformer, batch: TextBatch, attend: Attention, whole_length: int) -> torch.Tensor:
     """This part's share of the mean cross-entropy over the whole sequence; the shares of all ranks add up to it."""
     logits = model(batch.tokens, batch.positions, attend)
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum") / whole_length
@@ -54,7 +54,7 @@ class Trainer:
         self.model, self.attend, self.steps = model, attend, steps
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 
-    def step(self, number: int, part: Batch, whole_length: int) -> float:
+    def step(self, number: int, part: TextBatch, whole_length: int) -> float:
         """One update, the same on every rank; returns the loss of the whole sequence before it."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(number, self.steps)

@@ -15,7 +15,15 @@ from tokenring import imports as say
 from tokenring._version import __version__
 from tokenring.cli.doctor.ask import Answer, ask
 from tokenring.cli.doctor.cann import find_cann, is_sourced, set_env_of
-from tokenring.cli.doctor.findings import Accelerators, Choice, Findings, Operator, Option, Problem, TorchNpu
+from tokenring.cli.doctor.findings import (
+    Accelerators,
+    DefaultChoice,
+    Findings,
+    OperatorFinding,
+    Option,
+    Problem,
+    TorchNpu,
+)
 from tokenring.cli.doctor.variables import variables
 
 SECONDS = 60.0  # for each process; a first import from a slow disk takes half of it
@@ -107,7 +115,7 @@ def _torch_npu(found: Findings, answers: dict[str, Answer], environment: Mapping
     if found.torch and version and (unlike := say.mismatch("torch_npu", version, wants, found.torch)):
         advice = "install the pair that belongs together (docs/ascend.md has the table)"
         found.problems.append(Problem("versions", unlike, advice, hurts=not imports))
-    found.operators = [Operator(**each) for each in answer.said.get("operators", [])]
+    found.operators = [OperatorFinding(**each) for each in answer.said.get("operators", [])]
     for part in ("operators", "accelerators", "choices"):
         if imports and part not in answer.said:
             why = _why(answer, part, set_env)
@@ -165,10 +173,10 @@ def _lacks_npu(found: Findings) -> str:
     return "; ".join(lacks)
 
 
-def _choice(told: dict[str, Any]) -> Choice:
+def _choice(told: dict[str, Any]) -> DefaultChoice:
     options = {name: Option(**told[name]) if told[name] else None for name in ("transport", "kernel", "merge")}
     others, measured = ([Option(**each) for each in told[name]] for name in ("others", "measured"))
-    return Choice(told["device"], options["transport"], options["kernel"], others, options["merge"], measured)
+    return DefaultChoice(told["device"], options["transport"], options["kernel"], others, options["merge"], measured)
 
 
 def _missing(found: Findings, answers: dict[str, Answer], environment: Mapping[str, str], seconds: float) -> None:

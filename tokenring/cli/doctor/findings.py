@@ -29,7 +29,7 @@ class Accelerators:
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorFinding:
     """An operator of torch_npu's, with its arguments in order; None: this torch_npu has no such operator."""
 
     name: str
@@ -45,7 +45,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DefaultChoice:
     """What "auto" takes for tensors on a device. None: nothing here serves them, `others` says why."""
 
     device: str
@@ -99,8 +99,8 @@ class Findings:
     torch_npu: TorchNpu = field(default_factory=TorchNpu)
     cann: Cann | None = None
     accelerators: list[Accelerators] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    operators: list[OperatorFinding] = field(default_factory=list)
+    choices: list[DefaultChoice] = field(default_factory=list)
     environment: list[Variable] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tokenring.cli.doctor.findings import Choice, Findings, Operator, Problem
+from tokenring.cli.doctor.findings import DefaultChoice, Findings, OperatorFinding, Problem
 from tokenring.display.safe_text import plain, plain_lines
 
 WIDTH = 10  # of the words on the left
@@ -65,7 +65,7 @@ def _columns(lines: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{name:<{WIDTH}}{plain(text, MAX_CELL)}" for name, text in lines]
 
 
-def _table(choices: Sequence[Choice]) -> list[str]:
+def _table(choices: Sequence[DefaultChoice]) -> list[str]:
     """What would be used for tensors on each device."""
     lines: list[str] = ["used by default for tensors on"] if choices else []
     for each in choices:
@@ -87,7 +87,7 @@ def _operators(found: Findings) -> list[str]:
     return ["operators of torch_npu", *(f"  {_operator(each)}" for each in found.operators)]
 
 
-def _operator(each: Operator) -> str:
+def _operator(each: OperatorFinding) -> str:
     if each.arguments is None:
         return f"{each.name}: not in this torch_npu"
     return f"{each.name}({', '.join(each.arguments)})"

@@ -17,7 +17,7 @@ from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
-from tokenring.planner.choosing.auto import Call, call_bound, check_made, make, plan_or_forecast
+from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, make, plan_or_forecast
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.sizes import read_size
@@ -69,7 +69,7 @@ def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int
     return 0
 
 
-def _timeline(path: str, name: str, call: Call) -> None:
+def _timeline(path: str, name: str, call: CallToPlan) -> None:
     prediction = predict(make(call, name), call.setting, record=True)
     write_file(path, drawn(path, timeline(name, call.setting, prediction)))
 

@@ -16,7 +16,7 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.backend_names import TRANSPORTS, bounded, kernel_class, transport_target
 from tokenring.lowering.calls import anything
 from tokenring.lowering.target import IDEAL
-from tokenring.planner.choosing.auto import Call
+from tokenring.planner.choosing.auto import CallToPlan
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import context_parallel_group, heads_of_group
 from tokenring.planner.interconnects.wiring import interconnect_of
@@ -40,7 +40,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {"forward": ("forward",), "training": ("fo
 class Asked:
     """A call to plan for, and what it is part of."""
 
-    call: Call
+    call: CallToPlan
     topology: str
     tensor_parallel: int
 
@@ -71,7 +71,7 @@ def ask(options: argparse.Namespace) -> Asked:
     limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
     families = tuple(options.schedules.split(",")) if options.schedules else ()
     modes = {} if options.transport not in (None, "auto") or transport is None else bounded(transport)
-    call = Call(setting, layout, layout, mask, families, limit, options.all, modes)
+    call = CallToPlan(setting, layout, layout, mask, families, limit, options.all, modes)
     return Asked(call, name, options.tp)
 
 

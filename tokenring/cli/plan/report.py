@@ -9,7 +9,7 @@ from tokenring.cli.plan.options import Asked
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.bounds.bound import Bound
-from tokenring.planner.choosing.auto import Call, forecast_call, make
+from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make
 from tokenring.planner.choosing.candidates import BASELINE, Candidate
 from tokenring.planner.choosing.candidates import table as candidate_table
 from tokenring.planner.choosing.plan import Forecast, Plan
@@ -35,7 +35,7 @@ def table(plan: Plan | Forecast, asked: Asked, candidates: Sequence[Candidate], 
     return "\n".join([*lines, *says])
 
 
-def with_baseline(plan: Plan | Forecast, call: Call) -> list[Candidate]:
+def with_baseline(plan: Plan | Forecast, call: CallToPlan) -> list[Candidate]:
     """The plan's candidates, where a plain ring is simulated in any case: everybody knows what it does."""
     found = [each for each in plan.candidates if each.name != BASELINE or each.predicted_seconds is not None]
     if any(each.name == BASELINE for each in found):
@@ -48,7 +48,7 @@ def with_baseline(plan: Plan | Forecast, call: Call) -> list[Candidate]:
     return [*found[:simulated], ring, *found[simulated:]]
 
 
-def _ring(call: Call, plan: Plan | Forecast) -> Candidate:
+def _ring(call: CallToPlan, plan: Plan | Forecast) -> Candidate:
     best, limit = plan.candidates[0], call.memory_limit_bytes
     if isinstance(plan, Forecast):
         only = replace(call, families=(BASELINE,), memory_limit_bytes=None, modes={})

@@ -18,7 +18,7 @@ import torch
 
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import PASSES
-from tokenring.planner.choosing.auto import Call, make
+from tokenring.planner.choosing.auto import CallToPlan, make
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import context_parallel_group, heads_of_group, node_sizes
 from tokenring.planner.interconnects.wiring import interconnect_of
@@ -106,7 +106,7 @@ def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask:
     workload = heads_of_group(model.workload(length), tensor)
     layout = make_layout("zigzag" if model.causal else "contiguous", net.world_size, length)
     setting = Setting(workload, net, machine, PASSES)
-    found = predict(make(Call(setting, layout, layout, mask), name), setting)
+    found = predict(make(CallToPlan(setting, layout, layout, mask), name), setting)
     return found.compute_seconds / found.seconds
 
 

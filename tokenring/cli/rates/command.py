@@ -25,7 +25,7 @@ from tokenring.cli.plan.options import DTYPES
 from tokenring.cli.spelling import add_dtype, also
 from tokenring.display.console import Console, Parser, read_options
 from tokenring.errors import BackendUnavailable, ConfigurationError
-from tokenring.tables.kernel_rates import Key, keep, to_json
+from tokenring.tables.kernel_rates import KernelKey, keep, to_json
 from tokenring.tables.rates import Rates
 
 MOST = {"dim": 4096, "threads": 4096, "seconds": 3600}
@@ -83,7 +83,7 @@ def candidates(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype) -> li
     return kernel.kernels(head_dim, dtype) if isinstance(kernel, Choosing) else []
 
 
-Kept = tuple[Rates, Key, Path | None]
+Kept = tuple[Rates, KernelKey, Path | None]
 
 
 def _measure_one(kernel: AttentionKernel, device: torch.device, options: argparse.Namespace, console: Console) -> Kept:

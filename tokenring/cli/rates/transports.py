@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from tokenring.backends.devices import accelerator_types, has_device
-from tokenring.cli.rates.transports_worker import Case, Measured
+from tokenring.cli.rates.transports_worker import TransportCase, TransportMeasured
 from tokenring.display.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command, check_seconds
@@ -23,11 +23,11 @@ MODULE = "tokenring.cli.rates.transports_worker"
 
 def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     """Measure, report and keep; returns the exit code."""
-    command = Command("rates", MODULE, _options, _case, Measured.from_json, {}, _show, {})
+    command = Command("rates", MODULE, _options, _case, TransportMeasured.from_json, {}, _show, {})
     return command.main(argv, environment)
 
 
-def _show(found: Measured, options: argparse.Namespace, console: Console) -> int:
+def _show(found: TransportMeasured, options: argparse.Namespace, console: Console) -> int:
     for name, why in found.left_out.items():
         (console.complain if options.json else console.say)(f"{name} is left out: {why}\n")
     if len(found.transfers.samples) < 2:
@@ -58,7 +58,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _case(options: argparse.Namespace, ranks: int) -> Case:
+def _case(options: argparse.Namespace, ranks: int) -> TransportCase:
     check_seconds(options.seconds)
     if ranks < 2:
         raise ConfigurationError(f"{ranks} rank moves nothing: use 2 or more")
@@ -67,4 +67,4 @@ def _case(options: argparse.Namespace, ranks: int) -> Case:
         raise ConfigurationError(f"--device {kind}: `auto` chooses among transports for {' and '.join(PAIRS)} alone")
     if not has_device(kind):
         raise ConfigurationError(f"--device {kind}: torch finds none here; `tokenring doctor` says what is missing")
-    return Case(kind, options.seconds)
+    return TransportCase(kind, options.seconds)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.control.store_gather import Meeting
+from tokenring.backends.control.store_gather import StoreGather
 from tokenring.backends.devices import device_of
 from tokenring.backends.interfaces import Transport
 from tokenring.backends.registry import make_transport
@@ -27,7 +27,7 @@ from tokenring.ir.schedule_data import REQUESTS
 from tokenring.launch.command import Tell, process_group, quiet, serve
 from tokenring.runtime.pool import Pool
 from tokenring.tables.transport_choice import PAIRS, Domain, size_text
-from tokenring.tables.transport_times import Key, Sample, Transfers, from_json, to_json
+from tokenring.tables.transport_times import Sample, Transfers, TransportKey, from_json, to_json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,7 +39,7 @@ ROUND_SECONDS, MOST_STEPS = 0.02, 50  # in a row between two readings of the clo
 
 
 @dataclass(frozen=True)
-class Case:
+class TransportCase:
     """What is asked of the ranks. seconds: no larger messages once a step takes this long."""
 
     kind: str
@@ -47,10 +47,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TransportMeasured:
     """What rank 0 comes back with. left_out: of each transport that cannot be used, why."""
 
-    key: Key
+    key: TransportKey
     transfers: Transfers
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -58,17 +58,17 @@ class Measured:
         return json.dumps([to_json(self.key, self.transfers), self.left_out])
 
     @staticmethod
-    def from_json(text: str) -> Measured:
+    def from_json(text: str) -> TransportMeasured:
         document, left_out = json.loads(text)
-        return Measured(*from_json(document), left_out)
+        return TransportMeasured(*from_json(document), left_out)
 
 
 def main(argv: list[str]) -> int:
     """Run this rank; returns the exit code."""
-    return serve(partial(run, Case(**json.loads(argv[0]))))
+    return serve(partial(run, TransportCase(**json.loads(argv[0]))))
 
 
-def run(case: Case, tell: Tell) -> Measured | None:
+def run(case: TransportCase, tell: Tell) -> TransportMeasured | None:
     """The measurement, on the processes that torchrun has started; rank 0 has it."""
     torch.set_num_threads(1)
     with process_group(WAIT_SECONDS):
@@ -76,7 +76,7 @@ def run(case: Case, tell: Tell) -> Measured | None:
         return measure(dist.group.WORLD, case, tell if dist.get_rank() == 0 else quiet)
 
 
-def measure(group: ProcessGroup, case: Case, tell: Tell = quiet) -> Measured | None:
+def measure(group: ProcessGroup, case: TransportCase, tell: Tell = quiet) -> TransportMeasured | None:
     """Seconds of a ring's step over each transport among which "auto" chooses; at rank 0. All ranks call it."""
     device = _own_device(case.kind)
     made: dict[str, Transport] = {}
@@ -91,7 +91,7 @@ def measure(group: ProcessGroup, case: Case, tell: Tell = quiet) -> Measured | N
     domain = _domain(case.kind, group, left_out)
     if dist.get_rank(group):
         return None
-    return Measured(transfers_key(case.kind, domain, dist.get_world_size(group)), Transfers(samples), left_out)
+    return TransportMeasured(transfers_key(case.kind, domain, dist.get_world_size(group)), Transfers(samples), left_out)
 
 
 def _own_device(kind: str) -> torch.device:
@@ -109,7 +109,7 @@ def _domain(kind: str, group: ProcessGroup, left_out: Mapping[str, str]) -> Doma
         return "across" if PAIRS[kind][0] in left_out else "reached"
     from tokenring.backends.transports.auto_cuda import survey
 
-    return survey(Meeting(group, WAIT_SECONDS)).domain
+    return survey(StoreGather(group, WAIT_SECONDS)).domain
 
 
 def samples_of(

@@ -10,7 +10,7 @@ from tokenring.cli.topology.outputs import SUFFIXES
 from tokenring.display.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command, check_seconds
-from tokenring.topology.measure.worker import Case, Measured
+from tokenring.topology.measure.worker import LinksMeasured, MeasureCase
 from tokenring.topology.probing.cache import keep_measured
 from tokenring.topology.report.page import to_html
 from tokenring.topology.report.picture import to_svg
@@ -21,20 +21,20 @@ MODULE = "tokenring.topology.measure.worker"
 
 def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     """Measure and report; returns the exit code: 0, 1 (a rank failed), 130 (interrupted)."""
-    outputs = {"save": Measured.to_json, "svg": _picture, "html": _page}
-    command = Command("topology", MODULE, _options, _case, Measured.from_json, outputs, _show, SUFFIXES)
+    outputs = {"save": LinksMeasured.to_json, "svg": _picture, "html": _page}
+    command = Command("topology", MODULE, _options, _case, LinksMeasured.from_json, outputs, _show, SUFFIXES)
     return command.main(argv, environment)
 
 
-def _picture(found: Measured) -> str:
+def _picture(found: LinksMeasured) -> str:
     return to_svg(*found.seen())
 
 
-def _page(found: Measured) -> str:
+def _page(found: LinksMeasured) -> str:
     return to_html(*found.seen())
 
 
-def _show(found: Measured, options: argparse.Namespace, console: Console) -> int:
+def _show(found: LinksMeasured, options: argparse.Namespace, console: Console) -> int:
     keep_measured(found.to_json(), os.environ)
     if options.json:
         console.data(found.to_json())
@@ -62,11 +62,11 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _case(options: argparse.Namespace, ranks: int) -> Case:
+def _case(options: argparse.Namespace, ranks: int) -> MeasureCase:
     from tokenring.lowering.backend_names import TRANSPORTS
 
     check_seconds(options.seconds)
     if options.transport not in ("auto", *TRANSPORTS):
         known = ", ".join(TRANSPORTS)
         raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}")
-    return Case(options.seconds, options.transport)
+    return MeasureCase(options.seconds, options.transport)

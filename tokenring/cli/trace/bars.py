@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tokenring.cli.trace.record import Bar, Message
+from tokenring.cli.trace.record import Bar, TracedMessage
 from tokenring.lowering.program import Attend, Fill, Instruction, Merge, Pack, Recv, Send, Span, Wait
 from tokenring.runtime.labels import Names, blocks
 from tokenring.runtime.trace import Agree, Event
@@ -41,7 +41,9 @@ def bars(events: Sequence[Event], start: float, known: Known | None = None) -> l
     return list(_Words(events, known or Known()).bars(start))
 
 
-def messages(passes: Sequence[Sequence[Event]], start: Sequence[float], known: Sequence[Known] = ()) -> list[Message]:
+def messages(
+    passes: Sequence[Sequence[Event]], start: Sequence[float], known: Sequence[Known] = ()
+) -> list[TracedMessage]:
     """The messages of one pass, from the events and the start of each rank.
 
     Those between two ranks on one channel keep their order: the n-th sent is the n-th received.
@@ -57,7 +59,7 @@ def messages(passes: Sequence[Sequence[Event]], start: Sequence[float], known: S
                 arrivals[send.dst].remove(here)
                 sent = round(event.began_seconds - start[src], DIGITS)
                 found.append(
-                    Message(
+                    TracedMessage(
                         src, send.dst, send.label, sent, here.ended, here.began, event.direction, words.of_post(send)
                     )
                 )

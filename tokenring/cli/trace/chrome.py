@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenring.cli.bench.table import case_text, machine_text
 from tokenring.cli.trace.picture import Timeline, simulation_of, timeline_of
-from tokenring.cli.trace.record import Bar, Message, Traced
+from tokenring.cli.trace.record import Bar, Traced, TracedMessage
 from tokenring.cli.trace.table import spans
 
 LANES = {"compute": "compute", "post": "moves", "pack": "moves", "wait": "waits", "merge": "merges"}
@@ -89,7 +89,7 @@ def _span(name: str, category: str, rank: int, lane: str, began: float, ended: f
     }  # fmt: skip
 
 
-def _message(number: int, message: Message) -> Iterator[Entry]:
+def _message(number: int, message: TracedMessage) -> Iterator[Entry]:
     """On its way as a span of its own, and as an arrow from the post of the send to the wait at the receiver."""
     sent, received = _us(message.sent), _us(message.received)
     name = f"{message.label}: {message.src} to {message.dst}"

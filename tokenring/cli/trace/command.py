@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 
-from tokenring.cli.bench.results import Case
+from tokenring.cli.bench.results import RaceCase
 from tokenring.cli.call_options import add_call_options, check_call
 from tokenring.cli.spelling import also
 from tokenring.cli.trace.chrome import to_chrome
@@ -65,7 +65,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _case(options: argparse.Namespace, ranks: int) -> Case:
+def _case(options: argparse.Namespace, ranks: int) -> RaceCase:
     """The options as a case. Raises ConfigurationError for what no rank could run."""
     from tokenring.api.arguments import check_schedule_name
 
@@ -73,4 +73,4 @@ def _case(options: argparse.Namespace, ranks: int) -> Case:
     check_schedule_name(options.schedule)
     if options.pieces is not None and options.schedule.startswith("auto"):
         raise ConfigurationError(f"--pieces goes with a schedule by name, not with {options.schedule}")
-    return Case(**call, schedules=[options.schedule], peers=[])
+    return RaceCase(**call, schedules=[options.schedule], peers=[])

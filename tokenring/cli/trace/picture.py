@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import mean
 
 from tokenring.cli.bench.table import case_text, machine_text, ms
-from tokenring.cli.trace.record import Bar, Message, Stretch, Traced
+from tokenring.cli.trace.record import Bar, Stretch, Traced, TracedMessage
 from tokenring.display.svg import axis_step, box, opening, style, text_at
 from tokenring.ir.schedule_data import PASSES
 
@@ -52,7 +52,7 @@ class Timeline:
     ranks: int
     stretches: Sequence[Stretch]
     bars: Sequence[Bar]
-    messages: Sequence[Message]
+    messages: Sequence[TracedMessage]
 
 
 def to_svg(timeline: Timeline, beside: Timeline | None = None) -> str:
@@ -160,7 +160,7 @@ class _Drawing:
         yield text_at(self.right + 14, self.bottom + 20, "ms", 11, "grey")
         yield text_at(self.right + SHARE, self.top - 10, "in attention", 11, "grey", "end")
 
-    def _message(self, message: Message) -> str:
+    def _message(self, message: TracedMessage) -> str:
         """From where it was posted to where its receiver had it, between the lanes."""
         down = message.dst > message.src
         x1, x2 = self.x(message.sent), self.x(message.received)

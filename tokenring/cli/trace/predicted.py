@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from tokenring.cli.trace.chrome import chrome
 from tokenring.cli.trace.picture import Timeline, to_svg
-from tokenring.cli.trace.record import Bar, Message, Stretch
+from tokenring.cli.trace.record import Bar, Stretch, TracedMessage
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.choosing.select import time_text
 from tokenring.planner.simulation.predict import Prediction, Setting
-from tokenring.planner.simulation.simulate import Span
+from tokenring.planner.simulation.simulate import TimeSpan
 
 KINDS = {"kernel": "compute", "copy": "merge", "wait": "wait"}
 LABELS = {"kernel": "attention of {}", "copy": "{}", "wait": "waiting for {}"}
@@ -20,7 +20,7 @@ def timeline(name: str, setting: Setting, prediction: Prediction) -> Timeline:
     """Of a prediction that was recorded; its passes one after another."""
     stretches: list[Stretch] = []
     bars: list[Bar] = []
-    messages: list[Message] = []
+    messages: list[TracedMessage] = []
     at = 0.0
     for direction, outcome in zip(setting.passes, prediction.outcomes, strict=True):
         end = at + outcome.seconds
@@ -34,15 +34,15 @@ def timeline(name: str, setting: Setting, prediction: Prediction) -> Timeline:
     return Timeline(heading, about, setting.interconnect.world_size, stretches, bars, messages)
 
 
-def _bar(span: Span, direction: Pass, at: float) -> Bar:
+def _bar(span: TimeSpan, direction: Pass, at: float) -> Bar:
     label = LABELS[span.what].format(span.label)
     began, ended = at + span.begin_seconds, at + span.end_seconds
     return Bar(span.rank, direction, KINDS[span.what], label, str(span.step), began, ended, span.step, span.what)
 
 
-def _message(span: Span, direction: Pass, at: float) -> Message:
+def _message(span: TimeSpan, direction: Pass, at: float) -> TracedMessage:
     began, ended = at + span.begin_seconds, at + span.end_seconds
-    return Message(span.src, span.rank, span.label, began, ended, began, direction)
+    return TracedMessage(span.src, span.rank, span.label, began, ended, began, direction)
 
 
 def drawn(path: str, made: Timeline, about: Sequence[str] = ()) -> str:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tokenring.cli.bench.results import Case, Machine
+from tokenring.cli.bench.results import RaceCase, RaceMachine
 from tokenring.ir.schedule_data import Pass
 
 
@@ -31,7 +31,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Message:
+class TracedMessage:
     """From when it was posted until its receiver had waited for it; `waited`: when that wait began."""
 
     src: int
@@ -61,7 +61,7 @@ class Simulated:
     source: str
     stretches: list[Stretch]
     bars: list[Bar]
-    messages: list[Message]
+    messages: list[TracedMessage]
 
     def seconds(self, direction: str) -> float:
         """Of a pass; 0 where there was none."""
@@ -76,15 +76,15 @@ class Traced:
     a machine and so a clock; else their clocks were set by the barrier before the call. simulated: None for one rank.
     """
 
-    case: Case
-    machine: Machine
+    case: RaceCase
+    machine: RaceMachine
     schedule: str
     rounds_s: list[float]
     round: int
     one_clock: bool
     stretches: list[Stretch]
     bars: list[Bar]
-    messages: list[Message]
+    messages: list[TracedMessage]
     simulated: Simulated | None = None
 
     @property
@@ -102,7 +102,7 @@ class Traced:
     @classmethod
     def from_json(cls, text: str) -> Traced:
         values = json.loads(text)
-        values["case"], values["machine"] = Case(**values["case"]), Machine(**values["machine"])
+        values["case"], values["machine"] = RaceCase(**values["case"]), RaceMachine(**values["machine"])
         if values["simulated"] is not None:
             values["simulated"] = Simulated(**_timed(values["simulated"]))
         return cls(**_timed(values))
@@ -110,5 +110,5 @@ class Traced:
 
 def _timed(values: dict[str, Any]) -> dict[str, Any]:
     """What was done when, from JSON."""
-    kinds: dict[str, Any] = {"stretches": Stretch, "bars": Bar, "messages": Message}
+    kinds: dict[str, Any] = {"stretches": Stretch, "bars": Bar, "messages": TracedMessage}
     return values | {name: [kind(**each) for each in values[name]] for name, kind in kinds.items()}

@@ -45,7 +45,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Span:
+class TracedSpan:
     """One step of a pass at one rank."""
 
     rank: int
@@ -56,7 +56,7 @@ class Span:
     bars: Sequence[Bar]
 
 
-def spans(stretches: Iterable[Stretch], all_bars: Sequence[Bar]) -> list[Span]:
+def spans(stretches: Iterable[Stretch], all_bars: Sequence[Bar]) -> list[TracedSpan]:
     """The steps, each from the end of the one before."""
     found = []
     for stretch in stretches:
@@ -64,7 +64,7 @@ def spans(stretches: Iterable[Stretch], all_bars: Sequence[Bar]) -> list[Span]:
         at = bars[0].began if bars else stretch.ended
         for step, group in groupby(bars, key=lambda bar: bar.step):
             inside = list(group)
-            found.append(Span(stretch.rank, stretch.direction, step, at, inside[-1].ended, inside))
+            found.append(TracedSpan(stretch.rank, stretch.direction, step, at, inside[-1].ended, inside))
             at = inside[-1].ended
     return found
 
@@ -79,7 +79,7 @@ def spent(traced: Traced) -> list[Spent]:
     return steps
 
 
-def _parts(span: Span) -> dict[str, float]:
+def _parts(span: TracedSpan) -> dict[str, float]:
     seconds = dict.fromkeys(PARTS, 0.0)
     for bar in span.bars:
         seconds[COLUMNS[bar.kind]] += bar.seconds

@@ -24,7 +24,7 @@ from tokenring.backends.control.process_info import this_member
 from tokenring.backends.devices import device_of
 from tokenring.backends.interfaces import AttentionKernel, Tiles
 from tokenring.cli.bench.race import make_inputs
-from tokenring.cli.bench.results import Case
+from tokenring.cli.bench.results import RaceCase
 from tokenring.cli.bench.worker import machine_of
 from tokenring.cli.trace.bars import Known, bars, messages
 from tokenring.cli.trace.record import Stretch, Traced
@@ -80,10 +80,10 @@ class _Rank:
 
 def main(argv: list[str]) -> int:
     """Run this rank; returns the exit code."""
-    return serve(partial(run, Case(**json.loads(argv[0]))))
+    return serve(partial(run, RaceCase(**json.loads(argv[0]))))
 
 
-def run(case: Case, tell: Tell) -> Traced | None:
+def run(case: RaceCase, tell: Tell) -> Traced | None:
     """The trace, on the processes that torchrun has started; rank 0 gets it."""
     torch.set_num_threads(1)
     with process_group(WAIT_SECONDS):
@@ -92,7 +92,7 @@ def run(case: Case, tell: Tell) -> Traced | None:
     return Traced(case, machine, **traced) if traced is not None else None
 
 
-def _traced(case: Case, tell: Tell) -> dict[str, Any] | None:
+def _traced(case: RaceCase, tell: Tell) -> dict[str, Any] | None:
     options = {"layout": case.layout, "schedule": case.schedules[0], "pieces": case.pieces}
     cp = Clocked(**options, transport=case.transport, timeout_seconds=WAIT_SECONDS)
     with cp:
@@ -136,7 +136,7 @@ class _ClockedKernel:
 # ---------- at every rank
 
 
-def trace(case: Case, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
+def trace(case: RaceCase, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
     """All rounds; rank 0 gets the fields of Traced that are not about case and machine."""
     mask = parse_mask(case.mask)
     inputs = _inputs(case, cp)
@@ -160,7 +160,7 @@ def trace(case: Case, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
     return found | _joined(at_ranks)
 
 
-def _inputs(case: Case, cp: Clocked) -> list[torch.Tensor]:
+def _inputs(case: RaceCase, cp: Clocked) -> list[torch.Tensor]:
     """q, k, v and dout of this rank."""
     positions = torch.tensor(cp.layout_for(case.seq_len).positions(cp.rank), dtype=torch.int64)
     inputs = [x.index_select(1, positions) for x in make_inputs(case)]

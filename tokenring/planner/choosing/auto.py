@@ -22,7 +22,7 @@ from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.memory_limits import needs
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.scale_out import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
-from tokenring.planner.choosing.select import Choice, Judged, Judgement, decide, judge, mb_text
+from tokenring.planner.choosing.select import Judged, Judgement, Selection, decide, judge, mb_text
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import good_order, node_sizes
 from tokenring.planner.simulation.predict import Setting
@@ -42,7 +42,7 @@ PIECES = (2, 4)
 
 
 @dataclass(frozen=True)
-class Call:
+class CallToPlan:
     """What is planned for: an attention call, and where it runs.
 
     modes: of the transport, those with fewer connections that may be taken to keep to the limit.
@@ -57,12 +57,12 @@ class Call:
     everything: bool = False  # simulate also what cannot win
     modes: Mapping[str, Target] = field(default_factory=dict)
 
-    def in_mode(self, name: str | None) -> Call:
+    def in_mode(self, name: str | None) -> CallToPlan:
         """The same over one of the modes; None: as it is."""
         return self if name is None else replace(self, setting=over(self.setting, self.modes[name]), modes={})
 
 
-def plan_call(call: Call) -> Plan:
+def plan_call(call: CallToPlan) -> Plan:
     """The fastest schedule for a call. Raises ConfigurationError where nothing fits.
 
     First every member of every family in whole blocks, then the best of them in pieces and with part of the local
@@ -71,11 +71,11 @@ def plan_call(call: Call) -> Plan:
     return within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
 
 
-def _limited(call: Call) -> tuple[Setting, int | None, Mapping[str, Target]]:
+def _limited(call: CallToPlan) -> tuple[Setting, int | None, Mapping[str, Target]]:
     return call.setting, call.memory_limit_bytes, call.modes
 
 
-def _plan(call: Call) -> Plan:
+def _plan(call: CallToPlan) -> Plan:
     """Over one transport."""
     setting, limit = call.setting, call.memory_limit_bytes
     if is_large(setting.interconnect, EXACT_RANKS):
@@ -108,7 +108,7 @@ def _check_simulated(net: Interconnect) -> None:
         )
 
 
-def _check_one_row(call: Call) -> None:
+def _check_one_row(call: CallToPlan) -> None:
     """Raises MemoryLimitError for a limit so small that no schedule needs to be made to tell: many take a minute."""
     limit, setting = call.memory_limit_bytes, call.setting
     size, ranks = setting.workload, setting.interconnect.world_size
@@ -127,7 +127,7 @@ def _check_one_row(call: Call) -> None:
     raise MemoryLimitError(f"{text}: raise the limit")
 
 
-def _first_round(call: Call) -> Judgement:
+def _first_round(call: CallToPlan) -> Judgement:
     """Whole blocks. Of many ranks in equal hosts those that look best on one host, and those that cannot be seen so."""
     setting, names = call.setting, first_names(call)
     if call.everything or not _shows_on_one_host(call):
@@ -137,18 +137,18 @@ def _first_round(call: Call) -> Judgement:
     return judge(_choices(call, unknown), setting, call.memory_limit_bytes, False, found)
 
 
-def _shows_on_one_host(call: Call) -> bool:
+def _shows_on_one_host(call: CallToPlan) -> bool:
     """Whether one host shows which schedules are best: not how a mask prunes them, nor whether they fit."""
     limited = call.memory_limit_bytes is not None  # what looks best may not fit
     return _is_many(call) and not limited and is_even(call.mask, call.q_layout, call.kv_layout)
 
 
-def _is_many(call: Call) -> bool:
+def _is_many(call: CallToPlan) -> bool:
     net = call.setting.interconnect
     return net.world_size > MANY_RANKS and has_equal_hosts(net)
 
 
-def _worth_refining(call: Call, found: Judgement) -> list[str]:
+def _worth_refining(call: CallToPlan, found: Judgement) -> list[str]:
     """Schedules of the first round to try in finer pieces: pieces hide, so that what hid little may overtake."""
     if found.judged and all(each.prediction is None for each in found.judged):  # by memory, which pieces may save
         least = sorted(found.judged, key=lambda each: each.needs_bytes or 0)
@@ -161,23 +161,23 @@ def _worth_refining(call: Call, found: Judgement) -> list[str]:
     return [each.name for each in (*whole[:REFINED], *rest[:REFINED])]
 
 
-def plan_or_forecast(call: Call) -> Plan | Forecast:
+def plan_or_forecast(call: CallToPlan) -> Plan | Forecast:
     """A plan, or where there are too many ranks for a schedule to be made, all that is said of one."""
     net = call.setting.interconnect
     return forecast_call(call) if is_large(net, MADE_RANKS) else plan_call(call)
 
 
-def forecast_call(call: Call) -> Forecast:
+def forecast_call(call: CallToPlan) -> Forecast:
     """The same for worlds of many equal hosts, without making a schedule. Raises ConfigurationError."""
     return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
 
 
-def _forecast(call: Call) -> Forecast:
+def _forecast(call: CallToPlan) -> Forecast:
     with no_collection():  # a quarter of the time for 4,096 ranks
         return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes)
 
 
-def _task(call: Call) -> Task:
+def _task(call: CallToPlan) -> Task:
     """What one host shows of it, and what it does not."""
     size = call.setting.workload
     share = visible_share(call.mask, size.q_length, size.kv_length)
@@ -185,7 +185,7 @@ def _task(call: Call) -> Task:
     return Task(call.setting, share, (call.q_layout, call.kv_layout), notes)
 
 
-def _uneven_note(call: Call) -> str:
+def _uneven_note(call: CallToPlan) -> str:
     """Of a mask whose shape counts, where one host cannot show it."""
     text = "the mask is reckoned by its share of all pairs alone, though"
     most = most_of_own_rows(call.mask, call.q_layout, call.kv_layout.length)
@@ -194,7 +194,7 @@ def _uneven_note(call: Call) -> str:
     return f"{text} some blocks (layout {call.q_layout.name}) see nothing of others and need not move"
 
 
-def call_bound(call: Call) -> Bound:
+def call_bound(call: CallToPlan) -> Bound:
     """What no schedule can beat."""
     setting = call.setting
     pairs = visible_pairs(call.mask, setting.workload.q_length, setting.workload.kv_length)
@@ -204,7 +204,7 @@ def call_bound(call: Call) -> Bound:
     return replace(found, compute_seconds=machine.kernel_seconds([found.compute_seconds] * net.world_size))
 
 
-def first_names(call: Call) -> list[str]:
+def first_names(call: CallToPlan) -> list[str]:
     """Every member worth trying, of the families that are allowed. Raises ConfigurationError if there is none."""
     net, workload = call.setting.interconnect, call.setting.workload
     families = call.families or tuple(FAMILIES)
@@ -221,9 +221,9 @@ def first_names(call: Call) -> list[str]:
     return [each for name in names for each in ([name, f"{name}/pieces1"] if name in CUT_BY_DEFAULT else [name])]
 
 
-def _choices(call: Call, names: Iterable[str]) -> list[Choice]:
+def _choices(call: CallToPlan, names: Iterable[str]) -> list[Selection]:
     order = order_of(call.setting.interconnect)
-    return [Choice(name, partial(make_in_order, call, name, order)) for name in names]
+    return [Selection(name, partial(make_in_order, call, name, order)) for name in names]
 
 
 def _whole(found: Judgement) -> list[Judged]:
@@ -242,12 +242,12 @@ def _says_how(name: str) -> bool:
     return named.pieces is not None or "late" in named.options
 
 
-def make(call: Call, name: str) -> Schedule:
+def make(call: CallToPlan, name: str) -> Schedule:
     """A schedule by its name, with the ranks in a good order for this interconnect."""
     return make_in_order(call, name, order_of(call.setting.interconnect))
 
 
-def make_in_order(call: Call, name: str, order: Sequence[int] | None) -> Schedule:
+def make_in_order(call: CallToPlan, name: str, order: Sequence[int] | None) -> Schedule:
     """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
     return named_schedule(name, call.setting.workload, call.q_layout, call.kv_layout, call.mask, order=order)
 

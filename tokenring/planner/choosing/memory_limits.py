@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
-from tokenring.ir.schedule_data import Schedule
-from tokenring.lowering.footprint import Held, Pools, contacts, held, kept_bytes, program_bytes, staged_bytes
+from tokenring.ir.schedule_data import ScheduleData
+from tokenring.lowering.footprint import HeldBytes, Pools, contacts, held, kept_bytes, program_bytes, staged_bytes
 from tokenring.planner.simulation.predict import Setting, lowered
 
 T = TypeVar("T")
 
 
-def least_bytes(schedule: Schedule, setting: Setting) -> int:
+def least_bytes(schedule: ScheduleData, setting: Setting) -> int:
     """What rank 0 needs in the last pass, but for the boxes of others' messages: no more than the schedule needs."""
     size, target = setting.workload, setting.target
     (program,) = lowered(schedule, setting, setting.passes[-1], [0])
@@ -25,7 +25,7 @@ def least_bytes(schedule: Schedule, setting: Setting) -> int:
     return held(used, target, [own + kept_bytes(schedule, size, program)]).peak_bytes
 
 
-def needs(schedule: Schedule, setting: Setting) -> Held:
+def needs(schedule: ScheduleData, setting: Setting) -> HeldBytes:
     """What a prediction would say that it needs, to the byte."""
     size, target = setting.workload, setting.target
     of_passes = []
@@ -38,9 +38,9 @@ def needs(schedule: Schedule, setting: Setting) -> Held:
     return held(used, target, [max(each) for each in zip(*of_passes, strict=True)])
 
 
-def smallest(some: Iterable[tuple[T, float]], exactly: Callable[[T], Held]) -> tuple[T, Held]:
+def smallest(some: Iterable[tuple[T, float]], exactly: Callable[[T], HeldBytes]) -> tuple[T, HeldBytes]:
     """The one that needs least, of each with no more than what it needs; few are asked exactly."""
-    waiting: list[tuple[float, int, T, Held | None]] = []
+    waiting: list[tuple[float, int, T, HeldBytes | None]] = []
     waiting += ((nbytes, at, each, None) for at, (each, nbytes) in enumerate(some))
     heapify(waiting)
     while True:

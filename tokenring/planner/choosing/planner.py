@@ -15,10 +15,10 @@ from tokenring.backends.table_keys import key_of
 from tokenring.display.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
+from tokenring.launch.background import Background
 from tokenring.launch.groups import held
 from tokenring.lowering.target import IDEAL
-from tokenring.planner.choosing.auto import Call, order_of, plan_call
-from tokenring.planner.choosing.background import Aside
+from tokenring.planner.choosing.auto import CallToPlan, order_of, plan_call
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.checks import check_memory_limit, check_topology
 from tokenring.planner.choosing.plan import Plan
@@ -37,7 +37,7 @@ from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.names import make_schedule
 from tokenring.schedule.pieces import named_schedule
 from tokenring.sequence.layout import Layout
-from tokenring.tables.kernel_rates import Key, kept
+from tokenring.tables.kernel_rates import KernelKey, kept
 from tokenring.tables.rates import Machine, Rates
 from tokenring.topology.model.facts import PROCESS
 from tokenring.topology.ranks import Topology
@@ -73,7 +73,7 @@ class Planner:
         self.memory_limit_bytes, self.tensor_parallel = memory_limit_bytes, tensor_parallel
         self._given = topology
         self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}
-        self._kept: dict[Key, Rates | None] = {}  # tables of rates as this planner found them when it first asked
+        self._kept: dict[KernelKey, Rates | None] = {}  # tables of rates as this planner found them when it first asked
         check_topology(topology, world_size, tensor_parallel)
         check_memory_limit(memory_limit_bytes)
 
@@ -132,9 +132,9 @@ class Planner:
 
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, target: Target | None
-    ) -> Call:
+    ) -> CallToPlan:
         setting = self.setting(request, kernel, target)
-        return Call(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
+        return CallToPlan(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
 
     def setting(self, request: Request, kernel: AttentionKernel, target: Target | None) -> Setting:
         """For what schedules of a call are judged. Where there is something to probe, all ranks call it together."""
@@ -154,7 +154,7 @@ class Planner:
     ) -> Plan:
         """What rank 0 plans, by `plan`, on every rank. Raises ConfigurationError, on all, where nothing fits."""
         self._look_together(transport, request.device)
-        told = None if transport.rank != 0 else Aside(lambda: self._said(request, plan))
+        told = None if transport.rank != 0 else Background(lambda: self._said(request, plan))
         while True:
             word = b"" if told is None else self._so_far(told, transport)
             if (said := transport.exchange_text(word, "the plan")[0]) != STILL_PLANNING:
@@ -177,7 +177,7 @@ class Planner:
             return json.dumps({REFUSAL: str(error)}).encode()
 
     @staticmethod
-    def _so_far(told: Aside[bytes], transport: Transport) -> bytes:
+    def _so_far(told: Background[bytes], transport: Transport) -> bytes:
         """What rank 0 can tell by now: planning for many ranks takes longer than others may wait for a word."""
         try:
             return told.result(STILL_SECONDS)

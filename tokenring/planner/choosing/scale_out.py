@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.footprint import Contacts, Held, held, kept_bytes, links, program_bytes
+from tokenring.lowering.footprint import Contacts, HeldBytes, held, kept_bytes, links, program_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program
 from tokenring.lowering.target import Target
@@ -83,8 +83,8 @@ class Figures:
     connection_bytes: float
 
     @property
-    def needs(self) -> Held:
-        return Held(round(self.peak_bytes), round(self.connections), round(self.connection_bytes))
+    def needs(self) -> HeldBytes:
+        return HeldBytes(round(self.peak_bytes), round(self.connections), round(self.connection_bytes))
 
     def grown(self, larger: Figures, times: float) -> Figures:
         """On the line from here through `larger`, so many times as far."""
@@ -168,12 +168,12 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     )
 
 
-def _all_above(limit: float, names: Iterable[str], task: Task) -> tuple[str, Held] | None:
+def _all_above(limit: float, names: Iterable[str], task: Task) -> tuple[str, HeldBytes] | None:
     """The schedule that needs least, where all need more than the limit; else None, as soon as one may keep to it.
 
     Without simulating any of them, which takes several times as long.
     """
-    found: list[tuple[str, Held]] = []
+    found: list[tuple[str, HeldBytes]] = []
     for name in names:
         try:
             need = needed(name, task)
@@ -256,7 +256,7 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
     return total
 
 
-def needed(name: str, task: Task) -> Held:
+def needed(name: str, task: Task) -> HeldBytes:
     """What `figures` would say that a schedule needs. Raises ConfigurationError if it does not fold or fit."""
     worlds, times = _worlds(name, task, FEW_HOSTS)
     total = Figures(*[0.0] * len(fields(Figures)))
@@ -323,7 +323,7 @@ class _World:
         self.symmetry = symmetry_of(scheme, self.ranks, unit)
         self.schedule = folded(scheme, self.size.q_length, self.size.kv_length, self.symmetry)
         self._known: dict[Pass, Figures] = {}
-        self._needs: dict[Pass, Held] = {}
+        self._needs: dict[Pass, HeldBytes] = {}
         self._lowered: dict[Pass, list[Program]] = {}  # until they are simulated
 
     def one_pass(self, direction: Pass) -> Figures:
@@ -331,7 +331,7 @@ class _World:
             self._known[direction] = self._one_pass(direction)
         return self._known[direction]
 
-    def needs(self, direction: Pass) -> Held:
+    def needs(self, direction: Pass) -> HeldBytes:
         """What a rank holds in one pass."""
         if direction not in self._needs:
             schedule, size = self.schedule, self.size

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tokenring.display.units import mb_text as mb_text
 from tokenring.display.units import time_text as time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
-from tokenring.lowering.footprint import Held, most_connected
+from tokenring.lowering.footprint import HeldBytes, most_connected
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import Candidate
@@ -22,7 +22,7 @@ RISK = 0.1  # of the time for which the busiest wire alone is at work: where pre
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """A schedule that may be chosen, by the name that makes it again; made when it is first needed."""
 
     name: str
@@ -71,7 +71,7 @@ NOTHING = 0.005  # a difference that rounds to 0%
 
 
 def select(
-    choices: Iterable[Choice],
+    choices: Iterable[Selection],
     setting: Setting,
     bound: Bound | None = None,
     memory_limit_bytes: int | None = None,
@@ -102,7 +102,7 @@ def decide(found: Judgement, setting: Setting, bound: Bound | None, memory_limit
 
 
 def judge(
-    choices: Iterable[Choice],
+    choices: Iterable[Selection],
     setting: Setting,
     memory_limit_bytes: int | None,
     everything: bool,
@@ -147,7 +147,7 @@ def _all_above(limit_bytes: int, schedules: Sequence[Schedule], setting: Setting
 
 
 def _made(
-    choices: Iterable[Choice], before: Judgement, setting: Setting
+    choices: Iterable[Selection], before: Judgement, setting: Setting
 ) -> tuple[list[tuple[str, Schedule]], list[Candidate]]:
     """The schedules of those choices that can be made and are none of those there were."""
     seen = {each.schedule.replace(name="") for each in before.judged}
@@ -285,7 +285,7 @@ def _needed(each: Judged) -> int | None:
     return each.needs_bytes if each.prediction is None else each.prediction.peak_bytes
 
 
-def too_little_text(limit: int, name: str, need: Held, target: Target) -> str:
+def too_little_text(limit: int, name: str, need: HeldBytes, target: Target) -> str:
     """That no schedule fits, what the smallest needs and for what, and what would help."""
     peak_bytes, connections, connection_bytes = need
     fewest = target.pair_serial and target.channels == 1  # one connection for all between two ranks

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.passes import fuse, order
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Kind, Move, Schedule, Tile
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
 from tokenring.planner.interconnects.interconnect import Interconnect, Way
-from tokenring.schedule.routes import Gather, Hop, Origin, Return
+from tokenring.schedule.routes import BlockOrigin, Gather, Hop, Return
 from tokenring.schedule.scheme import Pair, Scheme
 from tokenring.sequence.layout import contiguous
 from tokenring.sequence.mask import Mask
@@ -93,14 +93,14 @@ def _is_even(scheme: Scheme, symmetry: Symmetry, probe: int) -> bool:
             if (near + by) % world != scheme.place(Pair(far, (kv + by) % world, there, 0, 0, world)):
                 return False
         for gather, pieces in ((scheme.gather_q, scheme.q_pieces), (scheme.gather_kv, scheme.kv_pieces)):
-            hops = gather(Origin(owner, world, owner, heads, 0, pieces))
+            hops = gather(BlockOrigin(owner, world, owner, heads, 0, pieces))
             moved = {hop._replace(src=(hop.src + by) % world, dst=(hop.dst + by) % world) for hop in hops}
-            if moved != set(gather(Origin(far, world, far, there, 0, pieces))):
+            if moved != set(gather(BlockOrigin(far, world, far, there, 0, pieces))):
                 return False
     return True
 
 
-def folded(scheme: Scheme, length: int, kv_length: int, symmetry: Symmetry) -> Schedule:
+def folded(scheme: Scheme, length: int, kv_length: int, symmetry: Symmetry) -> ScheduleData:
     """What the ranks of host 0 do, dense, of sequences of these lengths."""
     return _Folding(scheme, length, kv_length, symmetry).schedule()
 
@@ -111,7 +111,7 @@ class _Folding:
         self.world = symmetry.world_size
         self.q_layout, self.kv_layout = contiguous(self.world, length), contiguous(self.world, kv_length)
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> ScheduleData:
         scheme = self.scheme
         q_hops = self._hops("q", scheme.gather_q)
         kv_hops = self._hops("kv", scheme.gather_kv)
@@ -119,7 +119,7 @@ class _Folding:
         moves = [*self._requests(q_hops, tiles), *self._requests(kv_hops, tiles)]
         moves += self._partials("q", scheme.return_q, tiles)
         moves += self._partials("kv", scheme.return_kv, tiles)
-        dense = Schedule(
+        dense = ScheduleData(
             scheme.name, self.world, self.q_layout, self.kv_layout, Mask(), tuple(tiles), tuple(moves),
             scheme.head_groups, scheme.q_pieces, scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
         )  # fmt: skip
@@ -146,9 +146,9 @@ class _Folding:
                 for piece in range(pieces):
                     yield Block(kind, owner, heads, piece)
 
-    def _origin(self, block: Block) -> Origin:
+    def _origin(self, block: Block) -> BlockOrigin:
         pieces = self.scheme.q_pieces if block.kind == "q" else self.scheme.kv_pieces
-        return Origin(block.chunk, self.world, block.chunk, block.heads, block.piece, pieces)
+        return BlockOrigin(block.chunk, self.world, block.chunk, block.heads, block.piece, pieces)
 
     def _hops(self, kind: Kind, gather: Gather) -> dict[Block, tuple[Hop, ...]]:
         return {block: gather(self._origin(block)) for block in self._units(kind)}

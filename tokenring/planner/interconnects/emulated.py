@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tokenring.emulate.plan import burst_bytes, packet_bytes
 from tokenring.emulate.shapes import Shape
 from tokenring.emulate.ways import ways, wires
-from tokenring.planner.interconnects.interconnect import Fabric, Interconnect, of_one_host
+from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric, of_one_host
 from tokenring.tables.rates import Machine, Messages, Rates, constant
 
 BITS_OF_A_BYTE = 8
@@ -56,7 +56,7 @@ def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Inter
     packet, gbits = packet_bytes(fabric), wires(fabric)
     gbs = {name: gbit / BITS_OF_A_BYTE for name, gbit in gbits.items()}
     bursts = {name: float(burst_bytes(gbit, packet)) for name, gbit in gbits.items()}
-    net = of_one_host(str(shape), Fabric(shape.ranks, ways(fabric), gbs, burst_bytes=bursts))
+    net = of_one_host(str(shape), LinkFabric(shape.ranks, ways(fabric), gbs, burst_bytes=bursts))
     return net if machine is None else replace(net, machine=machine)
 
 

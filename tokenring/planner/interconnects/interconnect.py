@@ -23,7 +23,7 @@ Way = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Fabric:
+class LinkFabric:
     """The inside of a host, by its devices 0 to size-1.
 
     ways: the wires of each (source, destination). gbs: of each wire, GB/s (10^9 bytes). out, into: of each device
@@ -54,7 +54,7 @@ class Interconnect:
     """
 
     name: str
-    fabrics: tuple[Fabric, ...]  # of each host
+    fabrics: tuple[LinkFabric, ...]  # of each host
     places: tuple[tuple[int, int], ...]
     notes: tuple[str, ...] = ()
     machine: Machine | None = None
@@ -123,12 +123,12 @@ class Interconnect:
         return size if len(set(counts.values())) == 1 and regular else None
 
 
-def of_one_host(name: str, fabric: Fabric, notes: Iterable[str] = ()) -> Interconnect:
+def of_one_host(name: str, fabric: LinkFabric, notes: Iterable[str] = ()) -> Interconnect:
     """One rank on each device of one host."""
     return Interconnect(name, (fabric,), tuple((0, device) for device in range(fabric.size)), tuple(notes))
 
 
-def of_hosts(name: str, fabric: Fabric, hosts: int, notes: Iterable[str] = ()) -> Interconnect:
+def of_hosts(name: str, fabric: LinkFabric, hosts: int, notes: Iterable[str] = ()) -> Interconnect:
     """One rank on each device of equal hosts."""
     places = tuple((host, device) for host in range(hosts) for device in range(fabric.size))
     return Interconnect(name, (fabric,) * hosts, places, tuple(notes))
@@ -137,19 +137,19 @@ def of_hosts(name: str, fabric: Fabric, hosts: int, notes: Iterable[str] = ()) -
 # ---------- fabrics of the usual shapes
 
 
-def mesh_fabric(size: int, link_gbs: float) -> Fabric:
+def mesh_fabric(size: int, link_gbs: float) -> LinkFabric:
     """Every pair has a link of its own."""
     ways = {(a, b): (f"{a}>{b}",) for a in range(size) for b in range(size) if a != b}
-    return Fabric(size, ways, dict.fromkeys((way[0] for way in ways.values()), link_gbs))
+    return LinkFabric(size, ways, dict.fromkeys((way[0] for way in ways.values()), link_gbs))
 
 
-def switch_fabric(size: int, port_gbs: float) -> Fabric:
+def switch_fabric(size: int, port_gbs: float) -> LinkFabric:
     """Every device has one port of a switch."""
     ways = {(a, b): (f"{a}>", f">{b}") for a in range(size) for b in range(size) if a != b}
-    return Fabric(size, ways, dict.fromkeys((wire for way in ways.values() for wire in way), port_gbs))
+    return LinkFabric(size, ways, dict.fromkeys((wire for way in ways.values() for wire in way), port_gbs))
 
 
-def ring_fabric(size: int, link_gbs: float) -> Fabric:
+def ring_fabric(size: int, link_gbs: float) -> LinkFabric:
     """Links between neighbours alone; others are passed through, the shorter way; at a tie even sources go up."""
     ways: dict[tuple[int, int], Way] = {}
     for a in range(size):
@@ -160,10 +160,10 @@ def ring_fabric(size: int, link_gbs: float) -> Fabric:
             at = [(a + step * hop) % size for hop in range(hops + 1)]
             ways[a, (a + distance) % size] = tuple(f"{src}>{dst}" for src, dst in pairwise(at))
     gbs = {f"{a}>{(a + step) % size}": link_gbs for a in range(size) for step in (1, -1)}
-    return Fabric(size, ways, gbs)
+    return LinkFabric(size, ways, gbs)
 
 
-def tree_fabric(size: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False, leaf: int = 2) -> Fabric:
+def tree_fabric(size: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False, leaf: int = 2) -> LinkFabric:
     """Switches of `leaf` devices each, whose uplinks meet at a root: PCIe."""
     ways: dict[tuple[int, int], Way] = {}
     for a in range(size):
@@ -177,20 +177,20 @@ def tree_fabric(size: int, port_gbs: float, uplink_gbs: float, half_duplex: bool
                 )
                 ways[a, b] = (f"{a}>", *over, f">{b}")
     gbs = {wire: uplink_gbs if "leaf" in wire else port_gbs for way in ways.values() for wire in way}
-    return Fabric(size, ways, gbs)
+    return LinkFabric(size, ways, gbs)
 
 
 def _uplink(name: str, up: bool, half_duplex: bool) -> str:
     return name if half_duplex else f"{name}>" if up else f">{name}"
 
 
-def with_network(fabric: Fabric, gbs: float, nic_per_device: bool = True, half_duplex: bool = False) -> Fabric:
+def with_network(fabric: LinkFabric, gbs: float, nic_per_device: bool = True, half_duplex: bool = False) -> LinkFabric:
     """The same host with NICs: one for each device, or one uplink that all share."""
     names = [f"nic{device}" if nic_per_device else "uplink" for device in range(fabric.size)]
     out = tuple((_uplink(name, True, half_duplex),) for name in names)
     into = tuple((_uplink(name, False, half_duplex),) for name in names)
     wires = {way[0]: gbs for way in (*out, *into)}
-    return Fabric(fabric.size, fabric.ways, {**fabric.gbs, **wires}, out, into, fabric.burst_bytes)
+    return LinkFabric(fabric.size, fabric.ways, {**fabric.gbs, **wires}, out, into, fabric.burst_bytes)
 
 
 # ---------- interconnects of the usual shapes

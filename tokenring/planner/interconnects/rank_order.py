@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from tokenring.errors import ConfigurationError
-from tokenring.planner.interconnects.interconnect import Fabric, Interconnect
+from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric
 from tokenring.sequence.workload import Workload
 
 MOST_LOOKED_AT = 32  # ranks of a host, of which the pairs are compared
@@ -42,7 +42,7 @@ def one_of_groups(net: Interconnect, group_of: Sequence[Hashable], mine: Hashabl
         if group is not None:
             devices_on.setdefault(host, {}).setdefault(group, []).append(device)
     number = {host: index for index, host in enumerate(sorted(host for host in devices_on if mine in devices_on[host]))}
-    known: dict[object, Fabric] = {}
+    known: dict[object, LinkFabric] = {}
     fabrics = []
     for host in number:
         groups = [(tuple(devices), len(devices) < size) for devices in devices_on[host].values()]
@@ -59,7 +59,7 @@ def one_of_groups(net: Interconnect, group_of: Sequence[Hashable], mine: Hashabl
     return Interconnect(net.name, tuple(fabrics), tuple(places), net.notes, net.machine)
 
 
-def _divided(fabric: Fabric, own: Sequence[int], groups: Iterable[tuple[Sequence[int], bool]]) -> Fabric:
+def _divided(fabric: LinkFabric, own: Sequence[int], groups: Iterable[tuple[Sequence[int], bool]]) -> LinkFabric:
     """These devices alone, and of each wire what is left where all groups use it at once.
 
     groups: the devices here of each, and whether it has ranks on other hosts.
@@ -75,7 +75,7 @@ def _divided(fabric: Fabric, own: Sequence[int], groups: Iterable[tuple[Sequence
     out = tuple(fabric.out[device] for device in own) if fabric.out else ()
     into = tuple(fabric.into[device] for device in own) if fabric.into else ()
     shared = {wire: gbs / max(1, users[wire]) for wire, gbs in fabric.gbs.items()}
-    return Fabric(len(own), ways_kept, shared, out, into, fabric.burst_bytes)
+    return LinkFabric(len(own), ways_kept, shared, out, into, fabric.burst_bytes)
 
 
 def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:

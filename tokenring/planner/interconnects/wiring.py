@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from tokenring.errors import ConfigurationError
-from tokenring.planner.interconnects.interconnect import Fabric, Interconnect, Way
+from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric, Way
 from tokenring.planner.machines.server_spec import NETWORK, nics_of
 from tokenring.topology.model.facts import PCIE_PATHS, Device, unordered
 from tokenring.topology.model.graph import Edge, Graph
@@ -84,9 +84,9 @@ class _Maker:
         self.notes: dict[str, None] = {}
         self._parts = {} if topology.graph is None else _by_host(topology.graph)
         self._verdicts = dict(topology.verdict.inside) if topology.verdict is not None else {}
-        self._known: dict[object, Fabric] = {}
+        self._known: dict[object, LinkFabric] = {}
 
-    def fabric(self, host: str, ranks: list[int], ids: Ids) -> Fabric:
+    def fabric(self, host: str, ranks: list[int], ids: Ids) -> LinkFabric:
         if self.topology.graph is None or None in ids:
             return self._bare(ranks)
         part = self._parts.get(host, Graph())
@@ -99,7 +99,7 @@ class _Maker:
             self._known[key] = _Host(part, own, half, verdict, self.reached, self.notes, host).fabric(self.several)
         return self._known[key]
 
-    def _bare(self, ranks: list[int]) -> Fabric:
+    def _bare(self, ranks: list[int]) -> LinkFabric:
         """Ranks of which only bandwidths between pairs are known, or nothing."""
         gbs: dict[str, float] = {}
         ways: dict[tuple[int, int], Way] = {}
@@ -115,10 +115,10 @@ class _Maker:
                     ways[a, b] = ("memory",)
                     gbs["memory"] = ASSUMED["memory"]
                     self.notes[f"between ranks of one machine {ASSUMED['memory']:g} GB/s in all are assumed"] = None
-        return _networked(Fabric(len(ranks), ways, gbs), self.several, self.notes)
+        return _networked(LinkFabric(len(ranks), ways, gbs), self.several, self.notes)
 
 
-def _networked(fabric: Fabric, several: bool, notes: dict[str, None]) -> Fabric:
+def _networked(fabric: LinkFabric, several: bool, notes: dict[str, None]) -> LinkFabric:
     """With one assumed NIC, where there are other hosts and no NIC is known."""
     if not several:
         return fabric
@@ -147,12 +147,12 @@ class _Host:
         self.gbs: dict[str, float] = {}
         self.neighbours = self._neighbours()
 
-    def fabric(self, several: bool) -> Fabric:
+    def fabric(self, several: bool) -> LinkFabric:
         ways = {
             (a, b): self._way(src, dst) for a, src in enumerate(self.ids) for b, dst in enumerate(self.ids) if a != b
         }
         out, into = self._to_network() if several else ((), ())
-        made = Fabric(len(self.ids), ways, dict(self.gbs), out, into)
+        made = LinkFabric(len(self.ids), ways, dict(self.gbs), out, into)
         return made if out or not several else _networked(made, several, self.notes)
 
     # ---------- inside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import Pass, Schedule
+from tokenring.ir.schedule_data import Pass, ScheduleData
 from tokenring.lowering.footprint import bundled_bytes
 from tokenring.lowering.program import Attend, Collective, Fill, Merge, Pack, Program, Recv, Result, Send, Span, Wait
 from tokenring.lowering.records import Records
@@ -24,7 +24,7 @@ class Compute(NamedTuple):
     label: str
 
 
-class Post(NamedTuple):
+class SimulatedPost(NamedTuple):
     """A send or a receive is posted; the rank goes on."""
 
     message: int
@@ -42,10 +42,10 @@ class Await(NamedTuple):
     message: int
 
 
-Operation = Compute | Post | Await
+Operation = Compute | SimulatedPost | Await
 
 
-def operations(schedule: Schedule, workload: Workload, program: Program, rates: Rates) -> list[Operation]:
+def operations(schedule: ScheduleData, workload: Workload, program: Program, rates: Rates) -> list[Operation]:
     """What a program costs, in its order. Neighbouring copies and merges are one operation."""
     return Costs(schedule, workload, program.direction, rates).operations(program)
 
@@ -53,7 +53,7 @@ def operations(schedule: Schedule, workload: Workload, program: Program, rates: 
 class Costs:
     """What the programs of one pass cost, of any rank: ranks do much the same, so results are kept."""
 
-    def __init__(self, schedule: Schedule, workload: Workload, direction: Pass, rates: Rates) -> None:
+    def __init__(self, schedule: ScheduleData, workload: Workload, direction: Pass, rates: Rates) -> None:
         self.workload, self.direction, self.rates = workload, direction, rates
         self.records = Records(schedule, workload, direction)
         self.heads = workload.q_heads // schedule.head_groups
@@ -100,9 +100,9 @@ class _Maker:
             case Wait(message) if message in self.bundle_of:
                 return self._await_bundle(self.bundle_of[message], step)
             case Recv(message, span, src, channel, label):
-                return [Post(message, src, channel, self._nbytes(span), False, step, label)]
+                return [SimulatedPost(message, src, channel, self._nbytes(span), False, step, label)]
             case Send(message, span, dst, channel, label):
-                return [Post(message, dst, channel, self._nbytes(span), True, step, label)]
+                return [SimulatedPost(message, dst, channel, self._nbytes(span), True, step, label)]
             case Wait(message):
                 return [Await(message)]
             case Pack(_, _, into):
@@ -121,7 +121,7 @@ class _Maker:
             return []
         peer, nbytes = bundle.ranks[sends], self.bundled[bundle]
         made: list[Operation] = [self._copy(2 * nbytes, step, "bundle")] if sends else []
-        return [*made, Post(last, peer, post.channel, nbytes, sends, step, bundle.label)]
+        return [*made, SimulatedPost(last, peer, post.channel, nbytes, sends, step, bundle.label)]
 
     def _await_bundle(self, bundle: Collective, step: int) -> list[Operation]:
         """The first wait takes what was received apart."""

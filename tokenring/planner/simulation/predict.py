@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import Pass, Schedule
+from tokenring.ir.schedule_data import Pass, ScheduleData
 from tokenring.lowering.calls import Supports, anything, calls
 from tokenring.lowering.footprint import Pools, contacts, held, kept_bytes, link_bytes
 from tokenring.lowering.lower import agenda_of, lower_agenda
@@ -107,7 +107,7 @@ class Least(NamedTuple):
         return self.wires.seconds
 
 
-def least_seconds(schedule: Schedule, setting: Setting) -> Least:
+def least_seconds(schedule: ScheduleData, setting: Setting) -> Least:
     """Far cheaper than a prediction, and never above it."""
     storage, wires = storage_of(schedule), busiest(schedule, setting)
     kernels = []
@@ -129,7 +129,7 @@ def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs
     )
 
 
-def wire_bytes(schedule: Schedule, setting: Setting, direction: Pass) -> dict[str, int]:
+def wire_bytes(schedule: ScheduleData, setting: Setting, direction: Pass) -> dict[str, int]:
     """What one pass puts on each wire."""
     loads: dict[str, int] = {}
     for (src, dst), nbytes in link_bytes(schedule, setting.workload, direction).items():
@@ -138,7 +138,7 @@ def wire_bytes(schedule: Schedule, setting: Setting, direction: Pass) -> dict[st
     return loads
 
 
-def busiest(schedule: Schedule, setting: Setting) -> Busiest:
+def busiest(schedule: ScheduleData, setting: Setting) -> Busiest:
     """The wires that need longest for what the passes put on them."""
     net = setting.interconnect
     loads = {direction: wire_bytes(schedule, setting, direction) for direction in setting.passes}
@@ -168,7 +168,7 @@ def _burst_seconds(wire: str, net: Interconnect) -> float:
     return 0.0 if wire == NO_WIRE else net.burst_bytes(wire) / net.gbs(wire) / 1e9
 
 
-def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Prediction:
+def predict(schedule: ScheduleData, setting: Setting, record: bool = False) -> Prediction:
     """Lower, simulate and add up."""
     made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
     pools = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
@@ -182,7 +182,7 @@ def predict(schedule: Schedule, setting: Setting, record: bool = False) -> Predi
     )
 
 
-def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, list[int]]:
+def _pass(schedule: ScheduleData, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, list[int]]:
     """The outcome, what kernels take at least, and what each rank holds."""
     workload = setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
@@ -203,7 +203,7 @@ def _pass(schedule: Schedule, setting: Setting, direction: Pass, record: bool) -
 
 
 def lowered(
-    schedule: Schedule, setting: Setting, direction: Pass, ranks: Iterable[int] | None = None
+    schedule: ScheduleData, setting: Setting, direction: Pass, ranks: Iterable[int] | None = None
 ) -> Iterator[Program]:
     """One pass as the setting's transport would run it, on these ranks, or on all."""
     storage, workload = storage_of(schedule), setting.workload
@@ -213,7 +213,7 @@ def lowered(
         yield lower_agenda(agenda, workload, target)
 
 
-def _ranks(schedule: Schedule) -> range:
+def _ranks(schedule: ScheduleData) -> range:
     return range(schedule.world_size)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tokenring.errors import ScheduleError
 from tokenring.planner.simulation.in_flight import Fluids, Moving, Transfer, Wires
-from tokenring.planner.simulation.operations import Await, Compute, Operation, Post
+from tokenring.planner.simulation.operations import Await, Compute, Operation, SimulatedPost
 from tokenring.planner.simulation.packets import Packets
 from tokenring.tables.rates import Messages
 
@@ -31,7 +31,7 @@ def every_transfer(src: int, dst: int) -> tuple[int, int]:
     return src, dst
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """What a rank did, or what was on its way to it, from when to when."""
 
     rank: int
@@ -50,7 +50,7 @@ class Outcome:
     seconds: float
     busy_seconds: list[float]  # of each rank: kernels, copies and posts
     wire_bytes: dict[str, float]
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimeSpan] = field(default_factory=list)
 
     @property
     def exposed_seconds(self) -> float:
@@ -104,7 +104,7 @@ class Simulation:
         self.unmatched: dict[tuple[Queue, bool], deque[Transfer]] = defaultdict(deque)
         self.of_message: list[dict[int, Transfer]] = [{} for _ in programs]
         self.wire_bytes: dict[str, float] = defaultdict(float)
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         self.since = [0.0] * len(programs)  # when the current wait or work began
 
     def run(self) -> Outcome:
@@ -175,7 +175,9 @@ class Simulation:
         transfer.done = True
         if self.record:
             self.spans.append(
-                Span(transfer.dst, "transfer", transfer.label, transfer.step, transfer.begin, self.now, transfer.src)
+                TimeSpan(
+                    transfer.dst, "transfer", transfer.label, transfer.step, transfer.begin, self.now, transfer.src
+                )
             )
         for rank in transfer.waiting:
             if not (transfer.sent and rank == transfer.src):
@@ -244,7 +246,7 @@ class Simulation:
                     if each.seconds > 0:
                         self._work(rank, each.seconds, each)
                         return
-                case Post():
+                case SimulatedPost():
                     self.at[rank] += 1
                     self._post(rank, each)
                     if self.messages.post_seconds > 0:
@@ -258,7 +260,9 @@ class Simulation:
                             self.since[rank] = self.now
                         return
                     if self.record and rank in transfer.waiting:
-                        self.spans.append(Span(rank, "wait", transfer.label, transfer.step, self.since[rank], self.now))
+                        self.spans.append(
+                            TimeSpan(rank, "wait", transfer.label, transfer.step, self.since[rank], self.now)
+                        )
                     self.at[rank] += 1
 
     def _work(self, rank: int, seconds: float, each: Compute | None = None) -> None:
@@ -273,9 +277,9 @@ class Simulation:
 
     def _note(self, rank: int, each: Compute, begin: float, end: float | None = None) -> None:
         what = "kernel" if each.kernel else "copy"
-        self.spans.append(Span(rank, what, each.label, each.step, begin, self.now if end is None else end))
+        self.spans.append(TimeSpan(rank, what, each.label, each.step, begin, self.now if end is None else end))
 
-    def _post(self, rank: int, post: Post) -> None:
+    def _post(self, rank: int, post: SimulatedPost) -> None:
         src, dst = self.canonical(*((rank, post.peer) if post.sends else (post.peer, rank)))
         other_end = self.unmatched[(src, dst, post.channel), not post.sends]
         if other_end:

@@ -1,0 +1,35 @@
+"""A public class name has one meaning in the package."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def public_classes(*roots: Path) -> dict[str, list[str]]:
+    """Where each class that has no underscore is defined."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in (path for root in roots for path in root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(path.name)
+    return found
+
+
+def twice(*roots: Path) -> dict[str, list[str]]:
+    return {name: paths for name, paths in public_classes(*roots).items() if len(paths) > 1}
+
+
+def test_each_class_name_is_there_once() -> None:
+    rooms = [path for path in (REPO / "tokenring").iterdir() if path.is_dir() and not path.is_symlink()]
+    assert len(public_classes(REPO / "backends", REPO / "topology", *rooms)) > 300
+    assert not twice(REPO / "backends", REPO / "topology", *rooms)
+
+
+def test_a_second_meaning_is_found(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("class Link: ...\nclass _Own: ...\n", encoding="utf-8")
+    assert list(twice(tmp_path)) == ["Link"]
