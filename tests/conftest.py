@@ -31,7 +31,7 @@ ALONE = frozenset({
 STARTING = frozenset({
     "ascend_real", "capture", "cann_stubs", "cli", "cluster", "compile", "doctor", "docs", "examples", "gpu_nccl",
     "gpu_script", "megatron", "megatron_contexts", "megatron_install", "megatron_packed", "megatron_parts", "merge",
-    "merge_warps", "mindspeed", "mindspeed_real", "npu_smoke", "npu_smoke_kernel", "topology_probe",
+    "merge_warps", "mindspeed", "mindspeed_real", "npu_smoke", "npu_smoke_kernel", "rooms", "topology_probe",
     "topology_report", "transfers", "transfers_taken",
 })  # fmt: skip
 POOLS = frozenset({"ranks", "npus"})

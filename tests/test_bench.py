@@ -46,7 +46,7 @@ END_SECONDS = 40.0
 CODE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from tokenring.cli import main
+from tokenring.cli.main import main
 sys.exit(main())
 """
 

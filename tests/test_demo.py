@@ -36,7 +36,7 @@ MARKER = "TOKENRING_DEMO_TEST"
 CODE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from tokenring.cli import main
+from tokenring.cli.main import main
 sys.exit(main())
 """
 COMMAND = [sys.executable, "-c", CODE, "demo"]

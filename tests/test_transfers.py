@@ -20,6 +20,7 @@ from ranks import Here, RankPools
 from said import said
 from test_choice import BOTH, MB, rows
 
+from tokenring.backends import table_keys
 from tokenring.backends.table_keys import transfers_key
 from tokenring.backends.transports.auto import choice_of
 from tokenring.cli.doctor.examine import examine
@@ -82,7 +83,7 @@ SPOILT: dict[str, tuple[Callable[[str], str], str]] = {
 def test_a_broken_table_is_a_note(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules hold, and the reason says which file is not used and why."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Key, "here", staticmethod(lambda kind, domain, ranks: KEY))
+    monkeypatch.setattr(table_keys, "transfers_key", lambda kind, domain, ranks: KEY)
     spoil, why = SPOILT[what]
     path = keep(KEY, GLOO)
     assert path is not None and choice_of("cpu", "reached", BOTH, 4).transport == "gloo"

@@ -1,0 +1,1 @@
+"""What merges partial results, by device."""

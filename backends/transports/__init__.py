@@ -1,0 +1,1 @@
+"""What moves blocks between ranks."""

@@ -1,0 +1,1 @@
+"""What users call: attention, its context, sharding, capture, compilation."""

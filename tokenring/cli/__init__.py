@@ -1,0 +1,1 @@
+"""The command `tokenring`: a room for each sub-command. Nothing imports it."""

@@ -1,0 +1,1 @@
+"""What people see: the console, safe text, SVG."""

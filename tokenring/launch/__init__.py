@@ -1,0 +1,1 @@
+"""Processes of ranks: started, followed, ended, and the groups that they form."""

@@ -1,0 +1,1 @@
+"""Which schedule, how long it takes, and why."""

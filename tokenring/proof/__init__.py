@@ -1,0 +1,1 @@
+"""That schedules and programs do what the mask asks, and never stop."""

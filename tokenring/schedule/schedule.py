@@ -1,21 +1,21 @@
-"""The schedule as users hold it: the data, and what can be asked of it."""
+"""The schedule as users hold it: the data, and what can be asked of it. What needs torch is imported when asked for."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir import json as interchange
 from tokenring.ir import schedule_data as ir
 from tokenring.ir import text, text_parse
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering import footprint as measure
 from tokenring.lowering.backend_names import PLANNED_WITH, kernel_class, transport_capabilities
-from tokenring.lowering.lower import lower
-from tokenring.lowering.program import Program
 from tokenring.lowering.target import IDEAL
-from tokenring.proof.verify import verify
-from tokenring.sequence.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenring.lowering.program import Program
+    from tokenring.sequence.workload import Workload
 
 
 class Schedule(ir.Schedule):
@@ -27,27 +27,37 @@ class Schedule(ir.Schedule):
 
     def verify(self) -> Schedule:
         """Prove both passes; returns the schedule itself. Raises ScheduleError with step, rank and block."""
+        from tokenring.proof.verify import verify
+
         verify(self)
         return self
 
     def link_bytes(self, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
         """Payload bytes that each (source, destination) link carries in a pass."""
-        return measure.link_bytes(self, workload, direction)
+        from tokenring.lowering.footprint import link_bytes
+
+        return link_bytes(self, workload, direction)
 
     def peak_bytes(self, workload: Workload, direction: Pass = "forward", transport: str | None = None) -> int:
         """Bytes of the buffer pool at the rank that needs most: slots and fp32 accumulators.
 
         With a transport by name, also what it needs more: for its connections, for messages that go or land apart.
         """
+        from tokenring.lowering.footprint import peak_bytes
+
         able = IDEAL if transport is None else transport_capabilities(transport)
-        return measure.peak_bytes(self, workload, direction, able, kernel_class(PLANNED_WITH).supports_patch)
+        return peak_bytes(self, workload, direction, able, kernel_class(PLANNED_WITH).supports_patch)
 
     def flops(self, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
         """Floating-point operations of each rank's tiles in a pass, visible pairs only."""
-        return measure.flops(self, workload, direction)
+        from tokenring.lowering.footprint import flops
+
+        return flops(self, workload, direction)
 
     def program(self, workload: Workload, rank: int, direction: Pass = "forward") -> Program:
         """What one rank does in a pass, instruction by instruction."""
+        from tokenring.lowering.lower import lower
+
         return lower(self, rank, direction, workload)
 
     def to_json(self) -> str:

@@ -1,0 +1,1 @@
+"""Figures that were measured on this machine, and are kept."""

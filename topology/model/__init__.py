@@ -1,0 +1,1 @@
+"""Devices, links and what follows from them: facts, the graph, the verdict."""

@@ -1,0 +1,1 @@
+"""`tokenring plan`: which schedule, and why."""

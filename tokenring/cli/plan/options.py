@@ -22,7 +22,6 @@ from tokenring.planner.interconnects.rank_order import context_parallel_group, h
 from tokenring.planner.interconnects.wiring import interconnect_of
 from tokenring.planner.machines.machine import machine_of_device, machine_of_preset, machine_of_topology, messages_of
 from tokenring.planner.machines.presets import PREFIX, find, preset
-from tokenring.planner.machines.topology_file import read_topology
 from tokenring.planner.simulation.predict import Setting
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask
@@ -109,6 +108,8 @@ def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[I
     if name.startswith(PREFIX):
         net = replace(interconnect_of(preset(name)), name=name.removeprefix(PREFIX))
         return net, _machine(options, dtype, lambda: machine_of_preset(name, dtype))
+    from tokenring.planner.machines.topology_file import read_topology
+
     topology = read_topology(name)
     return interconnect_of(topology), _machine(options, dtype, lambda: machine_of_topology(topology, dtype))
 

@@ -1,0 +1,1 @@
+"""`tokenring rates`: what kernels and transports reach on this machine."""

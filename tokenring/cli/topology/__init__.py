@@ -1,0 +1,1 @@
+"""`tokenring topology`: what links the accelerators, as read (`command`) or as measured (`measure`)."""

@@ -1,0 +1,1 @@
+"""Chooses among the schedules that fit, and says why."""

@@ -1,0 +1,1 @@
+"""What joins the ranks, as wires that messages share."""

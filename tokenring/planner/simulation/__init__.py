@@ -1,0 +1,1 @@
+"""How long a program takes: messages share wires, kernels share cores."""
