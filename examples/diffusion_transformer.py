@@ -5,8 +5,8 @@
 77 text tokens and the patches of an image are one sequence, as in Flux and Stable Diffusion 3. It divides by no number
 of ranks: it is padded at its end, and Documents([0, length]) keeps the padding out of what others see.
 
-The model is a small one in plain torch, in the style of diffusers. In diffusers itself exchange dispatch_attention_fn in
-the model's module: its q, k and v are [B, T, H, D], as here (tests/test_more_examples.py does so for Flux).
+The model is a small one in plain torch, in the style of diffusers. In diffusers itself exchange dispatch_attention_fn
+in the model's module: its q, k and v are [B, T, H, D], as here (tests/test_more_examples.py does so for Flux).
 """
 
 from __future__ import annotations

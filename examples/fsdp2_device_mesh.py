@@ -48,7 +48,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
         mixed: Tensor = x + self.out(attend(rotated(q, positions), rotated(k, positions), v).flatten(2))
-        return mixed + self.mlp(mixed)
+        return mixed + self.mlp(mixed)  # type: ignore[no-any-return]
 
 
 class Gpt(nn.Module):

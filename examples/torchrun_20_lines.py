@@ -16,9 +16,9 @@ layer, x = torch.nn.Linear(256, 3 * 256).to(device), torch.randn(1, 2048, 256, d
 
 q, k, v = layer(tr.shard(x, cp, dim=1)).unflatten(-1, (3, 4, 64)).unbind(2)  # [B, T of this rank, H, D] each
 out = tr.attention(q, k, v, cp, is_causal=True)
-torch.autograd.backward(out.square().mean())
-dist.all_reduce(layer.weight.grad)  # a mean over equal parts: sum, then divide by how many there are
-split = layer.weight.grad / cp.world_size
+(split,) = torch.autograd.grad(out.square().mean(), [layer.weight])
+dist.all_reduce(split)  # a mean over equal parts: sum, then divide by how many there are
+split /= cp.world_size
 
 q, k, v = layer(x).unflatten(-1, (3, 4, 64)).transpose(1, 3).unbind(2)  # one process, [B, H, T, D]
 whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()

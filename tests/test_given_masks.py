@@ -85,7 +85,12 @@ def compiled(cp: ContextParallel, given: dict[str, Any]) -> torch.Tensor:
         import torch._dynamo as dynamo
 
         dynamo.reset()
-        made: Any = torch.compile(lambda x: tr.attention(x, x, x, cp, **given), backend="aot_eager", fullgraph=True)
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            attended: torch.Tensor = tr.attention(x, x, x, cp, **given)
+            return attended
+
+        made: Any = torch.compile(call, backend="aot_eager", fullgraph=True)
         out: torch.Tensor = made(X)
         dynamo.reset()
     return out

@@ -41,7 +41,7 @@ ASKED = {
 
 def test_help_shows_what_users_call() -> None:
     """A method that is new is for users, or is listed with those that are not."""
-    text = pydoc.render_doc(ContextParallel, renderer=pydoc.plaintext)
+    text = pydoc.plain(pydoc.render_doc(ContextParallel))
     shown = set(re.findall(r"^ \|  ([a-z]\w*)(?:\(|$)", text, re.MULTILINE))
     assert shown == CALLED
     assert {name for name in dir(ContextParallel()) if not name.startswith("_")} == CALLED | ASKED
