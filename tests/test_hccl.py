@@ -35,7 +35,7 @@ from tokenring.planner.interconnects.interconnect import full_mesh
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
 BUFFER = 40 * MEGABYTE
-SILENT_SECONDS = 4.0  # the first contact of living ranks must take less on a busy machine
+SILENT_SECONDS = 2.0  # the first contact of living ranks must take less on a busy machine
 NPU = "npu"  # no torch.device: only ranks know it
 
 

@@ -35,7 +35,7 @@ from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.lowering.program import Merge, Pack, Program, Recv, Send, Span, Wait
 from tokenring.runtime.message_groups import last_posts
 
-SILENT_SECONDS = 4.0
+SILENT_SECONDS = 2.0
 NPU = "npu"
 KEPT = "nccl, for programs"  # in a rank's memory
 

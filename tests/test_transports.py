@@ -9,6 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import permutations, product
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from every_link import CHANNELS, device_of, new
 from machines import APART
 from patience import patient
-from ranks import Here, RankPools
+from ranks import CALL_SECONDS, Here, RankPools
 
 from tokenring import ConfigurationError, PeerLost
 from tokenring.backends.control.control import PAYLOAD_BYTES
@@ -27,6 +28,7 @@ from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 
 NAMES = ("gloo", APART, "shm")
 LIMIT_SECONDS = 1.0  # of transports whose peers do not answer; more where others need it (`patience`)
+FAILING_SECONDS = 2.5  # the same where one fails, which is much sooner; a wait of Gloo's cannot be cut short
 LARGEST = 1 << 20
 PATTERN = torch.randint(256, (2 * LARGEST,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -277,9 +279,12 @@ def silent(here: Here, name: str, what: str) -> tuple[int | None, bool, str] | N
     """What ranks see whose peer, rank 2, does nothing."""
     transport = new(name, patient(LIMIT_SECONDS))
     memory = buffer(transport, LARGEST)
+    assert dist.group.WORLD is not None
+    store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    heard = [f"rank {rank} knows" for rank in range(here.world_size) if rank != 2]
     dist.barrier()
-    if here.rank == 2:
-        time.sleep(patient(LIMIT_SECONDS + 2.5))
+    if here.rank == 2:  # it is there, with all its threads, until the others know what they know
+        store.wait(heard, timedelta(seconds=patient(CALL_SECONDS)))
         return None
     acts: dict[str, Callable[[], object]] = {
         "send": lambda: transport.send(memory, 2, PARTIALS, "kv of rank 1").wait(),
@@ -289,12 +294,13 @@ def silent(here: Here, name: str, what: str) -> tuple[int | None, bool, str] | N
     error = lost(acts[what])
     use_again(transport, memory, error.rank)
     transport.close()
+    store.set(f"rank {here.rank} knows", b"")
     return error.rank, error.certain, str(error)
 
 
 def failing(here: Here, name: str) -> tuple[int | None, bool, str]:
     """Rank 1 gives up while the others wait for it and for each other."""
-    transport = new(name, patient(5.0))
+    transport = new(name, patient(FAILING_SECONDS))
     memory = buffer(transport, 1000)
     dist.barrier()
     if here.rank == 1:
