@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tokenring as tr
 from tokenring import Causal, ContextParallel, Mask, attention, shard
+from tokenring.api.context_registry import context_of
 
 Tensors = tuple[torch.Tensor, ...]
 KEEPING = "ulysses"  # its forward leaves bytes to its backward
@@ -282,8 +283,7 @@ def test_copied_tickets_are_refused(ranks: RankPools) -> None:
 def gone(here: Here, case: Case) -> str:
     """A graph that outlives its context."""
     cp, (q, k, v, _) = given(here, case)
-    handle = cp.handle
-    assert tr.runtime.handles.context_of(handle) is cp  # type: ignore[attr-defined]
+    assert context_of(handle := cp.handle) is cp
     del cp
     try:
         torch.ops.tokenring.attention(q, k, v, handle, None, None, None, None, False, False)
