@@ -58,7 +58,6 @@ def _with_is_causal(mask: Mask | None, is_causal: object) -> tuple[Mask | None, 
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _numbers(text: str) -> tuple[int | None, int | None, tuple[int, ...] | None, str | None]:
     """What a mask's text says, or what is wrong with it: to a compiler, a constant of the text."""
     try:
@@ -66,6 +65,10 @@ def _numbers(text: str) -> tuple[int | None, int | None, tuple[int, ...] | None,
     except ConfigurationError as error:
         return None, None, None, str(error)
     return mask.low, mask.high, mask.cu_seqlens, None
+
+
+# All that torch.compiler.assume_constant_result does; that would import the compiler, which takes a second.
+_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _no_mask(given: object) -> str:
