@@ -37,7 +37,7 @@ from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask
 from tokenring.sequence.workload import Workload
 
-RENAMED: dict[str, str] = {}  # a class's name now → its name when the first digests were taken
+RENAMED = {"ScheduleData": "Schedule"}  # a class now → its name when the first digests were taken
 DROPPED = ("Release",)
 RANKS = range(1, 9)
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
