@@ -1,4 +1,4 @@
-"""Topology fixtures broken at random, and what our reading makes of them. (Used by a test and by ci/mutations.py.)"""
+"""Topology fixtures broken at random, and what our reading makes of them; for a test and benchmarks/mutations.py."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ascend.ranks import NpuPools
 from patience import patient
 from ranks import Here
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hardware" / "npu"))
 
 from npu_smoke import costs, kernel, operators, shapes, traffic, training
 from npu_smoke import here as smoke

@@ -1,4 +1,4 @@
-"""ci/cann_stubs.py on a wheel of our own making: what it lacks is found and made, and nothing else."""
+"""hardware/npu/cann_stubs.py on a wheel of our own making: what it lacks is found and made, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from patience import patient
 
-SCRIPT = Path(__file__).resolve().parent.parent / "ci" / "cann_stubs.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "hardware" / "npu" / "cann_stubs.py"
 TOOLS = ("gcc", "nm", "readelf")
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="CANN's libraries are of Linux"),

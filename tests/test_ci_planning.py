@@ -15,7 +15,7 @@ import pytest
 
 from tokenring.planner.choosing.candidates import Candidate
 
-CI = Path(__file__).resolve().parent.parent / "ci"
+CI = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def script(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

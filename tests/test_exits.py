@@ -1,4 +1,4 @@
-"""Scripts end as they should: nothing keeps a process group that torch.distributed has destroyed. See ci/exits.py.
+"""Scripts end as they should: nothing keeps a process group that torch.distributed has destroyed.
 
 A group that is kept keeps its threads. One of them frees the last collective's tensors, and waits for the interpreter
 to do so; where that ends meanwhile, the process aborts. So what counts is that a group is gone when it is destroyed.

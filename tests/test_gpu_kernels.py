@@ -1,4 +1,4 @@
-"""ci/gpu_kernels.py without a GPU: over operators that stand in, it finds what is right and what is wrong."""
+"""hardware/gpu/gpu_kernels.py without a GPU: over operators that stand in, it finds what is right and what is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchFlash
 from tokenring.errors import BackendUnavailable
 
-FILE = Path(__file__).resolve().parent.parent / "ci" / "gpu_kernels.py"
+FILE = Path(__file__).resolve().parent.parent / "hardware" / "gpu" / "gpu_kernels.py"
 Lines = dict[str, tuple[str, str, "bool | None"]]
 
 

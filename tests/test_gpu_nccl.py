@@ -19,7 +19,7 @@ from tokenring.backends.transports.nccl import NcclTransport
 from tokenring.errors import PeerLost
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "ci"))
+sys.path.insert(0, str(REPO / "hardware" / "gpu"))
 
 import gpu_nccl  # noqa: E402
 import gpu_programs  # noqa: E402

@@ -12,7 +12,7 @@ import torch
 from test_gpu_kernels import lines, script
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "ci"))
+sys.path.insert(0, str(REPO / "hardware" / "gpu"))
 
 import gpu_times  # noqa: E402
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "ci"))
+sys.path.insert(0, str(REPO / "hardware" / "gpu"))
 
 import gpu_child  # noqa: E402
 import gpu_report  # noqa: E402

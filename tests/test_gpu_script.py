@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(REPO / "ci"))
+    monkeypatch.syspath_prepend(str(REPO / "hardware" / "gpu"))
 
 
 # ---------- the script

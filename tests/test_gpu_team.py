@@ -1,4 +1,4 @@
-"""ci/gpu_transports: one set of processes for a number of ranks, and checks that fail in every way. Over Gloo."""
+"""gpu_transports.py: one set of processes for a number of ranks, and checks that fail in every way. Over Gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenring.backends.registry import make_transport
 from tokenring.errors import PeerLost
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "ci"))
+sys.path.insert(0, str(REPO / "hardware" / "gpu"))
 
 import gpu_nccl  # noqa: E402
 import gpu_programs  # noqa: E402

@@ -73,7 +73,8 @@ def aspects(row: Row) -> set[tuple[Any, ...]]:
     case, transport, streams = row
     family = parse(case.schedule).family.name
     ways = {"mask": case.mask_name, "dtype": case.dtype, "transport": transport, "streams": streams}
-    found: set[tuple[Any, ...]] = {(family, case.ranks), *((family, *each) for each in ways.items() if each[0] != "mask")}
+    apart = [(family, *each) for each in ways.items() if each[0] != "mask"]
+    found: set[tuple[Any, ...]] = {(family, case.ranks), *apart}
     found |= {(which, *each) for which in (case.ranks, case.layout) for each in ways.items()}
     return found | {(*one, *other) for one, other in combinations(ways.items(), 2)}
 

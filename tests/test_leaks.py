@@ -80,7 +80,7 @@ def test_nothing_grows(name: str, count: int, close: bool, new_groups: bool, ran
 
 
 def check(ranks: RankPools, name: str, count: int, close: bool, new_groups: bool) -> list[str]:
-    """Gives what each rank held, which ci/leaks.py shows."""
+    """Gives what each rank held, which benchmarks/leaks.py shows."""
     with ranks.expendable(2) as some:
         found = some.within(500.0, many, name, count, close, new_groups)
         assert not lasting_names()

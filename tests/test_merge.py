@@ -282,7 +282,7 @@ def test_what_is_replaced_is_the_whole_of_an_output() -> None:
 
 def test_the_script_runs_dry() -> None:
     """On a CPU it measures torch's merge, and judges nothing by its speed."""
-    script = TESTS.parent / "ci" / "gpu_merge.py"
+    script = TESTS.parent / "hardware" / "gpu" / "gpu_merge.py"
     command = [sys.executable, str(script), "--device", "cpu", "--rows", "32", "--heads", "2", "--head-dim", "16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from patience import patient
 from warm import warm_python
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "ci"))
+sys.path.insert(0, str(REPO / "hardware" / "npu"))
 
 from npu_smoke import command, team  # noqa: E402
 from npu_smoke.links import DELAY_SECONDS, in_one_order  # noqa: E402

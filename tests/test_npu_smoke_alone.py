@@ -16,7 +16,7 @@ from ranks import Here, RankError
 from smoke_on_npus import found_by, run, words
 from warm import warm_python
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hardware" / "npu"))
 
 from npu_smoke import here as smoke
 from npu_smoke import rank, tasks, team, training

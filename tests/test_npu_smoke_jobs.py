@@ -17,7 +17,7 @@ from smoke_on_npus import Spoil, run, words
 
 from tokenring.backends.devices import DeviceMemory
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hardware" / "npu"))
 
 from npu_smoke import costs, traffic
 from npu_smoke import here as smoke

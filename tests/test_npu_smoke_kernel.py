@@ -18,7 +18,7 @@ from tokenring.backends.kernels import npu_packed, npu_trials
 from tokenring.backends.kernels.npu_packed import NpuPacking
 from tokenring.backends.kernels.npu_rows import statistics
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hardware" / "npu"))
 
 from npu_smoke import here as smoke
 from npu_smoke import kernel

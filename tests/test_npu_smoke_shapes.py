@@ -15,7 +15,7 @@ from smoke_on_npus import Spoil, run
 
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hardware" / "npu"))
 
 from npu_smoke import operators, shapes
 from npu_smoke.unknowns import AS_ASSUMED, OTHERWISE

@@ -20,7 +20,7 @@ from tokenring.backends.transports.nvshmem import OPERATORS, NvshmemMemory, Nvsh
 from tokenring.backends.transports.onesided import RING, Words, signaller
 from tokenring.lowering.backend_names import transport_class, transport_target
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hardware" / "gpu"))
 
 import gpu_nccl
 import gpu_nvshmem
@@ -303,7 +303,7 @@ def test_by_name() -> None:
     assert not target.capturable  # until a GPU has shown it
 
 
-# ---------- what ci/gpu_transports makes of it
+# ---------- what hardware/gpu/gpu_transports makes of it
 
 
 @pytest.mark.parametrize(("count", "why"), [(1, "a GPU for each of 2 ranks, and this machine has 1"), (2, None)])

@@ -27,7 +27,7 @@ FAST = (
 
 
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published", REPO / "ci/published.py")
+    spec = importlib.util.spec_from_file_location("published", REPO / "benchmarks/published.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -1,4 +1,4 @@
-"""Random calls for a while; ci/soak.py runs more of them. And what is drawn."""
+"""Random calls for a while; benchmarks/soak.py runs more of them. And what is drawn."""
 
 from __future__ import annotations
 

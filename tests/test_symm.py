@@ -33,7 +33,7 @@ from tokenring.lowering.backend_names import transport_class, transport_target
 from tokenring.lowering.mailboxes import BOXES
 from tokenring.planner.interconnects.interconnect import full_mesh
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hardware" / "gpu"))
 
 import gpu_messages
 
@@ -102,7 +102,7 @@ def test_programs(world_size: int, schedule: str, layout: str, mask: str, name: 
 
 
 def moved(here: Here, name: str, spoil: bool) -> str:
-    """What ci/gpu_transports runs on GPUs."""
+    """What hardware/gpu/gpu_transports runs on GPUs."""
     symm_ranks.register()
     transport: Any = make_transport(name, dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:

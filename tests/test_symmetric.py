@@ -1,4 +1,4 @@
-"""What torch's symmetric memory and the driver are called with, on stand-ins; ci/gpu_transports without a GPU.
+"""What torch's symmetric memory and the driver are called with, on stand-ins; gpu_transports without a GPU.
 
 The stand-ins (symmetric_world) refuse what the real ones do.
 """
@@ -21,7 +21,7 @@ from tokenring.backends.transports import driver, symmetric
 from tokenring.backends.transports.symmetric import SymmetricMemory, release_of
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "ci"))
+sys.path.insert(0, str(REPO / "hardware" / "gpu"))
 
 import gpu_transports  # noqa: E402
 

@@ -14,7 +14,7 @@ from tokenring.topology.sources import read
 
 @pytest.mark.parametrize("seed", range(8))
 def test_broken_fixtures(seed: int) -> None:
-    """2,000 in all; ci/mutations.py makes 100,000."""
+    """2,000 in all; benchmarks/mutations.py makes 100,000."""
     chance, texts = random.Random(seed), fixtures()
     assert len(texts) > 100
     for _ in range(250):

@@ -1,4 +1,7 @@
-"""Measured on shaped links, told nothing: simple shapes of four ranks. ci/measure_topology.py has all, and eight."""
+"""Measured on shaped links, told nothing: simple shapes of four ranks.
+
+benchmarks/measure_topology.py has all, and eight.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ pytestmark = [
 
 
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_topology", REPO / "ci/measure_topology.py")
+    spec = importlib.util.spec_from_file_location("measure_topology", REPO / "benchmarks/measure_topology.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

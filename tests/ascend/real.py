@@ -1,4 +1,4 @@
-"""A real torch_npu in a process of its own, over the stub libraries of ci/cann_stubs.py.
+"""A real torch_npu in a process of its own, over the stub libraries of hardware/npu/cann_stubs.py.
 
 It has no devices, but its operators have their real signatures, checked by torch's dispatcher, and its kernels for
 the device "meta" say the shapes and dtypes of results. For the device "cpu" it has none: there our goldens compute,

@@ -45,7 +45,7 @@ class Overheads:
         )  # fmt: skip
 
 
-# What ci/cells/calibrate.py printed on two cores of an AMD EPYC, from runs in which links and kernels take no time, and
+# What benchmarks/cells/calibrate.py printed on two cores of an AMD EPYC, where links and kernels take no time, and
 # over shaped links; taken for any machine.
 OVERHEADS = Overheads()
 
