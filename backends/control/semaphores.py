@@ -1,4 +1,4 @@
-"""POSIX semaphores in shared memory: what ranks of one machine signal each other with.
+"""POSIX semaphores in shared memory, with which ranks of one machine signal each other.
 
 Posting releases and waiting acquires, on every processor: what was written before a post is seen
 after the wait that takes it, so that no other fence is needed. Waiting sleeps in the kernel.
@@ -36,7 +36,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def unavailable() -> str | None:
-    """None, or why this system has no semaphores that processes can share."""
+    """Return None, or why this system has no semaphores that processes can share."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no semaphores in shared memory"
     try:
@@ -47,7 +47,7 @@ def unavailable() -> str | None:
 
 
 def _timed_wait(library: ctypes.CDLL) -> tuple[Callable[[ctypes.c_void_p, Any], int], int]:
-    """A wait until a time of a clock, and that clock: one that nobody sets, where there is one (glibc 2.30)."""
+    """Return a wait until a time of a clock, and that clock: one that nobody sets, where there is one (glibc 2.30)."""
     if not hasattr(library, "sem_clockwait"):
         return library.sem_timedwait, time.CLOCK_REALTIME
     clock = time.CLOCK_MONOTONIC
@@ -69,6 +69,7 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
     def post(self) -> None:
+        """Raise the counter by one, and wake a process that waits for it."""
         self._post(self._at)
 
     def try_wait(self) -> bool:

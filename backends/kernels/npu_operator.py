@@ -42,7 +42,7 @@ class Operator:
         return hash(self._call)
 
     def takes(self, name: str) -> bool:
-        """Whether it has an argument of this name."""
+        """Return True if it has an argument of this name."""
         return self._names.get(name, name) in self._taken
 
     def __call__(self, *operands: object, **options: object) -> Any:
@@ -50,7 +50,7 @@ class Operator:
 
 
 def find(*names: str) -> Operator:
-    """The first of these operators that is there. Raises BackendUnavailable."""
+    """Return the first of these operators that is there. Raises BackendUnavailable."""
     for name in names:
         packet = getattr(torch.ops.npu, name, None)
         if packet is not None:
