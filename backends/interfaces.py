@@ -77,11 +77,11 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        """Do the same for texts of any length, in several exchanges."""
+        """Gather a text of any length from every rank, by rank, in several exchanges. All call it."""
 
     @classmethod
     def target_in(cls, environment: Mapping[str, str]) -> Target:
-        """Say what it can do in this environment, without being started."""
+        """Return what it can do in this environment, without being started."""
         return cls.target
 
     # ---------- target.one_sided: ranks write into each other's memory, and so receive only into memory that it gives
@@ -125,7 +125,7 @@ class Transport(ABC):
     # ---------- target.capturable: messages go into graphs where the device and its driver take them
 
     def try_capture(self) -> None:
-        """See that they do, the first time that it is called. A collective call. Raises UnsupportedError, PeerLost."""
+        """See that they do, the first time it is called. A collective call. Raises UnsupportedError, PeerLost."""
 
     # ---------- target.modal: there are several ways to divide messages, each a name of the registry
 
@@ -146,13 +146,16 @@ class Transport(ABC):
     def all_to_all(
         self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
     ) -> Work:
-        """Post it; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
+        """Post an all-to-all; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
         raise UnsupportedError(NO_COLLECTIVES.format(type(self).__name__))
 
     def all_gather(
         self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
     ) -> Work:
-        """Post it; never blocks. The same tensor to all; nothing may use it until the wait, as it may be written."""
+        """Post an all-gather; never blocks.
+
+        The same tensor goes to all; nothing may use it until the wait, as it may be written.
+        """
         raise UnsupportedError(NO_COLLECTIVES.format(type(self).__name__))
 
 

@@ -63,7 +63,7 @@ class Control:
         room_bytes: Callable[[int], int] = lambda world_size: 0,
         create_room: Callable[[Segment, int], None] = lambda segment, world_size: None,
     ) -> None:
-        """Make the control of the transport named `transport`, the same on all ranks.
+        """Make the control of the transport `transport`, a name that all ranks must share.
 
         room_bytes: shared memory, in bytes, that the transport needs for its signals, given the world size; create_room,
         called on one rank, sets these signals up.
@@ -164,7 +164,7 @@ class Control:
             raise
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        """Return what every rank says about `what`, by rank, in texts of any length, by several exchanges."""
+        """Return what every rank says about `what`, by rank, in texts of any length, in several exchanges."""
         sizes = [int.from_bytes(each, "little") for each in self.exchange(len(text).to_bytes(8, "little"), what)]
         parts: list[list[bytes]] = [[] for _ in sizes]
         for start in range(0, max(sizes), PAYLOAD_BYTES):

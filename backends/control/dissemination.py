@@ -64,7 +64,7 @@ class Apart:
         return [said.get(rank, payload) for rank in range(world_size)]
 
     def _say(self, steps: range, said: bytes) -> Callable[[], dict[int, bytes]]:
-        """Say it to the ranks so many steps onwards. What it gives waits for as much from those so many steps back."""
+        """Send it to the ranks so many steps onwards. The result waits for as much from those so many steps back."""
         rank, world_size = self._control.rank, self._control.world_size
         for step in steps:
             self._lines.say((rank + step) % world_size, said)

@@ -52,16 +52,16 @@ class Board(Protocol):
         """Return the group's verdict, or None if there is none yet."""
 
     def claim(self, verdict: FailureReport) -> FailureReport:
-        """Make it the group's verdict, or get the one that was first."""
+        """Make it the group's verdict, or get the one that was first; return the verdict that stands."""
 
     def waits(self, rank: int) -> int | None:
         """Return the rank that a rank is known to wait for, or None."""
 
     def note_waiting(self, peer: int | None) -> None:
-        """Say for whom this rank waits, where that is cheap."""
+        """Note for whom this rank waits, where that is cheap; None: for nobody."""
 
     def publish_waiting(self, peer: int) -> None:
-        """Say it in any case: the wait was in vain."""
+        """Publish for whom this rank waits, in any case: the wait was in vain."""
 
 
 class ShmBoard:

@@ -29,7 +29,7 @@ class Door:
     """
 
     def __init__(self, host: str, callers: int) -> None:
-        """Open from now on for so many and others, at a port that the system gives. Raises OSError."""
+        """Listen from now on for so many callers and others, at a port that the system gives. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._door = socket.create_server((host, 0), family=family, backlog=callers + QUEUE)
         self._door.setblocking(False)
@@ -71,7 +71,7 @@ class Door:
         return missing
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept nobody any more, and close the sockets of callers that have not sent a card."""
         for number in list(self._callers):
             self._send_away(number)
         self._selector.close()
@@ -94,7 +94,7 @@ class Door:
     def _accept(
         self, answer_seconds: float, missing: set[bytes], welcome: Callable[[bytes, socket.socket], None]
     ) -> bool:
-        """Take in the next one, if there is one, and hear what it has said already: most have."""
+        """Accept the next caller, if there is one, and read what it has sent already: most have."""
         try:
             line, _ = self._door.accept()
         except BlockingIOError:
@@ -115,7 +115,7 @@ class Door:
         return True
 
     def _hear(self, number: int, missing: set[bytes], welcome: Callable[[bytes, socket.socket], None]) -> None:
-        """Read on in a caller's card. Who says anything else is sent away at once."""
+        """Read on in a caller's card. A caller that sends anything else is refused at once."""
         caller, size = self._callers[number], len(next(iter(missing))) if missing else 0
         try:
             part = caller.line.recv(size - len(caller.said)) if size else b""

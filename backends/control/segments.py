@@ -49,6 +49,6 @@ class Segment:
 
     @staticmethod
     def unlink_name(name: str) -> None:
-        """Take the name away; the memory stays as long as it is mapped."""
+        """Remove the name; the memory stays as long as it is mapped."""
         with contextlib.suppress(OSError):
             (FOLDER / f"{PREFIX}{name}").unlink()

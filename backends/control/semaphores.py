@@ -64,7 +64,7 @@ class Semaphore:
         self._wait_until, self._clock = _timed_wait(library)
 
     def create(self, value: int = 0) -> None:
-        """Set it up; by one process, before any other uses it."""
+        """Set the semaphore up, at zero; by one process, before any other uses it."""
         if _libc().sem_init(self._at, 1, value):
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
@@ -73,11 +73,11 @@ class Semaphore:
         self._post(self._at)
 
     def try_wait(self) -> bool:
-        """Take one if there is one."""
+        """Lower the counter by one if it is above zero; return False if it is not."""
         return bool(self._try(self._at) == 0)
 
     def wait(self, seconds: float) -> bool:
-        """Take one, sleeping for no longer than this; False if none came."""
+        """Lower the counter by one, sleeping for up to so many seconds until it is above zero; False if it never was."""
         if self._try(self._at) == 0:
             return True
         deadline = time.clock_gettime(self._clock) + seconds

@@ -65,7 +65,7 @@ class PeerSockets:
     # ---------- connecting
 
     def _connect(self, door: Door, places: list[list[Any]]) -> None:
-        """Call the ranks before this one, let in those after it."""
+        """Connect to the ranks before this one, and accept those after it."""
         deadline = time.monotonic() + self._control.timeout_seconds
         for rank in range(self._control.rank):
             host, port = places[rank]
@@ -96,7 +96,7 @@ class PeerSockets:
                 unless_kept.pop_all()
 
     def _answer(self, door: Door, ranks: range, deadline: float) -> None:
-        """Let in these ranks, whoever else comes."""
+        """Accept these ranks, whoever else comes."""
         cards = {self._card(rank): rank for rank in ranks}
 
         def welcome(card: bytes, line: socket.socket) -> None:

@@ -100,7 +100,7 @@ class Watch:
         return self._control.lost(*self._found)
 
     def close(self) -> None:
-        """End the thread. What it has found and no call has raised is said now: results are not to be used."""
+        """End the thread. What it has found and no call has raised is logged now: results are not to be used."""
         _end(self._signal, self._closed)
         if self._found is not None and self._control.broken is None:
             LOG.error("a transport was closed, and its last results are not to be used: %s", self.blame())

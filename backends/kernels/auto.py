@@ -172,14 +172,14 @@ class Choosing:
         return self._picks[call]
 
     def tried_picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
-        """Try the first of them until one passes, and give those that are left."""
+        """Try the first kernel until one passes, and return those that are left."""
         call = TileCall.of(direction, side, head_dim, dtype)
         while (picks := self.picks(*call[:4])) and not self._passes(picks[0].name, call):
             pass
         return picks
 
     def faults(self) -> dict[str, str]:
-        """Give what the trials found to be wrong, by kernel."""
+        """Return what the trials found to be wrong, by kernel."""
         return {tried[0]: why for tried, why in self._found.items() if why}
 
     def kernels(self, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:

@@ -72,7 +72,7 @@ class Kind(NamedTuple):
 
 
 def tries(device: torch.device) -> bool:
-    """Say whether kernels are tried on a device."""
+    """Return True if kernels are tried on a device."""
     return device.type in DEVICES and has_device(device.type)
 
 
@@ -124,12 +124,12 @@ def _recorded(kernel: AttentionKernel, kind: Kind, tile: TrialTile, key: str, ke
 
 
 def ran_out(error: Exception) -> bool:
-    """Tell whether a device had no memory left."""
+    """Return True if an error means that a device had no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error).lower()
 
 
 def asserted_here(error: Exception) -> bool:
-    """Tell a mistake of ours, an assertion raised in a module of this package or nobody can say where, from others.
+    """Return True for a mistake of ours: an assertion raised in this package, or nobody can say where.
 
     Packages check their arguments so: theirs mean that they do not take them.
     """
