@@ -77,7 +77,7 @@ class Semaphore:
         return bool(self._try(self._at) == 0)
 
     def wait(self, seconds: float) -> bool:
-        """Lower the counter by one, sleeping for up to so many seconds until it is above zero; False if it never was."""
+        """Lower the counter by one, sleeping up to so many seconds until it is above zero; else return False."""
         if self._try(self._at) == 0:
             return True
         deadline = time.clock_gettime(self._clock) + seconds

@@ -70,6 +70,7 @@ class Function:
         return name in self._names
 
     def __call__(self, sides: Window | None, unbounded: int | None, causal: bool, **options: Any) -> Any:
+        """Call the function with the window's sides and these options, as far as it has names for them."""
         left, right = (unbounded if side is None else side for side in sides or (None, None))
         options |= {"window_size": (left, right), "causal": causal, "is_causal": causal}
         options |= dict(zip(SIDES, (left, right), strict=True))

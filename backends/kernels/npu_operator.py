@@ -46,6 +46,7 @@ class Operator:
         return self._names.get(name, name) in self._taken
 
     def __call__(self, *operands: object, **options: object) -> Any:
+        """Call the operator with these operands and options; options by our names."""
         return self._call(*operands, **{self._names.get(name, name): value for name, value in options.items()})
 
 

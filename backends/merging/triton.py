@@ -23,7 +23,10 @@ def _merge_rows(  # type: ignore[no-untyped-def,unused-ignore]
     out_r, out_b, out_h, out_d, lse_r, lse_b, lse_h, new_r, new_b, new_h, new_d, stat_r, stat_b, stat_h,
     HEADS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge a block of ROWS of the rows · batch · HEADS = count rows. Strides: _r of rows, _b of batch, _h of heads, _d of columns."""
+    """Merge a block of ROWS of the rows · batch · HEADS = count rows.
+
+    Strides: _r of rows, _b of batch, _h of heads, _d of columns.
+    """
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = index < count
     h = (index % HEADS).to(tl.int64)  # offsets may pass 2^31
