@@ -65,7 +65,7 @@ class Control:
     ) -> None:
         """Make the control of the transport `transport`, a name that all ranks must share.
 
-        room_bytes: shared memory, in bytes, that the transport needs for its signals, given the world size. create_room,
+        room_bytes: given the world size, the bytes of shared memory that the transport needs for its signals. create_room,
         called on one rank, sets these signals up.
         """
         self.transport, self.timeout_seconds, self._create_room = transport, timeout_seconds, create_room

@@ -64,7 +64,7 @@ class Semaphore:
         self._wait_until, self._clock = _timed_wait(library)
 
     def create(self, value: int = 0) -> None:
-        """Set the semaphore up, at zero; by one process, before any other uses it."""
+        """Set the semaphore up, at this value; by one process, before any other uses it."""
         if _libc().sem_init(self._at, 1, value):
             raise OSError(ctypes.get_errno(), "sem_init failed")
 

@@ -48,8 +48,9 @@ class Accelerated(Controlled):
         check_movable(data, self.device_type, what, self.rank, f"transport {self.name!r}", f"{self.device_name}s")
 
     def _failed(self, error: RuntimeError, peer: int, what: str, hint: str) -> PeerLost:
-        """Make the error that blames the peer, if the vendor's library says so; else this rank, whose earlier call failed.
+        """Make the error that names who is to blame.
 
+        That is the peer, if the vendor's library says so; else this rank, an earlier call of which failed.
         Calls return before they are done, and the next one raises their errors, whatever it is for.
         """
         if self.vendor_says.search(str(error)):

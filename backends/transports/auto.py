@@ -41,7 +41,7 @@ class Preferring(Controlled):
     control: Control
 
     def __init__(self, group: Held, timeout_seconds: float, message_bytes: int | None = None) -> None:
-        """Make the preferred transport for a group, or what it becomes where there is none.
+        """Make the transport that is preferred for this group, and take it.
 
         message_bytes: of the messages that are expected, where known; rank 0's count.
         """

@@ -147,7 +147,7 @@ class GlooTransport(Controlled):
         return GlooHandle(work, self.control, src, f"waited for {label}")
 
     def begin_call(self, digest: bytes, what: str, judge: Callable[[list[bytes]], None]) -> None:
-        """Send the call's digest, and take its first bits as the key of its messages; see Transport.begin_call."""
+        """Send the call's digest, and take 31 bits of it as the key of its messages; see Transport.begin_call."""
         self.settle()
         self._key = (int.from_bytes(digest[:4], "little") >> 1) or 1
         hear = self.control.ask(digest, what)

@@ -70,7 +70,10 @@ class HcclTransport(Accelerated):
     target = Target(early_receives=False, connection_bytes=CONNECTION_BYTES, modal=True)
 
     def __init__(self, group: Held, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
-        """Make the transport; beside: the one of which this is another mode, with one control and one count of bytes."""
+        """Make the transport for a group.
+
+        beside: the transport of which this is another mode; they share one control, and what is counted.
+        """
         self._create, self._of = _creator(self.name), held(group)
         group = self._of
         check_environment(self.name, os.environ)
@@ -88,7 +91,10 @@ class HcclTransport(Accelerated):
 
     @classmethod
     def target_in(cls, environment: Mapping[str, str]) -> Target:
-        """Return its target with buffers as large as this environment asks for, and as many communicators as it allows."""
+        """Return its target, with buffers as large as this environment asks for.
+
+        It has as many communicators as the environment allows.
+        """
         most = most_communicators(environment)
         return replace(
             cls.target, connection_bytes=connection_bytes(environment), most_connections=most,
@@ -178,7 +184,7 @@ class HcclTransport(Accelerated):
         return connections(self._linked, self.target, rank) + sum(rank in ranks for ranks in self._grouped)
 
     def _touch(self, low: int, high: int, lane: str, device: torch.device) -> None:
-        """Send a message of one byte, in the direction of the lane: up where it has both."""
+        """Send a message of one byte, in the direction of the lane: to the higher rank where it has both."""
         peer = high if self.rank == low else low
         if (lane, peer) in self._connected:
             return

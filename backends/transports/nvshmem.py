@@ -157,7 +157,7 @@ class NvshmemMemory:
     # ---------- the three verbs, and the copy out of a box
 
     def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
-        """Copy the bytes into the own box at the place, and put it to the peer with a signal; see OneSidedMemory.put."""
+        """Copy the bytes into the own box at the place, and put that at the peer; see OneSidedMemory.put."""
         box = self._box(data, place)
         box.copy_(_bytes(data))
         self._put(box, peer, word)

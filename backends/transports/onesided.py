@@ -122,7 +122,7 @@ class Sending:
 
 
 class Receiving:
-    """The end of a line at its receiver. All of it happens on the streams that call, which post and wait differently."""
+    """The end of a line at its receiver. It all happens on the streams that call, posts maybe on another than waits."""
 
     def __init__(self, memory: OneSidedMemory, device: DeviceRuntime, words: Words, rank: int, line: Line) -> None:
         self._memory, self._device, self._words, self._rank = memory, device, words, rank

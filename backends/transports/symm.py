@@ -259,7 +259,10 @@ class SymmTransport(Watched, Acting):
     # ---------- messages
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
-        """Post the send to the placed program's next place; see Transport.send. Raises ConfigurationError, PeerLost."""
+        """Post the send to the placed program's next place; see Transport.send.
+
+        Raises ConfigurationError, PeerLost.
+        """
         self.check()
         mover = f"transport {self.name!r}"
         check_movable(data, self.device_type, f"send of {label}", self.rank, mover, self.device_type)
@@ -276,7 +279,10 @@ class SymmTransport(Watched, Acting):
         return _Sent(self, end.done, data)
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
-        """Post the receive of the placed program's next message; see Transport.recv. Raises ConfigurationError, PeerLost."""
+        """Post the receive of the placed program's next message; see Transport.recv.
+
+        Raises ConfigurationError, PeerLost.
+        """
         self.check()
         placement, number = self._placement, self._counts[True, (channel, src)]
         told = self._next(True, (channel, src), f"receive of {label}")
@@ -371,7 +377,7 @@ class End:
         return self.begun is not None and bool(self.begun.query())
 
     def is_reached(self) -> bool:
-        """Return True once the wait has ended, or if it was never queued."""
+        """Return True once the wait has ended, or if it could not be queued."""
         return self._failed or (self.done is not None and bool(self.done.query()))
 
 

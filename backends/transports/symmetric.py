@@ -40,7 +40,7 @@ def unavailable() -> str | None:
 
 
 def may_overlap(environment: Mapping[str, str]) -> bool:
-    """Return True if torch's rendezvous takes ranks of one host whose devices have the same number in their processes."""
+    """Return True if torch's rendezvous takes ranks of one host whose devices have equal numbers in their processes."""
     return environment.get(OVERLAPS, "0") == "1"
 
 
