@@ -89,7 +89,7 @@ class Transport(ABC):
     pool: object = None  # the one buffer pool of all that use this transport
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Give memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
+        """Return memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
         return None
 
     # ---------- target.placing: senders know beforehand where each message goes: those of a bound program
@@ -99,7 +99,7 @@ class Transport(ABC):
         return None
 
     def begin(self, placement: Any) -> None:
-        """Take what is posted from now on for the messages of the program that was placed so."""
+        """Take posts from now on as the messages of the program that was placed so."""
 
     # ---------- target.grouping: messages move in groups, whose own begin together, and are waited for together
 
@@ -125,14 +125,14 @@ class Transport(ABC):
     # ---------- target.capturable: messages go into graphs where the device and its driver take them
 
     def try_capture(self) -> None:
-        """See that they do, the first time it is called. A collective call. Raises UnsupportedError, PeerLost."""
+        """Try, at the first call, that messages go into graphs. A collective call. Raises UnsupportedError, PeerLost."""
 
     # ---------- target.modal: there are several ways to divide messages, each a name of the registry
 
     def in_mode(self, name: str) -> Transport:
-        """Give another one between the same ranks, of the same control, made when first asked for; closed with this.
+        """Return the transport of this mode, between the same ranks and of the same control.
 
-        Itself, where it has no such mode.
+        It is made when first asked for, and closed with this one. Without such a mode, this transport returns itself.
         """
         return self
 

@@ -65,8 +65,8 @@ class Control:
     ) -> None:
         """Make the control of the transport `transport`, a name that all ranks must share.
 
-        room_bytes: given the world size, the bytes of shared memory that the transport needs for its signals. create_room,
-        called on one rank, sets these signals up.
+        room_bytes: given the world size, the bytes of shared memory that the transport needs for its signals.
+        create_room: called on one rank, sets these signals up.
         """
         self.transport, self.timeout_seconds, self._create_room = transport, timeout_seconds, create_room
         meeting = StoreGather(group, timeout_seconds)
@@ -303,7 +303,7 @@ class Controlled(Transport):
     control: Control
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
-        """Raise ConfigurationError for tensors that are not on the CPU. All ranks are connected from the start."""
+        """Check the device. All ranks are connected from the start. Raises ConfigurationError unless it is the CPU."""
         if device.type != "cpu":
             raise ConfigurationError(
                 f"transport {self.control.transport!r} moves tensors in the memory of the CPU, and these are on "

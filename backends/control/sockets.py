@@ -192,9 +192,10 @@ def interfaces() -> list[str]:
 
 
 def own_address() -> str:
-    """Return this host's address: of the first interface in GLOO_SOCKET_IFNAME, the host's name, or the loopback.
+    """Return this host's address, the one that Gloo would take.
 
-    The first of these that there is, as Gloo does. Raises BackendUnavailable if that interface has none.
+    That of the interface that GLOO_SOCKET_IFNAME names first; else what the host's name means; else the loopback.
+    Raises BackendUnavailable if that interface has none.
     """
     if named := interfaces():
         return interface_address(named[0])
@@ -206,7 +207,7 @@ def own_address() -> str:
 
 
 def interface_address(name: str) -> str:
-    """Return its first IPv4 address, else its first IPv6 one that others can use. Raises BackendUnavailable."""
+    """Return the first IPv4 address, else the first IPv6 one that others can use. Raises BackendUnavailable."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

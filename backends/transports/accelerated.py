@@ -78,7 +78,7 @@ class Accelerated(Controlled):
 
 
 def elsewhere(name: str, places: str, device: torch.device, how: str = "") -> ConfigurationError:
-    """Make the error that a transport moves no tensors on this device; how: else than by "auto" it can be made to."""
+    """Make the error for tensors on a device that a transport does not serve; how: what to do other than "auto"."""
     return ConfigurationError(
         f"transport {name!r} moves tensors on {places}, and these are on {device}: {how}use transport='auto'"
     )

@@ -56,7 +56,7 @@ class Preferring(Controlled):
 
     @abstractmethod
     def _second(self) -> Transport:
-        """Make the transport that it becomes."""
+        """Make the transport that this one becomes."""
 
     def _chosen(
         self, domain: Domain, unavailable: Mapping[str, str | None], rank: int, ranks: int,

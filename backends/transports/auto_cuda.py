@@ -107,7 +107,7 @@ class CudaTransport(Preferring):
         self.now.go()
 
     def try_capture(self) -> None:
-        """Try that messages go into graphs; see Transport.try_capture."""
+        """Try that messages go into graphs, on the transport in use; see Transport.try_capture."""
         self.now.try_capture()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
@@ -201,9 +201,9 @@ def unavailable() -> dict[str, str | None]:
 
 
 def _automatic() -> dict[str, str | None]:
-    """Return the same for those that "auto" chooses among.
+    """Return, by transport that "auto" chooses among, None or why this process cannot use it.
 
-    It is not to ask after NVSHMEM: torch prints it where there is none.
+    NVSHMEM is not asked after: torch prints it where there is none.
     """
     return {ONE_SIDED: symmetric.unavailable(), TWO_SIDED: nccl.unavailable()}
 
@@ -211,7 +211,7 @@ def _automatic() -> dict[str, str | None]:
 def choice_here() -> tuple[str | None, str]:
     """Return the transport that ranks on all GPUs of this machine would take, and why.
 
-    By what this process sees of them.
+    It goes by what this process sees of them.
     """
     reasons = _automatic()
     count = 0 if reasons[ONE_SIDED] else torch.cuda.device_count()

@@ -108,7 +108,7 @@ class GlooHandle:
 
 
 class GlooTransport(Controlled):
-    """Payload between the ranks of one group, on two Gloo groups of its own."""
+    """A transport over Gloo: payload between the ranks of one group, on two Gloo groups of its own."""
 
     target = Target(bundle_bytes=BUNDLE_BYTES, ahead_bytes=AHEAD_BYTES, deferring=True)
 

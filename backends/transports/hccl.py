@@ -62,7 +62,7 @@ FIRST_CONTACT = (
 
 
 class HcclTransport(Accelerated):
-    """Payload between the ranks of one group, on HCCL groups of its own."""
+    """A transport over HCCL: payload between the ranks of one group, on HCCL groups of its own."""
 
     name = "hccl"
     device_type, device_name, finds_which = "npu", "NPU", "ASCEND_LAUNCH_BLOCKING=1"
@@ -102,7 +102,7 @@ class HcclTransport(Accelerated):
         )  # fmt: skip
 
     def in_mode(self, name: str) -> HcclTransport:
-        """Return messages between the same ranks divided in another way, as `hccl/pair` does; closed with this one.
+        """Return the transport of another mode between the same ranks, such as `hccl/pair`; closed with this one.
 
         All ranks ask together. Its communicators come with its first messages, so that one that is not used has none.
         A name that is no mode of this one gives this one.
@@ -238,14 +238,14 @@ class HcclTransport(Accelerated):
 
 
 class HcclChannelTransport(HcclTransport):
-    """Half the communicators: both directions of a pair share a queue in each channel."""
+    """A transport with half the communicators: both directions of a pair share a queue in each channel."""
 
     name = "hccl/channel"
     target = replace(HcclTransport.target, pair_serial=True)
 
 
 class HcclPairTransport(HcclTransport):
-    """A quarter of the communicators: one queue for everything between two ranks."""
+    """A transport with a quarter of the communicators: one queue for everything between two ranks."""
 
     name = "hccl/pair"
     target = replace(HcclChannelTransport.target, channels=1)
@@ -271,7 +271,7 @@ class _Handle:
 def warm_up_order(pairs: Iterable[tuple[int, int, str]], world_size: int) -> list[tuple[int, int, str]]:
     """Sort (low, high, lane) so that no rank waits in a circle when all take them in this order, one by one.
 
-    In rounds in which no rank is in two pairs: as a tournament is drawn, so that all ranks connect at once.
+    The order has rounds in which no rank is in two pairs: as a tournament is drawn, so that all ranks connect at once.
     """
     odd = world_size - 1 + world_size % 2  # rounds of all pairs
 

@@ -68,7 +68,7 @@ class Together:
 
 
 class NcclTransport(Watched, Accelerated):
-    """Payload between the ranks of one group, on NCCL groups of its own."""
+    """A transport over NCCL: payload between the ranks of one group, on NCCL groups of its own."""
 
     name = "nccl"
     device_type, device_name, finds_which = "cuda", "GPU", "CUDA_LAUNCH_BLOCKING=1"
@@ -258,7 +258,10 @@ class _Handle:
 
 
 def _on_this_stream(act: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    """Return the same for any thread, which has a current device and stream of its own."""
+    """Return the call, to be made in any thread, on the device's current stream of this thread.
+
+    A thread has a current device and stream of its own.
+    """
     where = device_of(device)
     stream = where.current_stream()
 

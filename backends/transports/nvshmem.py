@@ -73,7 +73,10 @@ def _other_backend(device: torch.device) -> str | None:
 
 
 class NvshmemTransport(SymmTransport):
-    """Payload between all ranks of the job. The memory it makes stays until the process ends (`_kept`)."""
+    """A transport over NVSHMEM: payload between all ranks of the job.
+
+    The memory it makes stays until the process ends (`_kept`).
+    """
 
     name = "nvshmem"
     target = Target(early_receives=False, one_sided=True, placing=True, mailboxes=True)
@@ -81,7 +84,7 @@ class NvshmemTransport(SymmTransport):
     def _find_device(self) -> DeviceRuntime:
         """Return the current CUDA device. Raises RuntimeError where NVSHMEM cannot serve.
 
-        Also where a group leaves ranks out: each allocation waits for all ranks of the job.
+        This includes a group that leaves ranks out: each allocation waits for all ranks of the job.
         """
         if reason := unavailable():
             raise RuntimeError(reason)

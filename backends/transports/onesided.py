@@ -42,7 +42,7 @@ class OneSidedMemory(Protocol):
         """Set a word at a peer, once all that was queued before is done."""
 
     def wait(self, word: int) -> None:
-        """Go no further until one's own word is set; then clear it."""
+        """Queue a wait until one's own word is set; then clear it."""
 
     def release(self) -> None:
         """Let all waits of this rank go on, on a stream of its own: what comes after them is not to be used."""

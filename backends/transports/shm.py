@@ -97,7 +97,10 @@ class Outgoing:
 
 
 class ShmTransport(Controlled):
-    """Payload between the ranks of one group on one machine. `allocate` gives the memory that it can receive into."""
+    """A transport over shared memory: payload between the ranks of one group on one machine.
+
+    `allocate` gives the memory that it can receive into.
+    """
 
     target = Target(one_sided=True)
 
@@ -172,7 +175,7 @@ class ShmTransport(Controlled):
         return _Sent(self, out, out.asked, dst, label)
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
-        """Post the receive: tell the sender its place in the heap; see Transport.recv."""
+        """Post the receive: give the sender its place in the heap; see Transport.recv. Raises ConfigurationError."""
         self.control.check_usable()
         incoming = self._incoming[channel, src]
         return _Received(self, incoming, incoming.ask(self._place(data, label)), src, label)

@@ -76,7 +76,10 @@ class Placement:
 
 
 class SymmTransport(Watched, Acting):
-    """Payload between the ranks of one group in symmetric memory, which `allocate` gives. Programs are `placed`."""
+    """A transport over symmetric memory, which `allocate` gives: payload between the ranks of one group.
+
+    Programs are `placed`.
+    """
 
     name = "symm"
     device_type = "cuda"
@@ -184,7 +187,7 @@ class SymmTransport(Watched, Acting):
         self._captured = True
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
-        """Raise ConfigurationError for tensors elsewhere. All ranks are connected from the start."""
+        """Check the device. All ranks are connected from the start. Raises ConfigurationError for tensors elsewhere."""
         self.check()
         another = self._where is not None and device.index not in (None, self._where.index)
         if device.type != self.device_type or another:
@@ -329,7 +332,7 @@ class SymmTransport(Watched, Acting):
     def watched(self, peer: int, what: str) -> End:
         """Return the end of a message that the watch looks after.
 
-        Give it its events when they are queued, inside of it.
+        The caller gives it its events when they are queued, inside of its `with`.
         """
         end = End()
         if not self._is_captured():
@@ -337,7 +340,7 @@ class SymmTransport(Watched, Acting):
         return end
 
     def _is_captured(self) -> bool:
-        """Return True if calls go into a graph, whose replays nobody looks after."""
+        """Return True if calls go into a graph, whose replays are not watched."""
         return self.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # ---------- errors, end
