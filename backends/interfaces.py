@@ -89,7 +89,7 @@ class Transport(ABC):
     pool: object = None  # the one buffer pool of all that use this transport
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Return memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
+        """Return memory to receive into, uint8; None if the last one is enough for all ranks. A collective call."""
         return None
 
     # ---------- target.placing: senders know beforehand where each message goes: those of a bound program
@@ -125,7 +125,7 @@ class Transport(ABC):
     # ---------- target.capturable: messages go into graphs where the device and its driver take them
 
     def try_capture(self) -> None:
-        """Try, at the first call, that messages go into graphs. A collective call. Raises UnsupportedError, PeerLost."""
+        """Try, at the first call, that graphs take messages. A collective call. Raises UnsupportedError, PeerLost."""
 
     # ---------- target.modal: there are several ways to divide messages, each a name of the registry
 

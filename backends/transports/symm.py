@@ -76,10 +76,7 @@ class Placement:
 
 
 class SymmTransport(Watched, Acting):
-    """A transport over symmetric memory, which `allocate` gives: payload between the ranks of one group.
-
-    Programs are `placed`.
-    """
+    """A transport over symmetric memory from `allocate`: payload between the ranks of a group. Programs are `placed`."""
 
     name = "symm"
     device_type = "cuda"
@@ -129,10 +126,7 @@ class SymmTransport(Watched, Acting):
         return device_of(self._where)
 
     def _meeting_place(self, group: Held) -> Any:
-        """Return a store for the rendezvous alone.
-
-        A rank that waits there in vain must not hold up what else is said.
-        """
+        """Return a store for the rendezvous alone: a rank that waits there in vain must hold up nothing else."""
         store = own_store(self.control, group, "symmetric memory").clone()
         store.set_timeout(timedelta(seconds=self.control.timeout_seconds / 3))
         return store
@@ -144,10 +138,7 @@ class SymmTransport(Watched, Acting):
         return SymmetricMemory(f"tokenring {self.control.name}", self.rank, self.world_size, store, self._where)
 
     def _try_verbs(self, room: torch.Tensor) -> None:
-        """Try each verb between every two ranks, before anything relies on them.
-
-        Raises trial.Broken, on all ranks.
-        """
+        """Try each verb between every two ranks, before anything relies on them. Raises trial.Broken, on all ranks."""
         self._together("a trial of puts, signals and waits", self._trial(room).run, raises=trial.Broken)
 
     def _trial(self, room: torch.Tensor) -> trial.Trial:
@@ -245,10 +236,7 @@ class SymmTransport(Watched, Acting):
         return made
 
     def begin(self, placement: Placement) -> None:
-        """Begin the messages of this program, from its first on, on streams behind all before it.
-
-        Raises ConfigurationError if it was bound before the memory grew.
-        """
+        """Begin this program's messages, on streams behind all before it. Raises ConfigurationError if the memory grew."""
         if placement.heap != self._heaps:
             raise ConfigurationError(
                 f"transport {self.name!r}: this program was bound before the memory grew; bind it again"
@@ -262,10 +250,7 @@ class SymmTransport(Watched, Acting):
     # ---------- messages
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
-        """Post the send to the placed program's next place; see Transport.send.
-
-        Raises ConfigurationError, PeerLost.
-        """
+        """Post the send to the message's place; see Transport.send. Raises ConfigurationError, PeerLost."""
         self.check()
         mover = f"transport {self.name!r}"
         check_movable(data, self.device_type, f"send of {label}", self.rank, mover, self.device_type)
@@ -282,10 +267,7 @@ class SymmTransport(Watched, Acting):
         return _Sent(self, end.done, data)
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
-        """Post the receive of the placed program's next message; see Transport.recv.
-
-        Raises ConfigurationError, PeerLost.
-        """
+        """Post the receive at the message's place; see Transport.recv. Raises ConfigurationError, PeerLost."""
         self.check()
         placement, number = self._placement, self._counts[True, (channel, src)]
         told = self._next(True, (channel, src), f"receive of {label}")
@@ -295,10 +277,7 @@ class SymmTransport(Watched, Acting):
         return self._post(data, (channel, src), box, label)
 
     def _post(self, data: torch.Tensor, line: Line, box: int | None, label: str) -> Work:
-        """Signal the credit for a message that goes to its place, or into a box.
-
-        What the post has to wait for is watched, too.
-        """
+        """Signal the credit for a message to its place, or into a box. What the post has to wait for is watched, too."""
         end, memory, src = self._receiving[line], self._memory, line[1]
         take = partial(memory.take, data, box) if box is not None and isinstance(memory, Mailing) else None
         if not end.is_full:
@@ -330,10 +309,7 @@ class SymmTransport(Watched, Acting):
         return offset, size
 
     def watched(self, peer: int, what: str) -> End:
-        """Return the end of a message that the watch looks after.
-
-        The caller gives it its events when they are queued, inside of its `with`.
-        """
+        """Return a message's end, which the watch looks after; set its events inside of its `with`, once queued."""
         end = End()
         if not self._is_captured():
             self._watch.add(end.is_reached, peer, what, end.is_begun)
