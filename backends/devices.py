@@ -77,7 +77,7 @@ def device_of(where: torch.Tensor | torch.device | str) -> DeviceRuntime:
 
 
 def has_device(kind: str) -> bool:
-    """Return True if tensors of this type can be made here, and then say that they are of it.
+    """Return True if tensors of this type can be made here, and their own type is the one asked for.
 
     transfer_to_npu makes an NPU's tensors where "cuda" was asked for: that is no CUDA device.
     """

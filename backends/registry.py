@@ -115,10 +115,7 @@ def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, di
 
 
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:
-    """Make the kernel `name`; "auto" is the fastest one for the device, or for each tile.
-
-    Raises BackendUnavailable.
-    """
+    """Make the kernel `name`; "auto": the fastest for the device, or for each tile. Raises BackendUnavailable."""
     if name == "auto":
         if device.type in SEVERAL:
             return _choosing(device)
@@ -144,10 +141,7 @@ def kernel_for_planning() -> AttentionKernel:
 
 
 def transport_for(device_type: str) -> tuple[str | None, str]:
-    """Return the transport that "auto" takes for tensors of a device type, and why; None: nothing moves them.
-
-    Nothing is started.
-    """
+    """Return what "auto" takes for tensors of a device type, and why; None: nothing moves them. Nothing is started."""
     if device_type == "cpu":
         return "shm", "ranks of one machine share memory; gloo where they do not, or where there is no room"
     if device_type == "cuda":
@@ -169,10 +163,7 @@ def measured_transports(device_type: str) -> list[tuple[str, str]]:
 
 
 def other_transports(device_type: str) -> dict[str, str]:
-    """Return the other transports for tensors of a device type, each with how to ask for it or why not.
-
-    Nothing is started.
-    """
+    """Return the other transports for a device type: that each can be asked for, or why not. Nothing is started."""
     if device_type != "cuda":
         return {}
     from tokenring.backends.transports.auto_cuda import unavailable

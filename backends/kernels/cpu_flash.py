@@ -23,7 +23,7 @@ KEPT_MASKS, KEPT_PAIRS = 256, 1 << 16  # of so many pairs at most: making a smal
 
 
 class CpuFlash:
-    """aten::_scaled_dot_product_flash_attention_for_cpu and its backward."""
+    """A kernel of aten::_scaled_dot_product_flash_attention_for_cpu and its backward."""
 
     name = "cpu-flash"
 

@@ -156,7 +156,7 @@ class FlashPackage(TileKernel):
 
 
 class FlashAttn2(FlashPackage):
-    """flash_attn 2: Ampere and later."""
+    """A kernel of flash_attn 2: Ampere and later."""
 
     name = "flash-attn"
     modules = ("flash_attn.flash_attn_interface",)
@@ -168,7 +168,7 @@ class FlashAttn2(FlashPackage):
 
 
 class FlashAttn3(FlashPackage):
-    """Version 3: Hopper."""
+    """A kernel of flash_attn's version 3: Hopper."""
 
     name = "flash-attn-3"
     modules = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
@@ -176,7 +176,7 @@ class FlashAttn3(FlashPackage):
 
 
 class FlashAttn4(FlashPackage):
-    """Version 4, in CuTe DSL: Hopper and Blackwell. It makes dq, dk and dv itself."""
+    """A kernel of flash_attn's version 4, in CuTe DSL: Hopper and Blackwell. It makes dq, dk and dv itself."""
 
     name = "flash-attn-4"
     modules = ("flash_attn.cute.interface",)

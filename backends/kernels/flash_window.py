@@ -34,7 +34,7 @@ def window(patch: Patch) -> Window | None:
 
 
 def second_version(patch: Patch) -> Window | None:
-    """Return a window as version 2 of torch and flash_attn 2 means it; None: no window says this patch.
+    """Return the window as version 2 (torch's and flash_attn's) means it; None: no window says this patch.
 
     It takes sides of at least `cols` for unbounded, and beside a bounded side an unbounded one for `cols`: tall tiles
     would lose pairs or gain some (flash_api.cpp, mha_fwd and set_params_fprop).

@@ -29,7 +29,10 @@ LARGEST = 2**31 - 1  # stands for no bound
 
 
 class Flex(MaskedKernel):
-    """torch.nn.attention.flex_attention. compiled: as torch.compile makes it; without, it holds every score at once."""
+    """A kernel of torch.nn.attention.flex_attention.
+
+    compiled: as torch.compile makes it; without, it holds every score at once.
+    """
 
     name = "flex"
     head_dim_multiple = 16
@@ -116,9 +119,9 @@ MASKS = Masks(lambda patch, dtype, device: block_mask(patch, device))
 
 
 def blocks(patch: Patch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two [row blocks, column blocks] booleans: any pair may be visible; all are.
+    """Return two [row blocks, column blocks] booleans.
 
-    All: and the block lies wholly in the tile.
+    The first: any pair may be visible. The second: all are, and the block lies wholly in the tile.
     """
     rows = torch.arange(0, patch.rows, BLOCK, device=device)[:, None]
     cols = torch.arange(0, patch.cols, BLOCK, device=device)[None, :]

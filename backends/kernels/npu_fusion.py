@@ -39,7 +39,7 @@ Made = tuple[torch.Tensor, ...]
 
 
 class NpuFusion:
-    """torch.ops.npu.npu_fusion_attention and its gradient, or their second versions. Raises BackendUnavailable."""
+    """A kernel of torch.ops.npu.npu_fusion_attention and its gradient, in either version. Raises BackendUnavailable."""
 
     name = "npu-fusion"
 

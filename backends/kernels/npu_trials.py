@@ -27,10 +27,7 @@ LIMIT = 0.05  # of the largest number: another order differs by half of it and m
 
 
 def packs_in_token_order(operator: Operator, device: torch.device) -> bool:
-    """Return True if statistics of the layout TND can be had as [T, N, 8].
-
-    That is asked for by softmax_layout="TND".
-    """
+    """Return True if softmax_layout="TND" gives statistics of the layout TND as [T, N, 8]."""
     return operator.takes("softmax_layout") and _refused(operator, device) is None
 
 

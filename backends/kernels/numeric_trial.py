@@ -129,7 +129,7 @@ def ran_out(error: Exception) -> bool:
 
 
 def asserted_here(error: Exception) -> bool:
-    """Return True for a mistake of ours: an assertion raised in this package, or nobody can say where.
+    """Return True for an assertion that is a mistake of ours: raised in this package, or nobody can say where.
 
     Packages check their arguments so: theirs mean that they do not take them.
     """

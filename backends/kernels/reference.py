@@ -38,7 +38,7 @@ def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 class Reference:
-    """Plain torch. Computes in fp32, or in float64 when given float64."""
+    """A kernel in plain torch. Computes in fp32, or in float64 when given float64."""
 
     name = "reference"
 

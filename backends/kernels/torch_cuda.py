@@ -59,7 +59,10 @@ def cudnn_version() -> int | None:
 
 
 class TorchFlash(TileKernel):
-    """A kernel of aten::_flash_attention_forward and its gradient: FlashAttention-2, or what torch has put there."""
+    """A kernel of aten::_flash_attention_forward and its gradient.
+
+    That is FlashAttention-2, or what torch has been told to put there.
+    """
 
     name = "torch-flash"
 
@@ -96,7 +99,7 @@ class TorchFlash(TileKernel):
 
 
 class TorchCudnn(TileKernel):
-    """aten::_scaled_dot_product_cudnn_attention and its gradient.
+    """A kernel of aten::_scaled_dot_product_cudnn_attention and its gradient.
 
     Head dims above 128 depend on cuDNN and on the chip: they are left to others. Not deterministic.
 
@@ -186,7 +189,10 @@ class TorchCudnn(TileKernel):
 
 
 class TorchEfficient(MaskedKernel):
-    """aten::_scaled_dot_product_efficient_attention and its gradient: fp32 too, any head dim, bands as a bias."""
+    """A kernel of aten::_scaled_dot_product_efficient_attention and its gradient.
+
+    It takes fp32 too, any head dim, and bands as a bias.
+    """
 
     name = "torch-efficient"
     largest_head_dim = None

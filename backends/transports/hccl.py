@@ -91,10 +91,7 @@ class HcclTransport(Accelerated):
 
     @classmethod
     def target_in(cls, environment: Mapping[str, str]) -> Target:
-        """Return its target, with buffers as large as this environment asks for.
-
-        It has as many communicators as the environment allows.
-        """
+        """Return its target: buffers as large as this environment asks for, communicators as many as it allows."""
         most = most_communicators(environment)
         return replace(
             cls.target, connection_bytes=connection_bytes(environment), most_connections=most,

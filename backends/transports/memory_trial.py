@@ -77,10 +77,7 @@ class Trial:
         self.check_clear()
 
     def captured(self) -> Any:
-        """Capture a graph, not launched, that signals every peer and waits for all of theirs.
-
-        Raises what the device raises.
-        """
+        """Return a graph, not launched, that signals every peer and waits for all of theirs. Raises device errors."""
         with self.device.capture() as graph:
             for peer in self._peers():
                 for word in self._words_of(self.rank, peer):

@@ -73,10 +73,7 @@ def _other_backend(device: torch.device) -> str | None:
 
 
 class NvshmemTransport(SymmTransport):
-    """A transport over NVSHMEM: payload between all ranks of the job.
-
-    The memory it makes stays until the process ends (`_kept`).
-    """
+    """A transport over NVSHMEM, between all ranks of the job. Its memory stays until the process ends (`_kept`)."""
 
     name = "nvshmem"
     target = Target(early_receives=False, one_sided=True, placing=True, mailboxes=True)
@@ -105,10 +102,9 @@ class NvshmemTransport(SymmTransport):
 
 
 class NvshmemMemory:
-    """A rank's words and boxes, at the same offsets on all ranks, and its own pool.
+    """A rank's words and boxes, at the same offsets on all ranks, and its own pool. `meet` and `lay` are collective.
 
-    `meet` and `lay` are collective. Words have 64 bits, as NVSHMEM's signals do; the order of bytes is that of CUDA's
-    hosts, lowest first.
+    Words have 64 bits, as NVSHMEM's signals do; the order of bytes is that of CUDA's hosts, lowest first.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
@@ -183,10 +179,7 @@ class NvshmemMemory:
         _bytes(data).copy_(self._box(data, place))
 
     def release(self) -> None:
-        """Let all waits go on, and fill boxes and pool with NaN, in place of what messages would have brought.
-
-        So nobody takes it for a result.
-        """
+        """Let all waits go on, and fill boxes and pool with NaN, so that nobody takes them for a result."""
         with device_of(self._device).on(self._aside):
             for each in (self._boxes, self._pool):
                 if each is not None:

@@ -97,10 +97,7 @@ class Outgoing:
 
 
 class ShmTransport(Controlled):
-    """A transport over shared memory: payload between the ranks of one group on one machine.
-
-    `allocate` gives the memory that it can receive into.
-    """
+    """A transport over memory that the ranks of one machine share. `allocate` gives what it can receive into."""
 
     target = Target(one_sided=True)
 

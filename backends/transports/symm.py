@@ -76,7 +76,7 @@ class Placement:
 
 
 class SymmTransport(Watched, Acting):
-    """A transport over symmetric memory from `allocate`: payload between the ranks of a group. Programs are `placed`."""
+    """A transport over symmetric memory, from `allocate`, between the ranks of a group. Programs are `placed`."""
 
     name = "symm"
     device_type = "cuda"
@@ -236,7 +236,7 @@ class SymmTransport(Watched, Acting):
         return made
 
     def begin(self, placement: Placement) -> None:
-        """Begin this program's messages, on streams behind all before it. Raises ConfigurationError if the memory grew."""
+        """Begin this program's messages, on streams behind all before. Raises ConfigurationError if the heap grew."""
         if placement.heap != self._heaps:
             raise ConfigurationError(
                 f"transport {self.name!r}: this program was bound before the memory grew; bind it again"
@@ -277,7 +277,7 @@ class SymmTransport(Watched, Acting):
         return self._post(data, (channel, src), box, label)
 
     def _post(self, data: torch.Tensor, line: Line, box: int | None, label: str) -> Work:
-        """Signal the credit for a message to its place, or into a box. What the post has to wait for is watched, too."""
+        """Signal the credit for a message to its place, or into a box. A wait that the post needs is watched, too."""
         end, memory, src = self._receiving[line], self._memory, line[1]
         take = partial(memory.take, data, box) if box is not None and isinstance(memory, Mailing) else None
         if not end.is_full:

@@ -45,10 +45,7 @@ def may_overlap(environment: Mapping[str, str]) -> bool:
 
 
 class SymmetricMemory:
-    """A rank's words and heap, and those of its peers, mapped. Of one device.
-
-    `meet` and `grow` are collective.
-    """
+    """A rank's words and heap, and its peers', mapped; of one device. `meet` and `grow` are collective."""
 
     def __init__(self, name: str, rank: int, world_size: int, store: Any, device: torch.device) -> None:
         """Make the memory of a rank on a device.
@@ -128,10 +125,7 @@ class SymmetricMemory:
         driver.wait_and_clear(stream, address, SET, self._wait_flags, CLEAR)
 
     def release(self) -> None:
-        """Let all waits go on, and fill the heap with NaN, in place of what messages would have brought.
-
-        So nobody takes it for a result.
-        """
+        """Let all waits go on, and fill the heap with NaN, so that nobody takes it for a result."""
         with torch.cuda.stream(self._aside):
             if self._heap is not None:
                 self._heap.fill_(255)
