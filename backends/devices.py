@@ -1,4 +1,4 @@
-"""What the library needs of a device: clocks, streams, memory, a name; of CPU, CUDA and Ascend alike.
+"""Devices as the library uses them: clocks, streams, memory, a name; the same for CPU, CUDA and Ascend.
 
 The type that a tensor says (`tensor.device.type`) decides, and nothing else: under torch_npu's transfer_to_npu
 `is_cuda`, `torch.cuda.is_available()` and even the device string "cuda" answer for an NPU.
@@ -23,7 +23,7 @@ ACCELERATORS = ("cuda", "npu", "xpu", "mps")  # the types that are looked for; d
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device: what tensors of this process hold, and what nobody holds. None: not told."""
+    """Bytes of a device: held by tensors of this process, free, and in total. None: not known."""
 
     in_use_bytes: int | None
     free_bytes: int | None
@@ -40,44 +40,44 @@ class DeviceRuntime(Protocol):
         """The model, as "Ascend910B3"."""
 
     def synchronize(self) -> None:
-        """The host waits for everything that was queued, on every stream."""
+        """Wait on the host until everything that was queued is done, on every stream."""
 
     def clock(self) -> float:
-        """perf_counter seconds, once everything that was queued is done: the only clock to time work with."""
+        """Return perf_counter seconds once all that was queued is done: the only clock to time work with."""
 
     def stream_clock(self) -> float:
-        """The same for the current stream alone: what other streams move goes on meanwhile."""
+        """Return perf_counter seconds once the current stream is done; other streams go on meanwhile."""
 
     def current_stream(self) -> Any:
-        """The stream that calls are queued on; None on a device without streams."""
+        """Return the stream that calls are queued on; None on a device without streams."""
 
     def new_stream(self, high_priority: bool = False) -> Any:
-        """Another stream; None on a device without streams."""
+        """Make another stream; None on a device without streams."""
 
     def new_event(self) -> Any:
-        """A point in a stream, to be recorded there and waited for elsewhere; None on a device without streams."""
+        """Make an event, to record in one stream and wait for elsewhere; None on a device without streams."""
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Inside, calls are queued on the stream."""
+        """Queue calls on the stream, inside the context."""
 
     def capture(self) -> AbstractContextManager[Any]:
-        """Inside, work is not done but captured in the graph that it gives, whose `replay` does it.
+        """Capture work, inside the context, instead of doing it: in the graph that it gives, whose `replay` does it.
 
         Raises UnsupportedError on a device without graphs.
         """
 
     def memory(self) -> DeviceMemory:
-        """What is in use, and what is free."""
+        """Return the bytes that are in use, free, and there in total."""
 
 
 def device_of(where: torch.Tensor | torch.device | str) -> DeviceRuntime:
-    """The device of a tensor, or the one that is named."""
+    """Return the device of a tensor, or the one that is named."""
     device = where.device if isinstance(where, torch.Tensor) else torch.device(where)
     return Cpu() if device.type == "cpu" else Accelerator(device)
 
 
 def has_device(kind: str) -> bool:
-    """Whether tensors of this type can be made here, and then say that they are of it.
+    """Return True if tensors of this type can be made here, and their own type is the one asked for.
 
     transfer_to_npu makes an NPU's tensors where "cuda" was asked for: that is no CUDA device.
     """
@@ -90,46 +90,56 @@ def has_device(kind: str) -> bool:
 
 
 def accelerator_types() -> list[str]:
-    """The types of accelerators that tensors can be made on here."""
+    """Return the types of accelerators that tensors can be made on here."""
     return [kind for kind in ACCELERATORS if has_device(kind)]
 
 
 class Cpu:
-    """Everything is done when a call returns."""
+    """The CPU, on which everything is done when a call returns."""
 
     type = "cpu"
 
     @property
     def name(self) -> str:
+        """The processor's model."""
         from tokenring.display.console import processor
 
         return processor()
 
     def synchronize(self) -> None:
+        """Do nothing: everything is done when a call returns."""
         pass
 
     def clock(self) -> float:
+        """Return perf_counter seconds."""
         return perf_counter()
 
     def stream_clock(self) -> float:
+        """Return perf_counter seconds."""
         return perf_counter()
 
     def current_stream(self) -> Any:
+        """Return None: there are no streams."""
         return None
 
     def new_stream(self, high_priority: bool = False) -> Any:
+        """Return None: there are no streams."""
         return None
 
     def new_event(self) -> Any:
+        """Return None: there are no streams."""
         return None
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Do nothing, inside the context: there are no streams."""
         return nullcontext()
 
     def capture(self) -> AbstractContextManager[Any]:
+        """Raise UnsupportedError: there are no graphs."""
         raise UnsupportedError(NO_GRAPHS.format("cpu"))
 
     def memory(self) -> DeviceMemory:
+        """Return no figures: none are known of the CPU's memory."""
         return DeviceMemory(None, None, None)
 
 
@@ -150,35 +160,44 @@ class Accelerator:
 
     @property
     def name(self) -> str:
+        """The model, as the vendor's library says it."""
         return str(self._module.get_device_name(self._index))
 
     def synchronize(self) -> None:
+        """Wait on the host until all streams are done; see DeviceRuntime.synchronize."""
         self._module.synchronize(self._index)
 
     def clock(self) -> float:
+        """Return seconds once all streams are done; see DeviceRuntime.clock."""
         self.synchronize()
         return perf_counter()
 
     def stream_clock(self) -> float:
+        """Return seconds once the current stream is done; see DeviceRuntime.stream_clock."""
         self.current_stream().synchronize()
         return perf_counter()
 
     def current_stream(self) -> Any:
+        """Return the stream that calls are queued on; None where torch's module has none (torch.mps)."""
         ask = getattr(self._module, "current_stream", None)  # of torch.mps there is none
         return None if ask is None else ask(self._index)
 
     def new_stream(self, high_priority: bool = False) -> Any:
+        """Make another stream, of priority -1 if high_priority, else 0."""
         return self._module.Stream(device=self._index, priority=-1 if high_priority else 0)
 
     def new_event(self) -> Any:
+        """Make an event; see DeviceRuntime.new_event."""
         return self._module.Event()
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Queue calls on the stream, inside the context."""
         made: AbstractContextManager[object] = self._module.stream(stream)
         return made
 
     @contextmanager
     def capture(self) -> Iterator[Any]:
+        """Capture work in a graph; see DeviceRuntime.capture. Raises UnsupportedError if there are no graphs."""
         made = next((getattr(self._module, name) for name in GRAPHS if hasattr(self._module, name)), None)
         if made is None:
             raise UnsupportedError(NO_GRAPHS.format(self.type))
@@ -188,6 +207,7 @@ class Accelerator:
             yield graph
 
     def memory(self) -> DeviceMemory:
+        """Return the bytes in use by this process's tensors, free on the device, and there in total."""
         free, total = self._module.mem_get_info(self._index)
         in_use = getattr(self._module, "memory_allocated", None)
         return DeviceMemory(None if in_use is None else in_use(self._index), free, total)

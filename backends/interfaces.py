@@ -1,4 +1,4 @@
-"""What a transport and a kernel must offer. One screen each."""
+"""The interfaces of transports, kernels and mergers. One screen each."""
 
 # ruff: noqa: B027 - what a transport need not do is nothing
 
@@ -23,7 +23,7 @@ class Work(Protocol):
     """One message on its way."""
 
     def wait(self) -> None:
-        """Until it has arrived, or may be overwritten. Raises PeerLost at the time limit."""
+        """Wait until it has arrived, or may be overwritten. Raises PeerLost at the time limit."""
 
 
 Landing = tuple[int, str, torch.Tensor]  # source, channel, and where a message of theirs goes
@@ -77,11 +77,11 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        """Do the same for texts of any length, in several exchanges."""
+        """Gather a text of any length from every rank, by rank, in several exchanges. All call it."""
 
     @classmethod
     def target_in(cls, environment: Mapping[str, str]) -> Target:
-        """Say what it can do in this environment, without being started."""
+        """Return what it can do in this environment, without being started."""
         return cls.target
 
     # ---------- target.one_sided: ranks write into each other's memory, and so receive only into memory that it gives
@@ -89,7 +89,7 @@ class Transport(ABC):
     pool: object = None  # the one buffer pool of all that use this transport
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Give memory to receive into, uint8; None if what it gave last is enough for all ranks. A collective call."""
+        """Return memory to receive into, uint8; None if the last one is enough for all ranks. A collective call."""
         return None
 
     # ---------- target.placing: senders know beforehand where each message goes: those of a bound program
@@ -99,7 +99,7 @@ class Transport(ABC):
         return None
 
     def begin(self, placement: Any) -> None:
-        """Take what is posted from now on for the messages of the program that was placed so."""
+        """Take posts from now on as the messages of the program that was placed so."""
 
     # ---------- target.grouping: messages move in groups, whose own begin together, and are waited for together
 
@@ -125,14 +125,14 @@ class Transport(ABC):
     # ---------- target.capturable: messages go into graphs where the device and its driver take them
 
     def try_capture(self) -> None:
-        """See that they do, the first time that it is called. A collective call. Raises UnsupportedError, PeerLost."""
+        """Try, at the first call, that graphs take messages. A collective call. Raises UnsupportedError, PeerLost."""
 
     # ---------- target.modal: there are several ways to divide messages, each a name of the registry
 
     def in_mode(self, name: str) -> Transport:
-        """Give another one between the same ranks, of the same control, made when first asked for; closed with this.
+        """Return the transport of this mode, between the same ranks and of the same control.
 
-        Itself, where it has no such mode.
+        It is made when first asked for, and closed with this one. Without such a mode, this transport returns itself.
         """
         return self
 
@@ -146,13 +146,16 @@ class Transport(ABC):
     def all_to_all(
         self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
     ) -> Work:
-        """Post it; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
+        """Post an all-to-all; never blocks. One contiguous tensor to each of the other ranks, and one from each."""
         raise UnsupportedError(NO_COLLECTIVES.format(type(self).__name__))
 
     def all_gather(
         self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: tuple[int, ...], label: str
     ) -> Work:
-        """Post it; never blocks. The same tensor to all; nothing may use it until the wait, as it may be written."""
+        """Post an all-gather; never blocks.
+
+        The same tensor goes to all; nothing may use it until the wait, as it may be written.
+        """
         raise UnsupportedError(NO_COLLECTIVES.format(type(self).__name__))
 
 
@@ -192,15 +195,15 @@ class AttentionKernel(Protocol):
     name: str
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
-        """None, or why this kernel cannot compute such a call at all: asked once, before its first pass."""
+        """Return None, or why it cannot compute such a call at all: asked once, before its first pass."""
 
     def supports_patch(self, patch: Patch) -> str | None:
-        """None, or why a patch should be cut: asked when a schedule is lowered."""
+        """Return None, or why a patch should be cut: asked when a schedule is lowered."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [B, Hq, Sq, D] and lse."""
+        """Return out [B, Hq, Sq, D] and lse [B, Hq, Sq] of this tile."""
 
     def backward(
         self,
@@ -215,7 +218,7 @@ class AttentionKernel(Protocol):
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of this tile, from the lse of the whole row and its out or delta = rowsum(dout · out).
+        """Return dq, dk, dv of this tile, from the lse of whole rows and their out or delta = rowsum(dout · out).
 
         One of the two is given: out where it is at hand, at the rank that owns q; delta elsewhere.
         Results are new tensors, which the caller may change.
@@ -227,12 +230,12 @@ class HeadLimited(Protocol):
     """A kernel that takes so many query heads at most, and says so of a whole call, however schedules divide it."""
 
     def supports_heads(self, q_heads: int) -> str | None:
-        """None, or why this kernel cannot compute calls of so many query heads: asked as `supports` is."""
+        """Return None, or why it cannot compute calls of so many query heads: asked as `supports` is."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program is going to ask of a kernel: the patches of its tiles, and the operands that it will give."""
+    """The tiles that a program will ask of a kernel: their patches, and the operands that it will give."""
 
     patches: tuple[Patch, ...]
     direction: Pass
@@ -246,7 +249,7 @@ class MaskingKernel(Protocol):
     """A kernel that reads masks in device memory, which a program holds from when it is bound."""
 
     def holding(self, tiles: Tiles) -> AttentionKernel:
-        """The same kernel with the masks of these tiles made, complete for every stream: who holds it holds them."""
+        """Return this kernel with the masks of these tiles made, complete for every stream, and held by it."""
 
 
 @runtime_checkable
@@ -258,12 +261,12 @@ class PackingKernel(Protocol):
     """
 
     def packs(self, patches: Sequence[Patch]) -> bool:
-        """Whether it takes these in one call, and so any fewer of them: asked when a program is bound."""
+        """Return True if one call takes these, and so any fewer of them: asked when a program is bound."""
 
     def forward_packed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float
     ) -> list[tuple[torch.Tensor, ...]]:
-        """(out, lse) of each."""
+        """Return (out, lse) of each patch."""
 
     def backward_packed(
         self,
@@ -278,7 +281,7 @@ class PackingKernel(Protocol):
         patches: Sequence[Patch],
         scale: float,
     ) -> list[tuple[torch.Tensor, ...]]:
-        """(dq, dk, dv) of each."""
+        """Return (dq, dk, dv) of each patch."""
 
 
 class Merger(Protocol):
@@ -292,10 +295,10 @@ class Merger(Protocol):
     name: str
 
     def __hash__(self) -> int:
-        """Mergers that do the same are equal, so that one is tried once."""
+        """Return one hash for mergers that do the same: these are equal, so that one is tried once."""
 
     def supports(self, head_dim: int) -> str | None:
-        """None, or why it cannot merge such rows: asked once, when it is chosen."""
+        """Return None, or why it cannot merge such rows: asked once, when it is chosen."""
 
     def merge_(
         self,
@@ -305,7 +308,7 @@ class Merger(Protocol):
         new_lse: torch.Tensor,
         scratch: torch.Tensor,
     ) -> None:
-        """Into out and lse, where they lie."""
+        """Merge into out and lse, in place."""
 
     def merged(
         self,
@@ -315,4 +318,4 @@ class Merger(Protocol):
         new_lse: torch.Tensor,
         scratch: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse, merged: these tensors, overwritten, or new ones in their place, for the caller to keep."""
+        """Return out and lse, merged: these tensors, overwritten, or new ones, for the caller to keep."""

@@ -50,7 +50,7 @@ def _samples(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, direction: Pass,
     clock: DeviceRuntime, limit: float,
 ) -> Iterator[tuple[int, float]]:  # fmt: skip
-    """Tokens on a side, and the seconds of a call."""
+    """Yield the tokens on a side, and the seconds of a call."""
     for side in SIDES:
         try:
             taken = timed(_call(kernel, device, dtype, head_dim, side, direction), clock)
@@ -74,7 +74,7 @@ def _call(
 
 
 def timed(call: Callable[[], object], clock: DeviceRuntime) -> float:
-    """Seconds of a call among others: the median of some rounds, after a warm-up.
+    """Return the seconds of a call among others: the median of some rounds, after a warm-up.
 
     Short calls are queued one after another, as schedules do: between two readings of the clock a device that works
     behind the host's back would be waited for each time.
@@ -97,7 +97,7 @@ def _flops(side: int, head_dim: int, direction: Pass) -> float:
 
 
 def _call_seconds(found: list[tuple[int, float]], head_dim: int, direction: Pass) -> float:
-    """What a call takes whatever its size."""
+    """Return the seconds that a call takes whatever its size."""
     (small, least), (large, most) = found[0], found[-1]
     rate = _flops(large, head_dim, direction) / most
     return max(0.0, least - _flops(small, head_dim, direction) / rate)
@@ -106,7 +106,7 @@ def _call_seconds(found: list[tuple[int, float]], head_dim: int, direction: Pass
 def _without_call(
     found: list[tuple[int, float]], head_dim: int, direction: Pass, call_seconds: float
 ) -> tuple[Sample, ...]:
-    """TFLOP/s by side, so that a call and its flops together take what was measured.
+    """Return TFLOP/s by side, so that a call and its flops together take what was measured.
 
     Where a call takes little longer than any, nothing is known of the rate: it is at most that of the longer ones.
     """
@@ -121,7 +121,7 @@ def _without_call(
 
 
 def _copies(device: torch.device, clock: DeviceRuntime) -> tuple[float, float]:
-    """GB/s that a copy reads and writes together, and the seconds of a small merge."""
+    """Return the GB/s that a copy reads and writes together, and the seconds of a small merge."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     gbs = 2 * COPY_BYTES / timed(lambda: target.copy_(source), clock) / 1e9

@@ -37,12 +37,12 @@ HOMES = {name: kind for kind, name in FASTEST.items()} | dict.fromkeys(
 
 
 def modes_of(asked: object, group: Held | None, device: torch.device) -> dict[str, Target]:
-    """Those of what "auto" stands for, which a plan may take to keep to a limit; none where one was asked for."""
+    """Return the modes of "auto" that a plan may take to keep to a limit; none if a transport was asked for by name."""
     return bounded(automatic(group, device)) if asked == "auto" and group is not None else {}
 
 
 def automatic(group: Held, device: torch.device | None) -> str:
-    """The transport that "auto" stands for: by the tensors' device; before there are any, by what the group serves.
+    """Return the transport that "auto" means: by the tensors' device; without tensors, by what the group serves.
 
     A group that serves CPU tensors too is taken for one of these, until a call brings others.
     """
@@ -55,7 +55,9 @@ def automatic(group: Held, device: torch.device | None) -> str:
 def make_transport(
     name: str, group: Held, timeout_seconds: float, message_bytes: int | None = None
 ) -> Transport:
-    """The transport for a group; "auto" takes shared memory where the ranks share some, else Gloo. All ranks agree.
+    """Make the transport for a group, the same on all ranks.
+
+    "auto" takes shared memory where the ranks share some, else Gloo.
 
     message_bytes: of the messages that are expected, where known: those that choose among several may go by it.
     """
@@ -75,9 +77,11 @@ def make_transport(
 def kernel_refusal(
     kernel: AttentionKernel, workload: Workload, device: torch.device, direction: Pass
 ) -> str | None:  # fmt: skip
-    """Why a kernel cannot compute calls of this size at all; None: it can. Tries it where it was never tried.
+    """Say why a kernel cannot compute calls of this size at all; None: it can.
 
-    Raises UnsupportedError where that cannot be told, such as without memory to try it: the next call asks again.
+    Tries the kernel where it was never tried.
+
+    Raises UnsupportedError where that cannot be found out, such as without memory to try it: the next call asks again.
     """
     reason = kernel.supports(workload.head_dim, workload.dtype)
     if reason is None and isinstance(kernel, HeadLimited):
@@ -90,9 +94,10 @@ def kernel_refusal(
 
 
 def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, direction: Pass) -> str | None:
-    """What is wrong with what a kernel computes on this device, where kernels are tried.
+    """Say what is wrong with the results of a kernel on this device, where kernels are tried; None: nothing.
 
-    Whatever goes wrong is an error of ours, which the ranks tell each other, and no answer: that would be remembered.
+    An error on the way is raised as one of ours, which the ranks tell each other, and is no answer: that would be
+    remembered.
     """
     if device.type not in SEVERAL:
         return None
@@ -110,7 +115,7 @@ def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, di
 
 
 def make_kernel(name: str, device: torch.device) -> AttentionKernel:
-    """The kernel `name`; "auto" takes the fastest one for the device, or for each tile. Raises BackendUnavailable."""
+    """Make the kernel `name`; "auto": the fastest for the device, or for each tile. Raises BackendUnavailable."""
     if name == "auto":
         if device.type in SEVERAL:
             return _choosing(device)
@@ -125,18 +130,18 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
 
 @lru_cache(maxsize=64)
 def _choosing(device: torch.device) -> AttentionKernel:
-    """One for each device of this process: what it finds out about its kernels, it finds out and says once."""
+    """Make one for each device of this process: it finds out about its kernels, and logs that, once."""
     for_device = load("kernels", device.type, SEVERAL)
     return cast(AttentionKernel, for_device(device, lambda name: make_kernel(name, device)))
 
 
 def kernel_for_planning() -> AttentionKernel:
-    """The kernel whose cuts count when a schedule is measured without tensors at hand."""
+    """Make the kernel whose cuts count when a schedule is measured without tensors at hand."""
     return cast(AttentionKernel, kernel_class(PLANNED_WITH)())
 
 
 def transport_for(device_type: str) -> tuple[str | None, str]:
-    """What "auto" takes for tensors of a device type, and why; None: nothing here moves them. Nothing is started."""
+    """Return what "auto" takes for tensors of a device type, and why; None: nothing moves them. Nothing is started."""
     if device_type == "cpu":
         return "shm", "ranks of one machine share memory; gloo where they do not, or where there is no room"
     if device_type == "cuda":
@@ -150,7 +155,7 @@ def transport_for(device_type: str) -> tuple[str | None, str]:
 
 
 def measured_transports(device_type: str) -> list[tuple[str, str]]:
-    """Of each table of transports that was kept here: of which ranks, and what it has, or what is wrong with it."""
+    """List the kept tables of transports: of which ranks each is, and what it has or what is wrong with it."""
     from tokenring.backends.table_keys import transfers_key
     from tokenring.tables.transport_times import all_kept
 
@@ -158,7 +163,7 @@ def measured_transports(device_type: str) -> list[tuple[str, str]]:
 
 
 def other_transports(device_type: str) -> dict[str, str]:
-    """The other transports for tensors of a device type: that they can be asked for, or why not. Nothing is started."""
+    """Return the other transports for a device type: that each can be asked for, or why not. Nothing is started."""
     if device_type != "cuda":
         return {}
     from tokenring.backends.transports.auto_cuda import unavailable

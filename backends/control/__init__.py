@@ -1,1 +1,1 @@
-"""How the processes of a group find, hear and watch each other, beside the data."""
+"""The processes of a group, beside the data: finding, hearing and watching each other."""

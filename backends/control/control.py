@@ -1,4 +1,4 @@
-"""Beside the messages: who the ranks are, small exchanges between all of them, and whom to blame.
+"""The control of a group, beside its messages: who the ranks are, small exchanges between all, and whom to blame.
 
 A lost peer is named in three ways, the surest first: a process that this rank can see to be gone or
 stopped, along the chain of who waits for whom; a verdict that another rank has reached before; and
@@ -53,7 +53,7 @@ Gather = Callable[[bytes], Callable[[], list[bytes]]]  # what this rank says →
 
 
 class Control:
-    """One group's control: made by all ranks together. Raises PeerLost if a rank does not come."""
+    """One group's control, made by all ranks together. Raises PeerLost if a rank does not come."""
 
     def __init__(
         self,
@@ -63,9 +63,10 @@ class Control:
         room_bytes: Callable[[int], int] = lambda world_size: 0,
         create_room: Callable[[Segment, int], None] = lambda segment, world_size: None,
     ) -> None:
-        """transport: its name, which all ranks must share.
+        """Make the control of the transport `transport`, a name that all ranks must share.
 
-        room_bytes: of shared memory that it wants for its signals; create_room, on one rank, sets them up.
+        room_bytes: given the world size, the bytes of shared memory that the transport needs for its signals.
+        create_room: called on one rank, sets these signals up.
         """
         self.transport, self.timeout_seconds, self._create_room = transport, timeout_seconds, create_room
         meeting = StoreGather(group, timeout_seconds)
@@ -91,7 +92,7 @@ class Control:
         return [Member.from_text(each["member"]) for each in said]
 
     def _share(self, meeting: StoreGather, room_bytes: int) -> tuple[ShmBoard | None, str]:
-        """The board in shared memory, or why there is none; all ranks agree."""
+        """Return the board in shared memory and "", or None and why there is none; all ranks agree."""
         mine = self.members[self.rank]
         apart = next((rank for rank, each in enumerate(self.members) if not each.shares_memory_with(mine)), None)
         if apart is not None:
@@ -113,16 +114,16 @@ class Control:
     # ---------- exchange
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        """What every rank says about `what`, PAYLOAD_BYTES each at most.
+        """Return what every rank says about `what`, by rank; up to PAYLOAD_BYTES each.
 
         Raises PeerLost; ConfigurationError if a rank is somewhere else in its program.
         """
         return self.ask(payload, what)()
 
     def ask(self, payload: bytes, what: str) -> Callable[[], list[bytes]]:
-        """The first half of an exchange, which waits for nobody: this rank has spoken.
+        """Begin an exchange: send this rank's payload, and wait for nobody.
 
-        Gives the second, to be called once and before the next exchange.
+        Returns the second half, which waits for the payloads of all ranks: to be called once, before the next exchange.
         """
         tag = _tag(what)
         self.check_usable()
@@ -155,7 +156,7 @@ class Control:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A rank that raises in the middle of an exchange, as by Ctrl-C, has spoken but has not heard."""
+        """Fail this rank if it raises in the middle of an exchange, as by Ctrl-C: it has spoken but has not heard."""
         try:
             yield
         except BaseException as error:
@@ -163,7 +164,7 @@ class Control:
             raise
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
-        """The same for texts of any length."""
+        """Return what every rank says about `what`, by rank, in texts of any length, in several exchanges."""
         sizes = [int.from_bytes(each, "little") for each in self.exchange(len(text).to_bytes(8, "little"), what)]
         parts: list[list[bytes]] = [[] for _ in sizes]
         for start in range(0, max(sizes), PAYLOAD_BYTES):
@@ -172,6 +173,7 @@ class Control:
         return [b"".join(each) for each in parts]
 
     def out_of_step(self, rank: int, what: str) -> ConfigurationError:
+        """Fail this rank, and return the error for a rank that exchanges something else at this point."""
         text = f"rank {self.rank} exchanges {what}, rank {rank} something else: the ranks make different calls"
         error = ConfigurationError(f"{text}. Destroy the group and make a new one")
         self.fail(error)
@@ -183,9 +185,10 @@ class Control:
         self, attempt: Callable[[float], bool], peer: int | Callable[[], int | None], what: str,
         limit_seconds: float | None = None,
     ) -> None:  # fmt: skip
-        """Until attempt(seconds) succeeds, for no longer than the time limit. Raises PeerLost.
+        """Wait until attempt(seconds) succeeds, up to the time limit. Raises PeerLost.
 
-        peer: for whom, or what tells who is missing at the moment; if nobody is, someone died on the way.
+        peer: the rank that is waited for, or a function that returns the rank which is missing at the moment; if it
+        returns None, a rank died on the way. limit_seconds: the time limit; None: the transport's own.
         """
         self.progress()
         if attempt(PROMPT_SECONDS):  # as nearly always: not worth telling anyone
@@ -205,13 +208,13 @@ class Control:
         self.board.note_waiting(None)
 
     def is_hopeless(self, peer: int) -> bool:
-        """Whether there is a verdict, or the peer or someone for whom it waits is gone."""
+        """Return True if there is a verdict, or if the peer or a rank that it waits for is gone."""
         return self.board.verdict() is not None or self._chain_end(peer)[1] == "gone"
 
     # ---------- blame
 
     def check_usable(self) -> None:
-        """Raises the error again that broke this group; ConfigurationError if its transport was closed."""
+        """Raise the error again that broke this group; ConfigurationError if its transport was closed."""
         if self.closed:
             raise ConfigurationError("this transport was closed: make a new ContextParallel")
         if self.broken is not None:
@@ -222,7 +225,7 @@ class Control:
             )
 
     def lost(self, peer: int, what: str, found: str) -> PeerLost:
-        """The error for a wait for `peer` that failed; names the rank that is to blame, which all ranks agree on."""
+        """Make the error for a wait for `peer` that failed; it names the rank to blame, on which all ranks agree."""
         self.board.publish_waiting(peer)
         verdict = self._find_verdict(peer, found)
         said = self._text(verdict, peer, what, found), verdict.rank, verdict.certain
@@ -230,7 +233,7 @@ class Control:
         return PeerLost(*said)  # another one: what is raised gets the frames of all callers, which are not to be kept
 
     def fail(self, error: BaseException) -> None:
-        """This rank gives up in the middle of a call: the others need not wait for it."""
+        """Give up in the middle of a call: report this rank as lost, so that the others need not wait for it."""
         if self.broken is None:
             text = f"it raised {type(error).__name__}: {error}"
             self.broken = PeerLost(f"rank {self.rank} (this one) is lost: {text}", self.rank, True)
@@ -253,7 +256,10 @@ class Control:
         return verdict
 
     def _chain_end(self, peer: int) -> tuple[int, str | None]:
-        """From a peer along who waits for whom: the first whose process is in trouble, else the last of them."""
+        """Return the end of the chain of who waits for whom, from a peer on.
+
+        That is the first rank whose process is in trouble, and its state; else the last rank, and None.
+        """
         seen = {self.rank}
         at = peer
         while True:
@@ -292,12 +298,12 @@ def _tag(what: str) -> bytes:
 
 
 class Controlled(Transport):
-    """What transports take over from their control as it is."""
+    """The part of a transport that its control does for it."""
 
     control: Control
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
-        """All ranks are connected from the start. Raises ConfigurationError for tensors that are not on the CPU."""
+        """Check the device. All ranks are connected from the start. Raises ConfigurationError unless it is the CPU."""
         if device.type != "cpu":
             raise ConfigurationError(
                 f"transport {self.control.transport!r} moves tensors in the memory of the CPU, and these are on "
@@ -305,25 +311,29 @@ class Controlled(Transport):
             )
 
     def before_exchange(self) -> None:
-        """What comes first in each; raises what keeps it from beginning."""
+        """Do what comes first in each exchange, and raise what keeps it from beginning. Here: nothing."""
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """Gather a payload of every rank; see Transport.exchange."""
         self.before_exchange()
         return self.control.exchange(payload, what)
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        """Gather a text of every rank; see Transport.exchange_text."""
         self.before_exchange()
         return self.control.exchange_text(text, what)
 
     def lost(self, peer: int, what: str, found: str) -> PeerLost:
+        """Make the error for a failed wait; see Transport.lost."""
         return self.control.lost(peer, what, found)
 
     def fail(self, error: BaseException) -> None:
+        """Give up in the middle of a call; see Transport.fail."""
         self.control.fail(error)
 
 
 def own_store(control: Control, group: Held, channel: str) -> Any:
-    """The part of the group's store that no other group and no other transport uses."""
+    """Return the part of the group's store that no other group and no other transport uses."""
     return PrefixStore(f"tokenring/{control.name}/{channel}", held(group).store())
 
 
@@ -333,7 +343,10 @@ Agree = Callable[[str, str], list[str]]  # what it is about, this rank's trouble
 def shared_segment(
     name: str, size_bytes: int, rank: int, agree: Agree, init: Callable[[Segment, bool], None]
 ) -> tuple[Segment | None, str]:
-    """A new segment that all ranks have mapped, its name gone; or None and why. All ranks get the same answer."""
+    """Make a new segment that all ranks have mapped, and remove its name.
+
+    Returns the segment and "", or None and why there is none; all ranks get the same answer.
+    """
     made: list[Segment] = []
 
     def attempt(create: bool) -> str:

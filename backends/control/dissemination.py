@@ -29,7 +29,7 @@ class Apart:
 
     @staticmethod
     def where_needed(control: Control, group: Held) -> Apart | None:
-        """For whoever made the control to hold; None where ranks share memory."""
+        """Make the exchange for whoever made the control to hold; return None where ranks share memory."""
         return Apart(control, group) if control.shared is None else None
 
     def _gather(self, payload: bytes) -> Callable[[], list[bytes]]:
@@ -37,7 +37,7 @@ class Apart:
         return lambda: [payload] * self._control.world_size if alike() else self._tell_each(payload)
 
     def _compare(self, payload: bytes) -> Callable[[], bool]:
-        """Whether all ranks say the same, to which all come alike; the first messages leave at once.
+        """Begin to find out if all ranks say the same, with the same answer on all; the first messages leave at once.
 
         As in the n-way dissemination barrier (Hoefler et al., "Fast Barrier Synchronization for InfiniBand", IPDPS
         2006): in each round a rank hears from WAYS - 1 others, each of which speaks for all that it has heard of.
@@ -58,13 +58,13 @@ class Apart:
         return hear
 
     def _tell_each(self, payload: bytes) -> list[bytes]:
-        """What all ranks say, in equal sizes."""
+        """Return what all ranks say, by rank; all payloads have the same size."""
         world_size = self._control.world_size
         said = self._say(range(1, world_size), payload)()
         return [said.get(rank, payload) for rank in range(world_size)]
 
     def _say(self, steps: range, said: bytes) -> Callable[[], dict[int, bytes]]:
-        """Say it to the ranks so many steps onwards. What it gives waits for as much from those so many steps back."""
+        """Send it to the ranks so many steps onwards. The result waits for as much from those so many steps back."""
         rank, world_size = self._control.rank, self._control.world_size
         for step in steps:
             self._lines.say((rank + step) % world_size, said)

@@ -1,4 +1,4 @@
-"""Boards: where the ranks of a group see each other's state outside of all messages.
+"""Boards, on which the ranks of a group see each other's state outside of all messages.
 
 On one machine it is shared memory, between machines the group's store. A board holds, for each
 rank, for whom it waits; and one verdict for the group: which rank is lost. The first verdict stays.
@@ -25,7 +25,7 @@ ROUNDS = 1 << 31  # even: exchanges take turns between two rows
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Rank `rank` is lost, as rank `by` found out. `certain`: dead, stopped or failed; else only silent."""
+    """A report that rank `rank` is lost, by rank `by`. `certain`: dead, stopped or failed; else only silent."""
 
     rank: int
     why: str
@@ -33,7 +33,7 @@ class FailureReport:
     certain: bool
 
     def to_bytes(self, room_bytes: int | None = None) -> bytes:
-        """As JSON; `why` is cut until it fits."""
+        """Return the report as JSON; `why` is cut until the text fits into room_bytes."""
         text = json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace")
         if room_bytes is None or len(text) <= room_bytes:
             return text
@@ -41,26 +41,27 @@ class FailureReport:
 
     @staticmethod
     def from_bytes(data: bytes) -> FailureReport:
+        """Make the report from JSON; see to_bytes."""
         return FailureReport(**json.loads(data))
 
 
 class Board(Protocol):
-    """What a group's ranks tell each other about themselves."""
+    """A board on which the ranks of a group report their own state."""
 
     def verdict(self) -> FailureReport | None:
-        """The group's verdict, if there is one."""
+        """Return the group's verdict, or None if there is none yet."""
 
     def claim(self, verdict: FailureReport) -> FailureReport:
-        """Make it the group's verdict, or get the one that was first."""
+        """Make it the group's verdict, or get the one that was first; return the verdict that stands."""
 
     def waits(self, rank: int) -> int | None:
-        """For whom a rank is known to wait."""
+        """Return the rank that a rank is known to wait for, or None."""
 
     def note_waiting(self, peer: int | None) -> None:
-        """Say for whom this rank waits, where that is cheap."""
+        """Note for whom this rank waits, where that is cheap; None: for nobody."""
 
     def publish_waiting(self, peer: int) -> None:
-        """Say it in any case: the wait was in vain."""
+        """Publish for whom this rank waits, in any case: the wait was in vain."""
 
 
 class ShmBoard:
@@ -94,6 +95,7 @@ class ShmBoard:
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
+        """Return the shared memory, in bytes, that the board of so many ranks takes."""
         return SIZE_BYTES * (4 + VERDICT_BYTES // SIZE_BYTES + 5 * world_size)
 
     def create(self, name: str) -> None:
@@ -108,10 +110,11 @@ class ShmBoard:
             self.segment.write(at, struct.pack("i", NOBODY))
 
     def is_called(self, name: str) -> bool:
-        """Whether this is the very memory that the rank which created it wrote the name into."""
+        """Return True if this is the very memory that the rank which created it wrote the name into."""
         return self.segment.read(0, SIZE_BYTES).rstrip(b"\0") == name.encode()[:SIZE_BYTES]
 
     def verdict(self) -> FailureReport | None:
+        """Return the group's verdict, or None; see Board.verdict."""
         if self._found is None and self._ready.try_wait():
             self._ready.post()
             text = self.segment.read(self._verdict_at, VERDICT_BYTES).rstrip(b"\0")
@@ -119,6 +122,7 @@ class ShmBoard:
         return self._found
 
     def claim(self, verdict: FailureReport) -> FailureReport:
+        """Propose a verdict, and return the one that stands; see Board.claim."""
         if self._lock.try_wait():
             self.segment.write(self._verdict_at, verdict.to_bytes(VERDICT_BYTES))
             self._ready.post()
@@ -128,17 +132,20 @@ class ShmBoard:
         return first or verdict  # who claimed it died before it could say what
 
     def waits(self, rank: int) -> int | None:
+        """Return the rank that a rank waits for; see Board.waits."""
         (peer,) = struct.unpack("i", self.segment.read(self._waits_at[rank], 4))
         return None if peer == NOBODY else peer
 
     def note_waiting(self, peer: int | None) -> None:
+        """Note the rank that this one waits for; see Board.note_waiting."""
         self.segment.write(self._waits_at[self.rank], struct.pack("i", NOBODY if peer is None else peer))
 
     def publish_waiting(self, peer: int) -> None:
+        """Note the rank that this one waits for: shared memory is seen by all at once."""
         self.note_waiting(peer)
 
     def say(self, payload: bytes) -> None:
-        """The first half of an exchange; `heard` and `hear` are the second."""
+        """Begin an exchange: write this rank's payload. `heard` and `hear` are the second half."""
         # Nobody is two rounds ahead: it has heard everyone in the last.
         self._round = (self._round + 1) % ROUNDS
         at = self._payloads_at[self._round % 2][self.rank]
@@ -153,17 +160,17 @@ class ShmBoard:
                 gate.post()
 
     def heard(self, seconds: float) -> bool:
-        """Whether all have spoken; True once in each round."""
+        """Wait up to so many seconds until all ranks have spoken; return True once in each round."""
         return self._gates[self.rank].wait(seconds)
 
     def missing(self) -> int | None:
-        """The first rank that has not spoken in this round."""
+        """Return the first rank that has not spoken in this round, or None."""
         row = self._payloads_at[self._round % 2]
         spoken = [struct.unpack("i", self.segment.read(at, 4))[0] for at in row]
         return next((rank for rank, number in enumerate(spoken) if number != self._round), None)
 
     def hear(self) -> list[bytes]:
-        """What all said, when all are heard."""
+        """Return what all ranks said, by rank, once `heard` has returned True."""
         row = self._payloads_at[self._round % 2]
         cells = self.segment.read(row[0], len(row) * SIZE_BYTES)
         return [cells[at + 4 : at + SIZE_BYTES] for at in range(0, len(cells), SIZE_BYTES)]
@@ -180,22 +187,26 @@ class StoreBoard:
         self.silent = False
 
     def verdict(self) -> FailureReport | None:
+        """Return the group's verdict, or None; see Board.verdict."""
         text = self._read("lost")
         return FailureReport.from_bytes(text) if text else None
 
     def claim(self, verdict: FailureReport) -> FailureReport:
+        """Propose a verdict, and return the one that stands; see Board.claim."""
         mine = verdict.to_bytes().decode()
         first = self._bounded(lambda: self.store.compare_set("lost", "", mine))
         return FailureReport.from_bytes(first) if first else verdict
 
     def waits(self, rank: int) -> int | None:
+        """Return the rank that a rank has published to wait for; see Board.waits."""
         text = self._read(f"waits/{rank}")
         return int(text) if text else None
 
     def note_waiting(self, peer: int | None) -> None:
-        """Not worth a message to the store."""
+        """Do nothing: this is not worth a message to the store."""
 
     def publish_waiting(self, peer: int) -> None:
+        """Write to the store which rank this one waits for; see Board.publish_waiting."""
         self._bounded(lambda: self.store.set(f"waits/{self.rank}", str(peer)))
 
     def _read(self, key: str) -> bytes | None:

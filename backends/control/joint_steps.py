@@ -1,4 +1,4 @@
-"""What all ranks of a transport do at once, with a time limit, and come out of alike."""
+"""Steps that all ranks of a transport take at once, with a time limit and the same outcome on all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Acting:
         self, what: str, act: Callable[[], T], here: bool = False,
         raises: type[BackendUnavailable] = BackendUnavailable, text: str = NEEDS_REACH,
     ) -> T:  # fmt: skip
-        """What all ranks do at once. Where it fails on any, all raise BackendUnavailable, of the kind that `raises` is.
+        """Run a step on all ranks at once. If it fails on any, all raise BackendUnavailable, or `raises`, a kind of it.
 
         text: of the error, for the transport's name, what fails, and on which rank of what.
         With a time limit, in a thread, which has a current device of its own; unless `here`, where it cannot hang.

@@ -1,4 +1,4 @@
-"""The door of a rank: who connects is known by the card that it brings, and all cards are read side by side."""
+"""The listener of a rank: callers are known by the cards that they send, and all cards are read side by side."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _Caller:
 
 
 class Door:
-    """Lets in who brings one of some cards, all of one size; sends away whoever else, and counts them.
+    """A listener that accepts callers with one of some cards, all of one size, and refuses and counts all others.
 
     Nobody is waited for alone: a caller that is silent or slow holds up no other. What callers take here is bounded.
     """
 
     def __init__(self, host: str, callers: int) -> None:
-        """Open from now on for so many and others, at a port that the system gives. Raises OSError."""
+        """Listen from now on for so many callers and others, at a port that the system gives. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._door = socket.create_server((host, 0), family=family, backlog=callers + QUEUE)
         self._door.setblocking(False)
@@ -40,19 +40,19 @@ class Door:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port."""
+        """Return the host and port of the listener."""
         host, port = self._door.getsockname()[:2]
         return host, port
 
     @property
     def strangers(self) -> int:
-        """How many have come so far and have not brought a card."""
+        """Return how many callers have come so far and have not sent a card."""
         return self._strangers + len(self._callers)
 
     def let_in(
         self, cards: set[bytes], deadline: float, answer_seconds: float, welcome: Callable[[bytes, socket.socket], None]
     ) -> set[bytes]:
-        """Until each of the cards has come, once, or the deadline: those that have not.
+        """Accept callers until each of the cards has come once, or until the deadline; return the missing cards.
 
         answer_seconds: how long a caller may be silent. welcome: takes a card, and the connection that brought it;
         raises OSError if nothing can be said there any more, and the card is still waited for. Raises OSError where
@@ -71,7 +71,7 @@ class Door:
         return missing
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept nobody any more, and close the sockets of callers that have not sent a card."""
         for number in list(self._callers):
             self._send_away(number)
         self._selector.close()
@@ -86,7 +86,7 @@ class Door:
     def _accept_some(
         self, answer_seconds: float, missing: set[bytes], welcome: Callable[[bytes, socket.socket], None]
     ) -> None:
-        """Those who stand there, but no more at once than would keep it from looking at the clock."""
+        """Accept the callers that wait, but no more at once than lets it look at the clock in time."""
         for _ in range(MOST_WAITING):
             if not missing or not self._accept(answer_seconds, missing, welcome):
                 return
@@ -94,7 +94,7 @@ class Door:
     def _accept(
         self, answer_seconds: float, missing: set[bytes], welcome: Callable[[bytes, socket.socket], None]
     ) -> bool:
-        """Take in the next one, if there is one, and hear what it has said already: most have."""
+        """Accept the next caller, if there is one, and read what it has sent already: most have."""
         try:
             line, _ = self._door.accept()
         except BlockingIOError:
@@ -115,7 +115,7 @@ class Door:
         return True
 
     def _hear(self, number: int, missing: set[bytes], welcome: Callable[[bytes, socket.socket], None]) -> None:
-        """Read on in a caller's card. Who says anything else is sent away at once."""
+        """Read on in a caller's card. A caller that sends anything else is refused at once."""
         caller, size = self._callers[number], len(next(iter(missing))) if missing else 0
         try:
             part = caller.line.recv(size - len(caller.said)) if size else b""

@@ -1,4 +1,4 @@
-"""Who the ranks of a group are: where their processes live, and whether they still do."""
+"""The processes of a group's ranks: on which machine each is, and if it still runs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ class Member:
     started: int
 
     def to_text(self) -> str:
+        """Return the member as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_text(text: str) -> Member:
+        """Make the member from JSON; see to_text."""
         return Member(**json.loads(text))
 
     def state(self, seen_from: Member) -> ProcessState | None:
-        """Whether its process is gone or stopped, as far as the other member can see."""
+        """Return "gone" or "stopped" as far as the other member can see this process's state; else None."""
         if not self.boot_id or not self.started or (self.boot_id, self.pids) != (seen_from.boot_id, seen_from.pids):
             return None
         try:
@@ -49,12 +51,15 @@ class Member:
         return "stopped" if found[0] in STOPPED else None
 
     def shares_memory_with(self, other: Member) -> bool:
-        """One machine, one network namespace: containers and test beds that pretend to be machines do not count."""
+        """Return True if both are on one machine and in one network namespace.
+
+        Containers and test beds that pretend to be machines do not count.
+        """
         return bool(self.boot_id) and (self.boot_id, self.network) == (other.boot_id, other.network)
 
 
 def this_member() -> Member:
-    """This process; what the system does not tell is empty."""
+    """Describe this process; what the system does not tell is empty."""
     pid = os.getpid()
     try:
         found = _stat(pid)
@@ -64,7 +69,7 @@ def this_member() -> Member:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """A process's state letter and start time, None if there is no such process. Raises OSError if nobody can tell."""
+    """Return a process's state letter and start time, None if there is no such process. Raises OSError if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

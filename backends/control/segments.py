@@ -36,17 +36,19 @@ class Segment:
         self.address = self.bytes.data_ptr()
 
     def part(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """uint8: a tensor whose storage begins here."""
+        """Return a tensor, uint8, of size_bytes elements, whose storage begins at the offset in bytes."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=size_bytes, offset=offset)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
+        """Copy size_bytes out of the mapping, from the offset in bytes."""
         return ctypes.string_at(self.address + offset, size_bytes)
 
     def write(self, offset: int, data: bytes) -> None:
+        """Copy data into the mapping, at the offset in bytes."""
         ctypes.memmove(self.address + offset, data, len(data))
 
     @staticmethod
     def unlink_name(name: str) -> None:
-        """Take the name away; the memory stays as long as it is mapped."""
+        """Remove the name; the memory stays as long as it is mapped."""
         with contextlib.suppress(OSError):
             (FOLDER / f"{PREFIX}{name}").unlink()

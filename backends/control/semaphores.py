@@ -1,4 +1,4 @@
-"""POSIX semaphores in shared memory: what ranks of one machine signal each other with.
+"""POSIX semaphores in shared memory, with which ranks of one machine signal each other.
 
 Posting releases and waiting acquires, on every processor: what was written before a post is seen
 after the wait that takes it, so that no other fence is needed. Waiting sleeps in the kernel.
@@ -36,7 +36,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def unavailable() -> str | None:
-    """None, or why this system has no semaphores that processes can share."""
+    """Return None, or why this system has no semaphores that processes can share."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no semaphores in shared memory"
     try:
@@ -47,7 +47,7 @@ def unavailable() -> str | None:
 
 
 def _timed_wait(library: ctypes.CDLL) -> tuple[Callable[[ctypes.c_void_p, Any], int], int]:
-    """A wait until a time of a clock, and that clock: one that nobody sets, where there is one (glibc 2.30)."""
+    """Return a wait until a time of a clock, and that clock: one that nobody sets, where there is one (glibc 2.30)."""
     if not hasattr(library, "sem_clockwait"):
         return library.sem_timedwait, time.CLOCK_REALTIME
     clock = time.CLOCK_MONOTONIC
@@ -64,19 +64,20 @@ class Semaphore:
         self._wait_until, self._clock = _timed_wait(library)
 
     def create(self, value: int = 0) -> None:
-        """Set it up; by one process, before any other uses it."""
+        """Set the semaphore up, at this value; by one process, before any other uses it."""
         if _libc().sem_init(self._at, 1, value):
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
     def post(self) -> None:
+        """Raise the counter by one, and wake a process that waits for it."""
         self._post(self._at)
 
     def try_wait(self) -> bool:
-        """Take one if there is one."""
+        """Lower the counter by one if it is above zero; return False if it is not."""
         return bool(self._try(self._at) == 0)
 
     def wait(self, seconds: float) -> bool:
-        """Take one, sleeping for no longer than this; False if none came."""
+        """Lower the counter by one, sleeping up to so many seconds until it is above zero; else return False."""
         if self._try(self._at) == 0:
             return True
         deadline = time.clock_gettime(self._clock) + seconds

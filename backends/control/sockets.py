@@ -1,4 +1,4 @@
-"""Lines: a TCP connection between each two ranks of a control, for messages of a few bytes.
+"""Sockets: a TCP connection between each two ranks of a control, for messages of a few bytes.
 
 They cost less than Gloo's messages, each of which wakes a thread of its own at both ends.
 """
@@ -38,7 +38,7 @@ LINK_LOCAL = "20"  # a scope there: such addresses mean nothing to others
 
 
 class PeerSockets:
-    """What one rank says to others and hears from them, in order from each to each. Made by all ranks together.
+    """The sockets of one rank to all others, made by all ranks together; messages between two ranks keep their order.
 
     Raises PeerLost, which names who cannot be reached; BackendUnavailable, on all ranks alike, if one has no address;
     ConfigurationError if this process may not open as many files.
@@ -65,7 +65,7 @@ class PeerSockets:
     # ---------- connecting
 
     def _connect(self, door: Door, places: list[list[Any]]) -> None:
-        """Call the ranks before this one, let in those after it."""
+        """Connect to the ranks before this one, and accept those after it."""
         deadline = time.monotonic() + self._control.timeout_seconds
         for rank in range(self._control.rank):
             host, port = places[rank]
@@ -73,7 +73,7 @@ class PeerSockets:
         self._answer(door, range(self._control.rank + 1, self._control.world_size), deadline)
 
     def _call(self, rank: int, host: str, port: int, deadline: float) -> None:
-        """Each says who it is. If that came too late, as when a rank has many callers, it is called again."""
+        """Connect to a rank; each side says who it is. If that came too late (many callers), connect again."""
         hint = f"it listens at {host}: if that is not where it can be reached, set {INTERFACES} there"
         while rank not in self._lines:
             try:
@@ -96,7 +96,7 @@ class PeerSockets:
                 unless_kept.pop_all()
 
     def _answer(self, door: Door, ranks: range, deadline: float) -> None:
-        """Let in these ranks, whoever else comes."""
+        """Accept these ranks, whoever else comes."""
         cards = {self._card(rank): rank for rank in ranks}
 
         def welcome(card: bytes, line: socket.socket) -> None:
@@ -113,7 +113,7 @@ class PeerSockets:
             raise self._control.lost(first, CONNECTS, f"timed out ({NOT_CONNECTED}{crowd})")
 
     def _card(self, rank: int) -> bytes:
-        """By which a rank is known. The control's name is new, and only its ranks know it."""
+        """Return the card by which a rank is known. The control's name is new, and only its ranks know it."""
         return f"tokenring {self._control.name} {rank:8}".encode()
 
     def _keep(self, rank: int, line: socket.socket) -> None:
@@ -124,7 +124,7 @@ class PeerSockets:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # firewalls forget connections that are idle
 
     def _cannot(self, rank: int, error: OSError, hint: str) -> TokenRingError:
-        """The error for a connection that failed. If this process may open no more files, no peer is to blame."""
+        """Make the error for a connection that failed. If this process may open no more files, no peer is to blame."""
         if error.errno not in TOO_MANY_FILES:
             return self._control.lost(rank, CONNECTS, f"{error} ({hint})")
         self._control.fail(error)
@@ -136,14 +136,14 @@ class PeerSockets:
     # ---------- saying and hearing
 
     def say(self, rank: int, data: bytes) -> None:
-        """It leaves at once: so little fits any connection's buffer."""
+        """Send data to a rank. It leaves at once: so little fits any socket's buffer. Raises PeerLost."""
         try:
             self._lines[rank].sendall(data)
         except OSError as error:
             raise self._lost(rank, error) from None
 
     def hear(self, rank: int, size_bytes: int) -> bytes:
-        """The next bytes that the rank says, for which it waits. Raises PeerLost."""
+        """Wait for the next size_bytes that the rank sends, and return them. Raises PeerLost."""
         try:
             return _receive(self._lines[rank], size_bytes)
         except OSError as error:
@@ -159,12 +159,12 @@ def _door(callers: int) -> Door:
 
 
 def _left(deadline: float) -> float:
-    """Seconds for a socket to wait."""
+    """Return the seconds that a socket may wait until the deadline."""
     return min(max(0.01, deadline - time.monotonic()), MOST_SECONDS)
 
 
 def _receive(line: socket.socket, size_bytes: int, deadline: float | None = None) -> bytes:
-    """So many bytes; all by the deadline, or each part within the line's own limit. Raises OSError."""
+    """Receive so many bytes; all by the deadline, or each part within the socket's own limit. Raises OSError."""
     data = b""
     while len(data) < size_bytes:
         if deadline is not None:
@@ -187,14 +187,15 @@ def _close(lines: dict[int, socket.socket]) -> None:
 
 
 def interfaces() -> list[str]:
-    """Those that the user has told Gloo to go over; empty: whatever there is."""
+    """Return the interfaces that the user has set for Gloo; empty: whatever there is."""
     return [name for name in os.environ.get(INTERFACES, "").split(",") if name]
 
 
 def own_address() -> str:
-    """Of the interface that GLOO_SOCKET_IFNAME names first; else what the host's name means; else the loopback.
+    """Return this host's address, the one that Gloo would take.
 
-    As Gloo does. Raises BackendUnavailable if that interface has none.
+    That of the interface that GLOO_SOCKET_IFNAME names first; else what the host's name means; else the loopback.
+    Raises BackendUnavailable if that interface has none.
     """
     if named := interfaces():
         return interface_address(named[0])
@@ -206,7 +207,7 @@ def own_address() -> str:
 
 
 def interface_address(name: str) -> str:
-    """Its first IPv4 address, else its first IPv6 one that others can use. Raises BackendUnavailable."""
+    """Return the first IPv4 address, else the first IPv6 one that others can use. Raises BackendUnavailable."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -232,7 +233,7 @@ def _ipv6_addresses(name: str) -> Iterator[str]:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether one can listen at it: a host's name may mean some other host."""
+    """Return True if this host can listen at the address: a host's name may mean some other host."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as tried:
             tried.bind((address, 0))

@@ -1,4 +1,4 @@
-"""Where the ranks of a group first meet: small texts through the group's store, with a time limit."""
+"""The first exchange of a group's ranks: small texts through the group's store, with a time limit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ STORE_SECONDS = 1.0  # how much longer than it should a store may take before it
 
 
 class StoreSilent(Exception):
-    """The store did not answer in time, or is gone."""
+    """An error: the store did not answer in time, or is gone."""
 
 
 def bounded(function: Callable[[], T], seconds: float) -> T:
-    """The function's result. Raises StoreSilent after so many seconds: a stopped store answers nothing, ever."""
+    """Return the function's result. Raises StoreSilent after so many seconds: a stopped store never answers."""
     call = Background(function)
     if not call.ended(seconds):
         raise StoreSilent(f"no answer within {seconds:g} s")
@@ -37,7 +37,7 @@ def bounded(function: Callable[[], T], seconds: float) -> T:
 
 
 def forget(store: Any, what: str, keys: list[str], world_size: int) -> None:
-    """The last of all ranks to call it takes the keys away: a store that outlives many groups must not grow."""
+    """Delete the keys, as the last of all ranks to call it: a store that outlives many groups must not grow."""
     done = f"{what}/done"
     if store.add(done, 1) == world_size:
         for key in (*keys, done):
@@ -67,7 +67,7 @@ class StoreGather:
         self.store = dist.PrefixStore(f"tokenring/{self._round}.{number}", store)  # type: ignore[attr-defined]
 
     def gather(self, what: str, text: str) -> list[str]:
-        """What every rank brought, by rank. Raises PeerLost, which names who did not come.
+        """Return what every rank brought, by rank. Raises PeerLost, which names who did not come.
 
         Raises ConfigurationError, on every rank, where another exchanges something else.
         """
@@ -114,7 +114,7 @@ class StoreGather:
         return list(texts)
 
     def _give_up(self, keys: list[str]) -> None:
-        """Later meetings are in a new round, which one rank begins; who waits for these keys hears at once."""
+        """Begin a new round for later meetings, as one rank does; ranks that wait for these keys hear at once."""
         if self._all.add(f"tokenring/over/{self._round}", 1) == 1:
             self._all.add(ROUND, 1)
         for key in keys:

@@ -29,7 +29,10 @@ Asked = Callable[[], bool]
 
 
 class UnderWay(NamedTuple):
-    """A message: whether it is done, with whom, what for, and whether the device has come to where it waits for it."""
+    """A message that is under way.
+
+    done: tells if it is done. peer, what: with whom, and what for. begun: tells if the device has come to its wait.
+    """
 
     done: Asked
     peer: int
@@ -47,7 +50,7 @@ def _end_process(text: str) -> None:
 
 
 class Watch:
-    """Of one transport, whose thread it starts at the first message.
+    """The watch of one transport, whose thread it starts at the first message.
 
     release: lets the device's streams go on; called again and again until everything that was under way has ended.
     begin_thread: what the thread does first. end_process: given why, where nothing else is left to do.
@@ -73,7 +76,10 @@ class Watch:
         weakref.finalize(self, _end, self._signal, self._closed)
 
     def add(self, done: Asked, peer: int, what: str, begun: Asked = _at_once) -> None:
-        """A message that was just queued. begun: whether the device has done what stands before the wait for it."""
+        """Watch a message that was just queued.
+
+        begun: tells if the device has done what stands before the wait for it.
+        """
         if not self._under_way:
             self._since = None
         self._under_way.append(UnderWay(done, peer, what, begun))
@@ -84,16 +90,17 @@ class Watch:
         self._signal.set()
 
     def check(self) -> None:
-        """Raises PeerLost, once, if the thread has found a lost rank; later calls find the group broken."""
+        """Raise PeerLost, once, if the thread has found a lost rank; later calls find the group broken."""
         if self._found is not None and self._control.broken is None:
             raise self.blame()
 
     def blame(self) -> PeerLost:
+        """Make the error for the lost rank that the thread has found."""
         assert self._found is not None
         return self._control.lost(*self._found)
 
     def close(self) -> None:
-        """End the thread. What it has found and no call has raised is said now: results are not to be used."""
+        """End the thread. What it has found and no call has raised is logged now: results are not to be used."""
         _end(self._signal, self._closed)
         if self._found is not None and self._control.broken is None:
             LOG.error("a transport was closed, and its last results are not to be used: %s", self.blame())
@@ -101,7 +108,7 @@ class Watch:
     # ---------- in the thread
 
     def look(self) -> bool:
-        """One look; whether anything is still under way."""
+        """Look at the messages once; return True if any is still under way."""
         self._troubles.clear()
         ended = False
         while self._under_way and self._ask(self._under_way[0].done, False):
@@ -125,7 +132,7 @@ class Watch:
         return True
 
     def _ask(self, question: Asked, otherwise: bool) -> bool:
-        """The answer. What a failed device raises instead is said once: this thread must go on."""
+        """Return the answer, or `otherwise` if a failed device raises: logged once, since this thread must go on."""
         try:
             return question()
         except Exception as error:
@@ -165,14 +172,17 @@ class Watch:
             LOG.warning("the watch over messages of rank %d goes on after: %s", self._control.rank, text)
 
     def _is_hopeless(self, peer: int) -> bool:
-        """Whether it will never come. The store of ranks that share no memory is not asked: others may be using it."""
+        """Return True if the peer will never come.
+
+        The store of ranks that share no memory is not asked: others may be using it.
+        """
         control = self._control
         if control.shared is not None:
             return control.is_hopeless(peer)
         return control.members[peer].state(control.members[control.rank]) == "gone"
 
     def _note(self, peer: int | None) -> None:
-        """For whom this rank waits, where that costs nothing to say: by it others find who is to blame."""
+        """Note the rank that this one waits for, where that costs nothing: by it others find who is to blame."""
         if self._control.shared is not None and (peer is not None or self._noted):
             self._control.board.note_waiting(peer)
             self._noted = peer is not None
@@ -186,7 +196,7 @@ def _end(signal: threading.Event, closed: threading.Event) -> None:
 def _look(
     watch: weakref.ref[Watch], begin: Callable[[], None] | None, signal: threading.Event, closed: threading.Event
 ) -> None:
-    """Until the watch is closed or gone. Nothing here holds it while the thread sleeps."""
+    """Look until the watch is closed or gone. Nothing here holds it while the thread sleeps."""
     try:
         if begin is not None:
             begin()
@@ -212,9 +222,10 @@ class Watched(Controlled):
     _watch: Watch
 
     def check(self) -> None:
-        """Raises PeerLost if the group is broken, or the watch has found that it is."""
+        """Raise PeerLost if the group is broken, or the watch has found that it is."""
         self.control.check_usable()
         self._watch.check()
 
     def before_exchange(self) -> None:
+        """Raise PeerLost as `check` does, before each exchange."""
         self.check()

@@ -50,7 +50,7 @@ BROKEN = ("cuda error", "out of memory", "illegal memory access", "device-side a
 
 
 def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> Choosing:
-    """The kernels for a CUDA device in the order of its generation, with the tables that were kept of them."""
+    """Make the kernel "auto" for a CUDA device: kernels in the order of its generation, with their kept tables."""
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
     where = f"for compute capability {capability[0]}.{capability[1]}"
 
@@ -84,13 +84,13 @@ class TileCall(NamedTuple):
 
     @staticmethod
     def of(direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> TileCall:
-        """As torch is set now."""
+        """Return the kind of a call, as torch is set now; side, in tokens, is rounded down to a power of two."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         return TileCall(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic)
 
     @staticmethod
     def of_tile(direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype) -> TileCall:
-        """That of a tile, as torch is set now."""
+        """Return the kind of call of a tile, by its shorter side, as torch is set now."""
         return TileCall.of(direction, min(patch.rows, patch.cols), head_dim, dtype)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class TileCall(NamedTuple):
 
 
 class Choosing:
-    """One of several kernels for each tile.
+    """A kernel that takes one of several kernels for each tile.
 
     make: a kernel by name, raising BackendUnavailable; where: for the log; trial: what each passes before it is taken.
     """
@@ -122,7 +122,7 @@ class Choosing:
     # ---------- who computes
 
     def kernel(self, name: str) -> AttentionKernel | None:
-        """The kernel, made when it is asked for first; None: it is not to be had, see `why_not`."""
+        """Return the kernel, made when it is first asked for; None if it is not available: see `why_not`."""
         if name not in self._made and name not in self._missing:
             try:
                 self._made[name] = self._make(name)
@@ -131,7 +131,7 @@ class Choosing:
         return self._made.get(name)
 
     def why_not(self, name: str, head_dim: int, dtype: torch.dtype) -> str | None:
-        """Why a kernel computes no such calls of any size; None: it does, but for what it may have refused."""
+        """Say why a kernel computes no such calls of any size; None: it does, but for what it may have refused."""
         made = self.kernel(name)
         if made is None:
             return self._missing[name]
@@ -139,20 +139,20 @@ class Choosing:
         return failed or self._gave_up(name, head_dim, dtype, PASSES) or made.supports(head_dim, dtype)
 
     def why_not_call(self, name: str, call: TileCall) -> str | None:
-        """Why a kernel is not taken for one kind of call; None: it may be."""
+        """Say why a kernel is not taken for one kind of call; None: it may be."""
         made = self.kernel(name)
         if made is None:
             return self._missing[name]
         return self._refusal(name, call) or made.supports(call.head_dim, call.dtype)
 
     def _refusal(self, name: str, call: TileCall) -> str | None:
-        """What is wrong with it, or what it said to such a call, or to several of its pass."""
+        """Return what is wrong with it, or its refusal of such a call, or of several of its pass; else None."""
         failed = self._found.get((name, call.direction, call.head_dim, call.dtype))
         said = self._refused[name].get(call)
         return failed or said or self._gave_up(name, call.head_dim, call.dtype, (call.direction,))
 
     def _gave_up(self, name: str, head_dim: int, dtype: torch.dtype, passes: Sequence[Pass]) -> str | None:
-        """What it said the last time, where it refused so many kinds of calls that it will refuse all."""
+        """Return its last refusal if it refused so many kinds of calls that it will refuse all; else None."""
         for direction in passes:
             wanted = direction, head_dim, dtype
             said = [why for call, why in self._refused[name].items() if (call[0], *call[2:4]) == wanted]
@@ -161,7 +161,7 @@ class Choosing:
         return None
 
     def picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
-        """The kernels that compute such tiles in their order, each with the reason for its place."""
+        """Return the kernels that compute such tiles, in their order, each with the reason for its place."""
         call = TileCall.of(direction, side, head_dim, dtype)
         if call not in self._picks:
             able = [name for name in self.order if self.why_not_call(name, call) is None]
@@ -172,23 +172,23 @@ class Choosing:
         return self._picks[call]
 
     def tried_picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
-        """Try the first of them until one passes, and give those that are left."""
+        """Try the first kernel until one passes, and return those that are left."""
         call = TileCall.of(direction, side, head_dim, dtype)
         while (picks := self.picks(*call[:4])) and not self._passes(picks[0].name, call):
             pass
         return picks
 
     def faults(self) -> dict[str, str]:
-        """Give what the trials found to be wrong, by kernel."""
+        """Return what the trials found to be wrong, by kernel."""
         return {tried[0]: why for tried, why in self._found.items() if why}
 
     def kernels(self, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
-        """All that compute such calls and can be measured in a minute."""
+        """Return all kernels that compute such calls and can be measured in a minute."""
         able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
         return [self._made[name] for name in able if name not in SLOW]
 
     def holding(self, tiles: Tiles) -> Choosing:
-        """These kernels, those that are going to be taken with the masks of the tiles that they are taken for."""
+        """Return these kernels, each holding the masks of the tiles that it will be taken for."""
         held = copy.copy(self)
         held._holding, held._untried = {}, set()
         by_name: dict[str, list[Patch]] = {}
@@ -205,15 +205,18 @@ class Choosing:
     # ---------- AttentionKernel
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None, or why none of the kernels can compute such calls; see AttentionKernel.supports."""
         reasons = [self.why_not(name, head_dim, dtype) for name in self.order]
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def supports_patch(self, patch: Patch) -> str | None:
+        """Return None: a kernel that computes a patch cuts it."""
         return None  # whoever computes it cuts it
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the tile by the first kernel that does not refuse; see AttentionKernel.forward."""
         return self._first(
             "forward", q, patch, lambda kernel: kernel.forward(q, k, v, patch=patch, scale=scale)
         )  # fmt: skip
@@ -231,6 +234,7 @@ class Choosing:
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute the gradients by the first kernel that does not refuse; see AttentionKernel.backward."""
         return self._first(
             "backward", q, patch,
             lambda kernel: kernel.backward(dout, q, k, v, lse, delta, out=out, patch=patch, scale=scale),
@@ -241,7 +245,7 @@ class Choosing:
     def _first(
         self, direction: Pass, q: torch.Tensor, patch: Patch, compute: Callable[[AttentionKernel], Made]
     ) -> Made:
-        """What the first kernel gives that does not refuse."""
+        """Return the result of the first kernel that does not refuse."""
         call = TileCall.of_tile(direction, patch, q.shape[-1], q.dtype)
         while (name := self._taken(call, patch)) is not None:
             try:
@@ -258,7 +262,7 @@ class Choosing:
         )
 
     def _taken(self, call: TileCall, patch: Patch) -> str | None:
-        """The first kernel for a tile that passes its trial, once it counts on that tile; None: there is none."""
+        """Return the first kernel for a tile that passes its trial, and count on it for that tile; None: no kernel."""
         while picks := self.picks(*call[:4]):
             name = _willing(picks, patch, self._made)
             if self._passes(name, call):
@@ -267,7 +271,7 @@ class Choosing:
         return None
 
     def _passes(self, name: str, call: TileCall) -> bool:
-        """Whether it may be taken for such calls; tried when it is asked for first."""
+        """Return True if a kernel may be taken for such calls; it is tried when that is first asked."""
         tried: Tried = (name, call.direction, call.head_dim, call.dtype)
         if self._trial is None or self._found.get(tried) == "" or tried in self._untried:
             return True
@@ -297,7 +301,7 @@ class Choosing:
         self._log(logging.WARNING, name, f"leaves out {name} for {tiles}, {call}: {why}")
 
     def _tell(self, call: TileCall) -> None:
-        """Once for each kind of call: who computes it and who does not, each with the reason."""
+        """Log, once for each kind of call, which kernels compute it and which do not, each with the reason."""
         for name in self.order:
             why_not = self.why_not_call(name, call)
             if why_not is not None and self._refusal(name, call) is None:
@@ -315,7 +319,7 @@ class Choosing:
 
 
 def _willing(picks: list[Pick], patch: Patch, made: Mapping[str, AttentionKernel]) -> str:
-    """Who computes this tile: of those that have nothing against it (or of all), the first with the fewest calls.
+    """Return the kernel for this tile: of those that do not avoid it (or of all), the first with the fewest calls.
 
     Those that stand last in any order take every tile in one call, and are not for being quick: they are no rivals.
     """
@@ -343,7 +347,7 @@ def _calls_for(kernel: AttentionKernel, patch: Patch) -> int:
 
 
 def refuses(error: Exception) -> bool:
-    """Whether an error means that a kernel does not do such calls, and not that something went wrong in one."""
+    """Return True if an error means that a kernel does not do such calls, not that one of them went wrong."""
     if isinstance(error, AssertionError):
         return not asserted_here(error)
     if isinstance(error, (BackendUnavailable, UnsupportedError, NotImplementedError, ImportError)):

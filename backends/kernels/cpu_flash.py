@@ -23,15 +23,17 @@ KEPT_MASKS, KEPT_PAIRS = 256, 1 << 16  # of so many pairs at most: making a smal
 
 
 class CpuFlash:
-    """aten::_scaled_dot_product_flash_attention_for_cpu and its backward."""
+    """A kernel of aten::_scaled_dot_product_flash_attention_for_cpu and its backward."""
 
     name = "cpu-flash"
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None: it computes any head dim and dtype."""
         return None
 
     @staticmethod
     def supports_patch(patch: Patch) -> str | None:
+        """Return None, or that more than half of a patch is hidden, so that it should be cut."""
         if patch.is_full or patch.is_causal or patch.rows <= BAND_ROWS:
             return None
         if 2 * patch.pairs() >= patch.rows * patch.cols:
@@ -41,6 +43,7 @@ class CpuFlash:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse in fp32, at any input dtype; see AttentionKernel.forward."""
         mask = _additive(patch)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.float(), k.float(), v.float(), 0.0, patch.is_causal, attn_mask=mask.bias, scale=scale
@@ -63,6 +66,7 @@ class CpuFlash:
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk, dv of the tile; see AttentionKernel.backward."""
         dout = dout.float()
         o = whole_out(dout, delta, out, dout.dtype)
         # Rows that see nothing anywhere have lse -inf: any finite value gives their hidden pairs exp(-inf) = 0.

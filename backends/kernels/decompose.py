@@ -28,15 +28,15 @@ class Part(NamedTuple):
     turned: bool = False
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a tile's [B, H, rows, ...], a view unless it is turned."""
+        """Return the part's rows of a tile's [B, H, rows, ...]; a view unless it is turned."""
         return self._of(x, self.rows)
 
     def of_cols(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a tile's [B, H, columns, ...]."""
+        """Return the part's columns of a tile's [B, H, columns, ...]; a view unless it is turned."""
         return self._of(x, self.cols)
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
-        """A result in the tile's order."""
+        """Return a result of the part in the tile's order of rows or columns."""
         return x.flip(2) if self.turned else x
 
     def _of(self, x: torch.Tensor, where: slice) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Cut(NamedTuple):
 
 
 def parts(patch: Patch, says: Says) -> tuple[Part, ...]:
-    """The calls for a patch; none where nothing is visible. A part that `says` refuses cannot be cut any further."""
+    """Return the calls for a patch; none where nothing is visible. A part that `says` refuses is cut no further."""
     whole = tidy(patch.shifted(-patch.row0, -patch.col0))
     if whole is None:
         return ()
@@ -61,7 +61,7 @@ def parts(patch: Patch, says: Says) -> tuple[Part, ...]:
 
 
 def _strided(whole: Patch, says: Says) -> Iterator[Part]:
-    """Rows and columns in so many classes that those of one class differ by equal steps."""
+    """Yield the parts by classes of rows and columns, so that those of one class differ by equal steps."""
     corner = whole.shifted(-whole.row0, -whole.col0)
     if (whole.row_step, whole.col_step) == (1, 1) or says(corner):
         yield from _placed(whole, says, (0, 1), (0, 1))
@@ -83,7 +83,7 @@ def _strided(whole: Patch, says: Says) -> Iterator[Part]:
 
 
 def _placed(patch: Patch, says: Says, rows: tuple[int, int], cols: tuple[int, int]) -> Iterator[Part]:
-    """The cuts of a trimmed patch whose row i is the tile's row rows[0] + rows[1]·i, and columns likewise."""
+    """Yield the cuts of a trimmed patch whose row i is the tile's row rows[0] + rows[1]·i, and columns likewise."""
     for row, col, each, turned in _cuts(patch.shifted(-patch.row0, -patch.col0), says):
         yield Part(
             _slice(rows, patch.row0 + row, each.rows), _slice(cols, patch.col0 + col, each.cols), each, turned
@@ -96,7 +96,7 @@ def _slice(at: tuple[int, int], first: int, count: int) -> slice:
 
 
 def _cuts(patch: Patch, says: Says) -> Iterator[Cut]:
-    """Cuts of a trimmed patch at its corner."""
+    """Yield the cuts of a trimmed patch at its corner."""
     if says(patch) or patch.is_full:
         yield Cut(0, 0, patch)
     elif patch.low is None:
@@ -108,7 +108,10 @@ def _cuts(patch: Patch, says: Says) -> Iterator[Cut]:
 
 
 def _upper_bound(patch: Patch, says: Says) -> Iterator[Cut]:
-    """Row i sees columns up to i + high: rows that see all are cut off, then columns that all see, then a square."""
+    """Yield the cuts of a patch whose row i sees columns up to i + high.
+
+    Rows that see all are cut off, then columns that all see, then a square.
+    """
     assert patch.high is not None
     bounded = patch.cols - patch.high  # from this row on everything is visible
     if patch.rows > bounded:
@@ -120,7 +123,10 @@ def _upper_bound(patch: Patch, says: Says) -> Iterator[Cut]:
 
 
 def _lower_bound(patch: Patch, says: Says) -> Iterator[Cut]:
-    """Row i sees columns from i + low on: rows that see all are cut off; the rest, read backwards, ends in a bound."""
+    """Yield the cuts of a patch whose row i sees columns from i + low on.
+
+    Rows that see all are cut off; the rest, read backwards, ends in a bound.
+    """
     assert patch.low is not None
     if patch.low < 0:
         yield from _rows_apart(patch, 1 - patch.low, says)
@@ -131,7 +137,10 @@ def _lower_bound(patch: Patch, says: Says) -> Iterator[Cut]:
 
 
 def _band(patch: Patch, says: Says) -> Iterator[Cut]:
-    """Columns that only the lower bound cuts, columns that all rows see, columns that only the upper one cuts."""
+    """Yield the cuts of a band.
+
+    Columns that only the lower bound cuts, columns that all rows see, columns that only the upper one cuts.
+    """
     assert patch.low is not None and patch.high is not None
     last_begins = max(0, patch.low + patch.rows - 1)
     first_ends = min(patch.cols, patch.high + 1)

@@ -1,4 +1,4 @@
-"""What a gradient works delta = rowsum(dout · out) out of, where delta travelled and out did not."""
+"""The output from which a gradient computes delta = rowsum(dout · out), where delta travelled and out did not."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LEAST_SQUARE = 2.0**-20  # what the squares of a row come to, at least, once it 
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """O' with rowsum(dout · O') = delta, parallel to dout, scaled by each row's largest |dout| against overflow.
+    """Make O' with rowsum(dout · O') = delta, parallel to dout.
 
-    dout [..., D], delta [...]; rows of zero dout give zero.
+    It is scaled by each row's largest |dout| against overflow. dout [..., D], delta [...]; rows of zero dout give zero.
     """
     largest = dout.abs().amax(dim=-1, keepdim=True)
     divisor = largest.masked_fill_(largest == 0, 1.0)
@@ -27,7 +27,7 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 def whole_out(
     dout: torch.Tensor, delta: torch.Tensor | None, out: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The merged output of whole rows, or a stand-in, which is never larger than it.
+    """Return the merged output of whole rows, or a stand-in, which is never larger than it.
 
     In bf16 the stand-in carries delta to 2⁻⁸ of |delta|, and less far off the more dimensions share it; the
     merged output carries it to 2⁻⁸ of the sum of |dout · out|, which is larger.
@@ -38,7 +38,7 @@ def whole_out(
 def lean_out(
     dout: torch.Tensor, delta: torch.Tensor | None, out: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same in fewer passes over memory, for devices on which each of torch's operators is one pass.
+    """Return what `whole_out` does, in fewer passes over memory, where each of torch's operators is one pass.
 
     Between tensors of half precision 12 bytes an element are read and written, and 52 by `whole_out`.
     """
@@ -48,9 +48,9 @@ def lean_out(
 
 
 def lean_stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """What `stand_in` makes, of and in half precision, without a tensor of that size in fp32.
+    """Make what `stand_in` makes, of and in half precision, without a tensor of that size in fp32.
 
-    Rows are scaled by a power of two, which rounds nothing; what is reckoned for a row is reckoned in fp32, and an
+    Rows are scaled by a power of two, which rounds nothing; what is computed for a row is computed in fp32, and an
     element is rounded once.
     """
     largest = torch.linalg.vector_norm(dout, math.inf, dim=-1)

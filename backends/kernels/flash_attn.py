@@ -66,9 +66,11 @@ class Function:
             )
 
     def takes(self, name: str) -> bool:
+        """Return True if the function has an argument of this name."""
         return name in self._names
 
     def __call__(self, sides: Window | None, unbounded: int | None, causal: bool, **options: Any) -> Any:
+        """Call the function with the window's sides and these options, as far as it has names for them."""
         left, right = (unbounded if side is None else side for side in sides or (None, None))
         options |= {"window_size": (left, right), "causal": causal, "is_causal": causal}
         options |= dict(zip(SIDES, (left, right), strict=True))
@@ -76,7 +78,7 @@ class Function:
 
 
 class FlashPackage(TileKernel):
-    """The base of the three. Raises BackendUnavailable where the package is missing or broken."""
+    """A base of the kernels of the three packages. Raises BackendUnavailable if the package is missing or broken."""
 
     modules: ClassVar[tuple[str, ...]] = ()
     functions: ClassVar[tuple[str, str]] = ("_flash_attn_forward", "_flash_attn_backward")
@@ -109,16 +111,18 @@ class FlashPackage(TileKernel):
         )
 
     def window(self, patch: Patch) -> Window | None:
-        """How a patch is said; None: it has to be cut."""
+        """Return the window that means this patch; None: it has to be cut."""
         return window(patch)
 
     def says(self, patch: Patch) -> bool:
+        """Return True if one call computes the patch; see TileKernel.says."""
         found = self.window(patch)
         return found is not None and (self._windows or found.causal or patch.is_full)
 
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of one call of the package; see TileKernel.call_forward."""
         sides, causal = self._said(patch)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         made = self._forward(
@@ -132,6 +136,7 @@ class FlashPackage(TileKernel):
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
+        """Return dq, dk, dv of one call of the package; see TileKernel.call_backward."""
         sides, causal = self._said(patch)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -144,25 +149,26 @@ class FlashPackage(TileKernel):
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     def _said(self, patch: Patch) -> tuple[Window | None, bool]:
-        """The window, unless there is a shorter way to say it; whether it is causal."""
+        """Return the window, or None where "causal" alone says it; and True if it is causal."""
         found = self.window(patch)
         assert found is not None  # `says` said so
         return (None, True) if found.causal else (found, False)
 
 
 class FlashAttn2(FlashPackage):
-    """flash_attn 2: Ampere and later."""
+    """A kernel of flash_attn 2: Ampere and later."""
 
     name = "flash-attn"
     modules = ("flash_attn.flash_attn_interface",)
     install = "pip install flash-attn, built for this torch"
 
     def window(self, patch: Patch) -> Window | None:
+        """Return the window as version 2 means it; None: the patch has to be cut."""
         return second_version(patch)
 
 
 class FlashAttn3(FlashPackage):
-    """Version 3: Hopper."""
+    """A kernel of flash_attn's version 3: Hopper."""
 
     name = "flash-attn-3"
     modules = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
@@ -170,7 +176,7 @@ class FlashAttn3(FlashPackage):
 
 
 class FlashAttn4(FlashPackage):
-    """Version 4, in CuTe DSL: Hopper and Blackwell. It makes dq, dk and dv itself."""
+    """A kernel of flash_attn's version 4, in CuTe DSL: Hopper and Blackwell. It makes dq, dk and dv itself."""
 
     name = "flash-attn-4"
     modules = ("flash_attn.cute.interface",)

@@ -1,4 +1,4 @@
-"""What kernels have in common whose operator computes only some patches, aligned memory and certain head dims.
+"""A base for kernels whose operator computes only some patches, aligned memory and certain head dims.
 
 A kernel says which patches one call computes (`says`) and writes that call (`call_forward`, `call_backward`); cutting,
 merging, padding and the gradients' inputs are here. Results of several parts are merged and added up in fp32, and
@@ -27,7 +27,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TileKernel(ABC):
-    """The base of kernels for CUDA. `supports` gives reasons; the rest of `AttentionKernel` follows from `says`."""
+    """A base of kernels for CUDA. `supports` gives reasons; the rest of `AttentionKernel` follows from `says`."""
 
     name = ""
     largest_head_dim: int | None = 256
@@ -42,36 +42,40 @@ class TileKernel(ABC):
 
     @abstractmethod
     def says(self, patch: Patch) -> bool:
-        """Whether one call computes a trimmed patch at its corner."""
+        """Return True if one call computes a trimmed patch at its corner."""
 
     @abstractmethod
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [B, Hq, Sq, D], lse [B, Hq, Sq] of operands in aligned memory."""
+        """Return out [B, Hq, Sq, D], lse [B, Hq, Sq] of operands in aligned memory."""
 
     @abstractmethod
     def call_backward(
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
-        """dq, dk, dv. out: of the whole rows, or a stand-in; lse: of the whole rows, contiguous fp32, aligned."""
+        """Return dq, dk, dv of operands in aligned memory.
+
+        out: of the whole rows, or a stand-in; lse: of the whole rows, contiguous fp32, aligned.
+        """
 
     def unsafe(self, patch: Patch) -> str | None:
-        """Why it may do harm to give it a tile, also to try it; None: nothing is known against it."""
+        """Say why it may do harm to give it a tile, also to try it; None: nothing is known against it."""
         return None
 
     def avoids(self, patch: Patch) -> str | None:
-        """Why another kernel should take a tile, where there is a choice; None: nothing speaks against it."""
+        """Say why another kernel should take a tile, where there is a choice; None: there is no reason."""
         return self.unsafe(patch)
 
     def calls_for(self, patch: Patch) -> int:
-        """In how many calls, whose results are merged, it computes a tile; 0 where nothing is visible."""
+        """Count the calls, whose results are merged, that compute a tile; 0 where nothing is visible."""
         return len(self._parts(patch))
 
     # ---------- AttentionKernel
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None, or why it cannot compute such calls; see AttentionKernel.supports."""
         if dtype not in self.dtypes:
             return f"{self.name} takes {named(self.dtypes)}, not {named((dtype,))}"
         if self.largest_head_dim is not None and head_dim > self.largest_head_dim:
@@ -79,11 +83,13 @@ class TileKernel(ABC):
         return None
 
     def supports_patch(self, patch: Patch) -> str | None:
+        """Return None: what one call does not compute, several do."""
         return None  # what one call does not compute, several do
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse, merged from the calls of the patch's parts; see AttentionKernel.forward."""
         head_dim, cuts = q.shape[-1], self._parts(patch)
         q, k, v = (self._filled(x) for x in (q, k, v))
         if (only := _only(cuts, patch)) is not None:
@@ -108,6 +114,7 @@ class TileKernel(ABC):
         patch: Patch,
         scale: float,
     ) -> Gradients:
+        """Return dq, dk, dv, added up from the calls of the patch's parts; see AttentionKernel.backward."""
         head_dim, cuts = q.shape[-1], self._parts(patch)
         rows = [self._filled(x) for x in (dout.to(q.dtype), q, lean_out(dout, delta, out, q.dtype))]
         cols = [self._filled(k), self._filled(v)]
@@ -148,13 +155,16 @@ class TileKernel(ABC):
         return part.back(dq), part.back(dk), part.back(dv)
 
     def _filled(self, x: torch.Tensor) -> torch.Tensor:
-        """With zeros up to a head dim that the operator takes: they add nothing to q·k and nothing to what is kept."""
+        """Fill the tensor with zeros up to a head dim that the operator takes.
+
+        They add nothing to q·k and nothing to what is kept.
+        """
         missing = -x.shape[-1] % self.head_dim_multiple
         return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _only(cuts: tuple[Part, ...], patch: Patch) -> Part | None:
-    """The one part that covers the tile."""
+    """Return the one part that covers the tile; None if there are several, or if it is turned."""
     if len(cuts) != 1 or cuts[0].turned or (cuts[0].patch.rows, cuts[0].patch.cols) != (patch.rows, patch.cols):
         return None
     return cuts[0]
@@ -168,7 +178,7 @@ def merge_part(out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy, in memory that operators can read."""
+    """Return the tensor, or a copy, in memory that operators can read."""
     size = x.element_size()
     outer = zip(x.stride()[:-1], x.shape[:-1], strict=True)
     steps = [x.data_ptr(), *(stride * size for stride, count in outer if count > 1)]
@@ -178,15 +188,18 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """The same, with nothing between its elements."""
+    """Return the tensor, or a copy, aligned and with nothing between its elements."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT_BYTES == 0 else _copied(x)
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
-    """In memory of its own. `contiguous()` would give x itself where the axes that have more than one entry are so."""
+    """Copy into memory of its own.
+
+    `contiguous()` would give x itself where the axes that have more than one entry are so.
+    """
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def named(dtypes: tuple[torch.dtype, ...]) -> str:
-    """bfloat16 and float32, without torch's name before each."""
+    """Return the names of dtypes, as "bfloat16 and float32", without torch's name before each."""
     return " and ".join(str(each).removeprefix("torch.") for each in dtypes)

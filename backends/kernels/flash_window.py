@@ -1,4 +1,4 @@
-"""How a patch is said to flash attention: causal, or a window that counts from the last row and column.
+"""The windows of flash attention: a patch as causal, or as sides that count from the last row and column.
 
 Since version 2.1 its masks are aligned at the bottom right: row i sees columns i + (cols - rows) - left to
 i + (cols - rows) + right (Dao-AILab/flash-attention, README, "2.1: Change behavior of causal flag").
@@ -12,18 +12,19 @@ from tokenring.sequence.region import Patch
 
 
 class Window(NamedTuple):
-    """left and right: None is unbounded. causal: there is a shorter way to say (None, 0)."""
+    """A window's left and right side: None is unbounded. causal: there is a shorter way to say (None, 0)."""
 
     left: int | None
     right: int | None
 
     @property
     def causal(self) -> bool:
+        """True if the window is (None, 0)."""
         return self.left is None and self.right == 0
 
 
 def window(patch: Patch) -> Window | None:
-    """Of a trimmed patch; None where its steps are unequal."""
+    """Return the window of a trimmed patch; None where its steps are unequal."""
     if patch.row_step != 1 or patch.col_step != 1:
         return None
     offset = patch.cols - patch.rows
@@ -33,7 +34,7 @@ def window(patch: Patch) -> Window | None:
 
 
 def second_version(patch: Patch) -> Window | None:
-    """A window as version 2 means it, of torch and of flash_attn 2; None: no window says this patch.
+    """Return the window as version 2 (torch's and flash_attn's) means it; None: no window says this patch.
 
     It takes sides of at least `cols` for unbounded, and beside a bounded side an unbounded one for `cols`: tall tiles
     would lose pairs or gain some (flash_api.cpp, mha_fwd and set_params_fprop).

@@ -29,7 +29,10 @@ LARGEST = 2**31 - 1  # stands for no bound
 
 
 class Flex(MaskedKernel):
-    """torch.nn.attention.flex_attention. compiled: as torch.compile makes it; without, it holds every score at once."""
+    """A kernel of torch.nn.attention.flex_attention.
+
+    compiled: as torch.compile makes it; without, it holds every score at once.
+    """
 
     name = "flex"
     head_dim_multiple = 16
@@ -45,15 +48,17 @@ class Flex(MaskedKernel):
         self._attention = cache(lambda: _differentiable(compiled, attention))  # with the first call, and once
 
     def says(self, patch: Patch) -> bool:
+        """Return True: one call computes any patch."""
         return True
 
     def mask_bytes(self, patch: Patch, dtype: torch.dtype) -> int:
-        """About: four tables of a number for each block, and some."""
+        """Estimate the mask's bytes: four tables of a number for each block, and some."""
         return 0 if patch.is_full else 16 * (1 + patch.rows // BLOCK) * (2 + patch.cols // BLOCK)
 
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of one call of flex_attention; see TileKernel.call_forward."""
         out, made = self._attention()(
             q, k, v, block_mask=self.mask(patch, q), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )  # fmt: skip
@@ -64,6 +69,7 @@ class Flex(MaskedKernel):
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
+        """Return dq, dk, dv by autograd through the tile, computed again; see TileKernel.call_backward."""
         delta = row_dot(dout, out)
         with torch.enable_grad():
             q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
@@ -77,7 +83,7 @@ class Flex(MaskedKernel):
 
 
 def _differentiable(compiled: bool, given: Callable[..., Any] | None) -> Callable[..., Any]:
-    """flex_attention with its lse; imported here: it brings the compiler along."""
+    """Return flex_attention with its lse; imported here: it brings the compiler along."""
     module = import_module(MODULE)
     attention = module.flex_attention if given is None else given
     # The lse by the request of 2.9 and later, or by the flag before, which later ones warn of.
@@ -87,7 +93,10 @@ def _differentiable(compiled: bool, given: Callable[..., Any] | None) -> Callabl
 
 
 def block_mask(patch: Patch, device: torch.device) -> Any:
-    """Its BlockMask, from the patch's bounds: which blocks are seen in part and which wholly, without all pairs."""
+    """Make the patch's BlockMask from its bounds.
+
+    It says which blocks are seen in part and which wholly, without all pairs.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     seen, whole = blocks(patch, device)
@@ -110,7 +119,10 @@ MASKS = Masks(lambda patch, dtype, device: block_mask(patch, device))
 
 
 def blocks(patch: Patch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[row blocks, column blocks] booleans: any pair may be visible; all are, and the block lies wholly in the tile."""
+    """Return two [row blocks, column blocks] booleans.
+
+    The first: any pair may be visible. The second: all are, and the block lies wholly in the tile.
+    """
     rows = torch.arange(0, patch.rows, BLOCK, device=device)[:, None]
     cols = torch.arange(0, patch.cols, BLOCK, device=device)[None, :]
     last_row, last_col = (rows + BLOCK).clamp(max=patch.rows) - 1, (cols + BLOCK).clamp(max=patch.cols) - 1
@@ -123,6 +135,9 @@ def blocks(patch: Patch, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 
 def _listed(which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks each row has, and all column blocks with those first: [1, 1, rows], [1, 1, rows, columns]."""
+    """Count each row's blocks, and list all column blocks with those first.
+
+    Returns [1, 1, rows] and [1, 1, rows, columns].
+    """
     order = torch.argsort(which.int(), dim=-1, descending=True, stable=True)
     return which.sum(dim=-1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()

@@ -42,12 +42,12 @@ class Masks(Generic[M]):
         self._complete: WeakValueDictionary[What, HeldMasks[M]] = WeakValueDictionary()  # of all that hold some
 
     def __call__(self, *what: Any) -> M:
-        """The mask that is held, else a new one."""
+        """Return the mask that is held, else a new one."""
         found = self._held.get(what)
         return self._make(*what) if found is None else found.mask
 
     def holding(self, wanted: Iterable[What], device: torch.device) -> Masks[M]:
-        """Others that hold these, complete for every stream of the device."""
+        """Return other Masks that hold these, complete for every stream of the device."""
         held = {what: self._complete.get(what) for what in dict.fromkeys(wanted)}
         with torch.inference_mode(False):  # they outlive the call, and later calls may want gradients
             made = {what: HeldMasks(self._make(*what)) for what, found in held.items() if found is None}
@@ -60,7 +60,7 @@ class Masks(Generic[M]):
 
 
 class MaskedKernel(TileKernel):
-    """The base of kernels for CUDA that say some patches by masks. masks: made of a patch, a dtype and a device."""
+    """A base of kernels for CUDA that say some patches by masks. masks: made of a patch, a dtype and a device."""
 
     most_held_bytes: int | None = None  # of one program's masks; None: they are small
 
@@ -70,14 +70,14 @@ class MaskedKernel(TileKernel):
 
     @abstractmethod
     def mask_bytes(self, patch: Patch, dtype: torch.dtype) -> int:
-        """What the mask of a patch takes that one call computes; 0: it needs none."""
+        """Return the bytes that the mask of a patch takes which one call computes; 0: it needs none."""
 
     def mask(self, patch: Patch, like: torch.Tensor) -> Any:
-        """The mask of a patch for operands like this one; None where none is needed."""
+        """Return the mask of a patch for operands like this one; None where none is needed."""
         return self._masks(patch, like.dtype, like.device) if self.mask_bytes(patch, like.dtype) else None
 
     def holding(self: K, tiles: Tiles) -> K:
-        """This kernel with the masks of these tiles."""
+        """Return this kernel with the masks of these tiles, as far as most_held_bytes goes."""
         parts = dict.fromkeys(part.patch for patch in tiles.patches for part in self._parts(patch))
         left, wanted = self.most_held_bytes, []
         for patch in parts:

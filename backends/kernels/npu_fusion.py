@@ -39,7 +39,7 @@ Made = tuple[torch.Tensor, ...]
 
 
 class NpuFusion:
-    """torch.ops.npu.npu_fusion_attention and its gradient, or their second versions. Raises BackendUnavailable."""
+    """A kernel of torch.ops.npu.npu_fusion_attention and its gradient, in either version. Raises BackendUnavailable."""
 
     name = "npu-fusion"
 
@@ -50,6 +50,7 @@ class NpuFusion:
         self._bound: tuple[Operator, torch.device] | None = None  # of the program that holds it
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None, or why it cannot compute such calls; see AttentionKernel.supports."""
         if head_dim > LARGEST_HEAD_DIM:
             return f"npu_fusion_attention takes head dimensions up to {LARGEST_HEAD_DIM}, not {head_dim}"
         if dtype not in DTYPES:
@@ -58,18 +59,20 @@ class NpuFusion:
 
     @staticmethod
     def supports_heads(q_heads: int) -> str | None:
+        """Return None, or why it cannot compute so many query heads; see HeadLimited.supports_heads."""
         if q_heads > MOST_HEADS:
             return f"npu_fusion_attention takes up to {MOST_HEADS} query heads, not {q_heads}"
         return None
 
     @staticmethod
     def supports_patch(patch: Patch) -> str | None:
+        """Return None, or why a patch should be cut: its own mask would be too large."""
         if common_mode((patch,)) is not None or patch.rows * patch.cols <= MASK_BYTES:
             return None
         return f"its mask of {patch.rows} × {patch.cols} bytes is larger than {MASK_BYTES >> 20} MiB"
 
     def holding(self, tiles: Tiles) -> NpuFusion:
-        """This kernel with the triangle of the compressed modes, if one of these tiles goes by any."""
+        """Return this kernel with the triangle of the compressed modes, if one of these tiles uses any."""
         some = any(wants_triangle(_at_corner(patch)) for patch in tiles.patches)
         held = copy.copy(self)
         held._triangle = self._triangle.holding([(tiles.device,)] if some else [], tiles.device)
@@ -79,6 +82,7 @@ class NpuFusion:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of the tile; see AttentionKernel.forward."""
         if patch.pairs() == 0:
             lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
             return torch.zeros_like(q), lse
@@ -104,6 +108,7 @@ class NpuFusion:
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk, dv of the tile; see AttentionKernel.backward."""
         if patch.pairs() == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         layout = _layout(q, k, v)
@@ -119,7 +124,7 @@ class NpuFusion:
     # ---------- several patches in one call
 
     def packs(self, patches: Sequence[Patch]) -> bool:
-        """Whether one mode goes for all of them, so that each is one sequence of the layout TND."""
+        """Return True if one mode goes for all of them, so that each is one sequence of the layout TND."""
         found = common_mode(tuple(_at_corner(patch) for patch in patches)) is not None
         if found and len(patches) > 1 and self._bound is not None:
             packs_in_token_order(*self._bound)  # tried while a program is bound: within a step the host must not wait
@@ -128,6 +133,8 @@ class NpuFusion:
     def forward_packed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float
     ) -> list[Made]:
+        """Return (out, lse) of each patch; see PackingKernel.forward_packed."""
+
         def call(how: npu_packed.NpuPacking, entries: slice) -> list[Made]:
             return how.forward(self._forward, q[entries], k[entries], v[entries], scale)
 
@@ -146,6 +153,8 @@ class NpuFusion:
         patches: Sequence[Patch],
         scale: float,
     ) -> list[Made]:
+        """Return (dq, dk, dv) of each patch; see PackingKernel.backward_packed."""
+
         def call(how: npu_packed.NpuPacking, entries: slice) -> list[Made]:
             return how.backward(
                 self._gradient, dout[entries], q[entries], k[entries], v[entries], lse[entries],
@@ -156,12 +165,12 @@ class NpuFusion:
 
 
 def _layout(*operands: torch.Tensor) -> str:
-    """The layout in which no copy is needed; token-major memory, as the caller's, is BSND."""
+    """Return the layout in which no copy is needed; token-major memory, as the caller's, is BSND."""
     return "BNSD" if all(x.is_contiguous() for x in operands) else "BSND"
 
 
 def _in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """[B, H, S, D] as the operator wants it."""
+    """Return [B, H, S, D] as the operator wants it."""
     return (x if layout == "BNSD" else x.transpose(1, 2)).contiguous()
 
 

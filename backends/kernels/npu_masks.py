@@ -1,4 +1,4 @@
-"""How a patch is said to npu_fusion_attention: a sparse mode with the one 2048 × 2048 mask, or a mask of its own.
+"""The masks of npu_fusion_attention: a patch as a sparse mode with the one 2048 × 2048 mask, or a mask of its own.
 
 In its masks True is hidden. Without a mask it ignores the mode and computes full attention, so that every mode but
 "full" comes with one (Ascend/cann ops-transformer, sparse_mode).
@@ -23,7 +23,7 @@ Options = dict[str, object]
 
 
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """The upper triangle above the diagonal: 4 MiB."""
+    """Make the upper triangle above the diagonal: 4 MiB."""
     return torch.ones(SIDE, SIDE, dtype=torch.bool, device=device).triu(1)
 
 
@@ -32,19 +32,19 @@ TRIANGLE: Triangle = Masks(lambda device: compressed_mask(device))  # one for al
 
 
 def wants_triangle(patch: Patch) -> bool:
-    """Whether a compressed mode computes this patch, alone or with others."""
+    """Return True if a compressed mode computes this patch, alone or with others."""
     found = common_mode((patch,))
     return found is not None and found[0] != 0
 
 
 def options(patch: Patch, device: torch.device, triangle: Triangle = TRIANGLE) -> Options:
-    """What makes the operator compute this patch."""
+    """Return the options that make the operator compute this patch."""
     compressed = packed_options((patch,), device, triangle)
     return {"atten_mask": _hidden(patch, device), "sparse_mode": EXPLICIT} if compressed is None else compressed
 
 
 def packed_options(patches: tuple[Patch, ...], device: torch.device, triangle: Triangle = TRIANGLE) -> Options | None:
-    """One mode for all of these patches, or None."""
+    """Return the options of one mode for all of these patches, or None."""
     found = _mode_in_calls(patches)
     if found is None:
         return None
@@ -56,7 +56,7 @@ def packed_options(patches: tuple[Patch, ...], device: torch.device, triangle: T
 
 
 def common_mode(patches: tuple[Patch, ...]) -> tuple[int, int, int] | None:
-    """(mode, before, after) in which every one of these patches is computed as it is; mode 0 is no mask at all."""
+    """Return (mode, before, after) that computes each of these patches as it is; mode 0 is no mask at all."""
     if all(patch.is_full for patch in patches):
         return 0, FOREVER, FOREVER
     if not all(map(every_row_sees, patches)):
@@ -73,14 +73,14 @@ _mode_in_calls = lru_cache(maxsize=1024)(common_mode)  # of patches that calls a
 
 
 def every_row_sees(patch: Patch) -> bool:
-    """Of steps of 1, and without a row that sees nothing: what compressed modes compute."""
+    """Return True if the steps are 1 and no row sees nothing: what compressed modes compute."""
     if patch.row_step != 1 or patch.col_step != 1:
         return False
     return bool(patch.columns_of(0)) and bool(patch.columns_of(patch.rows - 1))
 
 
 def _common_band(patches: Sequence[Patch]) -> tuple[int, int] | None:
-    """(before, after), counted from each patch's last row and column, which is where the band mode counts from."""
+    """Return (before, after) from each patch's last row and column, from which the band mode counts."""
     before, after = [], []
     for patch in patches:
         offset = patch.cols - patch.rows
@@ -101,7 +101,7 @@ class Limit(NamedTuple):
 
 
 def _agreed(limits: list[Limit]) -> int | None:
-    """The number that all bounded ones have, if it hides nothing of those without a bound."""
+    """Return the number that all bounded limits have, if it hides nothing of those without a bound."""
     exact = {each.exact for each in limits if each.exact is not None}
     least = max((each.least for each in limits if each.exact is None), default=None)
     if len(exact) > 1:
@@ -113,7 +113,7 @@ def _agreed(limits: list[Limit]) -> int | None:
 
 
 def _hidden(patch: Patch, device: torch.device) -> torch.Tensor:
-    """[rows, cols] booleans, True where hidden."""
+    """Return [rows, cols] booleans, True where hidden."""
     visible = dense_mask(patch, device)
     assert visible is not None  # full patches need no mask
     return ~visible

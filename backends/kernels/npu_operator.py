@@ -42,15 +42,16 @@ class Operator:
         return hash(self._call)
 
     def takes(self, name: str) -> bool:
-        """Whether it has an argument of this name."""
+        """Return True if it has an argument of this name."""
         return self._names.get(name, name) in self._taken
 
     def __call__(self, *operands: object, **options: object) -> Any:
+        """Call the operator with these operands and options; options by our names."""
         return self._call(*operands, **{self._names.get(name, name): value for name, value in options.items()})
 
 
 def find(*names: str) -> Operator:
-    """The first of these operators that is there. Raises BackendUnavailable."""
+    """Return the first of these operators that is there. Raises BackendUnavailable."""
     for name in names:
         packet = getattr(torch.ops.npu, name, None)
         if packet is not None:

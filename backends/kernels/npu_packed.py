@@ -30,7 +30,10 @@ def in_calls(
     call: Callable[[NpuPacking, slice], list[Made]],
     triangle: Triangle = TRIANGLE,
 ) -> list[Made]:
-    """What each patch gives, from as few calls as the operator's limits allow; call: of patches, for batch entries."""
+    """Compute each patch in as few calls as the operator's limits allow; return what each gives.
+
+    call: computes patches, for batch entries.
+    """
     largest = max(max(patch.rows, patch.cols) for patch in patches)
     entries = min(batch, MOST_SEQUENCES, max(1, MOST_TOKENS // largest))  # of a call
     parts = [slice(start, min(start + entries, batch)) for start in range(0, batch, entries)]
@@ -42,7 +45,7 @@ def in_calls(
 
 
 def _groups(patches: Sequence[Patch], most: int, most_tokens: int) -> Iterator[Sequence[Patch]]:
-    """Patches in their order, cut where there would be too many of them, of their rows or of their columns."""
+    """Yield patches in their order, cut where there would be too many of them, of their rows or of their columns."""
     start, rows, cols = 0, 0, 0
     for at, patch in enumerate(patches):
         rows, cols = rows + patch.rows, cols + patch.cols
@@ -68,7 +71,7 @@ class NpuPacking:
     def forward(
         self, operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> list[Made]:
-        """(out [B, H, rows, D], lse [B, H, rows]) of each patch."""
+        """Return (out [B, H, rows, D], lse [B, H, rows]) of each patch."""
         in_token_order = packs_in_token_order(operator, q.device)
         made = operator(
             self._tokens(q, self.rows), self._tokens(k, self.cols), self._tokens(v, self.cols), q.shape[1], LAYOUT,
@@ -91,7 +94,7 @@ class NpuPacking:
         out: torch.Tensor | None,
         scale: float,
     ) -> list[Made]:
-        """(dq, dk, dv) of each patch, [B, H, rows or columns, D].
+        """Return (dq, dk, dv) of each patch, [B, H, rows or columns, D].
 
         Rows that belong to none are not read: they may be still to come.
         """
@@ -123,18 +126,18 @@ class NpuPacking:
     # ---------- tokens
 
     def _tokens(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
-        """[B, H, S, D] as [T, H, D]: the spans' rows, without those that belong to none."""
+        """Return [B, H, S, D] as [T, H, D]: the spans' rows, without those that belong to none."""
         return _in_tokens(_alone(x, spans))
 
     def _parts(self, x: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """The opposite: [B, H, rows, D] of each span."""
+        """Return [B, H, rows, D] of each span, from [T, H, D]: the opposite of `_tokens`."""
         entries = x.view(self.batch, -1, *x.shape[1:])
         return [entries[:, start:stop].transpose(1, 2) for start, stop in _joined(spans)]
 
     # ---------- statistics
 
     def _row_lses(self, lse: torch.Tensor, in_token_order: bool) -> list[torch.Tensor]:
-        """[B, H, rows] of each patch, from [T, H]."""
+        """Return [B, H, rows] of each patch, from [T, H]."""
         heads = lse.shape[1]
         spans = list(_joined(self.rows))
         if in_token_order:
@@ -145,7 +148,7 @@ class NpuPacking:
         return [block.view(self.batch, heads, rows) for block, rows in blocks]
 
     def _packed_lse(self, lse: torch.Tensor, in_token_order: bool) -> torch.Tensor:
-        """[T, H], in either order, from [B, H, S]."""
+        """Return [T, H], in either order, from [B, H, S]."""
         heads, parts = lse.shape[1], [lse[:, :, start:stop] for start, stop in self.rows]
         if in_token_order:
             return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
@@ -153,17 +156,17 @@ class NpuPacking:
 
 
 def _alone(x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
-    """[B, H, S, ...] without the rows that belong to no span."""
+    """Return [B, H, S, ...] without the rows that belong to no span."""
     if any(stop != start for (_, stop), (start, _) in pairwise(spans)):
         return torch.cat([x[:, :, start:stop] for start, stop in spans], dim=2)
     return x[:, :, spans[0][0] : spans[-1][1]]
 
 
 def _in_tokens(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, D] as [T, H, D]."""
+    """Return [B, H, S, D] as [T, H, D]."""
     return x.transpose(1, 2).contiguous().flatten(0, 1)
 
 
 def _joined(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Where the spans lie once the gaps between them are gone."""
+    """Yield the spans as they lie once the gaps between them are gone."""
     yield from pairwise(accumulate([stop - start for start, stop in spans], initial=0))

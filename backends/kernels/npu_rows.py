@@ -1,4 +1,4 @@
-"""What npu_fusion_attention says about rows, and what its gradient wants to know about them."""
+"""The statistics of rows: those that npu_fusion_attention returns, and those that its gradient takes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ COPIES = 8  # of each statistic, all equal
 
 
 def row_lse(largest: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """[...] from the eight copies [..., 8] of maximum and sum."""
+    """Return lse [...] from the eight copies [..., 8] of maximum and sum."""
     return largest[..., 0] + total[..., 0].log()
 
 
 def canonical(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows with every key masked, in whichever way they came back, as out 0 and lse -inf."""
+    """Return rows with every key masked, in whichever way they came back, as out 0 and lse -inf."""
     empty = lse <= EMPTY
     return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf"))
 
 
 def statistics(lse: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The statistics of the whole row for the gradient: a maximum of lse and a sum of 1.
+    """Return the statistics of the whole row for the gradient: a maximum of lse and a sum of 1.
 
     A row that sees nothing anywhere has lse -inf, or the lowest fp32 where the device saturates (on 910A, and with
     INF_NAN_MODE_ENABLE=0): any ordinary value gives its hidden pairs exp(lowest) = 0.

@@ -1,4 +1,4 @@
-"""Whether a kernel computes right on a device: small tiles, compared with plain attention in float64.
+"""A trial of a kernel's numbers on a device: small tiles, compared with plain attention in float64.
 
 Kernels call vendors' operators, which may be broken for a chip, a driver or a release in ways that no error tells
 (torch keeps a list of such cases for its own choice, sdp_utils.cpp, and whoever calls an operator by its name is not
@@ -63,7 +63,7 @@ TILES = (
 
 
 class Kind(NamedTuple):
-    """What is tried: a pass of calls of one head dim and dtype on a device."""
+    """A pass of calls of one head dim and dtype on a device, which is tried."""
 
     direction: Pass
     head_dim: int
@@ -72,7 +72,7 @@ class Kind(NamedTuple):
 
 
 def tries(device: torch.device) -> bool:
-    """Say whether kernels are tried on a device."""
+    """Return True if kernels are tried on a device."""
     return device.type in DEVICES and has_device(device.type)
 
 
@@ -106,7 +106,7 @@ def _unsafe(kernel: AttentionKernel, patch: Patch) -> str | None:
 
 
 def _recorded(kernel: AttentionKernel, kind: Kind, tile: TrialTile, key: str, kept: Verdicts) -> str:
-    """What the trial finds, once it is kept."""
+    """Return what the trial finds, once it is kept."""
     device_of(kind.device).stream_clock()  # raises what went wrong before, for which this kernel is not to blame
     try:
         reason = _tried(kernel, kind, tile)
@@ -124,12 +124,12 @@ def _recorded(kernel: AttentionKernel, kind: Kind, tile: TrialTile, key: str, ke
 
 
 def ran_out(error: Exception) -> bool:
-    """Tell whether a device had no memory left."""
+    """Return True if an error means that a device had no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error).lower()
 
 
 def asserted_here(error: Exception) -> bool:
-    """Tell a mistake of ours, an assertion raised in a module of this package or nobody can say where, from others.
+    """Return True for an assertion that is a mistake of ours: raised in this package, or nobody can say where.
 
     Packages check their arguments so: theirs mean that they do not take them.
     """
@@ -150,7 +150,7 @@ def _key(kernel: AttentionKernel, kind: Kind, tile: TrialTile) -> str:
 
 @lru_cache(maxsize=64)
 def _place(device: torch.device) -> str:
-    """All that an outcome may depend on, but not which of several equal devices it is."""
+    """Return all that an outcome may depend on, but not which of several equal devices it is."""
     parts = [device_of(device).name, f"torch {torch.__version__}"]
     if device.type == "cuda":
         with suppress(OSError):
@@ -171,7 +171,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 class _Given(NamedTuple):
-    """What a kernel is given, rounded to its dtype, as float64 on the CPU: [1, H, tokens, D], [1, H, tokens]."""
+    """A kernel's operands, rounded to its dtype, as float64 on the CPU: [1, H, tokens, D], [1, H, tokens]."""
 
     q: torch.Tensor
     dout: torch.Tensor
@@ -182,7 +182,7 @@ class _Given(NamedTuple):
 
 
 def _tried(kernel: AttentionKernel, kind: Kind, tile: TrialTile) -> str:
-    """What is wrong with what it computes; "": nothing."""
+    """Return what is wrong with what it computes; "": nothing."""
     given, scale = _operands(tile, kind), 1 / math.sqrt(kind.head_dim)
     found = _forward if kind.direction == "forward" else _backward
     with torch.inference_mode(False), torch.no_grad():
@@ -221,7 +221,7 @@ def _forward(kernel: AttentionKernel, given: _Given, kind: Kind, patch: Patch, s
 
 
 def _backward(kernel: AttentionKernel, given: _Given, kind: Kind, patch: Patch, scale: float) -> Compared:
-    """By the output, and by delta, as schedules give them."""
+    """Compute by the output, and by delta, as schedules give them."""
     operands = given.dout, given.q, given.k, given.v
     lse, delta = given.whole_lse, row_dot(given.dout, given.whole_out)
     right = Reference().backward(*operands, lse, delta, patch=patch, scale=scale)
@@ -234,7 +234,7 @@ def _backward(kernel: AttentionKernel, given: _Given, kind: Kind, patch: Patch, 
 
 
 def _moved(x: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """[1, H, tokens, D] as it lies in a slot: all heads of a token together."""
+    """Return [1, H, tokens, D] as it lies in a slot: all heads of a token together."""
     return x.transpose(1, 2).to(kind.device, kind.dtype).contiguous().transpose(1, 2)
 
 
@@ -245,7 +245,7 @@ def _compared(
 
 
 def _error(made: torch.Tensor, right: torch.Tensor, absolute: bool) -> float:
-    """The largest error of a row, relative to its size or, where that is less, to the usual size of rows."""
+    """Return the largest error of a row, relative to its size or, where that is less, to the usual size of rows."""
     if absolute:
         return float((made - right).abs().max())
     sizes = right.norm(dim=-1)

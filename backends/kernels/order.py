@@ -1,4 +1,4 @@
-"""Which kernel computes a tile where there are several: a pure function of what is installed and what was measured.
+"""The order of kernels for a tile, where there are several: a pure function of what is installed and measured.
 
 `tokenring rates` keeps a table of TFLOP/s for each kernel. The kernel with the highest rate for a tile's shorter side
 comes first; those without a table follow in the default order, which is an opinion for each generation of chips:
@@ -22,10 +22,10 @@ ORDERS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (  # from this com
 
 
 class KernelTable(Protocol):
-    """Measured rates of one kernel, as tables.rates.Rates."""
+    """A table of measured rates of one kernel, as tables.rates.Rates."""
 
     def tflops(self, direction: Pass, side: int) -> float:
-        """The rate of a tile whose shorter side has so many tokens."""
+        """Return the rate, in TFLOP/s, of a tile whose shorter side has so many tokens."""
 
 
 class Pick(NamedTuple):
@@ -36,14 +36,14 @@ class Pick(NamedTuple):
 
 
 def default_order(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Kernels by name for a chip of this compute capability, the first to be taken first."""
+    """Return kernels by name for a chip of this compute capability, the first to be taken first."""
     return next(order for least, order in ORDERS if capability >= least) + LAST
 
 
 def ranked(
     order: Sequence[str], tables: Mapping[str, KernelTable], direction: Pass, side: int, where: str = "here"
 ) -> list[Pick]:
-    """The kernels of `order`, those with a table first and by their rate."""
+    """Return the kernels of `order`, those with a table first and by their rate."""
     rates = {name: tables[name].tflops(direction, side) for name in order if name in tables}
     measured = sorted(rates, key=lambda name: -rates[name])
     picks = [

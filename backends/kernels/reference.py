@@ -12,7 +12,7 @@ from tokenring.sequence.region import Patch
 
 
 def dense_mask(patch: Patch, device: torch.device) -> torch.Tensor | None:
-    """[rows, cols] booleans, True where visible; None when everything is."""
+    """Return [rows, cols] booleans, True where visible; None when everything is."""
     if patch.is_full:
         return None
     rows = torch.arange(patch.rows, device=device)[:, None] * patch.row_step
@@ -26,31 +26,34 @@ def dense_mask(patch: Patch, device: torch.device) -> torch.Tensor | None:
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, patch: Patch, scale: float) -> torch.Tensor:
-    """q kᵀ · scale with hidden pairs at -inf: [B, Hkv, Hq/Hkv, Sq, Skv]."""
+    """Return q kᵀ · scale with hidden pairs at -inf: [B, Hkv, Hq/Hkv, Sq, Skv]."""
     made = torch.einsum("bghsd,bgtd->bghst", _grouped(q, k.shape[1]), k) * scale
     visible = dense_mask(patch, q.device)
     return made if visible is None else made.masked_fill(~visible, float("-inf"))
 
 
 def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[B, Hq, ...] as [B, Hkv, Hq/Hkv, ...]."""
+    """Return [B, Hq, ...] as [B, Hkv, Hq/Hkv, ...]."""
     return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
 class Reference:
-    """Plain torch. Computes in fp32, or in float64 when given float64."""
+    """A kernel in plain torch. Computes in fp32, or in float64 when given float64."""
 
     name = "reference"
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None: it computes any head dim and dtype."""
         return None
 
     def supports_patch(self, patch: Patch) -> str | None:
+        """Return None: it computes any patch in one call."""
         return None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse in fp32, or in float64 when given float64; see AttentionKernel.forward."""
         q, k, v = _wide(q), _wide(k), _wide(v)
         s = scores(q, k, patch, scale)
         lse = torch.logsumexp(s, dim=-1)
@@ -71,6 +74,7 @@ class Reference:
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk, dv in fp32, or in float64 when given float64; see AttentionKernel.backward."""
         dout, q, k, v = _wide(dout), _wide(q), _wide(k), _wide(v)
         if delta is None:
             delta = row_dot(dout, given(out))
@@ -86,19 +90,19 @@ class Reference:
 
 
 def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """delta = rowsum(dout · out), in fp32 or wider (FlashAttention-2, §3.1.2)."""
+    """Return delta = rowsum(dout · out), in fp32 or wider (FlashAttention-2, §3.1.2)."""
     return (_wide(dout) * _wide(out)).sum(dim=-1)
 
 
 def given(out: torch.Tensor | None) -> torch.Tensor:
-    """out, where a kernel was given no delta."""
+    """Return out, where a kernel was given no delta. Raises TypeError if it was given neither."""
     if out is None:
         raise TypeError("a kernel's backward needs delta or out")
     return out
 
 
 def _probabilities(s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(s - lse); 0 in rows that see nothing, where both are -inf."""
+    """Return exp(s - lse); 0 in rows that see nothing, where both are -inf."""
     return torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
 
 

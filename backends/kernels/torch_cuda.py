@@ -39,7 +39,7 @@ Shape = tuple[int, int, bool]  # of a call: rows, columns, whether it is causal
 
 
 def operator(kernel: str, name: str) -> Any:
-    """torch.ops.aten's operator. Raises BackendUnavailable."""
+    """Return torch.ops.aten's operator of this name. Raises BackendUnavailable."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         raise BackendUnavailable(
@@ -59,7 +59,10 @@ def cudnn_version() -> int | None:
 
 
 class TorchFlash(TileKernel):
-    """aten::_flash_attention_forward and its gradient: FlashAttention-2, or what torch has been told to put there."""
+    """A kernel of aten::_flash_attention_forward and its gradient.
+
+    That is FlashAttention-2, or what torch has been told to put there.
+    """
 
     name = "torch-flash"
 
@@ -69,11 +72,13 @@ class TorchFlash(TileKernel):
         self._gradient = operator(self.name, "_flash_attention_backward")
 
     def says(self, patch: Patch) -> bool:
+        """Return True if a window of version 2 means the patch; see TileKernel.says."""
         return second_version(patch) is not None
 
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of one call of the operator; see TileKernel.call_forward."""
         causal, sides = _said(patch)
         out, lse = self._forward(
             *_tokens_first(q, k, v), None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=scale, **sides
@@ -84,6 +89,7 @@ class TorchFlash(TileKernel):
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
+        """Return dq, dk, dv of one call of the operator; see TileKernel.call_backward."""
         causal, sides = _said(patch)
         dq, dk, dv = self._gradient(
             *_tokens_first(dout, q, k, v, out), lse, None, None, q.shape[2], k.shape[2], 0.0, causal,
@@ -93,7 +99,7 @@ class TorchFlash(TileKernel):
 
 
 class TorchCudnn(TileKernel):
-    """aten::_scaled_dot_product_cudnn_attention and its gradient.
+    """A kernel of aten::_scaled_dot_product_cudnn_attention and its gradient.
 
     Head dims above 128 depend on cuDNN and on the chip: they are left to others. Not deterministic.
 
@@ -114,6 +120,7 @@ class TorchCudnn(TileKernel):
         self._shapes = lru_cache(maxsize=CACHED_PATCHES)(self._shapes_of)
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None, or why it cannot compute such calls; see AttentionKernel.supports."""
         return self._undetermined() or super().supports(head_dim, dtype)
 
     def _undetermined(self) -> str | None:
@@ -122,11 +129,13 @@ class TorchCudnn(TileKernel):
         return None
 
     def unsafe(self, patch: Patch) -> str | None:
+        """Say why a tile may do harm: older cuDNN reads beyond irregular tiles. None: it is safe."""
         if _irregular(self._shapes(patch)) and (cudnn_version() or REGULAR_ONLY + 1) <= REGULAR_ONLY:
             return f"cuDNN up to {REGULAR_ONLY} reads beyond tiles whose sides are no multiples of {REGULAR}"
         return None
 
     def avoids(self, patch: Patch) -> str | None:
+        """Say why another kernel should take a tile: one row or column, unsafe, or a new graph. None: no reason."""
         if min(patch.rows, patch.cols) < 2:
             return f"{self.name} takes no tiles of one row or one column"
         if reason := self.unsafe(patch):
@@ -147,15 +156,17 @@ class TorchCudnn(TileKernel):
         self._built |= self._shapes(patch)
 
     def _shapes_of(self, patch: Patch) -> frozenset[Shape]:
-        """Those of its calls; parts that it does not say are computed without a graph."""
+        """Return the shapes of its calls; parts that it does not say are computed without a graph."""
         return frozenset(_shape(part.patch) for part in self._parts(patch) if self.says(part.patch))
 
     def says(self, patch: Patch) -> bool:
+        """Return True for full patches and causal squares of more than one row and column."""
         return min(patch.rows, patch.cols) > 1 and (patch.is_full or _causal_square(patch))
 
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of one call of the operator; see TileKernel.call_forward."""
         out, lse = self._forward(q, k, v, None, True, 0.0, patch.is_causal, False, scale=scale)[:2]
         self._lse_dims = lse.dim()
         return out, lse.reshape(q.shape[:3])
@@ -164,6 +175,7 @@ class TorchCudnn(TileKernel):
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
+        """Return dq, dk, dv of one call; see TileKernel.call_backward. Raises UnsupportedError."""
         if reason := self._undetermined():  # a program that was bound before does not ask `supports` again
             raise UnsupportedError(f"{reason}: use ContextParallel(kernel='auto'), or another kernel by name")
         if self._lse_dims is None:  # another kernel computed forward: ask with a tile of 2 × 2
@@ -177,7 +189,10 @@ class TorchCudnn(TileKernel):
 
 
 class TorchEfficient(MaskedKernel):
-    """aten::_scaled_dot_product_efficient_attention and its gradient: fp32 too, any head dim, bands as a bias."""
+    """A kernel of aten::_scaled_dot_product_efficient_attention and its gradient.
+
+    It takes fp32 too, any head dim, and bands as a bias.
+    """
 
     name = "torch-efficient"
     largest_head_dim = None
@@ -190,6 +205,7 @@ class TorchEfficient(MaskedKernel):
         self._gradient = operator(self.name, "_scaled_dot_product_efficient_attention_backward")
 
     def says(self, patch: Patch) -> bool:
+        """Return True for patches of steps 1 that are full, causal, or whose bias is small enough."""
         if patch.row_step != 1 or patch.col_step != 1:
             return False
         return patch.is_full or patch.is_causal or patch.rows * patch.cols * 4 <= BIAS_BYTES
@@ -197,6 +213,7 @@ class TorchEfficient(MaskedKernel):
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of one call of the operator; see TileKernel.call_forward."""
         groups = q.shape[1] // k.shape[1]
         out, lse = self._forward(
             q, _repeated(k, groups), _repeated(v, groups), self._bias(patch, q), True, 0.0, patch.is_causal, scale=scale
@@ -207,6 +224,7 @@ class TorchEfficient(MaskedKernel):
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, patch: Patch, scale: float,
     ) -> Gradients:  # fmt: skip
+        """Return dq, dk, dv of one call of the operator; see TileKernel.call_backward."""
         groups = q.shape[1] // k.shape[1]
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_MULTIPLE), value=float("inf"))
         dq, dk, dv = self._gradient(
@@ -216,18 +234,22 @@ class TorchEfficient(MaskedKernel):
         return dq, _summed(dk, groups), _summed(dv, groups)
 
     def _bias(self, patch: Patch, q: torch.Tensor) -> torch.Tensor | None:
-        """[B, Hq, rows, columns] without memory for each batch entry and head."""
+        """Return the bias [B, Hq, rows, columns], without memory for each batch entry and head."""
         found = self.mask(patch, q)
         return None if found is None else found.expand(*q.shape[:2], -1, -1)
 
     def mask_bytes(self, patch: Patch, dtype: torch.dtype) -> int:
+        """Return the bytes of the patch's bias; 0 for full and causal patches, which need none."""
         if patch.is_full or patch.is_causal:
             return 0
         return patch.rows * _bias_columns(patch) * dtype.itemsize
 
 
 def bias(patch: Patch, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[rows, columns], 0 where visible and -inf where not, its rows so far apart as the operator wants them."""
+    """Make the bias [rows, columns], 0 where visible and -inf where not.
+
+    Its rows are so far apart as the operator wants them.
+    """
     visible = dense_mask(patch, device)
     assert visible is not None  # full patches need none
     memory = torch.zeros(patch.rows, _bias_columns(patch), dtype=dtype, device=device)
@@ -235,7 +257,7 @@ def bias(patch: Patch, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def _bias_columns(patch: Patch) -> int:
-    """Those of its memory."""
+    """Return the columns of the bias's memory."""
     return patch.cols + -patch.cols % BIAS_MULTIPLE
 
 
@@ -243,7 +265,7 @@ BIASES = Masks(lambda patch, dtype, device: bias(patch, dtype, device))
 
 
 def _said(patch: Patch) -> tuple[bool, dict[str, int]]:
-    """Whether it is causal, and the sides of its window; -1 is unbounded."""
+    """Return True if it is causal, and the sides of its window; -1 is unbounded."""
     found = second_version(patch)
     assert found is not None  # `says` said so
     sides = Window(None, None) if found.causal else found
@@ -256,12 +278,12 @@ def _causal_square(patch: Patch) -> bool:
 
 
 def _tokens_first(*operands: torch.Tensor) -> list[torch.Tensor]:
-    """[B, S, H, D] views."""
+    """Return [B, S, H, D] views of [B, H, S, D]."""
     return [x.transpose(1, 2) for x in operands]
 
 
 def _seeds(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a gradient without dropout does not read."""
+    """Make the seeds that a gradient without dropout does not read."""
     return torch.empty(2, dtype=dtype, device=like.device), torch.empty((), dtype=dtype, device=like.device)
 
 
@@ -270,12 +292,12 @@ def _shape(patch: Patch) -> Shape:
 
 
 def _irregular(shapes: Set[Shape]) -> int:
-    """How many of them are."""
+    """Count the irregular shapes."""
     return sum(1 for rows, cols, _ in shapes if rows % REGULAR or cols % REGULAR)
 
 
 def _token_major(x: torch.Tensor) -> torch.Tensor:
-    """In memory as [B, S, H, D].
+    """Return the tensor so that it lies in memory as [B, S, H, D].
 
     The strides of out and dout are built into a graph that is found by those of q, k and v alone, so there is one way
     for them to lie, for axes of length 1 too (MHA.cpp: same_strides, check_tensor_matches_graph).
@@ -288,12 +310,12 @@ def _token_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """As many heads as q has."""
+    """Repeat heads until there are as many as q has."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
 def _summed(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """The opposite, for gradients: sums are taken in fp32 and rounded once."""
+    """Sum gradients over repeated heads: the opposite; sums are taken in fp32 and rounded once."""
     if groups == 1:
         return x
     b, heads, s, d = x.shape

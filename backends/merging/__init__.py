@@ -1,1 +1,1 @@
-"""What merges partial results, by device."""
+"""Mergers of partial results, by device."""

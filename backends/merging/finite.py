@@ -24,6 +24,7 @@ class FiniteMerger:
     name = "finite"
 
     def supports(self, head_dim: int) -> str | None:
+        """Return None: it merges rows of any head dim."""
         return None
 
     def merge_(
@@ -34,6 +35,7 @@ class FiniteMerger:
         new_lse: torch.Tensor,
         scratch: torch.Tensor,
     ) -> None:
+        """Merge into out and lse, in place; see Merger.merge_. It needs no scratch."""
         mine, theirs = (each.masked_fill(each <= EMPTY, EMPTY) for each in (lse, new_lse))
         total = torch.maximum(mine, theirs)
         total += torch.log1p(torch.exp(-(mine - theirs).abs()))
@@ -49,10 +51,11 @@ class FiniteMerger:
         new_lse: torch.Tensor,
         scratch: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge in place, and return out and lse; see Merger.merged."""
         self.merge_(out, lse, new_out, new_lse, scratch)
         return out, lse
 
 
 def make() -> FiniteMerger:
-    """There on every device."""
+    """Make the merger, which works on every device."""
     return FiniteMerger()

@@ -1,4 +1,4 @@
-"""Which merger a device gets: the first of its kind that is installed, fits, and merges right when it is tried.
+"""The choice of a merger for a device: the first of its kind that is installed, fits, and passes its trial.
 
 A merger is tried once in a process on each device, on a few rows that are compared with float64: one that cannot be
 compiled, or accumulates in less than fp32, is not taken, and the log says why. On NPUs torch's own operators are tried
@@ -56,7 +56,7 @@ class MergerChoice(NamedTuple):
 
 
 def merger_for(device: torch.device, head_dim: int) -> Merger:
-    """The merger for accumulators on a device. What is passed over is logged."""
+    """Return the merger for accumulators on a device. Mergers that are passed over are logged."""
     made = choose_merger(device, head_dim)
     for name, why in made.others:
         _log(str(device), name, why)
@@ -69,7 +69,7 @@ def _log(device: str, name: str, why: str) -> None:
 
 
 def choose_merger(device: torch.device, head_dim: int) -> MergerChoice:
-    """The first that merges right. Raises BackendUnavailable where torch's own operators do in neither form."""
+    """Return the first that merges right. Raises BackendUnavailable if torch's own operators do in neither form."""
     others: list[tuple[str, str]] = []
     for name in (*OF_DEVICE.get(device.type, ()), *ANYWHERE):
         if name == "torch" and device.type not in DOUBTED:
@@ -90,7 +90,7 @@ def choose_merger(device: torch.device, head_dim: int) -> MergerChoice:
 
 
 def merge_refusal(device: torch.device, head_dim: int) -> str | None:
-    """Why partial results cannot be merged there; None: they can."""
+    """Say why partial results cannot be merged there; None: they can."""
     if device.type not in DOUBTED:
         return None
     try:
@@ -107,7 +107,7 @@ def _load(name: str) -> Merger:
 
 @lru_cache(maxsize=256)
 def trial(merger: Merger, device: torch.device, head_dim: int) -> str | None:
-    """None, or what is wrong with what a merger makes of a few rows of fp32 and bf16, in place and not."""
+    """Return None, or what is wrong with a merger's results for a few rows of fp32 and bf16, in place and not."""
     doubted = device.type in DOUBTED
     for dtype in (torch.float32, torch.bfloat16):
         given = _rows(head_dim, dtype, TRIED + FAR if doubted else TRIED)
@@ -125,7 +125,7 @@ def trial(merger: Merger, device: torch.device, head_dim: int) -> str | None:
 
 
 def _rows(head_dim: int, dtype: torch.dtype, lses: tuple[tuple[float, float], ...] = TRIED) -> Parts:
-    """out, lse, new_out, new_lse [rows, 1, 2 heads(, D)] on the CPU; out is 0 where lse is -inf."""
+    """Make out, lse, new_out, new_lse [rows, 1, 2 heads(, D)] on the CPU; out is 0 where lse is -inf."""
     generator = torch.Generator().manual_seed(1)
     made: list[torch.Tensor] = []
     for which, kind in ((0, torch.float32), (1, dtype)):
@@ -138,7 +138,7 @@ def _rows(head_dim: int, dtype: torch.dtype, lses: tuple[tuple[float, float], ..
 def _merged64(
     out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the definition, in float64."""
+    """Merge by the definition, in float64."""
     total = torch.logaddexp(lse.double(), new_lse.double())
     shift = total.clamp(min=-1e300)
     weights = [torch.exp(each.double() - shift)[..., None] for each in (lse, new_lse)]
@@ -161,7 +161,7 @@ def _replaced(
 def _in_records(
     merger: Merger, out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accumulators as they lie in the pool: of each row a record, out and then lse."""
+    """Merge into accumulators as they lie in the pool: for each row a record, out and then lse."""
     rows, wide = out.shape[0], out[0].numel()
     records = torch.cat([out.flatten(1), lse.flatten(1)], dim=1)
     out, lse = records[:, :wide].view(out.shape), records[:, wide:].view(lse.shape)
@@ -170,7 +170,10 @@ def _in_records(
 
 
 def _error(found: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest error of a number, relative to what numbers there are in its row; rows without any must agree."""
+    """Return the largest error of a number, relative to what numbers there are in its row.
+
+    Rows without any must agree.
+    """
     same = found == right  # -inf too
     difference = torch.where(same, 0.0, found - right).abs()
     size = right.abs().masked_fill(right.isinf(), 0.0).amax(dim=-1, keepdim=True).clamp(min=1.0)

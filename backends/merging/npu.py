@@ -25,7 +25,7 @@ LARGEST_HEAD_DIM, HEAD_DIM_UNIT = 512, 8
 
 @dataclass(frozen=True)
 class UpdateMerger(TorchMerger):
-    """The operator where the accumulator may be replaced, is fp32, and nothing needs a copy more; torch elsewhere.
+    """A merger by the operator where the accumulator is replaceable fp32 and nothing is copied more; else by torch.
 
     In place it is torch: the operator's result would have to be copied back.
     """
@@ -34,6 +34,7 @@ class UpdateMerger(TorchMerger):
     name = "npu-update"
 
     def supports(self, head_dim: int) -> str | None:
+        """Return None, or why it cannot merge rows of this head dim; see Merger.supports."""
         if head_dim % HEAD_DIM_UNIT or head_dim > LARGEST_HEAD_DIM:
             return f"{OPERATOR} takes head dimensions that are multiples of 8 up to 512, not {head_dim}"
         return None
@@ -46,6 +47,7 @@ class UpdateMerger(TorchMerger):
         new_lse: torch.Tensor,
         scratch: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse, new tensors where the operator merges them; see Merger.merged."""
         order = memory_order(out)
         if not _fits(out, new_out, order):
             return super().merged(out, lse, new_out, new_lse, scratch)
@@ -63,19 +65,19 @@ class UpdateMerger(TorchMerger):
 
 
 def memory_order(out: torch.Tensor) -> list[int]:
-    """The axes before the last as they lie in memory: the outermost first."""
+    """Return the axes before the last as they lie in memory: the outermost first."""
     return sorted(range(out.dim() - 1), key=lambda axis: (out.shape[axis] > 1, out.stride(axis)), reverse=True)
 
 
 def _fits(out: torch.Tensor, new_out: torch.Tensor, order: list[int]) -> bool:
-    """Whether both are [M, D] in one order but for a conversion that torch's merge makes as well."""
+    """Return True if both are [M, D] in one order but for a conversion that torch's merge makes as well."""
     if out.dtype != torch.float32 or not out.permute(*order, -1).is_contiguous():
         return False
     return new_out.dtype != torch.float32 or new_out.permute(*order, -1).is_contiguous()
 
 
 def make() -> UpdateMerger:
-    """By what this torch_npu has, whatever its version says. Raises BackendUnavailable."""
+    """Make the merger by what this torch_npu has, whatever its version says. Raises BackendUnavailable."""
     packet = getattr(torch.ops.npu, OPERATOR, None)
     if packet is None:
         raise BackendUnavailable(f"torch.ops.npu has no {OPERATOR}: this torch_npu lacks it, or is not imported")

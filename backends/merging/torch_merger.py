@@ -40,11 +40,12 @@ def merge_(
 
 @dataclass(frozen=True)
 class TorchMerger:
-    """`merge_`: torch's operators, on any device."""
+    """A merger by `merge_`: torch's operators, on any device."""
 
     name = "torch"
 
     def supports(self, head_dim: int) -> str | None:
+        """Return None: it merges rows of any head dim."""
         return None
 
     def merge_(
@@ -55,6 +56,7 @@ class TorchMerger:
         new_lse: torch.Tensor,
         scratch: torch.Tensor,
     ) -> None:
+        """Merge into out and lse, in place; see Merger.merge_."""
         merge_(out, lse, new_out, new_lse, scratch)
 
     def merged(
@@ -65,12 +67,16 @@ class TorchMerger:
         new_lse: torch.Tensor,
         scratch: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge in place, and return out and lse; see Merger.merged."""
         merge_(out, lse, new_out, new_lse, scratch)
         return out, lse
 
 
 def copying(out: Fetch, lse: Fetch) -> AcceptOut:
-    """What puts the first partial result into a call's accumulators, which `out` and `lse` fetch."""
+    """Return a function that copies a call's first partial result into its accumulators.
+
+    out, lse: fetch the accumulators from a call.
+    """
 
     def copy(call: Any, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
         out(call).copy_(new_out)
@@ -80,7 +86,7 @@ def copying(out: Fetch, lse: Fetch) -> AcceptOut:
 
 
 def accepting(merger: Merger, out: Fetch, lse: Fetch, scratch: torch.Tensor, output: int | None) -> AcceptOut:
-    """What merges a partial result into a call's accumulators, which `out` and `lse` fetch.
+    """Return a function that merges a partial result into a call's accumulators, which `out` and `lse` fetch.
 
     output: the slot of call.outputs that they are the whole of, so that new tensors may take their place; else None.
     """

@@ -23,7 +23,10 @@ def _merge_rows(  # type: ignore[no-untyped-def,unused-ignore]
     out_r, out_b, out_h, out_d, lse_r, lse_b, lse_h, new_r, new_b, new_h, new_d, stat_r, stat_b, stat_h,
     HEADS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A block of ROWS of the rows · batch · HEADS = count rows. Strides of rows: _r, of batch, heads, columns."""
+    """Merge a block of ROWS of the rows · batch · HEADS = count rows.
+
+    Strides: _r of rows, _b of batch, _h of heads, _d of columns.
+    """
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = index < count
     h = (index % HEADS).to(tl.int64)  # offsets may pass 2^31
@@ -55,13 +58,14 @@ def _merge_rows(  # type: ignore[no-untyped-def,unused-ignore]
 
 @dataclass(frozen=True)
 class TritonMerger:
-    """One kernel for `out` and `lse`; needs no scratch. elements, warps: of a program."""
+    """A merger by one kernel for `out` and `lse`; needs no scratch. elements, warps: of a program."""
 
     elements: int = ELEMENTS
     warps: int = WARPS
     name = "triton"
 
     def supports(self, head_dim: int) -> str | None:
+        """Return None: it merges rows of any head dim."""
         return None
 
     def merge_(
@@ -72,6 +76,7 @@ class TritonMerger:
         new_lse: torch.Tensor,
         scratch: torch.Tensor | None = None,
     ) -> None:
+        """Merge into out and lse, in place; see Merger.merge_."""
         out, lse, new_out, new_lse = _four(out, 4), _four(lse, 3), _four(new_out, 4), _four(new_lse, 3)
         rows, batch, heads, head_dim = out.shape
         count, cols = rows * batch * heads, _power_of_two(head_dim)
@@ -93,22 +98,23 @@ class TritonMerger:
         new_lse: torch.Tensor,
         scratch: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge in place, and return out and lse; see Merger.merged."""
         self.merge_(out, lse, new_out, new_lse)
         return out, lse
 
 
 def _four(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """[rows, batch, heads, ...]: with axes of one in front where there are fewer."""
+    """Return the tensor as [rows, batch, heads, ...]: with axes of one in front where there are fewer."""
     while x.dim() < dims:
         x = x[None]
     return x
 
 
 def _power_of_two(number: int) -> int:
-    """The next one: a block's size."""
+    """Return the next power of two: a block's size."""
     return 1 << (number - 1).bit_length()
 
 
 def make() -> TritonMerger:
-    """The merger, as `merging.mergers` asks for it."""
+    """Make the merger, as `merging.mergers` asks for it."""
     return TritonMerger()

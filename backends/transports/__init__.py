@@ -1,1 +1,1 @@
-"""What moves blocks between ranks."""
+"""Transports: they move blocks between ranks."""

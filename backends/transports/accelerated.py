@@ -1,4 +1,4 @@
-"""What transports over a vendor's process groups share: messages of device tensors, whose waits order streams.
+"""A base of transports over a vendor's process groups: messages of device tensors, whose waits order streams.
 
 Calls return before their work is done, so an error may be found at a later call than the one at fault, and a
 tensor must live until the stream that uses it has been waited for.
@@ -36,20 +36,21 @@ class Accelerated(Controlled):
     _device: torch.device | None  # of the tensors that it moves
 
     def _serve(self, device: torch.device) -> None:
-        """Its tensors are moved from now on. Raises ConfigurationError for those of another type."""
+        """Move tensors of this device from now on. Raises ConfigurationError for one of another type."""
         self.control.check_usable()
         if device.type != self.device_type:
             raise elsewhere(self.name, f"{self.device_name}s", device)
         self._device = device
 
     def _check_movable(self, data: torch.Tensor, what: str) -> None:
-        """Raises ConfigurationError for what cannot be moved, PeerLost if the group is broken."""
+        """Raise ConfigurationError for what cannot be moved, PeerLost if the group is broken."""
         self.control.check_usable()
         check_movable(data, self.device_type, what, self.rank, f"transport {self.name!r}", f"{self.device_name}s")
 
     def _failed(self, error: RuntimeError, peer: int, what: str, hint: str) -> PeerLost:
-        """Who is to blame: the peer, if the vendor's library says so; else this rank, an earlier call of which failed.
+        """Make the error that names who is to blame.
 
+        That is the peer, if the vendor's library says so; else this rank, an earlier call of which failed.
         Calls return before they are done, and the next one raises their errors, whatever it is for.
         """
         if self.vendor_says.search(str(error)):
@@ -77,14 +78,14 @@ class Accelerated(Controlled):
 
 
 def elsewhere(name: str, places: str, device: torch.device, how: str = "") -> ConfigurationError:
-    """That a transport moves no tensors on this device; how: else than by "auto" it can be made to."""
+    """Make the error for tensors on a device that a transport does not serve; how: what to do other than "auto"."""
     return ConfigurationError(
         f"transport {name!r} moves tensors on {places}, and these are on {device}: {how}use transport='auto'"
     )
 
 
 def check_movable(data: torch.Tensor, device_type: str, what: str, rank: int, mover: str, places: str) -> None:
-    """Raises ConfigurationError for a tensor on a device of another type, or one that is not contiguous."""
+    """Raise ConfigurationError for a tensor on a device of another type, or one that is not contiguous."""
     there = data.device.type == device_type
     if not there or not data.is_contiguous():
         found = "one that is not contiguous" if there else f"one on {data.device}"
@@ -92,8 +93,9 @@ def check_movable(data: torch.Tensor, device_type: str, what: str, rank: int, mo
 
 
 def from_the_post(seconds: float) -> float:
-    """A time limit for what counts from a message's post on the host, where its wait on the device has this one.
+    """Return a time limit, in seconds, from a message's post on the host.
 
-    A host may be many layers ahead of its device, so that a message is old before its turn.
+    seconds: the limit of its wait on the device. A host may be many layers ahead of its device, so that a message is
+    old before its turn.
     """
     return seconds + LEAD_SECONDS

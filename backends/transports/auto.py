@@ -41,7 +41,10 @@ class Preferring(Controlled):
     control: Control
 
     def __init__(self, group: Held, timeout_seconds: float, message_bytes: int | None = None) -> None:
-        """message_bytes: of the messages that are expected, where known; rank 0's count."""
+        """Make the transport that is preferred for this group, and take it.
+
+        message_bytes: of the messages that are expected, where known; rank 0's count.
+        """
         group = self._group = held(group)
         self._timeout_seconds, self._message_bytes = timeout_seconds, message_bytes
         self._own_bytes = 0
@@ -49,17 +52,17 @@ class Preferring(Controlled):
 
     @abstractmethod
     def _first(self) -> Transport:
-        """What is preferred. Raises BackendUnavailable."""
+        """Make the transport that is preferred. Raises BackendUnavailable."""
 
     @abstractmethod
     def _second(self) -> Transport:
-        """What it becomes."""
+        """Make the transport that this one becomes."""
 
     def _chosen(
         self, domain: Domain, unavailable: Mapping[str, str | None], rank: int, ranks: int,
         gather: Callable[[str, str], list[str]],
     ) -> TransportChoice:  # fmt: skip
-        """What rank 0 chooses for all ranks, who tell each other by `gather`: no two need have kept one table."""
+        """Return rank 0's choice for all ranks, sent by `gather`: no two ranks need have kept the same table."""
         mine = choice_of(self.kind, domain, unavailable, ranks, self._message_bytes) if rank == 0 else None
         return TransportChoice(**json.loads(gather("the choice", "" if mine is None else json.dumps(asdict(mine)))[0]))
 
@@ -69,17 +72,22 @@ class Preferring(Controlled):
         self.rank, self.world_size, self.sent_bytes = now.rank, now.world_size, now.sent_bytes
 
     def _target(self, now: Transport) -> Target:
-        """What it can do as that one. Never deferring: a program that was bound before it fell back does not settle."""
+        """Return what it can do as that transport.
+
+        Never deferring: a program that was bound before it fell back does not settle.
+        """
         return replace(now.target, deferring=False)
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
+        """Post the send on the transport in use; see Transport.send."""
         return self.now.send(data, dst, channel, label)
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
+        """Post the receive on the transport in use; see Transport.recv."""
         return self.now.recv(data, src, channel, label)
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Memory to receive into, uint8; None if what it gave last is enough. A collective call."""
+        """Return memory to receive into, uint8; None if what it gave last is enough. A collective call."""
         if self.target.one_sided:
             try:
                 return self.now.allocate(nbytes)
@@ -91,11 +99,11 @@ class Preferring(Controlled):
         return self._own(nbytes)
 
     def _own(self, nbytes: int) -> torch.Tensor:
-        """Memory that no peer reaches."""
+        """Return memory, uint8, that no peer reaches."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Give back what it holds; see Transport.close."""
         self.now.close()
         self.pool = None
 
@@ -111,7 +119,10 @@ class Preferring(Controlled):
 def choice_of(
     kind: str, domain: Domain, unavailable: Mapping[str, str | None], ranks: int, message_bytes: int | None = None
 ) -> TransportChoice:
-    """By the rules, and by the table that was kept here of so many ranks; the reason says where that cannot be used."""
+    """Choose the transport by the rules, and by the kept table of so many ranks.
+
+    The reason says where that table cannot be used.
+    """
     from tokenring.backends.table_keys import transfers_key
     from tokenring.tables.transport_times import kept
 
@@ -125,7 +136,7 @@ def choice_of(
 
 
 class AutoTransport(Preferring):
-    """Shared memory for as long as there is room for it, then Gloo; Gloo where it was measured to be faster.
+    """A transport over shared memory for as long as there is room, then Gloo; Gloo where it was measured faster.
 
     Raises BackendUnavailable if no memory is shared.
     """

@@ -1,4 +1,4 @@
-"""What "auto" is for CUDA tensors: one-sided where the ranks reach each other's memory, else NCCL."""
+"""The transport "auto" for CUDA tensors: one-sided where the ranks reach each other's memory, else NCCL."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class CudaTransport(Preferring):
         return self.two_sided(self._group, self._timeout_seconds)
 
     def _target(self, now: Transport) -> Target:
-        """Grouping as either: a program that was bound before it fell back goes on over NCCL."""
+        """Return what it can do, grouping as either: a program that was bound before it fell back goes on over NCCL."""
         return replace(super()._target(now), grouping=True)
 
     def _choose(self) -> TransportChoice:
-        """By what all ranks tell each other, so that their answers are the same."""
+        """Choose by the findings of all ranks, so that all choose the same."""
         meeting = StoreGather(self._group, self._timeout_seconds)
         found = survey(meeting)
         self._devices = found.devices
@@ -81,6 +81,7 @@ class CudaTransport(Preferring):
     # ---------- as a transport
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
+        """Connect these links and all before them on the transport in use; see Transport.prepare."""
         self._device = device
         self._links |= dict.fromkeys(links)
         self.now.prepare(self._links, device)
@@ -94,26 +95,36 @@ class CudaTransport(Preferring):
             self.now.prepare(self._links, self._device)
 
     def place(self, receives: Sequence[Landing]) -> object | None:
+        """Send the places of a program's messages to the other ranks; see Transport.place."""
         return self.now.place(receives)
 
     def begin(self, placement: Any) -> None:
+        """Begin the messages of the placed program; see Transport.begin."""
         self.now.begin(placement)
 
     def go(self) -> None:
+        """Begin to move what was posted; see Transport.go."""
         self.now.go()
 
     def try_capture(self) -> None:
+        """Try that messages go into graphs, on the transport in use; see Transport.try_capture."""
         self.now.try_capture()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """Gather a payload of every rank; see Transport.exchange."""
         return self.now.exchange(payload, what)
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        """Gather a text of every rank; see Transport.exchange_text."""
         return self.now.exchange_text(text, what)
 
 
 class Found(NamedTuple):
-    """How the ranks reach each other's memory; of each transport None, or why a rank cannot use it; their devices."""
+    """The findings of `survey`.
+
+    domain: how the ranks reach each other's memory. unavailable: of each transport None, or why a rank cannot use it.
+    devices: of all ranks.
+    """
 
     domain: Domain
     unavailable: dict[str, str | None]
@@ -121,7 +132,7 @@ class Found(NamedTuple):
 
 
 def survey(meeting: StoreGather) -> Found:
-    """What all ranks find out together, and alike."""
+    """Find out, on all ranks together and alike, how they reach each other and which transports they can use."""
     said = [json.loads(each) for each in meeting.gather("their devices", json.dumps(_facts()))]
     devices = tuple(f"{each['boot_id']} {each['device']}" for each in said)
     mine = {"unreached": _unreached(said), "broken": _broken().get(devices)}
@@ -137,7 +148,7 @@ def survey(meeting: StoreGather) -> Found:
 
 @cache
 def _broken() -> dict[tuple[str, ...], str]:
-    """By the devices of all ranks, what a trial of their memory has found in this process.
+    """Return what trials have found wrong with memory in this process, by the devices of all ranks.
 
     It is kept no longer: what works is tried in milliseconds, and what does not may be mended before the next process.
     """
@@ -145,7 +156,7 @@ def _broken() -> dict[tuple[str, ...], str]:
 
 
 def _facts() -> dict[str, Any]:
-    """What this rank has."""
+    """Return this rank's device and boot id, and why it cannot use each transport."""
     reasons = _automatic()
     found: dict[str, Any] = {"boot_id": this_member().boot_id, "device": None, "number": None}
     if not reasons[ONE_SIDED]:
@@ -154,7 +165,10 @@ def _facts() -> dict[str, Any]:
 
 
 def _same_number(said: Sequence[dict[str, Any]]) -> str | None:
-    """Why not, where torch's rendezvous takes two devices for one: it tells those of a host apart by their numbers."""
+    """Say why torch's rendezvous would take two devices for one; None: it does not.
+
+    It tells those of a host apart by their numbers.
+    """
     owners: dict[tuple[Any, Any], tuple[int, Any]] = {}
     for rank, each in enumerate(said):
         if each["device"] is None:
@@ -170,7 +184,10 @@ def _same_number(said: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _unreached(said: Sequence[dict[str, Any]]) -> list[int]:
-    """Ranks whose device this process sees and cannot reach; what it does not see only the rendezvous can tell."""
+    """List the ranks whose device this process sees and cannot reach.
+
+    What it does not see only the rendezvous can tell.
+    """
     if any(each["device"] is None for each in said):
         return []
     own, seen = torch.cuda.current_device(), {_uuid(at): at for at in range(torch.cuda.device_count())}
@@ -179,17 +196,23 @@ def _unreached(said: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def unavailable() -> dict[str, str | None]:
-    """Of each transport for CUDA tensors, None or why it cannot be used in this process. Nothing is started."""
+    """Return, by transport for CUDA tensors, None or why this process cannot use it. Nothing is started."""
     return _automatic() | {"nvshmem": nvshmem.unavailable()}
 
 
 def _automatic() -> dict[str, str | None]:
-    """The same of what auto chooses among. It is not to ask after NVSHMEM: torch prints it where there is none."""
+    """Return, by transport that "auto" chooses among, None or why this process cannot use it.
+
+    NVSHMEM is not asked after: torch prints it where there is none.
+    """
     return {ONE_SIDED: symmetric.unavailable(), TWO_SIDED: nccl.unavailable()}
 
 
 def choice_here() -> tuple[str | None, str]:
-    """What ranks on all GPUs of this machine would take, and why; by what this process sees of them."""
+    """Return the transport that ranks on all GPUs of this machine would take, and why.
+
+    It goes by what this process sees of them.
+    """
     reasons = _automatic()
     count = 0 if reasons[ONE_SIDED] else torch.cuda.device_count()
     apart = [
@@ -205,5 +228,5 @@ def _uuid(index: int) -> str:
 
 
 def _first_reason(said: Sequence[dict[str, Any]], name: str) -> str | None:
-    """Why some rank cannot use a transport."""
+    """Return why the first rank that cannot use a transport cannot; None: all can."""
     return next((f"rank {rank}: {each[name]}" for rank, each in enumerate(said) if each[name] is not None), None)

@@ -21,7 +21,7 @@ NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 class Operation(ctypes.Structure):
-    """One of a batch: CUstreamBatchMemOpParams, a union of 48 bytes whose parts for waits and writes lie alike."""
+    """A part of a batch: CUstreamBatchMemOpParams, a union of 48 bytes whose parts for waits and writes lie alike."""
 
     _fields_ = (
         ("operation", ctypes.c_uint),
@@ -35,17 +35,17 @@ class Operation(ctypes.Structure):
 
 @cache
 def library() -> Any:
-    """Raises OSError where there is none."""
+    """Load the driver's library. Raises OSError where there is none."""
     return ctypes.CDLL(DRIVER)
 
 
 def check_waits() -> None:
-    """Raises OSError without the library, AttributeError if it cannot let streams wait."""
+    """Raise OSError without the library, AttributeError if it cannot let streams wait."""
     _batch()
 
 
 def wait_and_clear(stream: int, address: int, value: int, flags: int, cleared: int) -> None:
-    """The stream goes on once the 32-bit word of this device has the value; then it writes another one there.
+    """Queue a wait until the 32-bit word of this device has the value, and then a write of another one there.
 
     Both in one call, which is what NCCL captures into graphs, too. Raises RuntimeError.
     """
@@ -56,7 +56,7 @@ def wait_and_clear(stream: int, address: int, value: int, flags: int, cleared: i
 
 
 def wait_flags(device: int) -> int:
-    """How a stream of this device waits for a word that a peer sets behind what it has put there.
+    """Return the flags of a stream's wait for a word that a peer sets behind what it has put on this device.
 
     A device may reorder writes that come from outside: by the driver's text, work behind the wait is sure to see what
     came before the word if the wait flushes. Where a device cannot flush there is nothing else to ask for.
@@ -70,7 +70,7 @@ def wait_flags(device: int) -> int:
 
 
 def stay_out_of_captures() -> None:
-    """From now on nothing that this thread asks the driver ends a capture that goes on in another thread.
+    """Let nothing that this thread asks the driver end a capture that goes on in another thread.
 
     torch captures so that any thread's question after an event makes the capture fail, unless that thread says this.
     Raises RuntimeError, OSError, AttributeError.
@@ -81,7 +81,7 @@ def stay_out_of_captures() -> None:
 
 
 def new_stream(owner: object) -> int:
-    """A stream of the current context, of the highest priority, that no pool gives to anybody else.
+    """Make a stream of the current context, of the highest priority, that no pool gives to anybody else.
 
     It is given back when the owner goes. Raises RuntimeError, OSError, AttributeError.
     """
@@ -95,7 +95,10 @@ def new_stream(owner: object) -> int:
 
 @cache
 def _batch() -> Any:
-    """Of CUDA 11.7 or newer: the one before it serves only where the kernel module was told to allow it."""
+    """Return the driver's call for batches, of CUDA 11.7 or newer.
+
+    The one before it serves only where the kernel module was told to allow it.
+    """
     function = library().cuStreamBatchMemOp_v2
     function.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(Operation), ctypes.c_uint)
     function.restype = ctypes.c_int

@@ -40,13 +40,13 @@ DEVICES: WeakKeyDictionary[Control, list[Any]] = WeakKeyDictionary()
 
 
 def check_gloo() -> None:
-    """Raises BackendUnavailable where torch has no Gloo."""
+    """Raise BackendUnavailable where torch has no Gloo."""
     if not dist.is_gloo_available():
         raise BackendUnavailable("transport 'gloo' was asked for, but this torch was built without Gloo")
 
 
 def connect(control: Control, group: Held, channel: str) -> Any:
-    """A Gloo group of the members of `group` alone. Raises PeerLost.
+    """Make a Gloo group of the members of `group` alone. Raises PeerLost.
 
     Not by dist.new_group: it wants every rank of the world, or else names groups by how many a rank
     has made before, on which members of overlapping groups disagree, and then wait for each other.
@@ -68,9 +68,10 @@ def connect(control: Control, group: Held, channel: str) -> Any:
 
 
 def _devices(control: Control) -> list[Any]:
-    """What all Gloo groups of a control go over, by the interfaces that torch would take, with one thread for all.
+    """Return the devices of all Gloo groups of a control, by the interfaces that torch would take.
 
-    A thread for each group takes more processor time: it wakes up for itself, a hundred times a second in any case.
+    They have one thread for all. A thread for each group takes more processor time: it wakes up for itself, a hundred
+    times a second in any case.
     """
     if control not in DEVICES:
         gloo = dist.ProcessGroupGloo
@@ -80,7 +81,10 @@ def _devices(control: Control) -> list[Any]:
 
 
 def release(control: Control) -> None:
-    """What `connect` made for all groups of a control, and they hold: its thread ends with the last of them."""
+    """Give back the devices that `connect` made for all groups of a control.
+
+    The groups hold them: their thread ends with the last group.
+    """
     DEVICES.pop(control, None)
 
 
@@ -91,6 +95,7 @@ class GlooHandle:
         self._work, self._control, self._peer, self._what = work, control, peer, what
 
     def wait(self) -> None:
+        """Wait until the message has arrived or left; see Work.wait. Raises PeerLost."""
         control = self._control
         control.board.note_waiting(self._peer)
         try:
@@ -103,7 +108,7 @@ class GlooHandle:
 
 
 class GlooTransport(Controlled):
-    """Payload between the ranks of one group, on two Gloo groups of its own."""
+    """A transport over Gloo: payload between the ranks of one group, on two Gloo groups of its own."""
 
     target = Target(bundle_bytes=BUNDLE_BYTES, ahead_bytes=AHEAD_BYTES, deferring=True)
 
@@ -123,6 +128,7 @@ class GlooTransport(Controlled):
         return {channel: connect(self.control, self._group, name) for channel, name in names.items()}
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
+        """Post the send, with the call's key as tag; see Transport.send. Raises PeerLost."""
         self.control.check_usable()
         self.sent_bytes[dst] += data.numel() * data.element_size()
         try:
@@ -132,6 +138,7 @@ class GlooTransport(Controlled):
         return GlooHandle(work, self.control, dst, f"sent {label}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
+        """Post the receive, with the call's key as tag; see Transport.recv. Raises PeerLost."""
         self.control.check_usable()
         try:
             work = self._groups[channel].recv([data], src, self._key)
@@ -140,6 +147,7 @@ class GlooTransport(Controlled):
         return GlooHandle(work, self.control, src, f"waited for {label}")
 
     def begin_call(self, digest: bytes, what: str, judge: Callable[[list[bytes]], None]) -> None:
+        """Send the call's digest, and take 31 bits of it as the key of its messages; see Transport.begin_call."""
         self.settle()
         self._key = (int.from_bytes(digest[:4], "little") >> 1) or 1
         hear = self.control.ask(digest, what)
@@ -148,6 +156,7 @@ class GlooTransport(Controlled):
             self.settle()
 
     def settle(self) -> None:
+        """Hear whether all ranks make this call; see Transport.settle. Drops its messages if they do not."""
         judge, self._judge = self._judge, None
         if judge is None:
             return
@@ -158,16 +167,18 @@ class GlooTransport(Controlled):
             raise
 
     def _drop_messages(self) -> None:
-        """New groups on all ranks: in the old ones messages may still move, or wait for ever."""
+        """Make new groups on all ranks: in the old ones messages may still move, or wait for ever."""
         self._key = NO_CALL
         if self.control.shared is None and self.control.broken is None:
             self._generation += 1
             self._groups = self._connect()
 
     def before_exchange(self) -> None:
+        """Settle the call that is not settled yet, before each exchange."""
         self.settle()
 
     def fail(self, error: BaseException) -> None:
+        """Give up in the middle of a call, without settling it; see Transport.fail."""
         self._judge = None
         super().fail(error)
 

@@ -62,7 +62,7 @@ FIRST_CONTACT = (
 
 
 class HcclTransport(Accelerated):
-    """Payload between the ranks of one group, on HCCL groups of its own."""
+    """A transport over HCCL: payload between the ranks of one group, on HCCL groups of its own."""
 
     name = "hccl"
     device_type, device_name, finds_which = "npu", "NPU", "ASCEND_LAUNCH_BLOCKING=1"
@@ -70,7 +70,10 @@ class HcclTransport(Accelerated):
     target = Target(early_receives=False, connection_bytes=CONNECTION_BYTES, modal=True)
 
     def __init__(self, group: Held, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
-        """beside: the transport of which this is another mode; they share one control, and what is counted."""
+        """Make the transport for a group.
+
+        beside: the transport of which this is another mode; they share one control, and what is counted.
+        """
         self._create, self._of = _creator(self.name), held(group)
         group = self._of
         check_environment(self.name, os.environ)
@@ -88,7 +91,7 @@ class HcclTransport(Accelerated):
 
     @classmethod
     def target_in(cls, environment: Mapping[str, str]) -> Target:
-        """With buffers as large as this environment asks for, and as many communicators as it allows."""
+        """Return its target: buffers as large as this environment asks for, communicators as many as it allows."""
         most = most_communicators(environment)
         return replace(
             cls.target, connection_bytes=connection_bytes(environment), most_connections=most,
@@ -96,10 +99,10 @@ class HcclTransport(Accelerated):
         )  # fmt: skip
 
     def in_mode(self, name: str) -> HcclTransport:
-        """Messages between the same ranks divided in another way, as `hccl/pair` does; closed with this one.
+        """Return the transport of another mode between the same ranks, such as `hccl/pair`; closed with this one.
 
         All ranks ask together. Its communicators come with its first messages, so that one that is not used has none.
-        What is no mode of this one gives itself.
+        A name that is no mode of this one gives this one.
         """
         from tokenring.lowering.backend_names import BOUNDED, transport_class
 
@@ -110,7 +113,7 @@ class HcclTransport(Accelerated):
         return self._modes[name]
 
     def _make(self, lane: str, ranks: tuple[int, ...]) -> Any:
-        """A group of these ranks of the transport's group alone, by torch_npu's own constructor.
+        """Make a group of these ranks of the transport's group alone, by torch_npu's own constructor.
 
         Not by dist.new_group: as `gloo.connect` says; and it gives a group that is made again the name, and so
         the keys in the store, of the one before.
@@ -127,11 +130,11 @@ class HcclTransport(Accelerated):
     # ---------- lanes
 
     def _lanes(self) -> list[str]:
-        """Groups, each with a communicator for each pair that uses it."""
+        """List the groups, each with a communicator for each pair that uses it."""
         return sorted({self._lane(channel, *ends) for channel in (REQUESTS, PARTIALS) for ends in ((0, 1), (1, 0))})
 
     def _lane(self, channel: str, src: int, dst: int) -> str:
-        """In which group a message goes."""
+        """Return the name of the group in which a message goes."""
         target = self.target
         of_channel = channel if target.channels > 1 else "all"
         return of_channel if target.pair_serial else f"{of_channel} {'up' if src < dst else 'down'}"
@@ -153,7 +156,7 @@ class HcclTransport(Accelerated):
                 self._touch(low, high, lane, device)
 
     def _allow(self, links: Iterable[Link] = (), groups: Iterable[Ranks] = ()) -> None:
-        """Note what is going to be connected. Raises ConfigurationError where some rank gets too many communicators.
+        """Note new links and groups. Raises ConfigurationError where some rank gets too many communicators.
 
         All ranks ask alike, and count for all: they refuse together.
         """
@@ -174,11 +177,11 @@ class HcclTransport(Accelerated):
             )
 
     def _communicators(self, rank: int) -> int:
-        """How many it makes at a rank for all that it was told to connect."""
+        """Count the communicators that it makes at a rank for all that was to be connected so far."""
         return connections(self._linked, self.target, rank) + sum(rank in ranks for ranks in self._grouped)
 
     def _touch(self, low: int, high: int, lane: str, device: torch.device) -> None:
-        """A message of one byte, in the direction of the lane: from the lower rank to the higher where it has both."""
+        """Send a message of one byte, in the direction of the lane: to the higher rank where it has both."""
         peer = high if self.rank == low else low
         if (lane, peer) in self._connected:
             return
@@ -194,6 +197,7 @@ class HcclTransport(Accelerated):
     # ---------- messages
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
+        """Post the send; see Transport.send. Raises ConfigurationError, PeerLost."""
         group = self._group(data, self._lane(channel, self.rank, dst), dst, f"send of {label}")
         self.sent_bytes[dst] += data.numel() * data.element_size()
         try:
@@ -203,6 +207,7 @@ class HcclTransport(Accelerated):
         return _Handle(self, work, data, dst, f"sent {label}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
+        """Post the receive; see Transport.recv. Raises ConfigurationError, PeerLost."""
         group = self._group(data, self._lane(channel, src, self.rank), src, f"receive of {label}")
         try:
             work = group.recv([data], src, TAG)
@@ -211,7 +216,7 @@ class HcclTransport(Accelerated):
         return _Handle(self, work, data, src, f"waited for {label}")
 
     def _group(self, data: torch.Tensor, lane: str, peer: int, what: str) -> Any:
-        """The group for a message that can go. Raises ConfigurationError."""
+        """Return the group for a message that can go. Raises ConfigurationError."""
         self._check_movable(data, what)
         if (lane, peer) not in self._connected:
             raise ConfigurationError(
@@ -230,14 +235,14 @@ class HcclTransport(Accelerated):
 
 
 class HcclChannelTransport(HcclTransport):
-    """Half the communicators: both directions of a pair share a queue in each channel."""
+    """A transport with half the communicators: both directions of a pair share a queue in each channel."""
 
     name = "hccl/channel"
     target = replace(HcclTransport.target, pair_serial=True)
 
 
 class HcclPairTransport(HcclTransport):
-    """A quarter of the communicators: one queue for everything between two ranks."""
+    """A transport with a quarter of the communicators: one queue for everything between two ranks."""
 
     name = "hccl/pair"
     target = replace(HcclChannelTransport.target, channels=1)
@@ -250,7 +255,7 @@ class _Handle:
         self._transport, self._work, self._data, self._peer, self._what = transport, work, data, peer, what
 
     def wait(self) -> None:
-        """The current stream waits, the host does not (but with TORCH_HCCL_BLOCKING_WAIT=1)."""
+        """Let the current stream wait; the host does not (but with TORCH_HCCL_BLOCKING_WAIT=1)."""
         board = self._transport.control.board
         board.note_waiting(self._peer)
         try:
@@ -261,9 +266,9 @@ class _Handle:
 
 
 def warm_up_order(pairs: Iterable[tuple[int, int, str]], world_size: int) -> list[tuple[int, int, str]]:
-    """(low, high, lane), one after another: all ranks take them in this order, so that none waits in a circle.
+    """Sort (low, high, lane) so that no rank waits in a circle when all take them in this order, one by one.
 
-    In rounds in which no rank is in two pairs: as a tournament is drawn, so that all ranks connect at once.
+    The order has rounds in which no rank is in two pairs: as a tournament is drawn, so that all ranks connect at once.
     """
     odd = world_size - 1 + world_size % 2  # rounds of all pairs
 
@@ -275,7 +280,7 @@ def warm_up_order(pairs: Iterable[tuple[int, int, str]], world_size: int) -> lis
 
 
 def _creator(name: str) -> Any:
-    """What makes an HCCL group: torch_npu registers it when it is imported. Raises BackendUnavailable."""
+    """Return the maker of HCCL groups: torch_npu registers it when it is imported. Raises BackendUnavailable."""
     if not hasattr(dist.Backend, "HCCL"):
         try:
             import torch_npu  # type: ignore[import-not-found,unused-ignore]  # noqa: F401

@@ -28,14 +28,14 @@ GROUP_MEGABYTES = 200  # of HCCL_BUFFSIZE where it is not set
 
 
 class HcclCollectivesTransport(HcclTransport):
-    """Exchanges as collectives, in groups of their ranks that are made when a program first has one."""
+    """A transport with exchanges as collectives, in groups of their ranks, made when a program first has one."""
 
     name = "hccl/collectives"
     target = replace(HcclTransport.target, collectives=True, group_bytes=2 * GROUP_MEGABYTES * MEGABYTE)
 
     @classmethod
     def target_in(cls, environment: Mapping[str, str]) -> Target:
-        """With buffers as large as this environment asks for."""
+        """Return its target with buffers as large as this environment asks for."""
         return replace(super().target_in(environment), group_bytes=group_bytes(environment))
 
     def prepare_groups(self, groups: Iterable[Ranks], device: torch.device) -> None:
@@ -51,7 +51,7 @@ class HcclCollectivesTransport(HcclTransport):
                 self._meet(ranks, device)
 
     def _meet(self, ranks: Ranks, device: torch.device) -> None:
-        """An all-to-all of one byte."""
+        """Make the communicator of these ranks by an all-to-all of one byte."""
         group = self._make(_lane(ranks), ranks)
         mine, theirs = (self._bytes(ranks, device) for _ in range(2))
         try:
@@ -67,6 +67,7 @@ class HcclCollectivesTransport(HcclTransport):
     def all_to_all(
         self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], ranks: Ranks, label: str
     ) -> Work:
+        """Post an all-to-all on the group of these ranks; see Transport.all_to_all."""
         group = self._group_of(ranks, [*sends.values(), *recvs.values()], label)
         for rank, data in sends.items():
             self.sent_bytes[rank] += data.nbytes
@@ -75,6 +76,7 @@ class HcclCollectivesTransport(HcclTransport):
         return self._begin(lambda: group.alltoall(taken, given), (given, taken), ranks, label)
 
     def all_gather(self, data: torch.Tensor, recvs: Mapping[int, torch.Tensor], ranks: Ranks, label: str) -> Work:
+        """Post an all-gather on the group of these ranks; see Transport.all_gather."""
         group = self._group_of(ranks, [data, *recvs.values()], label)
         for rank in recvs:
             self.sent_bytes[rank] += data.nbytes
@@ -90,11 +92,11 @@ class HcclCollectivesTransport(HcclTransport):
         return _Handle(self, work, data, peer, f"waited for {label}")
 
     def _after(self, ranks: Ranks) -> int:
-        """Of all whom a collective waits for, the one to begin with when it is asked who is lost."""
+        """Return the rank to begin with when a collective, which waits for many, is asked who is lost."""
         return ranks[(ranks.index(self.rank) + 1) % len(ranks)]
 
     def _group_of(self, ranks: Ranks, some: list[torch.Tensor], label: str) -> Any:
-        """The group for a collective that can begin. Raises ConfigurationError."""
+        """Return the group for a collective that can begin. Raises ConfigurationError."""
         for each in some:
             self._check_movable(each, label)
         if (group := self._groups.get(_lane(ranks))) is None:
@@ -106,10 +108,10 @@ class HcclCollectivesTransport(HcclTransport):
 
 
 def _lane(ranks: Ranks) -> str:
-    """Short, as HCCL wants names of groups, and different for different ranks."""
+    """Return a group's name: short, as HCCL wants it, and different for different ranks."""
     return f"{len(ranks)} ranks {zlib.crc32(str(ranks).encode()):08x}"
 
 
 def group_bytes(environment: Mapping[str, str]) -> int:
-    """Device memory of one communicator of several ranks, at each of them."""
+    """Return the device memory, in bytes, of one communicator of several ranks, at each of them."""
     return 2 * megabytes(environment, "HCCL_BUFFSIZE", GROUP_MEGABYTES) * MEGABYTE

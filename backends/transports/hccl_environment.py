@@ -1,4 +1,4 @@
-"""What environment variables say to HCCL and torch_npu, as far as transport `hccl` goes by it or is stopped by it."""
+"""The environment variables of HCCL and torch_npu that transport `hccl` goes by, or is stopped by."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CROWDED = (
 
 
 def watchdog_seconds(environment: Mapping[str, str]) -> float:
-    """When torch_npu may give a message up, counted from its post on the host.
+    """Return the seconds after a message's post on the host at which torch_npu may give it up.
 
     Newer builds then end the process (HCCL_ASYNC_ERROR_HANDLING). HCCL counts from when the device comes to it.
     """
@@ -37,7 +37,7 @@ def watchdog_seconds(environment: Mapping[str, str]) -> float:
 
 
 def connection_bytes(environment: Mapping[str, str]) -> int:
-    """Device memory of one communicator of two ranks, at each of them."""
+    """Return the device memory, in bytes, of one communicator of two ranks, at each of them."""
     return 2 * _p2p_megabytes(environment) * MEGABYTE
 
 
@@ -46,7 +46,7 @@ def _p2p_megabytes(environment: Mapping[str, str]) -> int:
 
 
 def megabytes(environment: Mapping[str, str], variable: str, unset: int) -> int:
-    """The size of a buffer that a variable says. Raises ConfigurationError."""
+    """Return the size of a buffer, in MB, that a variable says. Raises ConfigurationError."""
     given = environment.get(variable, str(unset))
     if not given.isascii() or not given.isdigit():
         raise ConfigurationError(f"{variable}={given!r}: HCCL reads a number of MB from it")
@@ -54,12 +54,12 @@ def megabytes(environment: Mapping[str, str], variable: str, unset: int) -> int:
 
 
 def most_communicators(environment: Mapping[str, str]) -> int | None:
-    """How many communicators HCCL takes; None: as many as there is memory for."""
+    """Return how many communicators HCCL takes; None: as many as there is memory for."""
     return RETRYING_COMMUNICATORS if retries(environment) and _may_retry(_product()) else None
 
 
 def retries(environment: Mapping[str, str]) -> bool:
-    """Whether HCCL is asked to retry operations on any level: "L1:1,L2:0", and L0 in older releases.
+    """Return True if HCCL is asked to retry operations on any level: "L1:1,L2:0", and L0 in older releases.
 
     Only where the AI CPU expands them, as without the variable on A3.
     """
@@ -68,19 +68,19 @@ def retries(environment: Mapping[str, str]) -> bool:
 
 
 def _may_retry(product: str | None) -> bool:
-    """Whether this product knows retries, as one must suppose where it is not known."""
+    """Return True if this product knows retries, as one must suppose where it is not known."""
     return product is None or product.startswith(RETRYING_PRODUCT)
 
 
 def _product() -> str | None:
-    """The name of this machine's NPU; None where there is none."""
+    """Return the name of this machine's NPU; None where there is none."""
     with suppress(Exception):  # a driver may fail in any way
         return str(torch.get_device_module("npu").get_device_name())
     return None
 
 
 def check_environment(name: str, environment: Mapping[str, str]) -> None:
-    """Raises BackendUnavailable for settings under which messages of pairs would not go as they must."""
+    """Raise BackendUnavailable for settings under which messages of pairs would not go as they must."""
     if not _p2p_megabytes(environment):
         raise BackendUnavailable(
             f"transport {name!r}: with P2P_HCCL_BUFFSIZE=0 all messages of a group stand in one queue, where the ranks "

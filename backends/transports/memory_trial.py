@@ -1,4 +1,4 @@
-"""A trial of one-sided memory between every two ranks: what it is said to do is seen to happen before it is relied on.
+"""A trial of one-sided memory between every two ranks: its promises are seen to hold before it is relied on.
 
 Peer access that is granted and does not work (an IOMMU or ACS in the way), words that a driver does not write, a peer
 that is mapped as another: nothing of that fails when memory is set up. In the middle of a pass it would be a stream
@@ -25,17 +25,17 @@ LOOK_SECONDS = 0.0005
 
 
 class Broken(BackendUnavailable):
-    """Memory could be set up between these ranks, and does not do what it is for."""
+    """An error: memory could be set up between these ranks, and does not do what it is for."""
 
 
 def room_bytes(world_size: int) -> int:
-    """Of the room that a trial needs at each rank."""
+    """Return the room, in bytes, that a trial needs at each rank."""
     return world_size * PUT_BYTES
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank's part. All ranks make theirs together, when all have met; words are clear again behind it.
+    """A rank's part of a trial. All ranks make theirs together, when all have met; words are clear again behind it.
 
     take: queues the copy of what was put at a place of this rank's room into a tensor, which is `where`.
     """
@@ -77,7 +77,7 @@ class Trial:
         self.check_clear()
 
     def captured(self) -> Any:
-        """A graph that signals every peer and waits for all of theirs, not launched. Raises what the device raises."""
+        """Return a graph, not launched, that signals every peer and waits for all of theirs. Raises device errors."""
         with self.device.capture() as graph:
             for peer in self._peers():
                 for word in self._words_of(self.rank, peer):
@@ -88,7 +88,7 @@ class Trial:
         return graph
 
     def launch(self, graph: Any) -> None:
-        """All ranks launch theirs together. Raises RuntimeError, within the limit."""
+        """Launch the graph, on all ranks together. Raises RuntimeError, within the limit."""
         deadline, stream = time.monotonic() + self.limit_seconds, self.device.new_stream()
         with self.device.on(stream):
             graph.replay()
@@ -98,7 +98,10 @@ class Trial:
             raise self._late("the graph does not end")
 
     def check_clear(self) -> None:
-        """When all ranks have come to an end: a wait that did not wait has left words behind. Raises RuntimeError."""
+        """Raise RuntimeError if words are still set when all ranks have come to an end.
+
+        A wait that did not wait has left them behind.
+        """
         if any(self.memory.are_set([word for peer in self._peers() for word in self._words_of(peer, self.rank)])):
             raise RuntimeError("words that a stream has waited for and cleared are still set")
 
@@ -106,7 +109,10 @@ class Trial:
         return [peer for peer in range(self.world_size) if peer != self.rank]
 
     def _words_of(self, src: int, dst: int) -> tuple[int, int]:
-        """What a rank signals a peer: arrival and credit. Their number is the peer's, which no other expects."""
+        """Return the words that a rank signals a peer: arrival and credit.
+
+        Their number is the peer's, which no other expects.
+        """
         return self.words.arrival(REQUESTS, src, dst), self.words.credit(REQUESTS, src, dst)
 
     def _put(self) -> None:
@@ -116,7 +122,7 @@ class Trial:
             self.memory.signal(peer, credit)
 
     def _received(self, peer: int, words: Iterable[int]) -> torch.Tensor:
-        """Behind the waits for a peer's words, what it has put."""
+        """Return what a peer has put, queued behind the waits for its words."""
         for word in words:
             self.memory.wait(word)
         data = torch.empty(PUT_BYTES, dtype=torch.uint8, device=self.where)
@@ -131,13 +137,13 @@ class Trial:
 
 
 def pattern(src: int, dst: int) -> torch.Tensor:
-    """What a rank puts to a peer: of each pair its own, and no byte of it what the room has at first."""
+    """Make what a rank puts to a peer: different for each pair, and no byte equal to what the room has at first."""
     generator = torch.Generator().manual_seed(src << 20 | dst)
     return torch.randint(1, 256, (PUT_BYTES,), generator=generator, dtype=torch.uint8)
 
 
 def _within(deadline: float, asked: Callable[[], bool]) -> bool:
-    """Whether it becomes so before the deadline; asked once in any case."""
+    """Return True if it becomes so before the deadline; asked once in any case."""
     while not asked():
         if time.monotonic() > deadline:
             return False

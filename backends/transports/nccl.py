@@ -50,7 +50,7 @@ FIRST_CONTACT = "all ranks of the group must make their first contact together"
 
 
 class NcclPost(NamedTuple):
-    """One end of a message: "send" or "recv", the tensor, and the peer."""
+    """An end of a message: "send" or "recv", the tensor, and the peer."""
 
     kind: str
     data: torch.Tensor
@@ -58,7 +58,7 @@ class NcclPost(NamedTuple):
 
 
 class Together:
-    """Messages of one channel that move as one. Their tensors live until it is waited for."""
+    """A group of messages of one channel that move as one. Their tensors live until it is waited for."""
 
     def __init__(self) -> None:
         self.posts: list[NcclPost] = []
@@ -68,7 +68,7 @@ class Together:
 
 
 class NcclTransport(Watched, Accelerated):
-    """Payload between the ranks of one group, on NCCL groups of its own."""
+    """A transport over NCCL: payload between the ranks of one group, on NCCL groups of its own."""
 
     name = "nccl"
     device_type, device_name, finds_which = "cuda", "GPU", "CUDA_LAUNCH_BLOCKING=1"
@@ -94,12 +94,12 @@ class NcclTransport(Watched, Accelerated):
     # ---------- groups
 
     def _check_available(self) -> None:
-        """Raises BackendUnavailable where torch has no NCCL, or no device for it."""
+        """Raise BackendUnavailable where torch has no NCCL, or no device for it."""
         if reason := unavailable():
             raise BackendUnavailable(f"transport {self.name!r} was asked for, but {reason}")
 
     def _make(self, group: Held, channel: str) -> Any:
-        """An NCCL group of the members of `group` alone; not by dist.new_group, as `gloo.connect` says."""
+        """Make an NCCL group of the members of `group` alone; not by dist.new_group, as `gloo.connect` says."""
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=limit_seconds(os.environ, self.control.timeout_seconds))
         options.global_ranks_in_group = held(group).global_ranks()
@@ -108,11 +108,11 @@ class NcclTransport(Watched, Accelerated):
         return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
     def _begin_group(self, group: Any) -> None:
-        """From now on sends and receives are gathered: ncclGroupStart."""
+        """Gather sends and receives from now on: ncclGroupStart."""
         group._start_coalescing()
 
     def _end_group(self, group: Any) -> Any:
-        """They begin to move, as one work: ncclGroupEnd."""
+        """Begin to move them, as one work: ncclGroupEnd."""
         return group._end_coalescing()
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
@@ -128,7 +128,7 @@ class NcclTransport(Watched, Accelerated):
         self._connected |= set(new)
 
     def _touch(self, links: list[Link], channel: str, device: torch.device) -> None:
-        """A byte over each link, and before the first one something that makes the communicator, on all ranks.
+        """Send a byte over each link, and before the first one make the communicator, on all ranks.
 
         NCCL has no time limit here, and no abort reaches a communicator that is not made: so a thread does it.
         """
@@ -165,19 +165,24 @@ class NcclTransport(Watched, Accelerated):
             self._watch.add(work.is_completed, peer, what)
 
     def _missing(self) -> int | None:
-        """A rank whose process is gone: all wait for each other, and it is no use to wait for the next one."""
+        """Return a rank whose process is gone, or None.
+
+        All wait for each other, and it is no use to wait for the next one.
+        """
         members = self.control.members
         return next((rank for rank, each in enumerate(members) if each.state(members[self.rank]) == "gone"), None)
 
     # ---------- messages
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
+        """Post the send into the channel's open group; see Transport.send. Raises ConfigurationError, PeerLost."""
         self._check_movable(data, f"send of {label}")
         self._check_link((self.rank, dst, channel), f"send of {label}")
         self.sent_bytes[dst] += data.numel() * data.element_size()
         return self._post(NcclPost("send", data, dst), channel, f"sent {label}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
+        """Post the receive into the channel's open group; see Transport.recv. Raises ConfigurationError, PeerLost."""
         self._check_movable(data, f"receive of {label}")
         self._check_link((src, self.rank, channel), f"receive of {label}")
         return self._post(NcclPost("recv", data, src), channel, f"waited for {label}")
@@ -197,7 +202,7 @@ class NcclTransport(Watched, Accelerated):
         return _Handle(self, batch, post.peer, what)
 
     def go(self) -> None:
-        """What was posted begins to move; the channel first that was posted on first."""
+        """Begin to move what was posted; the channel first that was posted on first."""
         begun, self._open = self._open, {}
         for channel, batch in begun.items():
             self._start(batch, channel)
@@ -216,7 +221,7 @@ class NcclTransport(Watched, Accelerated):
             raise self._failed(error, first.peer, f"cannot begin to {first.kind} ({channel})", LATE) from error
 
     def wait_for(self, batch: Together, peer: int, what: str) -> None:
-        """The current stream waits for the whole group of messages."""
+        """Let the current stream wait for the whole group of messages. Raises PeerLost."""
         self.check()
         if batch.work is None:
             self.go()
@@ -248,11 +253,15 @@ class _Handle:
         self._transport, self._batch, self._peer, self._what = transport, batch, peer, what
 
     def wait(self) -> None:
+        """Let the current stream wait for the message's whole group; see Work.wait."""
         self._transport.wait_for(self._batch, self._peer, self._what)
 
 
 def _on_this_stream(act: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    """The same in any thread, which has a current device and stream of its own."""
+    """Return the call, to be made in any thread, on the device's current stream of this thread.
+
+    A thread has a current device and stream of its own.
+    """
     where = device_of(device)
     stream = where.current_stream()
 
@@ -270,14 +279,14 @@ def _abort(groups: dict[str, Any]) -> None:
 
 
 def unavailable() -> str | None:
-    """None, or why this process has no NCCL. Nothing is started."""
+    """Return None, or why this process has no NCCL. Nothing is started."""
     if not dist.is_available() or not dist.is_nccl_available():
         return "this torch was built without NCCL"
     return None if torch.cuda.is_available() else "torch sees no CUDA device here"
 
 
 def limit_seconds(environment: Mapping[str, str], timeout_seconds: float) -> float:
-    """When torch may give a message up, counted from its post on the host.
+    """Return the seconds after a message's post on the host at which torch may give it up.
 
     Where waits block the host that is our own limit. Else torch's watchdog ends the process by default: later than our
     own watch.

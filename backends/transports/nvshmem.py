@@ -28,12 +28,12 @@ BLANK_BYTES = 16  # what a put carries that is only to signal
 
 
 def unavailable() -> str | None:
-    """None, or why this process has no symmetric memory over NVSHMEM. Nothing is started."""
+    """Return None, or why this process has no symmetric memory over NVSHMEM. Nothing is started."""
     return missing() or _other_backend(torch.device("cuda", torch.cuda.current_device()))
 
 
 def missing() -> str | None:
-    """None, or what is not there for it, however a process is set up."""
+    """Return None, or what is not there for it, however a process is set up."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device here"
     if torch.version.cuda is None:
@@ -46,7 +46,7 @@ def missing() -> str | None:
 
 
 def _has_code(name: str) -> bool:
-    """Whether there is something to run on CUDA behind an operator: the schemas are in every build."""
+    """Return True if there is code to run on CUDA behind an operator: the schemas are in every build."""
     if not hasattr(torch.ops.symm_mem, name):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CUDA")
@@ -61,7 +61,10 @@ def _is_found() -> bool:
 
 
 def _other_backend(device: torch.device) -> str | None:
-    """Why not, where the symmetric memory of this process is not NVSHMEM's: it has one kind, from the first on."""
+    """Say why the symmetric memory of this process is not NVSHMEM's; None: it is.
+
+    A process has one kind, from the first on.
+    """
     from torch._C._distributed_c10d import _SymmetricMemory
 
     if (backend := _SymmetricMemory.get_backend(device)) == BACKEND:
@@ -70,13 +73,16 @@ def _other_backend(device: torch.device) -> str | None:
 
 
 class NvshmemTransport(SymmTransport):
-    """Payload between all ranks of the job. The memory it makes stays until the process ends (`_kept`)."""
+    """A transport over NVSHMEM, between all ranks of the job. Its memory stays until the process ends (`_kept`)."""
 
     name = "nvshmem"
     target = Target(early_receives=False, one_sided=True, placing=True, mailboxes=True)
 
     def _find_device(self) -> DeviceRuntime:
-        """Raises RuntimeError, too, where a group leaves ranks out: each allocation waits for all ranks of the job."""
+        """Return the current CUDA device. Raises RuntimeError where NVSHMEM cannot serve.
+
+        This includes a group that leaves ranks out: each allocation waits for all ranks of the job.
+        """
         if reason := unavailable():
             raise RuntimeError(reason)
         if (self.rank, self.world_size) != (dist.get_rank(), dist.get_world_size()):
@@ -88,7 +94,7 @@ class NvshmemTransport(SymmTransport):
         return device_of(self._where)
 
     def _meeting_place(self, group: Any) -> Any:
-        """None: NVSHMEM meets at the store of the group of all ranks."""
+        """Return None: NVSHMEM meets at the store of the group of all ranks."""
 
     def _make_memory(self, store: Any) -> NvshmemMemory:
         assert self._where is not None
@@ -96,7 +102,7 @@ class NvshmemTransport(SymmTransport):
 
 
 class NvshmemMemory:
-    """One rank's words and boxes, at the same offsets on all ranks, and its own pool. `meet` and `lay` are collective.
+    """A rank's words and boxes, at the same offsets on all ranks, and its own pool. `meet` and `lay` are collective.
 
     Words have 64 bits, as NVSHMEM's signals do; the order of bytes is that of CUDA's hosts, lowest first.
     """
@@ -107,6 +113,7 @@ class NvshmemMemory:
         self._boxes: torch.Tensor | None = None
 
     def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
+        """Set up words and room for puts, on all ranks together; see OwnMemory.meet."""
         made = self._symmetric(WORD_BYTES * words + BLANK_BYTES + room_bytes)
         made.zero_()
         self._aside = device_of(self._device).new_stream(high_priority=True)
@@ -118,25 +125,26 @@ class NvshmemMemory:
         return self._boxes
 
     def are_set(self, words: Sequence[int]) -> list[bool]:
+        """Read words on a stream of its own; see OwnMemory.are_set."""
         with device_of(self._device).on(self._aside):
             found = self._words.cpu()
         return [int(found[word]) == SET for word in words]
 
     def grow(self, nbytes: int) -> torch.Tensor:
-        """No peer reaches it: it may be of another size on each rank."""
+        """Make a new pool, uint8. No peer reaches it: it may be of another size on each rank."""
         self._pool = None
         self._pool = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._pool
 
     def lay(self, nbytes: int) -> None:
-        """Boxes of so many bytes in all, instead of those before; nothing may be under way."""
+        """Make boxes of so many bytes in all, instead of those before; nothing may be under way."""
         if self._boxes is not None:
             _kept().pop(self._boxes.data_ptr(), None)
             self._boxes = None
         self._boxes = self._symmetric(nbytes)
 
     def _symmetric(self, nbytes: int) -> torch.Tensor:
-        """uint8, at the same place in the symmetric memory of all ranks, which call it together."""
+        """Make nbytes, uint8, at the same place in the symmetric memory of all ranks, which call it together."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         with torch.cuda.device(self._device):
@@ -148,15 +156,20 @@ class NvshmemMemory:
     # ---------- the three verbs, and the copy out of a box
 
     def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
+        """Copy the bytes into the own box at the place, and put that at the peer; see OneSidedMemory.put."""
         box = self._box(data, place)
         box.copy_(_bytes(data))
         self._put(box, peer, word)
 
     def signal(self, peer: int, word: int) -> None:
-        """By a put of bytes that nobody reads: torch has no signal alone, nor does it promise one for a put of none."""
+        """Set a word at a peer by a put of bytes that nobody reads.
+
+        torch has no signal alone, nor does it promise one for a put of none.
+        """
         self._put(self._blank, peer, word)
 
     def wait(self, word: int) -> None:
+        """Queue a wait for one's own word, and then its clearing; see OneSidedMemory.wait."""
         own = self._words[word : word + 1]
         torch.ops.symm_mem.nvshmem_wait_for_signal(own, SET, signaller(word, self._world_size))
         torch.ops.symm_mem.stream_write_value32_(self._halves, 2 * word, CLEAR)
@@ -166,7 +179,7 @@ class NvshmemMemory:
         _bytes(data).copy_(self._box(data, place))
 
     def release(self) -> None:
-        """What messages would have brought becomes NaN, in boxes too, so that nobody takes it for a result."""
+        """Let all waits go on, and fill boxes and pool with NaN, so that nobody takes them for a result."""
         with device_of(self._device).on(self._aside):
             for each in (self._boxes, self._pool):
                 if each is not None:
@@ -187,7 +200,7 @@ def _bytes(data: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _kept() -> dict[int, torch.Tensor]:
-    """Symmetric memory by its address. NVSHMEM frees it when all ranks of the job do, and some may never come.
+    """Return symmetric memory by its address. NVSHMEM frees it when all ranks of the job do; some may never come.
 
     So what a transport leaves is not freed: only boxes that all ranks exchange for larger ones, together.
     """

@@ -33,23 +33,23 @@ Line = tuple[str, int]  # channel, and the rank at the other end
 
 
 class OneSidedMemory(Protocol):
-    """Memory that peers put bytes into, and words that they signal with. Each verb is queued on the current stream."""
+    """A memory that peers put bytes into and signal words in. Each verb is queued on the current stream."""
 
     def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
-        """Copy contiguous bytes to a place in the peer's memory and then signal its word, never seen before them."""
+        """Copy contiguous bytes to a place in the peer's memory, and signal its word, never seen before them."""
 
     def signal(self, peer: int, word: int) -> None:
         """Set a word at a peer, once all that was queued before is done."""
 
     def wait(self, word: int) -> None:
-        """Go no further until one's own word is set; then clear it."""
+        """Queue a wait until one's own word is set; then clear it."""
 
     def release(self) -> None:
         """Let all waits of this rank go on, on a stream of its own: what comes after them is not to be used."""
 
 
 class OwnMemory(OneSidedMemory, Protocol):
-    """One rank's part of a memory that all ranks can put into."""
+    """A rank's part of a memory that all ranks can put into."""
 
     def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
         """Set up so many words, all clear, and room for puts, uint8 and zero. All ranks call it together.
@@ -58,25 +58,28 @@ class OwnMemory(OneSidedMemory, Protocol):
         """
 
     def grow(self, nbytes: int) -> torch.Tensor:
-        """A new heap, uint8, instead of the one before; of the same size on all ranks, which call it together."""
+        """Make a new heap, uint8, of nbytes, instead of the one before.
+
+        It is of the same size on all ranks, which call it together.
+        """
 
     def are_set(self, words: Sequence[int]) -> list[bool]:
-        """Which of one's own words are set, as the host sees them now; no stream that waits holds it up."""
+        """Return which of one's own words are set, as the host sees them now; no stream that waits holds it up."""
 
 
 class Words:
-    """Which word of a rank means what: of each line that it is an end of, RING credits or RING arrivals."""
+    """The words of a rank and their meaning: of each line that it is an end of, RING credits or RING arrivals."""
 
     def __init__(self, channels: tuple[str, ...], world_size: int) -> None:
         self._channels, self._world_size = channels, world_size
         self.count = 2 * len(channels) * world_size * RING
 
     def credit(self, channel: str, receiver: int, number: int) -> int:
-        """At the sender: that this receiver has a place for its message of this number."""
+        """Return the word at the sender that says: this receiver has a place for its message of this number."""
         return self._at(self._channels.index(channel), receiver, number)
 
     def arrival(self, channel: str, sender: int, number: int) -> int:
-        """At the receiver: that this sender has put its message of this number."""
+        """Return the word at the receiver that says: this sender has put its message of this number."""
         return self._at(len(self._channels) + self._channels.index(channel), sender, number)
 
     def _at(self, row: int, peer: int, number: int) -> int:
@@ -84,19 +87,19 @@ class Words:
 
 
 def signaller(word: int, world_size: int) -> int:
-    """The rank that signals this word."""
+    """Return the rank that signals this word."""
     return word // RING % world_size
 
 
 class Queued(NamedTuple):
-    """Events of a send: its stream has come to where it waits for the credit; the bytes are put."""
+    """The events of a send: its stream has come to where it waits for the credit; the bytes are put."""
 
     begun: Any
     done: Any
 
 
 class Sending:
-    """A line's end at its sender. Its stream is its own: a credit that is missing holds up nothing else."""
+    """The end of a line at its sender. Its stream is its own: a credit that is missing holds up nothing else."""
 
     def __init__(self, memory: OneSidedMemory, device: DeviceRuntime, words: Words, rank: int, line: Line) -> None:
         self._memory, self._device, self._words, self._rank = memory, device, words, rank
@@ -119,7 +122,7 @@ class Sending:
 
 
 class Receiving:
-    """A line's end at its receiver. All of it happens on the streams that call, posts maybe on another than waits."""
+    """The end of a line at its receiver. It all happens on the streams that call, posts maybe on another than waits."""
 
     def __init__(self, memory: OneSidedMemory, device: DeviceRuntime, words: Words, rank: int, line: Line) -> None:
         self._memory, self._device, self._words, self._rank = memory, device, words, rank
@@ -130,7 +133,7 @@ class Receiving:
         self._taking: dict[int, Callable[[], object]] = {}  # message → what is queued behind the wait for it
 
     def begin(self, boxes: int | None = None) -> None:
-        """A pass begins, all of whose streams come behind what was waited for before.
+        """Begin a pass, all of whose streams come behind what was waited for before.
 
         So nothing in it waits for an event of another pass: inside a graph that is captured it could not.
         boxes: how many messages the peer has boxes for, which they take in turn; None where it needs none.
@@ -140,16 +143,16 @@ class Receiving:
 
     @property
     def room(self) -> int:
-        """How many messages may be posted and not waited for."""
+        """The number of messages that may be posted and not waited for."""
         return RING if self._boxes is None else min(RING, self._boxes)
 
     @property
     def is_full(self) -> bool:
-        """Whether the next post waits for a message that nobody has waited for yet."""
+        """True if the next post waits for a message that nobody has waited for yet."""
         return self._posted - self.room >= self._waited
 
     def post(self, take: Callable[[], object] | None = None) -> int:
-        """Give credit for the next message; gives its number.
+        """Signal the credit for the next message, and return its number.
 
         Its words (and its box) are free when the message that used them last has arrived and its wait has cleared them
         (and taken it out), on whatever stream that stands. Where it was not waited for, that is done now: the credit
@@ -167,9 +170,9 @@ class Receiving:
         return number
 
     def wait(self, number: int) -> Any:
-        """The current stream waits for a message, and for all before it, which come first anyhow; the event behind.
+        """Let the current stream wait for a message, and for all before it, which come first anyhow.
 
-        A word is waited for once. Whoever comes later waits for whoever did that.
+        Returns the event behind. A word is waited for once. Whoever comes later waits for whoever did that.
         """
         current = self._device.current_stream()
         if number < self._waited and (found := self._cleared.get(number % RING)) is not None:
@@ -188,4 +191,4 @@ class Receiving:
 
 
 def _nothing() -> None:
-    """What is put at its place need not be taken there."""
+    """Do nothing: a message that is put at its place need not be taken there."""

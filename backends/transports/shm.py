@@ -44,15 +44,17 @@ class ShmLine:
         self.arrived = Semaphore(segment.address + at + SIZE_BYTES)
 
     def write(self, number: int, place: tuple[int, int, int]) -> None:
+        """Write where message `number` goes into the ring: heap, offset and size in bytes."""
         self.segment.write(self._ring_at + number % RING * ENTRY.size, ENTRY.pack(*place))
 
     def read(self, number: int) -> tuple[int, int, int]:
+        """Read where message `number` goes from the ring: heap, offset and size in bytes."""
         heap, offset, size = ENTRY.unpack(self.segment.read(self._ring_at + number % RING * ENTRY.size, ENTRY.size))
         return heap, offset, size
 
 
 class Incoming:
-    """Receives from one peer on one channel, in order."""
+    """The receives from one peer on one channel, in order."""
 
     def __init__(self, line: ShmLine, bell: Semaphore, own_bell: Semaphore) -> None:
         self.line, self._bell, self._own_bell = line, bell, own_bell
@@ -60,14 +62,14 @@ class Incoming:
         self.waiting: deque[tuple[int, int, int]] = deque()  # places for which the ring has no room yet
 
     def ask(self, place: tuple[int, int, int]) -> int:
-        """Post a receive; gives its number."""
+        """Post a receive into a place, and return its number."""
         self.asked += 1
         self.waiting.append(place)
         self._flush()
         return self.asked
 
     def take(self, number: int, seconds: float) -> bool:
-        """Whether the numbered message has arrived."""
+        """Wait up to so many seconds for the numbered message; return True once it has arrived."""
         while self.arrived < number:
             if not self.line.arrived.wait(seconds):
                 return False
@@ -86,7 +88,7 @@ class Incoming:
 
 
 class Outgoing:
-    """Sends to one peer on one channel, in order."""
+    """The sends to one peer on one channel, in order."""
 
     def __init__(self, line: ShmLine, bell: Semaphore) -> None:
         self.line, self.bell = line, bell
@@ -95,7 +97,7 @@ class Outgoing:
 
 
 class ShmTransport(Controlled):
-    """Payload between the ranks of one group on one machine. `allocate` gives the memory that it can receive into."""
+    """A transport over memory that the ranks of one machine share. `allocate` gives what it can receive into."""
 
     target = Target(one_sided=True)
 
@@ -134,7 +136,7 @@ class ShmTransport(Controlled):
         self._put_off: list[Outgoing] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """This rank's part of a new heap, uint8; as large as the rank with the greatest need wants.
+        """Return this rank's part of a new heap, uint8; as large as the rank with the greatest need wants.
 
         None if all ranks' needs fit what was allocated last. A collective call; the heap before is
         given up. Raises BackendUnavailable, on all ranks, where /dev/shm has no room.
@@ -159,6 +161,7 @@ class ShmTransport(Controlled):
     # ---------- messages
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
+        """Post the send: copy to its place if the receiver has posted one, else later; see Transport.send."""
         self.control.check_usable()
         self.sent_bytes[dst] += data.numel() * data.element_size()
         out = self._outgoing[channel, dst]
@@ -169,6 +172,7 @@ class ShmTransport(Controlled):
         return _Sent(self, out, out.asked, dst, label)
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
+        """Post the receive: give the sender its place in the heap; see Transport.recv. Raises ConfigurationError."""
         self.control.check_usable()
         incoming = self._incoming[channel, src]
         return _Received(self, incoming, incoming.ask(self._place(data, label)), src, label)
@@ -188,7 +192,7 @@ class ShmTransport(Controlled):
         raise ConfigurationError(f"receive of {label}: 'shm' receives only into memory from its own allocate()")
 
     def _push(self, out: Outgoing) -> bool:
-        """Put what has a place at the peer; whether that is all."""
+        """Copy the sends that have a place to the peer; return True if none is left."""
         while out.waiting and out.line.posted.try_wait():
             self._bell.try_wait()  # it has rung for this
             heap, offset, size = out.line.read(out.put)
@@ -212,12 +216,14 @@ class ShmTransport(Controlled):
     # ---------- waiting
 
     def progress(self) -> bool:
-        """Put what was put off and has a place now; whether something is left."""
+        """Copy the sends that were put off and have a place now; return True if some are left."""
         if self._put_off:
             self._put_off = [out for out in self._put_off if not self._push(out)]
         return bool(self._put_off)
 
     def wait_received(self, incoming: Incoming, number: int, src: int, label: str) -> None:
+        """Wait until the numbered receive has arrived. Raises PeerLost."""
+
         def attempt(seconds: float) -> bool:
             busy = self.progress()
             if incoming.take(number, 0.0 if busy else seconds):
@@ -229,6 +235,8 @@ class ShmTransport(Controlled):
         self.control.wait(attempt, src, f"waited for {label}")
 
     def wait_sent(self, out: Outgoing, number: int, dst: int, label: str) -> None:
+        """Wait until the numbered send has been copied to the peer. Raises PeerLost."""
+
         def attempt(seconds: float) -> bool:
             self.progress()
             if out.put < number and seconds:
@@ -239,7 +247,10 @@ class ShmTransport(Controlled):
         self.control.wait(attempt, dst, f"waited to send {label}")
 
     def _sleep(self, seconds: float) -> None:
-        """Until anything happens for this rank. Whoever rings has done before what it rings for."""
+        """Sleep until anything happens for this rank, up to so many seconds.
+
+        Whoever rings has done before what it rings for.
+        """
         if self._bell.wait(min(seconds, SLICE_SECONDS)):
             while self._bell.try_wait():
                 pass
@@ -250,6 +261,7 @@ class _Sent:
         self._wait = transport, out, number, dst, label
 
     def wait(self) -> None:
+        """Wait until the bytes are at the peer; see Work.wait."""
         transport, out, number, dst, label = self._wait
         if out.put < number:
             transport.wait_sent(out, number, dst, label)
@@ -260,22 +272,23 @@ class _Received:
         self._wait = transport, incoming, number, src, label
 
     def wait(self) -> None:
+        """Wait until the bytes are here; see Work.wait."""
         transport, incoming, number, src, label = self._wait
         transport.wait_received(incoming, number, src, label)
 
 
 def _pages(nbytes: int) -> int:
-    """So many bytes, and up to whole pages."""
+    """Round so many bytes up to whole pages, and to the least heap."""
     return max(LEAST_HEAP_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
 
 
 def room_bytes(world_size: int) -> int:
-    """Shared memory for the signals of so many ranks."""
+    """Return the shared memory, in bytes, for the signals of so many ranks."""
     return len(CHANNELS) * world_size**2 * LINE_BYTES + world_size * SIZE_BYTES
 
 
 def _lines_at(world_size: int) -> dict[tuple[str, int, int], int]:
-    """Where the line of each channel, source and destination begins."""
+    """Return the offset, in bytes, at which the line of each channel, source and destination begins."""
     keys = [(c, src, dst) for c in CHANNELS for src in range(world_size) for dst in range(world_size)]
     start = ShmBoard.size_bytes(world_size)
     return {key: start + index * LINE_BYTES for index, key in enumerate(keys)}

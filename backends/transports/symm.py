@@ -48,10 +48,10 @@ Places = dict[Line, list[tuple[int, int]]]  # offset and size in bytes of each m
 
 @runtime_checkable
 class Mailing(OwnMemory, Protocol):
-    """One whose puts reach boxes beside the heap: their places are offsets there."""
+    """A memory whose puts reach boxes beside the heap: their places are offsets there."""
 
     def lay(self, nbytes: int) -> None:
-        """So many bytes for boxes, instead of those before. All ranks call it together, with nothing under way."""
+        """Make so many bytes for boxes, instead of those before. All ranks call it together, with nothing under way."""
 
     def take(self, data: torch.Tensor, place: int) -> None:
         """Queue the copy of a message out of an own box to where it belongs."""
@@ -59,7 +59,7 @@ class Mailing(OwnMemory, Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the messages of one bound program go: those that this rank receives, and those that it sends.
+    """The places of one bound program's messages: those that this rank receives, and those that it sends.
 
     boxes: of each line that it receives on, the boxes that messages come in, in turn; none where they need none.
     """
@@ -70,13 +70,13 @@ class Placement:
     boxes: dict[Line, tuple[int, ...]]
 
     def box(self, line: Line, number: int) -> int | None:
-        """The box that a message of this number comes in."""
+        """Return the box that a message of this number comes in; None where it needs none."""
         boxes = self.boxes.get(line)
         return None if boxes is None else boxes[number % len(boxes)]
 
 
 class SymmTransport(Watched, Acting):
-    """Payload between the ranks of one group in symmetric memory, which `allocate` gives. Programs are `placed`."""
+    """A transport over symmetric memory, from `allocate`, between the ranks of a group. Programs are `placed`."""
 
     name = "symm"
     device_type = "cuda"
@@ -117,7 +117,7 @@ class SymmTransport(Watched, Acting):
     # ---------- set-up
 
     def _find_device(self) -> DeviceRuntime:
-        """The device that this rank computes on. Raises RuntimeError for whoever has none that serves."""
+        """Return the device that this rank computes on. Raises RuntimeError if it has none that serves."""
         from tokenring.backends.transports.symmetric import unavailable
 
         if reason := unavailable():
@@ -126,7 +126,7 @@ class SymmTransport(Watched, Acting):
         return device_of(self._where)
 
     def _meeting_place(self, group: Held) -> Any:
-        """A store for the rendezvous alone: a rank that waits there in vain must not hold up what else is said."""
+        """Return a store for the rendezvous alone: a rank that waits there in vain must hold up nothing else."""
         store = own_store(self.control, group, "symmetric memory").clone()
         store.set_timeout(timedelta(seconds=self.control.timeout_seconds / 3))
         return store
@@ -138,11 +138,11 @@ class SymmTransport(Watched, Acting):
         return SymmetricMemory(f"tokenring {self.control.name}", self.rank, self.world_size, store, self._where)
 
     def _try_verbs(self, room: torch.Tensor) -> None:
-        """Each verb between every two ranks, before anything relies on them. Raises trial.Broken, on all ranks."""
+        """Try each verb between every two ranks, before anything relies on them. Raises trial.Broken, on all ranks."""
         self._together("a trial of puts, signals and waits", self._trial(room).run, raises=trial.Broken)
 
     def _trial(self, room: torch.Tensor) -> trial.Trial:
-        """This rank's part; room: where its peers put."""
+        """Make this rank's part of a trial; room: where its peers put."""
         memory, seconds = self._memory, min(trial.SECONDS, self.control.timeout_seconds / 3)
 
         def copy_out(data: torch.Tensor, place: int) -> None:
@@ -152,7 +152,7 @@ class SymmTransport(Watched, Acting):
         return trial.Trial(memory, self.device, self._words, self.rank, self.world_size, take, room.device, seconds)
 
     def try_capture(self) -> None:
-        """See that a graph of the device signals and waits; once, and on all ranks together, before the first capture.
+        """Try once, on all ranks together, that a graph of the device signals and waits, before the first capture.
 
         Raises UnsupportedError, on all ranks, where it does not; where it was launched already, the group is broken.
         """
@@ -178,7 +178,7 @@ class SymmTransport(Watched, Acting):
         self._captured = True
 
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
-        """All ranks are connected from the start. Raises ConfigurationError for tensors elsewhere."""
+        """Check the device. All ranks are connected from the start. Raises ConfigurationError for tensors elsewhere."""
         self.check()
         another = self._where is not None and device.index not in (None, self._where.index)
         if device.type != self.device_type or another:
@@ -186,9 +186,9 @@ class SymmTransport(Watched, Acting):
             raise elsewhere(self.name, str(self._where or self.device_type), device, how)
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """This rank's part of a new heap, uint8; None if all ranks' needs fit the last one. A collective call.
+        """Return this rank's part of a new heap, uint8; None if all ranks' needs fit the last one.
 
-        Raises BackendUnavailable, on all ranks, where a device has no room for it.
+        A collective call. Raises BackendUnavailable, on all ranks, where a device has no room for it.
         """
         self.check()
         needs = [int.from_bytes(each, "little") for each in self.exchange(nbytes.to_bytes(8, "little"), "memory")]
@@ -202,7 +202,7 @@ class SymmTransport(Watched, Acting):
         return self._heap
 
     def place(self, receives: Sequence[Landing]) -> Placement:
-        """Tell the others where the messages of a program will go, and hear it from them. A collective call."""
+        """Send the others the places of a program's messages, and receive theirs. A collective call."""
         own: Places = defaultdict(list)
         for src, channel, data in receives:
             own[channel, src].append(self._place_of(data, f"from rank {src}"))
@@ -224,7 +224,7 @@ class SymmTransport(Watched, Acting):
         return Placement(self._heaps, dict(own), theirs, mine)
 
     def _lay(self, lines: dict[Link, list[tuple[int, int]]]) -> Mailboxes | None:
-        """Boxes for all messages of a program, the same on all ranks, in memory that has room; None: it needs none."""
+        """Lay boxes for all messages of a program, the same on all ranks, in memory with room; None: it needs none."""
         memory = self._memory
         if not isinstance(memory, Mailing):
             return None
@@ -236,7 +236,7 @@ class SymmTransport(Watched, Acting):
         return made
 
     def begin(self, placement: Placement) -> None:
-        """The messages that follow are those of this program, from its first on, on streams behind all before it."""
+        """Begin this program's messages, on streams behind all before. Raises ConfigurationError if the heap grew."""
         if placement.heap != self._heaps:
             raise ConfigurationError(
                 f"transport {self.name!r}: this program was bound before the memory grew; bind it again"
@@ -250,6 +250,7 @@ class SymmTransport(Watched, Acting):
     # ---------- messages
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
+        """Post the send to the message's place; see Transport.send. Raises ConfigurationError, PeerLost."""
         self.check()
         mover = f"transport {self.name!r}"
         check_movable(data, self.device_type, f"send of {label}", self.rank, mover, self.device_type)
@@ -266,6 +267,7 @@ class SymmTransport(Watched, Acting):
         return _Sent(self, end.done, data)
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
+        """Post the receive at the message's place; see Transport.recv. Raises ConfigurationError, PeerLost."""
         self.check()
         placement, number = self._placement, self._counts[True, (channel, src)]
         told = self._next(True, (channel, src), f"receive of {label}")
@@ -275,7 +277,7 @@ class SymmTransport(Watched, Acting):
         return self._post(data, (channel, src), box, label)
 
     def _post(self, data: torch.Tensor, line: Line, box: int | None, label: str) -> Work:
-        """Credit for a message that goes to its place, or into a box. What the post has to wait for is watched, too."""
+        """Signal the credit for a message to its place, or into a box. A wait that the post needs is watched, too."""
         end, memory, src = self._receiving[line], self._memory, line[1]
         take = partial(memory.take, data, box) if box is not None and isinstance(memory, Mailing) else None
         if not end.is_full:
@@ -287,7 +289,7 @@ class SymmTransport(Watched, Acting):
         return _Received(self, end, number, src, label)
 
     def _next(self, received: bool, line: Line, what: str) -> tuple[int, int]:
-        """Place and size of the next message of a line. Raises ConfigurationError if the program has no more."""
+        """Return the place and size of the next message of a line. Raises ConfigurationError if there is none."""
         placement = self._placement
         places = [] if placement is None else (placement.own if received else placement.theirs).get(line, [])
         number = self._counts[received, line]
@@ -307,14 +309,14 @@ class SymmTransport(Watched, Acting):
         return offset, size
 
     def watched(self, peer: int, what: str) -> End:
-        """The end of a message that the watch looks after; give it its events when they are queued, inside of it."""
+        """Return a message's end, which the watch looks after; set its events inside of its `with`, once queued."""
         end = End()
         if not self._is_captured():
             self._watch.add(end.is_reached, peer, what, end.is_begun)
         return end
 
     def _is_captured(self) -> bool:
-        """Whether calls go into a graph, whose replays nobody looks after."""
+        """Return True if calls go into a graph, whose replays are not watched."""
         return self.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # ---------- errors, end
@@ -337,7 +339,7 @@ class SymmTransport(Watched, Acting):
 
 
 class End:
-    """Where this rank's device waits for a message, and where that ends; inside of `with`, until that is queued."""
+    """The wait of this rank's device for a message, and its end; inside of `with`, until that is queued."""
 
     begun: Any = None
     done: Any = None
@@ -350,19 +352,22 @@ class End:
         self._failed = kind is not None  # nothing is queued that could end
 
     def is_begun(self) -> bool:
+        """Return True once the device has come to where it waits."""
         return self.begun is not None and bool(self.begun.query())
 
     def is_reached(self) -> bool:
+        """Return True once the wait has ended, or if it could not be queued."""
         return self._failed or (self.done is not None and bool(self.done.query()))
 
 
 class _Sent:
-    """The tensor lives until the stream that reads it is waited for."""
+    """A send under way. The tensor lives until the stream that reads it is waited for."""
 
     def __init__(self, transport: SymmTransport, done: Any, data: torch.Tensor) -> None:
         self._transport, self._done, self._data = transport, done, data
 
     def wait(self) -> None:
+        """Let the current stream wait until the bytes are put; see Work.wait. Raises PeerLost."""
         self._transport.device.current_stream().wait_event(self._done)
         self._transport.check()
 
@@ -372,6 +377,7 @@ class _Received:
         self._transport, self._line, self._number, self._src, self._label = transport, line, number, src, label
 
     def wait(self) -> None:
+        """Let the current stream wait until the message has arrived; see Work.wait. Raises PeerLost."""
         transport = self._transport
         transport.check()
         with transport.watched(self._src, f"waited for {self._label}") as end:

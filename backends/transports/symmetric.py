@@ -23,7 +23,7 @@ GROUPS = (2, 11)  # from this torch on a rendezvous looks up a process group by 
 
 
 def unavailable() -> str | None:
-    """None, or why this process has no symmetric memory on CUDA. Nothing is started."""
+    """Return None, or why this process has no symmetric memory on CUDA. Nothing is started."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device here"
     if torch.version.cuda is None:
@@ -40,15 +40,18 @@ def unavailable() -> str | None:
 
 
 def may_overlap(environment: Mapping[str, str]) -> bool:
-    """Whether torch's rendezvous takes ranks of one host whose devices have the same number in their processes."""
+    """Return True if torch's rendezvous takes ranks of one host whose devices have equal numbers in their processes."""
     return environment.get(OVERLAPS, "0") == "1"
 
 
 class SymmetricMemory:
-    """One rank's words and heap, and those of its peers, mapped. Of one device; `meet` and `grow` are collective."""
+    """A rank's words and heap, and its peers', mapped; of one device. `meet` and `grow` are collective."""
 
     def __init__(self, name: str, rank: int, world_size: int, store: Any, device: torch.device) -> None:
-        """name: unique to this transport, the same on all ranks; store: of these ranks alone, over which they meet."""
+        """Make the memory of a rank on a device.
+
+        name: unique to this transport, the same on all ranks; store: of these ranks alone, over which they meet.
+        """
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self._symmetric, self._name, self._device = _SymmetricMemory, name, device
@@ -62,6 +65,7 @@ class SymmetricMemory:
         self._targets: dict[tuple[int, int, int], torch.Tensor] = {}  # peer, place, size → the memory there
 
     def meet(self, words: int, room_bytes: int = 0) -> torch.Tensor:
+        """Set up words and room for puts, on all ranks together; see OwnMemory.meet."""
         made, handle = self._rendezvous(4 * words + room_bytes)
         made.zero_()
         self._words = made[: 4 * words].view(torch.int32)
@@ -74,6 +78,7 @@ class SymmetricMemory:
         return self._heap
 
     def grow(self, nbytes: int) -> torch.Tensor:
+        """Make a new heap, on all ranks together; see OwnMemory.grow."""
         self._targets.clear()
         self._heap = self._heap_handle = None
         self._heap, self._heap_handle = self._rendezvous(nbytes)
@@ -86,7 +91,10 @@ class SymmetricMemory:
             return made, self._symmetric.rendezvous(made, self._name)
 
     def are_set(self, words: Sequence[int]) -> list[bool]:
-        """On a stream that nothing else stands on: what waits for these words does not hold up who looks."""
+        """Read words on a stream that nothing else stands on; see OwnMemory.are_set.
+
+        A stream that waits for these words does not hold up the caller.
+        """
         with torch.cuda.stream(self._aside):
             found = self._words.cpu()
         return [int(found[word]) == SET for word in words]
@@ -94,6 +102,7 @@ class SymmetricMemory:
     # ---------- the three verbs
 
     def put(self, data: torch.Tensor, peer: int, place: int, word: int) -> None:
+        """Copy the bytes to the place in the peer's heap, and signal its word; see OneSidedMemory.put."""
         key = peer, place, data.numel() * data.element_size()
         target = self._targets.get(key)
         if target is None:
@@ -103,16 +112,20 @@ class SymmetricMemory:
         self.signal(peer, word)
 
     def signal(self, peer: int, word: int) -> None:
-        """A copy of its own, behind the put: what a stream has copied before is there before."""
+        """Set a word at a peer by a copy of its own, behind the put.
+
+        What a stream has copied before is there before.
+        """
         self._at[peer][word : word + 1].copy_(self._one)
 
     def wait(self, word: int) -> None:
+        """Queue a wait for one's own word, and then its clearing; see OneSidedMemory.wait."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
         address = self._words.data_ptr() + 4 * word
         driver.wait_and_clear(stream, address, SET, self._wait_flags, CLEAR)
 
     def release(self) -> None:
-        """What messages would have brought becomes NaN, so that nobody takes it for a result."""
+        """Let all waits go on, and fill the heap with NaN, so that nobody takes it for a result."""
         with torch.cuda.stream(self._aside):
             if self._heap is not None:
                 self._heap.fill_(255)
@@ -136,24 +149,27 @@ def register(owner: object, name: str, rank: int, world_size: int, store: Any) -
 
 
 def _unregister(name: str, group: Any) -> None:
-    """The group is held until here: torch's registry does not hold it."""
+    """Remove the group from torch's registry. It is held until here: the registry does not hold it."""
     _c10d()._unregister_process_group(name)
 
 
 def _c10d() -> Any:
-    """Whose names of groups are texts, and a type of their own in the stubs of newer torch."""
+    """Import torch's module of process groups.
+
+    Its names of groups are texts, and a type of their own in the stubs of newer torch.
+    """
     from torch._C import _distributed_c10d
 
     return _distributed_c10d
 
 
 def own_stream(owner: object, device: torch.device) -> Any:
-    """A stream for as long as the owner lives; torch's pool gives each of its streams to many."""
+    """Make a stream for as long as the owner lives; torch's pool gives each of its streams to many."""
     with torch.cuda.device(device):
         return torch.cuda.ExternalStream(driver.new_stream(owner), device)  # type: ignore[no-untyped-call]
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """The first two numbers of a version of torch."""
+    """Return the first two numbers of a version of torch."""
     major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
