@@ -46,7 +46,7 @@ class Race:
 
 @dataclass(frozen=True)
 class TransferOutcome:
-    """GB/s of each flow once under way: of use where it alone goes to its rank, else the ends are not told apart.
+    """GB/s of each flow once under way: of use if it alone goes to its rank, else the ends cannot be distinguished.
 
     Of a race for the total: the seconds of a long and of a short one, and by how many bytes they differ, so
     that start-up cancels.
@@ -186,7 +186,7 @@ class TransportLab:
         return max(1, round(counted / 3)), round(counted)
 
     def _run(self, plans: Sequence[Mapping[Flow, tuple[int, int]]]) -> list[dict[Flow, tuple[float, float]]]:
-        """Run the plans; return the seconds until the two parts of each flow have arrived, on all ranks."""
+        """Run the plans; return on all ranks the seconds from the start until each flow's two parts have come."""
         memory = self._memory(max(max(sizes) for plan in plans for sizes in plan.values()))
         mine: list[float] = []
         for plan in plans:

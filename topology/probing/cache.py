@@ -1,4 +1,4 @@
-"""A cache of the last probe of this machine, so that a second start need not ask its tools.
+"""The facts of this machine's last probe, in a file of the user's, so that a second start need not ask its tools.
 
 One file a host name, written whole or not at all. Its first line has the fingerprint of what is cheap to read and
 changes when the hardware or its drivers do; a file with another first line is not used.
