@@ -33,7 +33,7 @@ def tool_path() -> str:
 
 
 def prefix_of(pid: int, number: int) -> str:
-    """Return the prefix of the names of a process's emulation of this number; it tells whose they are."""
+    """Return the prefix of the names of a process's emulation of this number; the names show whose they are."""
     return f"tokenring-{pid}-{start_time(pid)}-{number}-"
 
 

@@ -22,7 +22,7 @@ Island = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Inside:
-    """The inside of an island: one switch port that leads to everybody, or links of their own beside a port."""
+    """The inside of an island: one switch port that leads to everybody, or links of its ranks' own beside a port."""
 
     members: Island
     switched: bool
@@ -113,7 +113,7 @@ def _inside(tables: Tables, lab: Lab, group: Island) -> _Inside:
 def _one_port(tables: Tables, lab: Lab, group: Island) -> bool:
     """Return whether what goes out slows down what goes to a member.
 
-    Half is left to it, or what the other cannot take.
+    Through one port, half of its rate is left to the flow to the member, or what the other flow cannot take.
     """
     outside = next(rank for rank in range(tables.ranks) if rank not in group)
     flows = [((rank, group[at - 1]), (rank, outside)) for at, rank in enumerate(group)]

@@ -198,7 +198,7 @@ class TransportLab:
     def _transfer(self, plan: Mapping[Flow, tuple[int, int]], memory: torch.Tensor) -> Iterable[tuple[float, float]]:
         """Run one race on this rank; return the seconds of the flows that come here.
 
-        The data that arrive are equal for all flows: nothing.
+        All flows carry nothing but zeros, so that receives may share memory.
         """
         transport = self.transport
         into = [(flow, sizes) for flow, sizes in plan.items() if flow[1] == self.rank]

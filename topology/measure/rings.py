@@ -1,4 +1,4 @@
-"""The search for a ring: which ranks share the first link from each rank, and an order that fits."""
+"""A ring: the ranks that share the first link from each rank, and an order in which neighbours disturb no others."""
 
 from __future__ import annotations
 

@@ -128,12 +128,12 @@ def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[TransferOutcome]:
 def least_disturbed(
     lab: Lab, wanted: Mapping[Flow, float], races: Sequence[Race], what: str, sure: int = 0
 ) -> list[dict[Flow, float]]:
-    """Return the GB/s of each race's flows, of the run whose slowest flow is fastest.
+    """Return for each race the GB/s of its flows, from the run whose slowest flow was fastest.
 
-    Races are run again where one flow is slower than wanted: what slows it down must do so each time. It is not
-    the best value of each flow: one that stalls leaves its share to others.
+    A race is run again if a flow in it is slower than wanted: what slows it down must do so each time. The best
+    value of each flow is not what counts: one that stalls leaves its share to others.
 
-    sure: how often to run again where a flow has half of what is wanted, or less.
+    sure: how often a race is run again even if a flow in it has less than HALF of what is wanted.
     """
     seen = [dict(outcome.gbs) for outcome in lab.race(races, what)]
     for turn in range(REPEATS):

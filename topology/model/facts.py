@@ -168,7 +168,7 @@ def changed(each: T, **changes: object) -> T:
 
 
 def unordered(a: str, b: str) -> tuple[str, str]:
-    """Return two names in alphabetical order."""
+    """Return two names, sorted."""
     return (a, b) if a <= b else (b, a)
 
 

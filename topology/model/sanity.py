@@ -1,4 +1,4 @@
-"""Facts as they can be kept: links and figures that cannot be are left out, with a note, before anything follows.
+"""Facts as they can be kept: what a dump says that cannot be is left out, with a note, before anything follows.
 
 The reader of saved topologies (`schema`) refuses what this leaves out: nobody could have written it.
 """

@@ -13,7 +13,7 @@ MAX_BYTES = MAX_CHARACTERS  # ours may be longer than dumps: it has every link t
 def read_file(path: str) -> list[Facts]:
     """Read the facts of one file: a dump, or a saved topology.
 
-    Raises ConfigurationError if the file cannot be read, TopologyError if it is too long or is in no known
+    Raises ConfigurationError if the file cannot be read, TopologyError if it is too long, broken or of no known
     format.
     """
     try:

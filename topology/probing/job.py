@@ -111,7 +111,7 @@ def _assembled(seats: Sequence[Seat], said: dict[int, str], seated: Seated[T]) -
 
 
 def _heard(rank: int, host: str, text: str) -> list[Facts]:
-    """Return the facts of one machine, with its name; the machine itself is a device, so that it is there if empty."""
+    """Return one machine's facts, with its name; the machine itself is a device, so that one without any is there."""
     if text.startswith('{"error"'):
         raise TopologyError(f"rank {rank} could not look at {host}: {json.loads(text)['error']}")
     try:

@@ -168,9 +168,9 @@ def _hub(number: int) -> str:
 
 
 def _hidden_switches(groups: Sequence[Sequence[str]], shown: Sequence[Edge], verdict: Verdict) -> dict[int, bool]:
-    """Find the groups with a switch that no source names.
+    """Find the groups with a switch that no source names, by number.
 
-    By number of the group: whether only those links pass the switch that say so, or all.
+    The value is True if only those links pass the switch that say so, False if all do.
     """
     found: dict[int, bool] = {}
     shapes = {island.members: island.shape for island in verdict.islands}

@@ -184,7 +184,7 @@ def _pairs(kind: str, names: list[str | None], values: list[str], devices: Mappi
 
 
 def _link(kind: str, a: str, b: str, mbs: int, devices: Mapping[str, Device]) -> Link:
-    """Make a link that counts how many that rate is, where it is known what one carries."""
+    """Make a link of a rate in MB/s, and count the physical links in it, where it is known what one carries."""
     entry = published(kind, devices[a])
     per_link = entry.link_gbs * 1000 if entry else 0
     count = int(mbs // per_link) if per_link and mbs % per_link == 0 else None

@@ -221,7 +221,7 @@ def has_cells(matrix: Matrix) -> bool:
 
 
 def coverage_of(matrix: Matrix, names: Iterable[str], links: Iterable[Link]) -> Coverage:
-    """Return the coverage of a matrix: in one that was cut, an absent link is not absent.
+    """Return the coverage of a matrix: in one that was cut, a link that is absent may exist.
 
     Where it has ways through PCIe only, these are enough.
 

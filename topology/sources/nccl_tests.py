@@ -70,7 +70,7 @@ def _decide(devices: tuple[Device, ...], best: float) -> tuple[str | None, bool,
 
 
 def _bus_bandwidth(line: str) -> float:
-    """Return the better bandwidth of a row, out of place and in place.
+    """Return the better bus bandwidth of a row, out of place or in place, GB/s.
 
     A row has time, algbw, busbw and errors, twice.
     """

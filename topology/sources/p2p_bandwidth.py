@@ -64,7 +64,7 @@ def parse(text: str) -> Facts:
 
 
 def _kind(table: SpeedTable) -> str | None:
-    """Return the kind of a matrix; None for the second of two.
+    """Return the kind of a matrix; None for another one, and for latencies as the processor sees them.
 
     Latencies come twice: as the device and as the processor sees them.
     """

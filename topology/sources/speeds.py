@@ -31,7 +31,7 @@ class Speed:
 
     @property
     def is_link(self) -> bool:
-        """True if the devices reach each other, and faster than any way through the host is."""
+        """True if the devices reach each other, and the pair is faster than any way through the host."""
         if not self.peer:
             return False
         return self.gbs > PCIE_MOST if self.host_gbs is None else self.gbs >= TIMES_HOST * self.host_gbs
