@@ -1,4 +1,4 @@
-"""A topology as the ranks of a group see it: which device each one has, and what links these."""
+"""A topology as the ranks of a group see it: the device of each rank, and the links between these devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Topology:
-    """What joins the ranks of a group.
+    """The links that join the ranks of a group.
 
     bandwidth_gbs: of each directed (source, destination) pair of ranks with a known link, GB/s one way; None
         where only the link is known. Links of a shared port are there for each pair with the whole port.
@@ -53,7 +53,7 @@ class Topology:
         cache: bool = True,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Topology:
-        """The topology of a group, the same on every rank; all ranks call it together.
+        """Probe the topology of a group, the same on every rank; all ranks call it together.
 
         One rank of each machine asks its tools, or takes what the last probe of this boot left in the cache.
         group: as in ContextParallel. device: what this rank computes on; None for its current accelerator.
@@ -67,14 +67,22 @@ class Topology:
     def measure(
         group: ProcessGroup | None = None, transport: str | Transport = "auto", seconds: float = 60.0
     ) -> Topology:
-        """What transfers between the ranks of a group show, equal on all of them, which all call it."""
+        """Measure the topology by transfers between the ranks of a group, which all call it; equal on all of them.
+
+        It takes about `seconds` seconds. Raises PeerLost if a rank does not come, ConfigurationError without a
+        group.
+        """
         from tokenring.topology.measure.run import measure_group
 
         return topology_of(measure_group(group, transport, seconds))
 
     @staticmethod
     def of(graph: Graph, devices: Sequence[str | None] | None = None, hosts: Sequence[str] | None = None) -> Topology:
-        """The topology of ranks on the devices of a graph, named by their ids; None: one rank an accelerator."""
+        """Return the topology of ranks on the devices of a graph, given by their ids; None: one rank an accelerator.
+
+        Raises ConfigurationError for a device that the graph lacks, and for hosts that are not one for each
+        rank.
+        """
         from tokenring.topology.model.verdict import classify
 
         by_id = {device.id: device for device in graph.accelerators}
@@ -92,11 +100,11 @@ class Topology:
 
     @property
     def digest(self) -> str:
-        """The same for the same topology, on every rank and in every process."""
+        """A hash that is equal for equal topologies, on every rank and in every process."""
         return hashlib.sha256(repr(self).encode("utf-8", "backslashreplace")).hexdigest()
 
     def __str__(self) -> str:
-        """The report, and who is where."""
+        """Return the report, and the host and device of each rank."""
         from tokenring.topology.report.text import report
 
         text = f"{self.name} of {self.world_size} ranks\n"
@@ -108,20 +116,20 @@ class Topology:
 
 
 def full_mesh(world_size: int, bandwidth_gbs: float | None = None) -> Topology:
-    """Every pair of ranks has a link of its own."""
+    """Return a topology in which every pair of ranks has a link of its own, of `bandwidth_gbs` GB/s one way."""
     pairs = {(a, b): bandwidth_gbs for a in range(world_size) for b in range(world_size) if a != b}
     return Topology("full mesh", world_size, pairs)
 
 
 def topology_of(measured: Facts) -> Topology:
-    """The ranks with all that was measured: also what several pairs share, which no table of pairs shows."""
+    """Return the ranks' topology with all that was measured: also what several pairs share, unlike a table of pairs."""
     from tokenring.topology.model.graph import merge
 
     return Topology.of(merge([measured]))
 
 
 def seated(graph: Graph, seats: Sequence[Seat], hosts: Sequence[str]) -> Topology:
-    """The topology of ranks that sit somewhere; what does not fit becomes a note of the graph."""
+    """Return the topology of ranks that sit on devices of a graph; what does not fit becomes a note of the graph."""
     from tokenring.topology.model.facts import Note
 
     devices: list[str | None] = []
@@ -138,7 +146,10 @@ def seated(graph: Graph, seats: Sequence[Seat], hosts: Sequence[str]) -> Topolog
 
 
 def _devices_of(seat: Seat, here: Sequence[Device]) -> list[Device]:
-    """By bus id, else by physical id; then by die. Never by index, which each process counts for itself."""
+    """Find a seat's devices by bus id, else by physical id; then by die.
+
+    Never by index, which each process counts for itself.
+    """
     found: list[Device] = []
     if seat.bus_id is not None:
         found = [each for each in here if each.bus_id == seat.bus_id]

@@ -1,1 +1,1 @@
-"""What people see: the console, safe text, SVG."""
+"""Output for people: the console, safe text, SVG."""

@@ -1,4 +1,4 @@
-"""What commands share in front of the user: options, results on standard output, and what the machine is."""
+"""Parts that commands share in front of the user: options, results on standard output, the machine's name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LARGEST = 1 << 50  # of any count; far above, Python's containers and torch over
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses as the rest of tokenring does."""
+    """An argument parser that raises ConfigurationError, as the rest of tokenring does."""
 
     def parse_known_args(self, *given: Any, **named: Any) -> Any:
-        """As argparse does it; no integer may be without measure."""
+        """Parse as argparse does, and refuse integers larger than LARGEST. Raises ConfigurationError."""
         found = super().parse_known_args(*given, **named)
         for action in self._actions:
             value = getattr(found[0], action.dest, None)
@@ -32,10 +32,11 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigurationError with argparse's message, a hint where one is known, and where to find help."""
         raise ConfigurationError(f"{message}{self._hint(message)}; see {self.prog} --help")
 
     def _hint(self, message: str) -> str:
-        """What was meant by a choice that is none, or by an option that there is not, as argparse complains of it."""
+        """Guess the choice or the option that was meant, from argparse's complaint; "" if nothing is near."""
         if (choice := CHOICE.search(message)) is not None:
             return hint(choice[1], re.findall(r"[\w./-]+", choice[2]))
         if (stray := STRAY.match(message)) is not None:
@@ -44,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Those that help shows, of the commands of a parser too."""
+    """Yield the options that help shows, of the commands of a parser too."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
@@ -54,9 +55,9 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def read_options(read: Callable[[list[str]], argparse.Namespace], argv: list[str]) -> argparse.Namespace | int:
-    """What `read`, which parses, makes of a command's arguments; or the exit code, if --help or --version said all.
+    """Return what `read` parses from a command's arguments; the exit code where --help or --version has ended it.
 
-    Raises ConfigurationError, from Parser, for what is wrong.
+    Raises ConfigurationError, from Parser, for arguments that are wrong.
     """
     try:
         return read(argv)
@@ -68,21 +69,25 @@ INK = re.compile(r"(\x1b\[(?:0|1|2|31|32)m)")
 
 
 class Ink:
-    """Colours of the terminal, or none."""
+    """The colours of a terminal, or none."""
 
     def __init__(self, colour: bool = False) -> None:
         self.colour = colour
 
     def bold(self, text: str) -> str:
+        """Return the text in bold."""
         return self._paint("1", text)
 
     def pale(self, text: str) -> str:
+        """Return the text in a pale colour."""
         return self._paint("2", text)
 
     def good(self, text: str) -> str:
+        """Return the text in green."""
         return self._paint("32", text)
 
     def bad(self, text: str) -> str:
+        """Return the text in red."""
         return self._paint("31", text)
 
     def _paint(self, code: str, text: str) -> str:
@@ -90,13 +95,13 @@ class Ink:
 
 
 def harmless(text: str) -> str:
-    """Lines with nothing in them that drives a terminal, but for the colours of Ink: names may come from anybody."""
+    """Return lines without anything that drives a terminal, except the colours of Ink: names may come from anybody."""
     parts = INK.split(text)
     return "".join(part if at % 2 else plain_lines(part) for at, part in enumerate(parts))
 
 
 class Console:
-    """Results as they come; below them, on a terminal, one line that is written over and over."""
+    """An output of results as they come; below them, on a terminal, one line that is written over and over."""
 
     def __init__(self, out: TextIO, err: TextIO, environment: Mapping[str, str]) -> None:
         self._out, self._err = out, err
@@ -105,17 +110,17 @@ class Console:
         self.ink = Ink(out.isatty() and self.live and "NO_COLOR" not in environment)
 
     def say(self, text: str) -> None:
-        """Lines that stay."""
+        """Write lines that stay, to standard output."""
         self.data(self._harmless(text) + "\n")
 
     def data(self, text: str) -> None:
-        """What a program reads, such as JSON: as it is."""
+        """Write text for a program, such as JSON, unchanged to standard output."""
         self.clear()
         self._out.write(text)
         self._out.flush()
 
     def complain(self, text: str) -> None:
-        """Lines that stay, on standard error."""
+        """Write lines that stay, to standard error."""
         self.clear()
         self._err.write(self._harmless(text) + "\n")
         self._err.flush()
@@ -124,7 +129,7 @@ class Console:
         return harmless(text) if self.ink.colour else plain_lines(text)
 
     def status(self, text: str) -> None:
-        """A line until the next one comes; nothing where there is no terminal."""
+        """Show a line until the next one comes; do nothing where there is no terminal."""
         if self.live and text != self._shown:
             width = shutil.get_terminal_size().columns - 1
             self._err.write("\r\x1b[2K" + plain(text)[:width])
@@ -132,7 +137,7 @@ class Console:
             self._shown = text
 
     def clear(self) -> None:
-        """Take away the line of the moment."""
+        """Take away the line that status has shown."""
         if self._shown:
             self._err.write("\r\x1b[2K")
             self._err.flush()
@@ -140,9 +145,9 @@ class Console:
 
 
 def check_suffix(option: str, path: str | None, *known: str) -> str:
-    """The suffix of a file that an option names, or "" where it has none and any content will do.
+    """Return the suffix of a file that an option names, or "" where it has none and any content will do.
 
-    Raises ConfigurationError for one that promises what the option does not write.
+    Raises ConfigurationError for a suffix that promises a format that the option does not write.
     """
     suffix = Path(path or "").suffix.lower()
     if suffix and suffix not in known:
@@ -151,7 +156,7 @@ def check_suffix(option: str, path: str | None, *known: str) -> str:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a whole file. Raises ConfigurationError."""
+    """Write a whole file. Raises ConfigurationError if it cannot be written."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -159,12 +164,12 @@ def write_file(path: str, text: str) -> None:
 
 
 def cores() -> int:
-    """How many cores we may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         with open("/proc/cpuinfo", errors="replace") as lines:
             names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -174,6 +179,6 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """The processor's name and its cores."""
+    """Return the processor's name and its number of cores."""
     count = cores()
     return f"{processor()}, {count} core{'s' if count != 1 else ''}"

@@ -8,18 +8,18 @@ SHOWN_AS_CODE = ("Cf", "Zl", "Zp", "Cs", "Cn", "Co")  # right-to-left marks, lin
 
 
 def plain(text: str, most: int | None = None) -> str:
-    """The text with what is invisible made visible, cut to so many characters."""
+    """Return the text with invisible characters made visible, cut to `most` characters."""
     cut = _cut(text, most)
     return cut if cut.isascii() and cut.isprintable() else _cut("".join(map(_shown, cut)), most)
 
 
 def plain_lines(text: str) -> str:
-    """The same for a text of lines."""
+    """Return a text of several lines with each line as plain makes it."""
     return "\n".join(map(plain, text.split("\n")))
 
 
 def cells_wide(text: str) -> int:
-    """How many columns of a terminal it takes, roughly: East Asian characters are twice as wide."""
+    """Return roughly how many columns of a terminal the text takes: East Asian characters are twice as wide."""
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 

@@ -1,4 +1,4 @@
-"""What our pictures share: SVG without anything from outside, in colours for light and for dark surroundings."""
+"""Parts that all pictures share: SVG that loads nothing, in colours for light and for dark surroundings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Colours = Mapping[str, tuple[str, str]]  # class: (light, dark)
 
 
 def opening(width: float, height: float, title: str) -> Iterator[str]:
-    """The first lines; `</svg>` is the last."""
+    """Yield the first lines of an SVG of so many SVG units; `</svg>`, the last, is the caller's to write."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="{FONT}" role="img">'
@@ -19,7 +19,7 @@ def opening(width: float, height: float, title: str) -> Iterator[str]:
 
 
 def style(fills: Colours, strokes: Colours, more: Iterable[str] = ()) -> Iterator[str]:
-    """Classes that fill, classes that only stroke, and other rules."""
+    """Yield a style sheet: classes that fill, classes that only stroke, and other rules."""
     yield "<style>"
     for column, (before, after) in enumerate((("", ""), ("@media (prefers-color-scheme: dark) { ", " }"))):
         rules = [f".{name} {{ fill: {colours[column]} }}" for name, colours in fills.items()]
@@ -30,19 +30,21 @@ def style(fills: Colours, strokes: Colours, more: Iterable[str] = ()) -> Iterato
 
 
 def box(x: float, y: float, width: float, height: float, kind: str) -> str:
+    """Return a rectangle of class `kind`; x and y are of its upper left corner, all lengths in SVG units."""
     return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
 
 
 def text_at(
     x: float, y: float, text: str, size: int, colour: str = "ink", anchor: str = "start", weight: str = ""
 ) -> str:
+    """Return a text element, escaped; x, y and size are in SVG units, and colour is the class that fills it."""
     how = f'class="{colour}" font-size="{size}"' + (f' font-weight="{weight}"' if weight else "")
     how += "" if anchor == "start" else f' text-anchor="{anchor}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {how}>{escape(text)}</text>'
 
 
 def axis_step(span: float, most: int = 12) -> float:
-    """A round distance of ticks (1, 2 or 5 times a power of ten), for at most so many."""
+    """Return a round distance of ticks (1, 2 or 5 times a power of ten) with which a span has `most` at most."""
     step = 10.0**-3
     while True:
         for factor in (1, 2, 5):

@@ -1,4 +1,4 @@
-"""Calls the tools that a plan names, and says what a machine lacks."""
+"""Calls of the tools that a plan names, and errors that say what a machine lacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KERNEL_PARTS = {
 
 
 def check_machine() -> None:
-    """Raises BackendUnavailable, saying what is missing and what to do."""
+    """Raise BackendUnavailable if links cannot be emulated here, saying what is missing and what to do."""
     if sys.platform != "linux":
         raise BackendUnavailable(f"emulated links need Linux's network namespaces; this is {sys.platform}")
     if os.geteuid() != 0:
@@ -40,14 +40,14 @@ def check_machine() -> None:
 
 
 def tool(name: str) -> str:
-    """The path of `ip` or `tc`. Raises BackendUnavailable."""
+    """Return the path of `ip` or `tc`. Raises BackendUnavailable if the command is not installed."""
     if (path := shutil.which(name, path=tool_path())) is None:
         raise BackendUnavailable(f"emulated links need the command {name!r}: install iproute2 (the package's name)")
     return path
 
 
 def build(plan: EmulationPlan) -> None:
-    """Make all of it. Raises BackendUnavailable; what was made until then stays, for the guardian."""
+    """Make all of a plan. Raises BackendUnavailable; what was made until then stays, for the guardian."""
     call(plan.namespaces)
     for line in plan.namespaces.lines:
         path = NAMESPACES / line.split()[-1]
@@ -57,7 +57,7 @@ def build(plan: EmulationPlan) -> None:
 
 
 def call(batch: Batch) -> None:
-    """Run one tool over its lines, in a session of its own: Ctrl-C is for us to handle."""
+    """Run one tool over its lines, in a session of its own: Ctrl-C is ours to handle. Raises BackendUnavailable."""
     inside = [] if batch.namespace is None else ["-n", batch.namespace]
     command = [tool(batch.tool), *inside, "-batch", "-"]
     text = "".join(line + "\n" for line in batch.lines)
@@ -72,7 +72,7 @@ def call(batch: Batch) -> None:
 
 
 def explain(batch: Batch, said: str) -> str:
-    """What failed in a batch, and what to do."""
+    """Say which line of a batch failed, with the tool's reason, and what to do."""
     failed = re.search(r"Command failed -:(\d+)", said)
     line = batch.lines[int(failed[1]) - 1] if failed else batch.lines[0]
     reason = " ".join(text for text in said.splitlines() if not text.startswith("Command failed")) or "no reason given"
@@ -85,7 +85,7 @@ def explain(batch: Batch, said: str) -> str:
 
 
 def in_namespace(path: Path, do: Callable[[], None]) -> None:
-    """Do something in a network namespace: in a thread, for a namespace is a thread's. Raises BackendUnavailable."""
+    """Call `do` in a network namespace: in a thread, for a namespace is a thread's. Raises BackendUnavailable."""
     problems: list[OSError] = []
 
     def enter() -> None:
@@ -106,7 +106,7 @@ def in_namespace(path: Path, do: Callable[[], None]) -> None:
 
 
 def write_settings(settings: Mapping[str, str]) -> None:
-    """Files below /proc/sys; those below net are the namespace's own."""
+    """Write files below /proc/sys; those below net are the namespace's own."""
     for name, value in settings.items():
         path = Path("/proc/sys") / name
         if path.exists() or not name.startswith(OPTIONAL):

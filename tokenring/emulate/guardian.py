@@ -1,4 +1,4 @@
-"""Removes namespaces with all that runs in them: at the end, after a death, and what earlier deaths left.
+"""A guardian that removes namespaces with their processes: at the end, after a death, and those left by earlier ones.
 
 A program of its own as well, `python guardian.py PREFIX`, in a session of its own: it waits until its standard input
 ends, as it does when its parent dies in whatever way, and removes what begins with the prefix. It imports nothing but
@@ -28,17 +28,20 @@ DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def tool_path() -> str:
-    """Where `ip` and `tc` are looked for, as PATH says it."""
+    """Return the PATH on which `ip` and `tc` are looked for."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *TOOL_FOLDERS])
 
 
 def prefix_of(pid: int, number: int) -> str:
-    """How the names of a process's so-manieth emulation begin; they say whose they are."""
+    """Return the prefix of the names of a process's emulation of this number; the names show whose they are."""
     return f"tokenring-{pid}-{start_time(pid)}-{number}-"
 
 
 def start_time(pid: int) -> int | None:
-    """When a living process started, in ticks since boot: a PID that was given out again has another one."""
+    """Return when a living process started, in ticks since boot; None if it is dead.
+
+    A PID that was given out again has another start time.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -48,14 +51,14 @@ def start_time(pid: int) -> int | None:
 
 
 def names(prefix: str) -> list[str]:
-    """The namespaces whose names begin so."""
+    """Return the namespaces whose names begin with the prefix, sorted."""
     if not NAMESPACES.is_dir():
         return []
     return sorted(each for each in os.listdir(NAMESPACES) if each.startswith(prefix) and NAME.fullmatch(each))
 
 
 def leftovers() -> list[str]:
-    """The namespaces of owners that are dead."""
+    """Return the namespaces of owners that are dead."""
     found = []
     for name in names("tokenring-"):
         match = NAME.fullmatch(name)
@@ -65,7 +68,7 @@ def leftovers() -> list[str]:
 
 
 def processes_in(some: Sequence[str]) -> list[int]:
-    """Those that live in these namespaces."""
+    """Return the ids of the processes that live in these namespaces."""
     wanted = set()
     for name in some:
         with suppress(OSError):
@@ -81,7 +84,10 @@ def processes_in(some: Sequence[str]) -> list[int]:
 
 
 def end_processes(some: Sequence[str]) -> None:
-    """Kill all that lives in these namespaces. Twice nobody: one may just have been starting another."""
+    """Kill all processes in these namespaces; wait REMOVE_SECONDS at most.
+
+    It ends after two looks that find nobody: a process may just have been starting another.
+    """
     deadline = time.monotonic() + REMOVE_SECONDS
     looks = 0
     while looks < 2 and time.monotonic() < deadline:
@@ -95,7 +101,7 @@ def end_processes(some: Sequence[str]) -> None:
 
 
 def remove(some: Sequence[str]) -> None:
-    """Take the namespaces away, with their processes and links. Somebody else may be doing the same."""
+    """Remove the namespaces, with their processes and links. Another process may be doing it at the same time."""
     if not some:
         return
     end_processes(some)
@@ -107,7 +113,7 @@ def remove(some: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Wait for the parent to let go or to die, and clean up after it."""
+    """Wait until the parent lets go or dies, and clean up after it."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()

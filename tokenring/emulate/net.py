@@ -1,4 +1,4 @@
-"""An emulation that is up: made, used for as many runs as wanted, and removed, whatever happens."""
+"""An emulation that is up: made, used for as many runs as wanted, and removed, however the process ends."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ class Emulated:
         environment: Mapping[str, str] | None = None,
         all_speak: bool = False,
     ) -> RankProcesses:
-        """A context with `python -m module arguments` in every rank's namespace; see RankProcesses."""
+        """Return a context with `python -m module arguments` in every rank's namespace; see RankProcesses.
+
+        Raises ConfigurationError if the emulation is not up.
+        """
         if self._prefix is None:
             raise ConfigurationError("this emulation is not up: use it inside its 'with'")
         return RankProcesses(self.namespaces, module, arguments, environment or {}, all_speak)
@@ -102,9 +105,10 @@ class Emulated:
         environment: Mapping[str, str] | None = None,
         show: Callable[[str], None] = print,
     ) -> list[str]:
-        """Run `python -m module arguments` at every rank until all have ended; rank 0's lines, each shown as it comes.
+        """Run `python -m module arguments` at every rank until all have ended; return rank 0's lines.
 
-        environment: variables beside our own and torchrun's. Raises PeerLost, whose `rank` failed or hung.
+        show: gets each line as it comes. environment: variables beside our own and torchrun's. Raises PeerLost,
+        whose `rank` failed or did not end in time.
         """
         with self.start(module, arguments, environment) as ranks:
             lines = []

@@ -1,6 +1,6 @@
-"""Which tools are to be called with what: the whole of an emulation as text, in batches.
+"""The commands of an emulation's tools: the whole of it as text, in batches.
 
-Why these figures: docs/emulate.md.
+docs/emulate.md gives the reasons for these figures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONAL = "net/ipv6/"  # a kernel without IPv6 has none of these
 
 
 class Batch(NamedTuple):
-    """Lines for `ip -batch` or `tc -batch`, in a namespace or, without one, where we are."""
+    """Lines for `ip -batch` or `tc -batch`, in a namespace or, without one, where this process is."""
 
     tool: str
     namespace: str | None
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class EmulationPlan:
-    """First the namespaces; then `settings` are written in each, as files below /proc/sys; then the rest."""
+    """A plan: first the namespaces; then `settings`, written in each as files below /proc/sys; then the batches."""
 
     namespaces: Batch
     settings: dict[str, str]
@@ -53,11 +53,12 @@ class EmulationPlan:
 
 
 def address(rank: int) -> str:
+    """Return the IPv4 address of a rank."""
     return f"10.77.0.{rank + 1}"
 
 
 def make_plan(fabric: EmulatedFabric, prefix: str) -> EmulationPlan:
-    """The plan of an emulation whose namespaces are called `prefix` and a node."""
+    """Return the plan of an emulation whose namespaces are named `prefix` followed by the node."""
     nodes = fabric.nodes
     rates = [link.gbit for link in fabric.links]
     packet = packet_bytes(fabric)
@@ -94,13 +95,16 @@ def make_plan(fabric: EmulatedFabric, prefix: str) -> EmulationPlan:
 
 
 def packet_bytes(fabric: EmulatedFabric) -> int:
-    """As small as the processor allows: small packets share wires finely, and an idle wire lets one pass for free."""
+    """Return the least packet that the processor allows, in bytes.
+
+    Small packets share wires finely, and an idle wire lets one pass for free.
+    """
     total = sum(wires(fabric).values()) * BITS_PER_GBIT / 8
     return max(LEAST_PACKET_BYTES, min(MOST_PACKET_BYTES, round(total / PACKETS_PER_S)))
 
 
 def bucket(gbit: float, packet: int) -> str:
-    """The token bucket of one direction: rates are of payload, so headers and acknowledgements come on top."""
+    """Return the token bucket of one direction: rates are of payload, so headers and acknowledgements come on top."""
     segment = min(packet, MOST_MTU) - 40
     # Each segment has headers; traffic of the other direction is acknowledged every other segment or packet.
     overhead = 1 + (HEADER_BYTES + HEADER_BYTES / 4) / segment
@@ -109,7 +113,7 @@ def bucket(gbit: float, packet: int) -> str:
 
 
 def burst_bytes(gbit: float, packet: int) -> int:
-    """What a bucket holds, and lets pass at once after the wire has been idle."""
+    """Return the bytes that a bucket holds, and lets pass at once after the wire has been idle."""
     # With less than a packet and its headers, tbf would cut packets up.
     return round(1.02 * packet + HEADER_BYTES + gbit * BITS_PER_GBIT / 8 * LATE_SECONDS)
 
@@ -120,7 +124,7 @@ def _windows(gbit: float) -> dict[str, str]:
 
 
 def _shape(link: EmulatedLink, packet: int, inside: dict[str, list[str]], shaping: dict[str, list[str]]) -> None:
-    """A bucket at each end; where both directions share the rate, one that all pass through."""
+    """Add a bucket at each end; where both directions share the rate, one that all packets pass through."""
     bucket_text = bucket(link.gbit, packet)
     if not link.half_duplex:
         for node, device in (link.a, link.b):

@@ -29,9 +29,10 @@ STOPPED = ("T", "t")
 
 
 class RankProcesses:
-    """`python -m module arguments`, once in each namespace, in a session of its own. Use it as a context.
+    """One `python -m module arguments` in each namespace, in a session of its own. Use it as a context.
 
-    Standard output of rank 0, or of all with `all_speak`, is what `read` gives; all else is in the ranks' logs.
+    Standard output of rank 0, or of all with `all_speak`, is what `read` returns; all else is in the ranks'
+    logs.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RankProcesses:
             )
 
     def _environment_of(self, rank: int) -> dict[str, str]:
-        """torchrun's variables, Gloo's interface, one thread, and a folder that goes with us."""
+        """Return a rank's environment: torchrun's variables, Gloo's interface, one thread, a temporary folder."""
         return {
             **rank_environment({**os.environ, **self.environment}),
             **dict.fromkeys(THREADS, "1"),
@@ -103,11 +104,11 @@ class RankProcesses:
     # ---------- while they run
 
     def read(self, seconds: float) -> list[str]:
-        """The lines that are there, waiting up to so long for the first."""
+        """Return the lines that have come, waiting at most `seconds` for the first."""
         return self._lines.read(seconds)
 
     def exit_code(self) -> int | None:
-        """None while any of them runs; then that of the first that failed, or 0.
+        """Return None while any of them runs; then the exit code of the first that failed, or 0.
 
         When one has failed, the others are ended a little later.
         """
@@ -125,25 +126,25 @@ class RankProcesses:
         return next((code for _, code in self.ended if code), 0)
 
     def log(self, rank: int | None = None) -> str:
-        """What a rank has written in its log; without one, the first that failed, or all."""
+        """Return a rank's log; without a rank, that of the first that failed, or of all."""
         if rank is None:
             rank = next((each for each, code in self.ended if code), None)
         some = range(len(self.namespaces)) if rank is None else [rank]
         return "".join(self._log_of(each).read_text(errors="replace") for each in some)
 
     def killed(self) -> tuple[int, int] | None:
-        """The rank that failed first and the signal that ended it; None if it was not a signal."""
+        """Return the rank that failed first and the signal that ended it; None if it was not a signal."""
         rank, code = next(((rank, code) for rank, code in self.ended if code), (0, 0))
         return (rank, -code) if code < 0 else None
 
     def failure(self) -> PeerLost:
-        """The error for a rank that failed."""
+        """Make the error for the rank that failed first."""
         rank, code = next((rank, code) for rank, code in self.ended if code)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return PeerLost(f"rank {rank} {how}; the others were ended too{self._tail(rank)}", rank, True)
 
     def hung(self, seconds: float) -> PeerLost:
-        """The error for ranks that did not end in time. One that is stopped is to blame; else all that still run."""
+        """Make the error for ranks that did not end in time: it names one that is stopped, else all that still run."""
         left = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
         stopped = [rank for rank in left if _state(self._processes[rank].pid) in STOPPED]
         guilty = stopped or left
@@ -175,7 +176,7 @@ class RankProcesses:
 
 
 def _state(pid: int) -> str:
-    """A process's state letter; empty if there is no such process."""
+    """Return a process's state letter; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

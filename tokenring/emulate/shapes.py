@@ -1,4 +1,4 @@
-"""Shapes of interconnects, and what each is made of: plain data, before anything is created."""
+"""Shapes of interconnects, and the fabric of each: plain data, before anything is created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAF_RANKS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What is asked for. Rates are Gbit/s in each direction, of payload.
+    """A shape as it is asked for. Rates are Gbit/s in each direction, of payload.
 
     uplink_gbit: of pcie-tree's leaves, of two-node's shared uplink, or with nic_per_rank of each rank's port to
     the network; None: as the links. half_duplex_uplink: both directions share that rate. node_fabric: inside
@@ -44,7 +44,7 @@ class Shape:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """Parts that the shape does not have are refused, not ignored."""
+        """Refuse parts that the shape does not have, rather than ignore them. Raises ConfigurationError."""
         if not self.has_uplink and (self.uplink_gbit is not None or self.half_duplex_uplink):
             raise ConfigurationError(f"{self.kind} has no uplink: leave it out, or use {PCIE_TREE} or {TWO_NODE}")
         if self.kind != TWO_NODE and (self.node_fabric is not None or self.nic_per_rank):
@@ -56,20 +56,21 @@ class Shape:
 
     @property
     def has_uplink(self) -> bool:
+        """True for the shapes that have an uplink."""
         return self.kind in (PCIE_TREE, TWO_NODE)
 
     @property
     def uplink(self) -> float:
-        """Gbit/s."""
+        """The rate of an uplink, Gbit/s."""
         return self.link_gbit if self.uplink_gbit is None else self.uplink_gbit
 
     @property
     def fabric(self) -> EmulatedFabric:
-        """What it is made of."""
+        """The nodes, links and routes that make up the shape."""
         return SHAPES[self.kind](self)
 
     def __str__(self) -> str:
-        """two-node, full-mesh inside, links of 0.1 Gbit/s, one uplink of 0.05 Gbit/s, half duplex"""
+        """Return text such as "two-node, full-mesh inside, links of 0.1 Gbit/s, one uplink of 0.05 Gbit/s"."""
         each = "ports" if self.kind == SWITCH else "links"
         words = [self.kind]
         words += [f"{self.node_fabric or FULL_MESH} inside"] if self.kind == TWO_NODE else []
@@ -87,7 +88,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class EmulatedLink:
-    """Two devices, each (node, name there), and its two directions by name: the same one where they share it."""
+    """A link: its two devices, each (node, name there), and its two directions by name, equal where they share it."""
 
     a: tuple[str, str]
     b: tuple[str, str]
@@ -97,12 +98,13 @@ class EmulatedLink:
 
     @property
     def half_duplex(self) -> bool:
+        """True if both directions share the rate."""
         return self.a_to_b == self.b_to_a
 
 
 @dataclass(frozen=True)
 class Route:
-    """A rank's way to another: out of `device`, to `via`, the neighbour that forwards, unless there is none."""
+    """A rank's route to another: out of `device`, to `via`, the neighbour that forwards, if there is one."""
 
     rank: int
     to: int
@@ -112,7 +114,7 @@ class Route:
 
 @dataclass
 class EmulatedFabric:
-    """Nodes, links and routes. Switches forward by address; ranks only where `ranks_forward`."""
+    """A fabric of nodes, links and routes. Switches forward by address; ranks only where `ranks_forward`."""
 
     ranks: int
     switches: list[str] = field(default_factory=list)
@@ -122,14 +124,16 @@ class EmulatedFabric:
 
     @property
     def nodes(self) -> list[str]:
+        """The names of all nodes: the ranks', then the switches'."""
         return [*map(rank_node, range(self.ranks)), *self.switches]
 
     def pair(self, i: int, j: int, gbit: float) -> None:
-        """A link of their own for two ranks."""
+        """Add a link between two ranks, theirs alone; gbit is its rate in Gbit/s."""
         ends = (rank_node(i), f"to{j}"), (rank_node(j), f"to{i}")
         self.links.append(EmulatedLink(*ends, gbit, f"{i}>{j}", f"{j}>{i}"))
 
     def mesh(self, members: Sequence[int], gbit: float) -> None:
+        """Add a link and both routes for every two of these ranks; gbit is each link's rate in Gbit/s."""
         for i in members:
             for j in members:
                 if i < j:
@@ -138,18 +142,19 @@ class EmulatedFabric:
                     self.routes.append(Route(i, j, f"to{j}"))
 
     def plug(self, rank: int, switch: str, gbit: float, reaches: Sequence[int], device: str = "port") -> None:
-        """A port on a switch, through which the rank reaches these others."""
+        """Add a port of a rank on a switch, of gbit Gbit/s, and the rank's routes through it to those it reaches."""
         ends = (rank_node(rank), device), (switch, f"port{rank}")
         self.links.append(EmulatedLink(*ends, gbit, f"{rank} {device} out", f"{rank} {device} in"))
         self.routes += [Route(rank, other, device) for other in reaches if other != rank]
 
     def join(self, lower: str, upper: str, gbit: float, half: bool) -> None:
-        """An uplink between two switches."""
+        """Add an uplink of gbit Gbit/s between two switches; with `half`, both directions share the rate."""
         ways = (f"{lower}-{upper}",) * 2 if half else (f"{lower}>{upper}", f"{upper}>{lower}")
         self.links.append(EmulatedLink((lower, f"up-{upper}"), (upper, f"down-{lower}"), gbit, *ways))
 
 
 def rank_node(rank: int) -> str:
+    """Return the name of a rank's node."""
     return f"r{rank}"
 
 
@@ -167,7 +172,7 @@ def _switch(shape: Shape) -> EmulatedFabric:
 
 
 def _ring(shape: Shape) -> EmulatedFabric:
-    """Neighbours only; ranks in between forward, the shorter way round."""
+    """Join neighbours only; the ranks in between forward, the shorter way round."""
     count = shape.ranks
     if count == 2:
         return _full_mesh(shape)
@@ -182,9 +187,10 @@ def _ring(shape: Shape) -> EmulatedFabric:
 
 
 def _next_hop(rank: int, to: int, count: int) -> int:
-    """To the opposite rank even ones go onwards and odd ones back, so that both ways carry as much.
+    """Return the neighbour that leads to a rank the shorter way.
 
-    All ranks in between are nearer one way, and so agree.
+    To the opposite rank even ones go onwards and odd ones back, so that both ways carry as much. All ranks in
+    between are nearer one way, and so agree.
     """
     ahead = (to - rank) % count
     onwards = 2 * ahead < count or (2 * ahead == count and rank % 2 == 0)
@@ -192,7 +198,7 @@ def _next_hop(rank: int, to: int, count: int) -> int:
 
 
 def _pcie_tree(shape: Shape) -> EmulatedFabric:
-    """Two ranks on each leaf; the leaves' uplinks meet in a root."""
+    """Put two ranks on each leaf; the leaves' uplinks meet in a root."""
     leaves = [f"leaf{index}" for index in range(shape.ranks // LEAF_RANKS)]
     fabric = EmulatedFabric(shape.ranks, [*leaves, "root"])
     for rank in range(shape.ranks):
@@ -203,7 +209,7 @@ def _pcie_tree(shape: Shape) -> EmulatedFabric:
 
 
 def _two_node(shape: Shape) -> EmulatedFabric:
-    """Two halves. They meet in one uplink that all ranks share, or in a switch where each rank has a port."""
+    """Make two halves that meet in one uplink that all ranks share, or in a switch where each rank has a port."""
     half, inside = shape.ranks // 2, shape.node_fabric or FULL_MESH
     nodes = [range(half), range(half, shape.ranks)]
     fabric = EmulatedFabric(shape.ranks, ["node0", "node1"])

@@ -1,7 +1,7 @@
-"""Which wires a message passes, and how long a wire needs for what it carries.
+"""The wires that a message passes, and the time that a wire needs for the bytes it carries.
 
-A wire is one direction of a link, or both where they share it. Ways are walked over the links and routes that are
-really made, so that they cannot differ from them.
+A wire is one direction of a link, or both where they share it. Ways are walked over the links and routes that
+are really made, so that they cannot differ from them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Pair = tuple[int, int]  # from rank to rank
 
 
 class EmulatedHop(NamedTuple):
-    """Across one link: out of a node by `device` to another, over a wire."""
+    """A hop across one link: out of a node by `device` to another node, over a wire."""
 
     device: str
     to: str
@@ -24,19 +24,19 @@ class EmulatedHop(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The wire that needs longest for its bytes alone."""
+    """The wire that needs longest for its bytes alone, and its seconds."""
 
     wire: str
     seconds: float
 
 
 def wires(fabric: EmulatedFabric) -> dict[str, float]:
-    """Gbit/s of each."""
+    """Return the rate of each wire, Gbit/s."""
     return {name: link.gbit for link in fabric.links for name in (link.a_to_b, link.b_to_a)}
 
 
 def ways(fabric: EmulatedFabric) -> dict[Pair, tuple[str, ...]]:
-    """The wires from every rank to every other, in order."""
+    """Return the wires from every rank to every other, in order."""
     hops: dict[str, list[EmulatedHop]] = {node: [] for node in fabric.nodes}
     for link in fabric.links:
         hops[link.a[0]].append(EmulatedHop(link.a[1], link.b[0], link.a_to_b))
@@ -64,7 +64,10 @@ def _walk(
 def _across(
     fabric: EmulatedFabric, hops: Mapping[str, list[EmulatedHop]], switch: str, target: str
 ) -> list[EmulatedHop]:
-    """From a switch to a rank's port on it, or on one that it is joined to; they make a tree. Raises LookupError."""
+    """Return the hops from a switch to a rank's port on it, or on a switch that it is joined to.
+
+    The switches make a tree. Raises LookupError if no port is found.
+    """
     waiting: list[tuple[str, list[EmulatedHop]]] = [(switch, [])]
     seen = {switch}
     while waiting:
@@ -79,7 +82,7 @@ def _across(
 
 
 def heaviest(fabric: EmulatedFabric, link_bytes: Mapping[Pair, int]) -> Load | None:
-    """The wire that needs longest for these bytes from rank to rank; None if nothing moves."""
+    """Return the wire that needs longest for these bytes from rank to rank; None if nothing moves."""
     seconds = dict.fromkeys(wires(fabric), 0.0)
     gbit, passed = wires(fabric), ways(fabric)
     for pair, nbytes in link_bytes.items():

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Call `work` in a thread that does not keep the process from ending: it may never come back."""
+    """A call of `work` in a thread that does not keep the process from ending: it may never come back."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.error: BaseException | None = None  # what it raised
@@ -26,12 +26,12 @@ class Background(Generic[T]):
             self.error = error
 
     def ended(self, seconds: float) -> bool:
-        """Wait until it is over, at most so many seconds; return whether it is."""
+        """Wait until the work is over, at most so many seconds; return whether it is."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def result(self, seconds: float = 0.0) -> T:
-        """Return what the work came to. Raises what it raised, and TimeoutError while it goes on."""
+        """Return what the work returned. Raises what it raised, and TimeoutError while it goes on."""
         if not self.ended(seconds):
             raise TimeoutError(f"not done within {seconds} s")
         if self.error is not None:

@@ -41,13 +41,14 @@ Tell = Callable[[int, int, str], None]  # steps done, steps in all, what comes n
 
 
 def quiet(done: int, steps: int, what: str) -> None:
-    """What other ranks tell: rank 0 speaks for all."""
+    """Ignore the progress of a rank other than 0: rank 0 speaks for all."""
 
 
 class Report(Protocol):
-    """What rank 0 comes back with."""
+    """The report that rank 0 returns."""
 
-    def to_json(self) -> str: ...
+    def to_json(self) -> str:
+        """Return the report as JSON, which Command.read reads."""
 
 
 R = TypeVar("R", bound=Report)
@@ -57,12 +58,12 @@ R = TypeVar("R", bound=Report)
 
 
 def ranks_started(environment: Mapping[str, str]) -> int | None:
-    """How many ranks torchrun has started, if this process is one of them."""
+    """Return how many ranks torchrun has started; None if it did not start this process."""
     return int(environment["WORLD_SIZE"]) if "RANK" in environment and "WORLD_SIZE" in environment else None
 
 
 def ranks_wanted(asked: int | None, started: int | None) -> int:
-    """How many ranks there are or will be. Raises ConfigurationError when --ranks does not fit."""
+    """Return how many ranks there are or will be. Raises ConfigurationError if --ranks does not fit."""
     if started is not None and asked is not None:
         raise ConfigurationError(
             f"--ranks {asked} starts processes of its own, and torchrun has started {started}: leave one out"
@@ -85,19 +86,19 @@ Start = Callable[[Any, int, str, list[str]], AbstractContextManager[Running]]  #
 
 
 def check_seconds(seconds: float) -> None:
-    """Raises ConfigurationError for a --seconds in which nothing can be measured."""
+    """Raise ConfigurationError for a --seconds in which nothing can be measured."""
     if not 0 < seconds <= MOST_SECONDS:
         raise ConfigurationError(f"--seconds {seconds:g}: use more than 0, and a number, of {MOST_SECONDS:g} at most")
 
 
 def start_torchrun(case: Any, ranks: int, module: str, arguments: list[str]) -> Processes:
-    """Ranks on this machine, joined by what it has."""
+    """Prepare the ranks as processes that torchrun starts on this machine; entering the result starts them."""
     return Processes(torchrun_command(ranks, module, arguments), rank_environment(os.environ))
 
 
 @dataclass(frozen=True)
 class Command(Generic[R]):
-    """A command of the user's: what it asks, has its ranks do, and makes of the report.
+    """A command of the user's: its options, the work of its ranks, and the use of their report.
 
     module: of a rank; has `main` for one of our own and `run(case, tell)` for one that torchrun started, where rank 0
     returns the report. options and case raise ConfigurationError. outputs: for each option that names a file, what
@@ -116,7 +117,7 @@ class Command(Generic[R]):
     start: Start = start_torchrun
 
     def main(self, argv: list[str] | None, environment: Mapping[str, str]) -> int:
-        """Returns the exit code: 0, 1 (something went wrong), 130 (interrupted).
+        """Run the command; return the exit code: 0, 1 (something went wrong) or 130 (interrupted).
 
         Raises ConfigurationError for options that do not fit.
         """
@@ -138,7 +139,7 @@ class Command(Generic[R]):
 
 
 def _outputs(options: argparse.Namespace, names: list[str]) -> dict[str, Path]:
-    """The files that are asked for, by option; checked, before any work is done."""
+    """Return the files that are asked for, by option; check them before any work is done. Raises ConfigurationError."""
     files = {name: Path(path) for name in names if (path := getattr(options, name)) is not None}
     for name, path in files.items():
         check_output(f"--{name}", path)
@@ -158,7 +159,7 @@ class _Job(Generic[R]):
     outputs: dict[str, Path]
 
     def run(self, ranks: int, console: Console, interrupts: Interrupts | None) -> int:
-        """Do it; returns the exit code. Without `interrupts`, this process is one of the ranks."""
+        """Run the command; return the exit code. Without `interrupts`, this process is one of the ranks."""
 
         def do() -> int:
             if interrupts is None:
@@ -181,7 +182,7 @@ class _Job(Generic[R]):
         return {path: self.command.outputs[name](report) for name, path in self.outputs.items()}
 
     def _on_own(self, ranks: int, console: Console, interrupts: Interrupts) -> R:
-        """Start ranks, follow them, and leave none."""
+        """Start ranks, follow them, and leave none; return the report. Raises CommandFailed."""
         following = _Following(console)
         arguments = [json.dumps(asdict(self.case))]
         with self.command.start(self.case, ranks, self.command.module, arguments) as processes:
@@ -192,7 +193,7 @@ class _Job(Generic[R]):
 
 
 class _Following:
-    """What the ranks have said so far."""
+    """The messages of the ranks so far."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -200,6 +201,7 @@ class _Following:
         self.phase = "starting"
 
     def take(self, line: str) -> Failed | None:
+        """Take one line of the ranks' output; return the failure that it reports, if it reports one."""
         if not line.startswith(PREFIX):
             return None
         kind, value = json.loads(line.removeprefix(PREFIX))
@@ -213,12 +215,13 @@ class _Following:
         return None
 
     def wait(self, seconds: float) -> None:
+        """Show how many seconds have passed while the ranks are starting."""
         if self.phase == "starting":
             self.console.status(f"starting … {seconds:.0f} s")
 
 
 def progress(done: int, steps: int, what: str) -> str:
-    """Such as 40%  round 2 of 5."""
+    """Return a line such as "40%  round 2 of 5"."""
     return f"{100 * done // steps:3}%  {what}"
 
 
@@ -226,7 +229,7 @@ def progress(done: int, steps: int, what: str) -> str:
 
 
 def serve(run: Callable[[Tell], Report | None]) -> int:
-    """What the module of a rank does: run, and say what happens on standard output. Returns the exit code."""
+    """Run the work of a rank, as its module does; report on standard output and return the exit code."""
     end_with_parent()
     try:
         report = run(lambda done, steps, what: _say("progress", [done, steps, what]))
@@ -239,9 +242,10 @@ def serve(run: Callable[[Tell], Report | None]) -> int:
 
 @contextmanager
 def process_group(wait_seconds: float) -> Iterator[None]:
-    """The Gloo group of all ranks. Nothing made inside may be kept: a group that outlives this aborts the process.
+    """Hold the Gloo group of all ranks for the time of the context.
 
-    Its last work would be freed by a thread of torch while the interpreter ends (torch 2.13).
+    Nothing made inside may be kept: a group that outlives this aborts the process. Its last work would be freed
+    by a thread of torch while the interpreter ends (torch 2.13).
     """
     import torch.distributed as dist  # the commands themselves need no torch
 

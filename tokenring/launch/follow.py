@@ -1,4 +1,4 @@
-"""Between ranks that a command started and the process that shows what they report, line by line."""
+"""The channel between ranks that a command started and the process that shows their reports, line by line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST_MESSAGE = 600
 
 
 class Interrupted(Exception):
-    """The user has had enough."""
+    """The user has interrupted the command."""
 
 
 class CommandFailed(Exception):
@@ -44,26 +44,26 @@ class Failed:
 
 
 class Running(Protocol):
-    """Ranks that were started, as whoever follows them needs them."""
+    """Ranks that were started, as the process that follows them needs them."""
 
     def read(self, seconds: float) -> list[str]:
-        """The lines that are there, waiting up to so long for the first."""
+        """Return the lines that have come, waiting at most `seconds` for the first."""
 
     def exit_code(self) -> int | None:
-        """None while any of them runs."""
+        """Return the exit code; None while any of them runs."""
 
     def log(self) -> str:
-        """What was written on standard error so far."""
+        """Return what was written on standard error so far."""
 
     def killed(self) -> tuple[int, int] | None:
-        """The rank that a signal ended first, and the signal; None: no such rank."""
+        """Return the rank that a signal ended first, and the signal; None if there is no such rank."""
 
 
 # ---------- at a rank
 
 
 def end_with_parent() -> None:
-    """If torchrun is killed, this rank must not stay behind."""
+    """Make this rank end with its parent: if torchrun is killed, it must not stay behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == 1:  # it was, before we asked
@@ -71,13 +71,13 @@ def end_with_parent() -> None:
 
 
 def report_line(line: str) -> None:
-    """One line, in one write: lines of several ranks do not mix."""
+    """Write one line in one write: lines of several ranks do not mix."""
     sys.stdout.flush()
     os.write(sys.stdout.fileno(), (line + "\n").encode())
 
 
 def short(error: BaseException) -> str:
-    """The error's message in one line."""
+    """Return the error's message in one line."""
     return " ".join(str(error).split())[:LONGEST_MESSAGE]
 
 
@@ -93,7 +93,7 @@ def fail(error: Exception, report: Callable[[Failed], None]) -> int:
 
 
 def check(interrupts: Interrupts) -> None:
-    """Raises Interrupted if the user wants us to end."""
+    """Raise Interrupted if the user has interrupted the command."""
     if interrupts.seen:
         raise Interrupted
 
@@ -136,7 +136,7 @@ def follow(
 def failure_text(
     failures: Sequence[Failed], exit_code: int | None, log: str, killed: tuple[int, int] | None = None
 ) -> str:
-    """Why the ranks failed: what they said, or how they ended, or the end of their log.
+    """Explain why the ranks failed: by their messages, else by how they ended, else by the end of their log.
 
     A rank that lost a peer knows less than the peer; `killed` names the one that a signal ended first.
     """
@@ -155,7 +155,7 @@ def failure_text(
 
 
 def exit_code(command: str, console: Console, interrupts: Interrupts | None, do: Callable[[], int]) -> int:
-    """What `do` returns, else 1 or 130: whatever ends a command of ranks is said in a sentence."""
+    """Return what `do` returns, else 1 or 130; say in a sentence what ended the command."""
     try:
         return do()
     except Interrupted:
@@ -170,13 +170,13 @@ def exit_code(command: str, console: Console, interrupts: Interrupts | None, do:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Raises ConfigurationError if a file can plainly not be written there."""
+    """Raise ConfigurationError if a file can plainly not be written there."""
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise ConfigurationError(f"{option} {path}: not a file in a folder that can be written to")
 
 
 def write_at_last(texts: Mapping[Path, str], interrupts: Interrupts) -> None:
-    """Write files; with them the command is done, and can no longer be interrupted."""
+    """Write files; with them the command is done, and can no longer be interrupted. Raises Interrupted."""
 
     def last_chance() -> None:
         interrupts.close()

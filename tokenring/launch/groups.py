@@ -1,4 +1,4 @@
-"""What users give as a group, and how it is held."""
+"""Process groups as users give them, and as tokenring holds them."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ class HeldGroup:
 
     @property
     def lives(self) -> bool:
-        """Whether torch.distributed still has it; somebody else may hold what it has destroyed."""
+        """True if torch.distributed still has it; somebody else may hold what it has destroyed."""
         return self._ref() in dist.distributed_c10d._world.pg_map
 
     def check(self) -> None:
-        """Raises ConfigurationError once it is destroyed."""
+        """Raise ConfigurationError once the group is destroyed."""
         if not self.lives:
             raise ConfigurationError(DESTROYED)
 
     def __call__(self) -> ProcessGroup:
-        """The group itself, for a call of torch and not to be kept. Raises ConfigurationError."""
+        """Return the group itself, for a call of torch and not to be kept. Raises ConfigurationError."""
         self.check()
         return cast("ProcessGroup", self._ref())
 
     def store(self) -> Any:
-        """The group's store. Raises ConfigurationError."""
+        """Return the group's store. Raises ConfigurationError."""
         return dist.distributed_c10d._get_process_group_store(self())
 
     def global_ranks(self) -> list[int]:
-        """The rank in the world of each of its ranks. Raises ConfigurationError."""
+        """Return the rank in the world of each of its ranks. Raises ConfigurationError."""
         return dist.get_process_group_ranks(self())
 
     def holds(self, group: object) -> bool:
-        """Whether it is this group, which may be destroyed."""
+        """Return whether it is this group, which may be destroyed."""
         return self._ref() is group
 
     def __eq__(self, other: object) -> bool:
@@ -72,12 +72,12 @@ class HeldGroup:
 
 
 def held(group: Held) -> HeldGroup:
-    """The same group, held so that torch can destroy it."""
+    """Return the group held so that torch can destroy it."""
     return group if isinstance(group, HeldGroup) else HeldGroup(group)
 
 
 def hold(group: Group | HeldGroup) -> HeldGroup | None:
-    """What a user gives as a group, held so that torch can destroy it; None where there is one process only."""
+    """Return the group that a user gives, held so that torch can destroy it; None for a single process."""
     if isinstance(group, HeldGroup):
         return group
     found = process_group(group)
@@ -85,7 +85,7 @@ def hold(group: Group | HeldGroup) -> HeldGroup | None:
 
 
 def _check_one_process(environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError where a launcher, such as torchrun, says that this is one process of several."""
+    """Raise ConfigurationError if a launcher, such as torchrun, says that this is one process of several."""
     size = environment.get("WORLD_SIZE", "")
     numbered = next((name for name in ("RANK", "LOCAL_RANK") if name in environment), None)
     if size.isdecimal() and int(size) > 1 and numbered is not None:
@@ -97,7 +97,11 @@ def _check_one_process(environment: Mapping[str, str]) -> None:
 
 
 def process_group(group: Group) -> ProcessGroup | None:
-    """What a user gives as a group, as the group itself; None where there is one process only."""
+    """Return the process group that a user means; None for a single process.
+
+    Raises ConfigurationError for what is no group, for a mesh of several dimensions, and on a rank that is no
+    member.
+    """
     if isinstance(group, str):
         if group != "self":
             raise ConfigurationError(f"group is {group!r}; of names there is 'self' only, for this rank alone")

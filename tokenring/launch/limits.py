@@ -1,4 +1,4 @@
-"""How many processes a command starts, and why no more: what would take minutes in silence is refused at once."""
+"""The limit on processes that a command starts: what would take minutes in silence is refused at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROCESS_BYTES = 128 << 20  # what importing torch takes in each of them alone
 
 
 def check_processes(ranks: int) -> None:
-    """Raises ConfigurationError for more ranks than this machine can start as processes of its own."""
+    """Raise ConfigurationError for more ranks than this machine can start as processes of its own."""
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     held = pages * page_bytes // PROCESS_BYTES
     most = min(MOST_PROCESSES, max(held, 1))

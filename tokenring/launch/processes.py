@@ -33,7 +33,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Notes that the user wants the command to end. It raises nothing, so that no clean-up is cut short."""
+    """A record that the user wants the command to end. It raises nothing, so that no clean-up is cut short."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -42,7 +42,7 @@ class Interrupts:
                 signal.signal(number, self._note)
 
     def close(self) -> None:
-        """From here on these signals are ignored, until the process has ended.
+        """Ignore these signals from here on, until the process has ended.
 
         Python replaces handlers of ours by the default before it ends, but leaves ignored signals so:
         a late Ctrl-C changes neither the exit code nor what is printed.
@@ -62,7 +62,7 @@ class OutputLines:
         self._unread = b""
 
     def read(self, seconds: float) -> list[str]:
-        """The lines that are there, waiting up to so long for the first."""
+        """Return the lines that have come, waiting at most `seconds` for the first."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         if not poll.poll(1000 * seconds):
@@ -74,6 +74,7 @@ class OutputLines:
         return [line.decode(errors="replace") for line in lines]
 
     def close(self) -> None:
+        """Close the pipe."""
         os.close(self._reading)
 
 
@@ -116,19 +117,19 @@ class Processes:
         self._clean_up()
 
     def read(self, seconds: float) -> list[str]:
-        """The lines that are there, waiting up to so long for the first."""
+        """Return the lines that have come, waiting at most `seconds` for the first."""
         return self._lines.read(seconds)
 
     def exit_code(self) -> int | None:
-        """None while the command runs."""
+        """Return the command's exit code; None while it runs."""
         return self._process.poll()
 
     def log(self) -> str:
-        """What was written on standard error so far."""
+        """Return what was written on standard error so far."""
         return (self.folder / "log").read_text(errors="replace")
 
     def killed(self) -> tuple[int, int] | None:
-        """The rank that a signal ended first, and the signal, by torchrun's own words; None: no such rank."""
+        """Return the rank that a signal ended first, and the signal, from torchrun's log; None if none was."""
         found = re.search(r"exitcode: -(\d+)\) local_rank: (\d+)", self.log())
         return (int(found[2]), int(found[1])) if found else None
 
@@ -139,23 +140,23 @@ class Processes:
 
 
 def ending_with_parent(number: int) -> list[str]:
-    """What to put before a command, so that it gets a signal if we are killed outright: torchrun one that makes it
-    end its ranks.
+    """Return words to put before a command, so that it gets the signal if this process is killed outright.
 
-    By a command of its own: code between fork and exec is unsafe where threads run.
+    torchrun gets one that makes it end its ranks. This is done by a command of its own: code between fork and
+    exec is unsafe where threads run.
     """
     text = END_WITH_PARENT.format(option=PR_SET_PDEATHSIG, signal=int(number))
     return [sys.executable, "-S", "-c", text]
 
 
 def torchrun_command(ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """torchrun on this machine alone: no host name is looked up."""
+    """Return the command that runs torchrun on this machine alone: no host name is looked up."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     return [*torchrun, "--nproc-per-node", str(ranks), "-m", module, *arguments]
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """One thread for each rank, the loopback interface, and import paths that hold in another folder."""
+    """Return an environment with one thread a rank, the loopback interface, and absolute import paths."""
     changed = dict(environment) | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if paths := environment.get("PYTHONPATH"):
         changed["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep))
@@ -163,7 +164,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def descendants(of: int) -> set[int]:
-    """All processes below one, zombies included."""
+    """Return the ids of all processes below one, zombies included."""
     children = defaultdict(list)
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -182,9 +183,9 @@ def descendants(of: int) -> set[int]:
 
 
 def end_descendants(spared: set[int]) -> None:
-    """Kill and reap every process below this one, but those spared. Waits END_SECONDS at most.
+    """Kill and reap every process below this one, except those spared. Waits END_SECONDS at most.
 
-    Twice nobody: one that was just being started may have escaped the first look.
+    It ends after two looks that find nobody: one that was just being started may have escaped the first.
     """
     deadline = time.monotonic() + END_SECONDS
     empty_looks = 0

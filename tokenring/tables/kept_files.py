@@ -1,4 +1,4 @@
-"""Where what was probed or measured on this machine is kept for its user, and how a file is written there."""
+"""The user's folder of files that were probed or measured on this machine, and the functions that write there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenring.errors import ConfigurationError
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Where the files are, by the XDG rules; None where there is no home."""
+    """Return the folder of the files, by the XDG rules; None if there is no home."""
     asked = environment.get("XDG_CACHE_HOME", "")
     if os.path.isabs(asked):  # the rules say to ignore others
         return Path(asked) / "tokenring"
@@ -21,7 +21,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: ranks of two jobs may write at once, and readers must never see half."""
+    """Write a file whole or not at all: ranks of two jobs may write at once, and readers must never see half."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
@@ -35,7 +35,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def keep_document(name: str, text: str, environment: Mapping[str, str]) -> Path | None:
-    """Write a file of what was measured into the user's cache. Raises ConfigurationError."""
+    """Write a file of measured figures into the user's cache; return its path, or None if there is no home.
+
+    Raises ConfigurationError if it cannot be written.
+    """
     folder = cache_folder(environment)
     if folder is None:
         return None

@@ -1,7 +1,7 @@
 """Rates of a kernel on this machine's device, measured once (`tokenring rates`) and kept.
 
-A table is of one device model, kernel, dtype and head dimension. The planner takes it where it finds one; else it
-reckons with published figures. It never measures by itself: a plan is the same whenever it is made.
+A table is of one device model, kernel, dtype and head dimension. The planner takes it where it finds one; else
+it computes with published figures. It never measures by itself: a plan is the same whenever it is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ FORMAT, VERSION = "tokenring-rates/1", 1  # tables were kept without a format at
 
 @dataclass(frozen=True)
 class KernelKey:
-    """What a table is of. device: the model's name, as torch or the operating system tells it; a CPU's with threads."""
+    """The subject of a table of rates.
+
+    device: the model's name, as torch or the operating system gives it; a CPU's with its number of threads.
+    """
 
     device: str
     kernel: str
@@ -33,6 +36,7 @@ class KernelKey:
 
     @property
     def file_name(self) -> str:
+        """The file's name in the cache."""
         return f"rates-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}.json"
 
     def __str__(self) -> str:
@@ -43,18 +47,21 @@ class KernelKey:
 
 
 def keep(rates: Rates, key: KernelKey, environment: Mapping[str, str]) -> Path | None:
-    """Write a table into the user's cache; the file, or None where there is no home. Raises ConfigurationError."""
+    """Write a table into the user's cache; return the file, or None if there is no home.
+
+    Raises ConfigurationError if it cannot be written.
+    """
     return keep_document(key.file_name, to_json(rates, key), environment)
 
 
 def to_json(rates: Rates, key: KernelKey) -> str:
-    """A table as read_table reads it."""
+    """Return a table as the JSON text that read_table reads."""
     document = {"format": FORMAT, "version": VERSION, "key": asdict(key), "rates": asdict(rates)}
     return json.dumps(document, indent=2) + "\n"
 
 
 def kept(key: KernelKey, environment: Mapping[str, str] | None = None) -> Rates | None:
-    """The table that was kept for a key, if there is one that can be read."""
+    """Return the table that was kept for a key, or None if there is none that can be read."""
     folder = cache_folder(os.environ if environment is None else environment)
     if folder is None:
         return None
@@ -66,7 +73,7 @@ def kept(key: KernelKey, environment: Mapping[str, str] | None = None) -> Rates 
 
 
 def read_table(path: Path) -> tuple[KernelKey, Rates]:
-    """A table that was kept. Raises ConfigurationError."""
+    """Read a table that was kept. Raises ConfigurationError if the file cannot be read or is no table of rates."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["version"] != VERSION:

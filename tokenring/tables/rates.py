@@ -1,4 +1,4 @@
-"""How long a rank computes: kernel calls, copies and merges, and what a message costs beside its bytes."""
+"""Rates of computing on a rank: kernel calls, copies and merges, and the cost of a message beside its bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sample = tuple[int, float]  # tokens on the shorter side of a square tile, TFLOP
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device, one kernel and one dtype.
+    """The rates of one device, one kernel and one dtype.
 
     forward, backward: TFLOP/s over visible pairs, by the shorter side of a tile, ascending; between two samples
         it is interpolated in the logarithms, beyond them it stays.
@@ -50,28 +50,28 @@ class Rates:
             raise ConfigurationError(f"rates {self.source!r}: copies need a rate above 0, costs must not be negative")
 
     def tflops(self, direction: Pass, side: int) -> float:
-        """The rate of a tile whose shorter side has so many tokens."""
+        """Return the TFLOP/s of a tile whose shorter side has `side` tokens."""
         samples = self.forward if direction == "forward" else self.backward
         return interpolate(samples, side)
 
     def kernel_seconds(self, patch: Patch, heads: int, head_dim: int, batch: int, direction: Pass) -> float:
-        """One kernel call of `heads` query heads."""
+        """Return the seconds of one kernel call on a patch with `heads` query heads."""
         flops = FLOPS_PER_PAIR[direction] * batch * heads * head_dim * patch.pairs()
         rate = self.tflops(direction, min(patch.rows, patch.cols))
         return self.call_seconds + flops / (rate * 1e12)
 
     def copy_seconds(self, nbytes: float) -> float:
-        """A copy or merge that reads and writes so many bytes in all."""
+        """Return the seconds of a copy or merge that reads and writes `nbytes` bytes in all."""
         return self.op_seconds + nbytes / (self.copy_gbs * 1e9)
 
 
 def constant(tflops: float, source: str = "given", copy_gbs: float = math.inf) -> Rates:
-    """The same rate for every tile, forward and backward."""
+    """Make rates that are equal for every tile, forward and backward: TFLOP/s, and GB/s of copies."""
     return Rates(source, ((1, tflops),), ((1, tflops),), copy_gbs=copy_gbs)
 
 
 def interpolate(samples: Sequence[Sample], side: int) -> float:
-    """The rate at a side, straight between neighbours in the logarithms of both."""
+    """Return the rate at a side, straight between neighbours in the logarithms of both."""
     if side <= samples[0][0]:
         return samples[0][1]
     for (low, slow), (high, fast) in pairwise(samples):
@@ -83,7 +83,7 @@ def interpolate(samples: Sequence[Sample], side: int) -> float:
 
 @dataclass(frozen=True)
 class Messages:
-    """What a transport adds to the time that bytes need.
+    """The costs that a transport adds to the time that bytes need.
 
     latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
@@ -108,7 +108,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Machine:
-    """All that the simulator asks beside the interconnect.
+    """The figures that the simulator needs beside the interconnect.
 
     shared_cores: where all ranks are processes of one machine, on how many cores they copy, merge and post in turns.
     kernels_share: whether kernels take turns there too; else they sleep, or something else than a core computes.
@@ -127,13 +127,18 @@ class Machine:
 
     @cached_property
     def source(self) -> str:
+        """The sources of the rates and of the messages' costs."""
         return f"{self.rates.source}; messages: {self.messages.source}"
 
     def kernel_seconds(self, of_ranks: Sequence[float]) -> float:
-        """What kernels take at least that need so long on each rank: the longest of them; all, on cores they share."""
+        """Return the least seconds that kernels take together, given the seconds on each rank.
+
+        That is the longest of them; on cores that ranks share, also no less than their sum divided by the
+        cores.
+        """
         longest = max(of_ranks)
         return max(longest, sum(of_ranks) / self.shared_cores) if self.kernels_share else longest
 
     def over(self, target: Target) -> Machine:
-        """The same with messages in the queues of this transport."""
+        """Return this machine with messages in the queues of the target's transport."""
         return replace(self, messages=replace(self.messages, pair_serial=target.pair_serial, channels=target.channels))

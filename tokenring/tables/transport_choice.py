@@ -1,9 +1,10 @@
-"""Which transport moves tensors: by whether ranks reach each other's memory, the size of messages, what there is, and
-what was measured. Pure functions.
+"""The choice of the transport that moves tensors: by reach, message size, availability and measurement.
 
-RULES is the one table of rules. All messages of programs are sends of one rank to another; whether a GPU's memory is
-reached over NVLink or over PCIe makes no difference to them. What `tokenring rates --transports` has kept comes before
-the rules, where one transport was faster by more than the spread of what was measured.
+Reach: whether ranks reach each other's memory. All functions here are pure.
+
+RULES is the one table of rules. All messages of programs are sends of one rank to another; whether a GPU's
+memory is reached over NVLink or over PCIe makes no difference to them. What `tokenring rates --transports` has
+kept comes before the rules, where one transport was faster by more than the spread of what was measured.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PAIRS: Mapping[str, tuple[str, str]] = {"cuda": (ONE_SIDED, TWO_SIDED), "cpu": (
 
 @dataclass(frozen=True)
 class Rule:
-    """What moves messages in a domain; source: who found so.
+    """The transport that moves messages in a domain; source: who found so.
 
     limit_bytes: of a message, above which the two-sided transport moves them. None: no source gives a limit.
     """
@@ -56,19 +57,19 @@ class Spread(NamedTuple):
 
 
 class TransportTable(Protocol):
-    """What messages take between such ranks, as tables.transport_times.Transfers."""
+    """Times of messages between ranks such as these, as tables.transport_times.Transfers has them."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Of the messages that were measured, in bytes, rising."""
+        """The sizes of the messages that were measured, in bytes, rising."""
 
     def seconds(self, transport: str, nbytes: int) -> Spread | None:
-        """Of a message of so many bytes; None where the transport was not measured."""
+        """Return the seconds of a message of `nbytes` bytes; None if the transport was not measured."""
 
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """What is taken, None if nothing serves; and why."""
+    """The transport that is taken, None if nothing serves; and the reason."""
 
     transport: str | None
     reason: str
@@ -82,7 +83,7 @@ def choose(
     measured: TransportTable | None = None,
     rules: Rules = RULES,
 ) -> TransportChoice:
-    """The transport for tensors on a type of device in this domain.
+    """Choose the transport for tensors on a type of device in this domain.
 
     unavailable: of each that there is, None or why it cannot be used here. message_bytes: of the messages, None where
     that is not known; a table then counts where one transport was faster at all of its sizes.
@@ -123,7 +124,7 @@ def _why_not(transport: str, unavailable: Mapping[str, str | None]) -> str | Non
 def _by_table(
     ruled: TransportChoice, first: str, rival: str, table: TransportTable, sizes: Sequence[int]
 ) -> TransportChoice:
-    """What was faster by more than the spread at each of these sizes; what the rules say where neither was."""
+    """Take the transport that was faster by more than the spread at each of these sizes; else the rules' choice."""
     measured = [(table.seconds(first, size), table.seconds(rival, size)) for size in sizes]
     pairs = [(a, b) for a, b in measured if a is not None and b is not None]  # all, or none
     if not pairs:
@@ -145,13 +146,13 @@ def _by_table(
 
 
 def time_text(seconds: float) -> str:
-    """Microseconds, as times of messages are compared."""
+    """Return a time in microseconds, as times of messages are compared."""
     micros = 1e6 * seconds
     return f"{micros:.0f} µs" if micros >= 9.95 else f"{micros:.1f} µs"
 
 
 def size_text(nbytes: int) -> str:
-    """Such as 1 MB, of 2^20 bytes."""
+    """Return a size such as 1 MB, where a MB is of 2^20 bytes."""
     for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""What messages take over each transport between ranks such as these, measured once and kept.
+"""Times of messages over each transport between ranks such as these, measured once and kept.
 
 `tokenring rates --transports` writes a table of one device model, domain, number of ranks and torch. Where "auto"
 chooses a transport, rank 0 looks for one (`transport_choice`). A file that cannot be used is a note, never an error.
@@ -27,7 +27,7 @@ FILES = "transports-*.json"
 
 
 class Sample(NamedTuple):
-    """Bytes of a message, and the quartiles of the seconds of a step in which each rank sends one and gets one."""
+    """A message's bytes, and the quartiles of the seconds of a step in which each rank sends one and receives one."""
 
     nbytes: int
     low: float
@@ -37,7 +37,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class TransportKey:
-    """What a table is of. device: the model's name; a CPU's with its cores, which ranks share."""
+    """The subject of a table of transports.
+
+    device: the model's name; a CPU's with its cores, which ranks share.
+    """
 
     kind: str
     device: str
@@ -47,6 +50,7 @@ class TransportKey:
 
     @property
     def file_name(self) -> str:
+        """The file's name in the cache."""
         return FILES.replace("*", hashlib.sha256(repr(self).encode()).hexdigest()[:16])
 
     def __str__(self) -> str:
@@ -55,7 +59,10 @@ class TransportKey:
 
 @dataclass(frozen=True)
 class Transfers:
-    """Samples of each transport, of rising sizes. Raises ConfigurationError for those that nobody can have measured."""
+    """Samples of each transport, of rising sizes.
+
+    Raises ConfigurationError for samples that nobody can have measured.
+    """
 
     samples: Mapping[str, tuple[Sample, ...]]
 
@@ -71,10 +78,15 @@ class Transfers:
 
     @cached_property
     def sizes(self) -> Sequence[int]:
+        """The sizes of the messages that were measured, in bytes, rising."""
         return sorted({each.nbytes for found in self.samples.values() for each in found})
 
     def seconds(self, transport: str, nbytes: int) -> Spread | None:
-        """Straight between neighbours in the logarithms; below the least size as there, above all at the last rate."""
+        """Return the seconds of a message of `nbytes` bytes; None if the transport was not measured.
+
+        They are interpolated straight between neighbours in the logarithms; below the least size they are those
+        of the least size, above the largest they grow at its rate.
+        """
         found = self.samples.get(transport)
         if found is None:
             return None
@@ -83,7 +95,7 @@ class Transfers:
 
 
 def table(key: TransportKey, transfers: Transfers) -> list[str]:
-    """As text: a line for each size, and what is taken from which size on."""
+    """Return the table as lines of text: one for each size, and which transport is taken from which size on."""
     names = list(transfers.samples)
     lines = [f"{'message':>7}" + "".join(f"  {f'{name}, µs':>24}" for name in names)]
     for size in transfers.sizes:
@@ -95,7 +107,7 @@ def table(key: TransportKey, transfers: Transfers) -> list[str]:
 
 
 def taken(key: TransportKey, transfers: Transfers) -> str:
-    """Which transport from which size on."""
+    """Return, as text, which transport is taken from which size on."""
     able = dict.fromkeys(PAIRS[key.kind])
     picks = [(size, choose(key.kind, key.domain, able, size, transfers).transport) for size in transfers.sizes]
     (_, first), *_ = picks
@@ -107,13 +119,13 @@ def taken(key: TransportKey, transfers: Transfers) -> str:
 
 
 def to_json(key: TransportKey, transfers: Transfers) -> str:
-    """A table as from_json reads it."""
+    """Return a table as the JSON text that from_json reads."""
     document = {"format": FORMAT, "version": VERSION, "key": asdict(key), "seconds": dict(transfers.samples)}
     return json.dumps(document, indent=2) + "\n"
 
 
 def from_json(text: str) -> tuple[TransportKey, Transfers]:
-    """Raises ConfigurationError for a text that is no such table."""
+    """Read a table from JSON. Raises ConfigurationError for a text that is no such table."""
     try:
         found = json.loads(text)
         if found["version"] != VERSION:
@@ -131,12 +143,15 @@ def from_json(text: str) -> tuple[TransportKey, Transfers]:
 
 
 def keep(key: TransportKey, transfers: Transfers, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Write a table into the user's cache; the file, or None where there is no home. Raises ConfigurationError."""
+    """Write a table into the user's cache; return the file, or None if there is no home.
+
+    Raises ConfigurationError if it cannot be written.
+    """
     return keep_document(key.file_name, to_json(key, transfers), environment)
 
 
 def kept(key: TransportKey, environment: Mapping[str, str] = os.environ) -> tuple[Transfers | None, str]:
-    """The table that was kept for a key, None where there is none; and why one that is there is not used."""
+    """Return the table that was kept for a key, or None; and why one that is there is not used, else ""."""
     folder = cache_folder(environment)
     if folder is None:
         return None, ""
@@ -152,7 +167,7 @@ def kept(key: TransportKey, environment: Mapping[str, str] = os.environ) -> tupl
 
 
 def read(path: Path) -> tuple[TransportKey, Transfers]:
-    """A table that was kept. Raises FileNotFoundError; ConfigurationError for what cannot be used."""
+    """Read a table that was kept. Raises FileNotFoundError; ConfigurationError for a file that cannot be used."""
     try:
         return from_json(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
@@ -162,13 +177,14 @@ def read(path: Path) -> tuple[TransportKey, Transfers]:
 
 
 def not_used(path: Path, error: Exception) -> str:
+    """Return the note on a file that is not used, and how to make another."""
     return f"{path} is not used: {error}; `tokenring rates --transports` makes another"
 
 
 def all_kept(
     kind: str, key_of: Callable[[str, Domain, int], TransportKey], environment: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[str, str]]:
-    """Of each table of this machine's devices of a kind: of which ranks, and what it has; of others, what is wrong.
+    """Yield (ranks, contents) of each table for this machine's devices of a kind; (name, reason) of unusable ones.
 
     key_of: the key of this machine's table for a kind, a domain and a number of ranks.
     """
@@ -184,7 +200,7 @@ def all_kept(
 
 
 def _medians(transfers: Transfers) -> str:
-    """All of them, in few words."""
+    """Return all medians in few words."""
     rows = [[transfers.seconds(name, size) for name in transfers.samples] for size in transfers.sizes]
     cells = ["/".join(f"{1e6 * each.median:.0f}" for each in row if each is not None) for row in rows]
     shown = ", ".join(f"{size_text(size)} {cell}" for size, cell in zip(transfers.sizes, cells, strict=True))

@@ -1,4 +1,4 @@
-"""What was tried on this machine, and how it went: verdicts on vendors' code, so that it is tried once.
+"""Verdicts on trials of vendors' code on this machine, so that each is tried once.
 
 A verdict is a reason, "" where all went well. Who tries makes the key: it has to name everything that the outcome
 depends on, such as the device's model, the driver and the versions of libraries, so that an update is tried anew.
@@ -24,7 +24,7 @@ MOST_BYTES = 65536  # of a file: longer ones are not ours
 
 
 class Verdicts:
-    """Those in a folder; None: of this process alone."""
+    """The verdicts in a folder; without a folder (None), those of this process alone."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ def _name(key: str) -> str:
 
 
 def verdicts(environment: Mapping[str, str] = os.environ) -> Verdicts:
-    """Find those of this user on this machine."""
+    """Return the verdicts of this user on this machine."""
     return _in(cache_folder(environment))
 
 

@@ -1,4 +1,4 @@
-"""Measuring what links the ranks: transfers between them, told nothing, and what follows from how they slow down.
+"""Measurement of what links the ranks, by transfers alone: it follows from how these slow each other down.
 
     lab        transfers, timed where they arrive                       colours  all pairs in few rounds
     survey     what is measured of any machine: pairs, rounds, one to all

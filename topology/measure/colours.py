@@ -8,14 +8,14 @@ Pair = tuple[int, int]
 
 
 def rounds(ranks: int) -> list[list[Pair]]:
-    """P - 1 rounds for an even number of ranks, P for an odd one: none could be fewer."""
+    """Return all pairs in P - 1 rounds for an even number P of ranks, in P for an odd one: none could be fewer."""
     if ranks & (ranks - 1) == 0:
         return [[(a, a ^ mask) for a in range(ranks) if a < a ^ mask] for mask in range(1, ranks)]
     return _circle(ranks)
 
 
 def _circle(ranks: int) -> list[list[Pair]]:
-    """The last place stays, the others turn; for an odd number it is empty."""
+    """Pair the ranks by turning: the last place stays, the others turn; for an odd number it is empty."""
     even = ranks + ranks % 2
     found = []
     for turn in range(even - 1):
@@ -26,7 +26,7 @@ def _circle(ranks: int) -> list[list[Pair]]:
 
 
 def shuffled(ranks: int, series: int) -> list[list[Pair]]:
-    """The same with the ranks in another order, equal on all ranks: other pairs meet in a round."""
+    """Return rounds with the ranks in another order, equal on all ranks: other pairs meet in a round."""
     if series == 0:
         return rounds(ranks)
     order = list(range(ranks))

@@ -1,4 +1,4 @@
-"""Which shape the tables show. A decision may take more races, which all ranks run alike."""
+"""The decision which shape the tables show. It may take more races, which all ranks run alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWO_LINKS = (1.25, 2.4)  # one to all on a ring, of one link; the side with more
 
 
 def infer(tables: Tables, lab: Lab) -> Model:
-    """The shape, checked by one more race."""
+    """Infer the shape, and check it by one more race."""
     model = _infer(tables, lab)
     check(model, lab)
     return model
@@ -44,7 +44,7 @@ def _infer(tables: Tables, lab: Lab) -> Model:
 
 
 def _mesh_or_switch(tables: Tables, slowed: Sequence[tuple[int, int]]) -> Model | None:
-    """What one rank sends to all at once tells links of their own from one port; None: neither.
+    """Tell links of their own from one port by what one rank sends to all at once; return None for neither.
 
     All links at once are a mesh, even if something else slowed some pairs down. One port may also lead to islands.
     """

@@ -22,7 +22,7 @@ Island = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Inside:
-    """Of an island: whether one switch port leads to everybody, or there are links of their own beside it."""
+    """The inside of an island: one switch port that leads to everybody, or links of its ranks' own beside a port."""
 
     members: Island
     switched: bool
@@ -30,8 +30,11 @@ class _Inside:
 
 
 def find_islands(tables: Tables, lab: Lab, free: float) -> list[Island] | None:
-    """Groups in which pairs are free, at least two, one of them no single rank. Further rounds, in other orders, until
-    they are: in one order, a pair may have met nobody on its way. A few that something else slowed down do no harm."""
+    """Find groups in which pairs are free: at least two, one of them no single rank; None if there are none.
+
+    Further rounds, in other orders, are run until they are: in one order, a pair may have met nobody on its
+    way. A few that something else slowed down do no harm.
+    """
     for series in range(1, MOST_SERIES):
         groups = _groups(tables, free)
         if all(_holds_together(tables, group, free) for group in groups):
@@ -41,7 +44,7 @@ def find_islands(tables: Tables, lab: Lab, free: float) -> list[Island] | None:
 
 
 def _groups(tables: Tables, free: float) -> list[Island]:
-    """Ranks connected by free pairs."""
+    """Return the groups of ranks that free pairs connect."""
     left = list(range(tables.ranks))
     groups = []
     while left:
@@ -56,7 +59,7 @@ def _groups(tables: Tables, free: float) -> list[Island]:
 
 
 def _holds_together(tables: Tables, group: Island, free: float) -> bool:
-    """Two groups that some pairs join by chance do not: a rank is free with half of them."""
+    """Return whether each rank is free with most of its group: two groups joined by chance do not hold together."""
     others = len(group) - 1
     return all(
         sum(_free(tables, rank, other, free) for other in group if other != rank) >= MOST_OF * others for rank in group
@@ -64,13 +67,14 @@ def _holds_together(tables: Tables, group: Island, free: float) -> bool:
 
 
 def _free(tables: Tables, a: int, b: int, free: float) -> bool:
-    """Never slowed down, and about as fast alone as the best pair of each."""
+    """Return whether a pair is never slowed down, and about as fast alone as the best pair of each."""
     alone = min(tables.alone[a, b], tables.alone[b, a])
     best = max(max(tables.alone[end, other] for other in range(tables.ranks) if other != end) for end in (a, b))
     return alone >= ABOUT * best and not tables.slowed(a, b, free)
 
 
 def model_of_islands(tables: Tables, lab: Lab, groups: list[Island]) -> Model:
+    """Measure the insides, ports and uplinks of these islands, and return their model."""
     model = Model(tables.ranks)
     insides = [_inside(tables, lab, group) for group in groups]
     gates = [_add_inside(model, tables, inside, number) for number, inside in enumerate(insides)]
@@ -94,7 +98,7 @@ def model_of_islands(tables: Tables, lab: Lab, groups: list[Island]) -> Model:
 
 
 def _inside(tables: Tables, lab: Lab, group: Island) -> _Inside:
-    """One to all inside, against what links of their own would allow; and inside and out at once."""
+    """Measure an island: one to all inside, against what links of their own would allow; and inside and out at once."""
     if len(group) == 1:
         return _Inside(group, False, False)
     port = _one_port(tables, lab, group)
@@ -107,7 +111,10 @@ def _inside(tables: Tables, lab: Lab, group: Island) -> _Inside:
 
 
 def _one_port(tables: Tables, lab: Lab, group: Island) -> bool:
-    """Whether what goes out slows down what goes to a member: half is left to it, or what the other cannot take."""
+    """Return whether what goes out slows down what goes to a member.
+
+    Through one port, half of its rate is left to the flow to the member, or what the other flow cannot take.
+    """
     outside = next(rank for rank in range(tables.ranks) if rank not in group)
     flows = [((rank, group[at - 1]), (rank, outside)) for at, rank in enumerate(group)]
     found = least_disturbed(lab, tables.alone, [Race(pair) for pair in flows], "inside and out", sure=1)
@@ -119,7 +126,7 @@ def _one_port(tables: Tables, lab: Lab, group: Island) -> bool:
 
 
 def _add_inside(model: Model, tables: Tables, inside: _Inside, number: int) -> str:
-    """The wires of an island; the node that leads out of it."""
+    """Add the wires of an island; return the node that leads out of it."""
     members, ranks = inside.members, ", ".join(map(str, inside.members))
     gate = f"switch{number}" if inside.switched else f"nic{number}"
     model.nodes[gate] = "switch" if inside.switched else "nic"
@@ -139,7 +146,7 @@ def _add_inside(model: Model, tables: Tables, inside: _Inside, number: int) -> s
 
 
 def _ports(model: Model, tables: Tables, group: Island, gate: str, uplinks: Sequence[Wire]) -> list[Wire]:
-    """The ports that lead out beside links inside; how wide they are shows if all uplinks are wider."""
+    """Return the ports that lead out beside links inside; how wide they are shows if all uplinks are wider."""
     if model.nodes[gate] == "switch":
         return []
     wires = []
@@ -153,7 +160,7 @@ def _ports(model: Model, tables: Tables, group: Island, gate: str, uplinks: Sequ
 
 
 def _uplinks(model: Model, tables: Tables, lab: Lab, groups: list[Island], gates: list[str]) -> list[Wire]:
-    """All of an island send out at once, all of it receive, and both."""
+    """Measure the uplinks: all of an island send out at once, all of it receive, and both."""
     wires = []
     for number, group in enumerate(groups[:1] if len(groups) == 2 else groups):
         out = _crossing(groups, number)
@@ -177,7 +184,7 @@ def _uplinks(model: Model, tables: Tables, lab: Lab, groups: list[Island], gates
 
 
 def _crossing(groups: Sequence[Island], number: int) -> tuple[Flow, ...]:
-    """A flow from each of an island, spread over the other islands, and over the ranks there."""
+    """Return a flow from each rank of an island, spread over the other islands, and over the ranks there."""
     others = [group for at, group in enumerate(groups) if at != number]
     flows = []
     for at, rank in enumerate(groups[number]):

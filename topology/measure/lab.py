@@ -29,7 +29,7 @@ PINGS = 5
 
 
 class OutOfTime(Exception):
-    """No more transfers: the time is up."""
+    """The time is up: no more transfers."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Race:
 
 @dataclass(frozen=True)
 class TransferOutcome:
-    """GB/s of each flow once under way: of use where it alone goes to its rank, else the ends are not told apart.
+    """GB/s of each flow once under way: of use if it alone goes to its rank, else the ends cannot be distinguished.
 
     Of a race for the total: the seconds of a long and of a short one, and by how many bytes they differ, so
     that start-up cancels.
@@ -59,35 +59,36 @@ class TransferOutcome:
 
     @property
     def seconds(self) -> float:
-        """What the bytes that differ take. If the short race was disturbed, the long one bounds it."""
+        """The seconds that the bytes that differ take. If the short race was disturbed, the long one bounds it."""
         bound = (1 - SHORT) * self.long_seconds / START_UP
         return max(self.long_seconds - self.short_seconds, bound, 1e-9)
 
     @property
     def total(self) -> float:
+        """The GB/s of all flows together."""
         return sum(self.nbytes.values()) / self.seconds / 1e9
 
     def least(self, other: TransferOutcome) -> TransferOutcome:
-        """Of two runs: what disturbs takes time, and never gives any."""
+        """Return the shorter times of two runs: what disturbs takes time, and never gives any."""
         long, short = min(self.long_seconds, other.long_seconds), min(self.short_seconds, other.short_seconds)
         return replace(self, long_seconds=long, short_seconds=short)
 
 
 class Lab(Protocol):
-    """Where flows are raced."""
+    """A place where flows are raced."""
 
     ranks: int
 
     @property
     def hurried(self) -> bool:
-        """Whether more than half of the time has passed: nothing is done again."""
+        """True once more than half of the time has passed: nothing is done again."""
 
     def race(self, races: Sequence[Race], what: str) -> list[TransferOutcome]:
-        """The outcomes, equal on all ranks, which all call it. Raises OutOfTime."""
+        """Run the races; return the outcomes, equal on all ranks, which all call it. Raises OutOfTime."""
 
 
 class TransportLab:
-    """Races over a transport. All ranks make the same calls."""
+    """A lab that races over a transport. All ranks make the same calls."""
 
     def __init__(self, transport: Transport, seconds: float, tell: Tell = lambda done, steps, what: None) -> None:
         self.transport, self.ranks, self.rank = transport, transport.world_size, transport.rank
@@ -101,14 +102,18 @@ class TransportLab:
 
     @property
     def hurried(self) -> bool:
+        """True once more than half of the time has passed; see Lab.hurried."""
         return self.elapsed > self.limit_seconds / 2
 
     def learn(self, gbs: Mapping[Flow, float]) -> None:
-        """What flows are known to reach alone."""
+        """Keep the GB/s that flows are known to reach alone, to choose the sizes of transfers by."""
         self._known.update(gbs)
 
     def estimate(self) -> dict[Flow, float]:
-        """GB/s of every flow to within a factor of the ranks or so: sizes grow until they take some time."""
+        """Estimate the GB/s of every flow to within a factor of the ranks or so.
+
+        Sizes grow until they take some time. Raises OutOfTime.
+        """
         found: dict[Flow, float] = {}
         for nbytes in ESTIMATE_BYTES:
             left = [[flow for flow in both_ways(each) if flow not in found] for each in rounds(self.ranks)]
@@ -122,6 +127,7 @@ class TransportLab:
         return found
 
     def race(self, races: Sequence[Race], what: str) -> list[TransferOutcome]:
+        """Run the races; see Lab.race. Raises OutOfTime."""
         self._check_time(what)
         plans = []
         for each in races:
@@ -143,7 +149,7 @@ class TransportLab:
         return outcomes
 
     def latencies(self) -> dict[Flow, float]:
-        """Microseconds one way of each pair: half of the fastest of some round trips."""
+        """Measure the microseconds one way of each pair: half of the fastest of some round trips."""
         mine: list[float] = []
         pairs = [pair for each in rounds(self.ranks) for pair in each]
         small = self._memory(8)[:8]
@@ -174,13 +180,13 @@ class TransportLab:
     # ---------- transfers
 
     def _sizes(self, flow: Flow, share: float) -> tuple[int, int]:
-        """Bytes that go before, and bytes that count."""
+        """Return the bytes that go before, and the bytes that count."""
         usual = min(self._known.get(flow, 0.0) * 1e9 * self.link_seconds, float(MOST_BYTES))
         counted = max(usual * share, 4096.0)
         return max(1, round(counted / 3)), round(counted)
 
     def _run(self, plans: Sequence[Mapping[Flow, tuple[int, int]]]) -> list[dict[Flow, tuple[float, float]]]:
-        """Seconds from the start until the two parts of each flow have arrived, on all ranks."""
+        """Run the plans; return on all ranks the seconds from the start until each flow's two parts have come."""
         memory = self._memory(max(max(sizes) for plan in plans for sizes in plan.values()))
         mine: list[float] = []
         for plan in plans:
@@ -190,7 +196,10 @@ class TransportLab:
         return [{(a, b): (next(heard[b]), next(heard[b])) for a, b in plan} for plan in plans]
 
     def _transfer(self, plan: Mapping[Flow, tuple[int, int]], memory: torch.Tensor) -> Iterable[tuple[float, float]]:
-        """One race on this rank: seconds of the flows that come here. What arrives is the same for all: nothing."""
+        """Run one race on this rank; return the seconds of the flows that come here.
+
+        All flows carry nothing but zeros, so that receives may share memory.
+        """
         transport = self.transport
         into = [(flow, sizes) for flow, sizes in plan.items() if flow[1] == self.rank]
         coming: list[tuple[Work, Work]] = []
@@ -216,14 +225,14 @@ class TransportLab:
         return times
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """Memory to receive into; all receives share it."""
+        """Return memory of `nbytes` bytes to receive into; all receives share it."""
         self._pool.reserve(nbytes)
         if self._sent.numel() < nbytes:
             self._sent = torch.zeros(nbytes, dtype=torch.uint8)
         return self._pool.data
 
     def _gather(self, mine: Sequence[float]) -> list[tuple[float, ...]]:
-        """What every rank has timed; and the time that has passed on rank 0."""
+        """Exchange what every rank has timed; take note of the time that has passed on rank 0."""
         values = [time.perf_counter() - self._began, *mine]
         heard = self.transport.exchange_text(struct.pack(f"{len(values)}f", *values), "what was timed")
         numbers = [struct.unpack(f"{len(each) // 4}f", each) for each in heard]
@@ -237,14 +246,19 @@ class TransportLab:
 
 
 def _rate(before: int, counted: int, start: float, end: float) -> float:
-    """GB/s of what counts. A rank that was not awake when the first part came has a start that is too late."""
+    """Return the GB/s of the bytes that count.
+
+    A rank that was not awake when the first part came has a start that is too late.
+    """
     under_way = counted / max(end - start, 1e-9)
     return min(under_way, START_UP * (before + counted) / max(end, 1e-9)) / 1e9
 
 
 def last(times: Mapping[Flow, tuple[float, float]]) -> float:
+    """Return the seconds until the last of the flows has arrived."""
     return max(end for _, end in times.values())
 
 
 def both_ways(pairs: Iterable[tuple[int, int]]) -> tuple[Flow, ...]:
+    """Return the flows of these pairs, in both directions."""
     return tuple(flow for a, b in pairs for flow in ((a, b), (b, a)))

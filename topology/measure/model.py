@@ -1,4 +1,4 @@
-"""A shape as wires and the ways through them: what it predicts, and what it says as facts."""
+"""A shape as wires and the ways through them: its prediction, and its facts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ NOTED_SPREAD = 0.15
 
 @dataclass(frozen=True)
 class Wire:
-    """A link, a port or an uplink. `both_gbs`: both ways at once, in all. A port that is never the narrowest part
-    of a way has no figures."""
+    """A link, a port or an uplink.
+
+    gbs: one way. both_gbs: both ways at once, in all. A port that is never the narrowest part of a way has no
+    figures.
+    """
 
     a: str
     b: str
@@ -29,12 +32,13 @@ class Wire:
 
     @property
     def half_duplex(self) -> bool:
+        """True if both ways at once carry about what one way does."""
         return Measurement(self.a, self.b, self.gbs, self.both_gbs).is_half_duplex
 
 
 @dataclass
 class Model:
-    """`ways`: the nodes that each flow passes; empty where no shape was found."""
+    """A shape with its evidence. `ways`: the nodes that each flow passes; empty where no shape was found."""
 
     ranks: int
     wires: list[Wire] = field(default_factory=list)
@@ -44,7 +48,7 @@ class Model:
     doubts: list[str] = field(default_factory=list)
 
     def seconds(self, nbytes: Mapping[Flow, float]) -> float:
-        """How long the busiest wire needs."""
+        """Return the seconds that the busiest wire needs for the bytes of these flows."""
         wires = {(wire.a, wire.b): wire for wire in self.wires}
         load: dict[tuple[str, str], float] = {}
         for flow, size in nbytes.items():
@@ -58,16 +62,20 @@ class Model:
 
 
 def name(rank: int) -> str:
+    """Return the name of a rank's device."""
     return f"rank{rank}"
 
 
 def process(rank: int) -> Device:
-    """A rank, which measures between its CPU memory and that of others."""
+    """Return the device of a rank, which measures between its CPU memory and that of others."""
     return Device(name(rank), "accelerator", index=rank, model=PROCESS)
 
 
 def check(model: Model, lab: Lab) -> None:
-    """One more race, of flows that were not raced together before; what does not come as predicted is a doubt."""
+    """Run one more race, of flows that were not raced together before; a result that differs is a doubt.
+
+    A race counts as predicted if it takes between 1/TOLERANCE and TOLERANCE of the predicted time.
+    """
     if not model.ways or model.ranks < 3:
         return
     steps = sorted({1, model.ranks // 2})
@@ -81,7 +89,7 @@ def check(model: Model, lab: Lab) -> None:
 
 
 def facts(model: Model, tables: Tables) -> Facts:
-    """The model and the tables as a source of facts."""
+    """Return the model and the tables as a source of facts."""
     everyone = range(model.ranks)
     devices = [process(rank) for rank in everyone]
     devices += [Device(node, kind, name=node) for node, kind in model.nodes.items()]
@@ -119,7 +127,7 @@ def _pair(flow: Flow, tables: Tables) -> Measurement:
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits: more were not measured."""
+    """Round to four digits: more were not measured."""
     return None if value is None else float(f"{value:.4g}")
 
 

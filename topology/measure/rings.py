@@ -1,4 +1,4 @@
-"""A ring: which ranks share the first link from each rank, and an order in which no two neighbours disturb others."""
+"""A ring: the ranks that share the first link from each rank, and an order in which neighbours disturb no others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ring:
     sides: Sides
 
     def way(self, a: int, b: int) -> list[int]:
-        """The ranks that a flow passes: on by one link at each rank. A way that turns back takes the shorter one."""
+        """Return the ranks that a flow passes, on by one link at each. A way that turns back takes the shorter one."""
         ranks, place = len(self.order), self.order.index
         ahead = (place(b) - place(a)) % ranks
         next_rank = self.order[(place(a) + 1) % ranks]
@@ -34,7 +34,7 @@ class Ring:
 
 
 def find_ring(tables: Tables, lab: Lab) -> Ring | None:
-    """None if this is no ring."""
+    """Find the ring; None if this is no ring."""
     sides = _sides(tables, lab)
     if any(len(each) != 2 for each in sides.values()):
         return None
@@ -50,7 +50,7 @@ def find_ring(tables: Tables, lab: Lab) -> Ring | None:
 
 
 def _sides(tables: Tables, lab: Lab) -> Sides:
-    """Two flows from one rank slow each other down if they begin with one link."""
+    """Find the sides of each rank: two flows from it slow each other down if they begin with one link."""
     sides: Sides = {}
     for rank in range(tables.ranks):
         first, *others = [other for other in range(tables.ranks) if other != rank]
@@ -66,7 +66,7 @@ def _sides(tables: Tables, lab: Lab) -> Sides:
 
 
 def orders(sides: Sides) -> Iterator[tuple[int, ...]]:
-    """Orders that the sides allow: a rank's neighbours are on its two sides, each before all others there."""
+    """Yield orders that the sides allow: a rank's neighbours are on its two sides, each before all others there."""
     around = {rank: {other for other in sides if _may_follow(sides, rank, other)} for rank in sides}
     start = min(sides)
 
@@ -89,7 +89,7 @@ def _may_follow(sides: Sides, a: int, b: int) -> bool:
 
 
 def _leads_on(sides: Sides, a: int, b: int) -> bool:
-    """Whether what lies behind b, seen from a, is on one side of b."""
+    """Return whether what lies behind b, seen from a, is on one side of b."""
     behind = next(side for side in sides[a] if b in side) - {b}
     return any(behind <= side for side in sides[b])
 

@@ -1,4 +1,4 @@
-"""Measuring on the ranks at hand: all of them call it, and get equal facts."""
+"""The measurement on the ranks at hand: all of them call it, and get equal facts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ WAIT_SECONDS = 60.0  # for another rank
 def measure(
     transport: Transport | None, seconds: float = SECONDS, tell: Tell = lambda done, steps, what: None
 ) -> Facts:
-    """Facts of the ranks of a transport (None: one rank), within about `seconds`. Raises PeerLost."""
+    """Measure facts of the ranks of a transport (None: one rank), within about `seconds`. Raises PeerLost.
+
+    Raises ConfigurationError for seconds that are not above 0 and finite.
+    """
     if not 0 < seconds < math.inf:
         raise ConfigurationError(f"measuring in {seconds:g} seconds: use more than 0, and a number")
     if transport is None or transport.world_size == 1:
@@ -41,7 +44,11 @@ def measure(
 
 
 def measure_group(group: ProcessGroup | None, transport: str | Transport, seconds: float) -> Facts:
-    """The same of the ranks of a group. A transport that is given by name is closed afterwards."""
+    """Measure facts of the ranks of a group, as measure does.
+
+    A transport that is given by name is closed afterwards. Raises ConfigurationError if there is no process
+    group.
+    """
     if not isinstance(transport, str):
         return measure(transport, seconds)
     import torch.distributed as dist

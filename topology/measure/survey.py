@@ -1,4 +1,4 @@
-"""What is measured of any machine: pairs alone and both ways, rounds of pairs, one rank to and from all others."""
+"""The measurements of any machine: pairs alone and both ways, rounds of pairs, one rank to and from all others."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ class EstimatingLab(Lab, Protocol):
     limit_seconds: float
     link_seconds: float
 
-    def estimate(self) -> dict[Flow, float]: ...
+    def estimate(self) -> dict[Flow, float]:
+        """Estimate the GB/s of every flow. Raises OutOfTime."""
 
-    def learn(self, gbs: Mapping[Flow, float]) -> None: ...
+    def learn(self, gbs: Mapping[Flow, float]) -> None:
+        """Keep the GB/s that flows are known to reach alone, to choose the sizes of transfers by."""
 
-    def latencies(self) -> dict[Flow, float]: ...
+    def latencies(self) -> dict[Flow, float]:
+        """Measure the microseconds one way of each pair."""
 
 
 @dataclass
 class Tables:
-    """GB/s of each flow: alone; with its reverse (`both`); the least in a round of pairs, both ways (`coloured`).
+    """The GB/s of each flow: alone; with its reverse (`both`); the least in a round of pairs, both ways (`coloured`).
 
     out, into: of each rank, to and from all others at once, in all. spread: of the values of `alone`, as a share.
     """
@@ -55,10 +58,11 @@ class Tables:
     guessed: int = 0  # flows for whose value alone there was no time
 
     def best(self) -> float:
+        """Return the GB/s of the fastest flow alone."""
         return max(self.alone.values())
 
     def slowed(self, a: int, b: int, free: float) -> bool:
-        """Whether other pairs slow this one down, in some round."""
+        """Return whether other pairs slow this one down below `free` of its rate, in some round."""
         flows = ((a, b), (b, a))
         return any(self.coloured[flow] < free * min(self.alone[flow], self.both[flow]) for flow in flows)
 
@@ -86,7 +90,7 @@ def survey(lab: EstimatingLab, tables: Tables) -> None:
 
 
 def add_series(lab: Lab, tables: Tables, series: int) -> None:
-    """Rounds of pairs, in one more order: the least of each flow counts."""
+    """Run rounds of pairs in one more order: the least of each flow counts."""
     races = [Race(both_ways(each)) for each in shuffled(lab.ranks, series)]
     undisturbed = {flow: min(gbs, tables.both[flow]) for flow, gbs in tables.alone.items()}
     for found in least_disturbed(lab, undisturbed, races, "rounds of pairs", sure=1):
@@ -95,7 +99,7 @@ def add_series(lab: Lab, tables: Tables, series: int) -> None:
 
 
 def totals(lab: Lab, races: Sequence[Race], what: str) -> list[TransferOutcome]:
-    """Races for the total, run twice, and again where the two differ."""
+    """Run races for the total twice, and again where the two runs differ; return the least disturbed outcomes."""
     best = lab.race(races, what)
     differ = list(range(len(races)))
     for _ in range(REPEATS):
@@ -109,7 +113,7 @@ def totals(lab: Lab, races: Sequence[Race], what: str) -> list[TransferOutcome]:
 
 
 def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[TransferOutcome]:
-    """Races for the total of which most should come to the same: those that do not are run again."""
+    """Run races for the total of which most should reach an equal rate: those that do not are run again."""
     best = lab.race(races, what)
     for _ in range(REPEATS):
         usual = statistics.median(each.total for each in best)
@@ -124,10 +128,12 @@ def _alike(lab: Lab, races: Sequence[Race], what: str) -> list[TransferOutcome]:
 def least_disturbed(
     lab: Lab, wanted: Mapping[Flow, float], races: Sequence[Race], what: str, sure: int = 0
 ) -> list[dict[Flow, float]]:
-    """Of several runs that whose slowest flow is fastest, where one is slower than wanted: what slows it down must do
-    so each time. Not the best value of each flow: one that stalls leaves its share to others.
+    """Return for each race the GB/s of its flows, from the run whose slowest flow was fastest.
 
-    sure: how often to ask again where it has half or less.
+    A race is run again if a flow in it is slower than wanted: what slows it down must do so each time. The best
+    value of each flow is not what counts: one that stalls leaves its share to others.
+
+    sure: how often a race is run again even if a flow in it has less than HALF of what is wanted.
     """
     seen = [dict(outcome.gbs) for outcome in lab.race(races, what)]
     for turn in range(REPEATS):
@@ -146,14 +152,14 @@ def least_disturbed(
 
 
 def _fit_time(lab: EstimatingLab) -> None:
-    """Shorter transfers where the usual ones would not fit."""
+    """Make transfers shorter where the usual ones would not fit."""
     races = 2 * lab.ranks * (lab.ranks - 1)  # each direction alone, twice
     room = ALONE_SHARE * lab.limit_seconds / max(races, 1) - OVERHEAD_SECONDS
     lab.link_seconds = max(LEAST_LINK_SECONDS, min(lab.link_seconds, room * 3 / 4))
 
 
 def _alone(lab: EstimatingLab, tables: Tables, estimates: Mapping[Flow, float]) -> None:
-    """Each direction of each pair twice, in two passes; again where the two differ."""
+    """Measure each direction of each pair twice, in two passes; again where the two differ."""
     flows = [flow for each in rounds(lab.ranks) for flow in both_ways(each)]
     values: dict[Flow, list[float]] = {flow: [] for flow in flows}
     for turn in range(2):
@@ -172,7 +178,7 @@ def _alone(lab: EstimatingLab, tables: Tables, estimates: Mapping[Flow, float]) 
 
 
 def _learn_more(tables: Tables, gbs: Mapping[Flow, float]) -> None:
-    """What a flow reached beside others it can reach alone: both values alone may have been disturbed."""
+    """Raise rates alone to what flows reached beside others: both values alone may have been disturbed."""
     for flow, value in gbs.items():
         tables.seen[flow].append(value)
         tables.alone[flow] = max(tables.alone[flow], statistics.mean(_agreeing(tables.seen[flow])))
@@ -185,12 +191,15 @@ def _measure(lab: Lab, flows: Sequence[Flow], values: dict[Flow, list[float]]) -
 
 
 def _differ(seen: Sequence[float]) -> bool:
-    """Whether no two values agree."""
+    """Return whether there are several values and no two of them agree."""
     return len(seen) > 1 and len(_agreeing(seen)) == 1
 
 
 def _agreeing(seen: Sequence[float]) -> list[float]:
-    """The best values that agree: what disturbs takes time, and hardly ever gives any; else the one in the middle."""
+    """Return the best values that agree, else the one in the middle.
+
+    What disturbs takes time, and hardly ever gives any.
+    """
     ordered = sorted(seen, reverse=True)
     for high, low in pairwise(ordered):
         if low * (1 + AGREE) >= high:
@@ -199,5 +208,5 @@ def _agreeing(seen: Sequence[float]) -> list[float]:
 
 
 def _batches(flows: Sequence[Flow], ranks: int) -> list[Sequence[Flow]]:
-    """As many as one round has: between batches all ranks see the time."""
+    """Cut the flows into batches of as many as one round has: between batches all ranks see the time."""
     return [flows[start : start + ranks] for start in range(0, len(flows), ranks)]

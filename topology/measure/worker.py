@@ -16,7 +16,7 @@ from tokenring.topology.model.verdict import Verdict, classify
 
 @dataclass(frozen=True)
 class MeasureCase:
-    """What is asked of the ranks."""
+    """The parameters of a measurement: about how many seconds it takes, and over which transport."""
 
     seconds: float
     transport: str
@@ -24,29 +24,32 @@ class MeasureCase:
 
 @dataclass
 class LinksMeasured:
-    """What rank 0 comes back with."""
+    """The report that rank 0 returns."""
 
     facts: list[Facts]
 
     def to_json(self) -> str:
+        """Return the facts as a JSON document; see schema.to_json."""
         return to_json(self.facts)
 
     @staticmethod
     def from_json(text: str) -> LinksMeasured:
+        """Read the report from its JSON document. Raises TopologyError."""
         return LinksMeasured(from_json(text))
 
     def seen(self) -> tuple[Graph, Verdict]:
+        """Return the graph of the facts, and the verdict on it."""
         graph = merge(self.facts)
         return graph, classify(graph)
 
 
 def main(argv: list[str]) -> int:
-    """Run this rank; returns the exit code."""
+    """Run this rank; return the exit code."""
     return serve(partial(run, MeasureCase(**json.loads(argv[0]))))
 
 
 def run(case: MeasureCase, tell: Tell) -> LinksMeasured | None:
-    """The measurement, on the processes that torchrun has started; rank 0 has it."""
+    """Measure on the processes that torchrun has started; return the report on rank 0, None on others."""
     import torch
     import torch.distributed as dist
 

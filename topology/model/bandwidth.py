@@ -48,7 +48,7 @@ PCIE_GBS = {8.0: 15.75, 16.0: 31.0, 32.0: 63.0, 64.0: 121.0}  # x16, by GT/s
 
 
 def published(kind: str, device: Device) -> Published | None:
-    """The generation of a device's links; None where it cannot be told."""
+    """Return the generation of a device's links; None if neither its model nor its architecture gives it."""
     return _published(kind, device.model, device.arch)
 
 
@@ -62,6 +62,6 @@ def _published(kind: str, *texts: str | None) -> Published | None:
 
 
 def links_per_device(kind: str, device: Device) -> int | None:
-    """How many links of a kind the device has; the most there are where the model is unknown."""
+    """Return how many links of a kind the device has; the most there are where the model is unknown."""
     entry = published(kind, device)
     return entry.links if entry else LINKS_WHERE_UNKNOWN.get(kind)

@@ -1,4 +1,4 @@
-"""What one source said about a machine, in its own words as far as they go. Unknown is None, never 0."""
+"""Facts of one source about a machine, in its own words as far as they go. Unknown is None, never 0."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What somebody measured from a to b: one way (`gbs`), both ways at once (`both_gbs`), latency."""
+    """A measurement from a to b: one way (`gbs`), both ways at once (`both_gbs`), latency."""
 
     a: str
     b: str
@@ -82,13 +82,13 @@ class Measurement:
 
     @property
     def is_half_duplex(self) -> bool:
-        """Whether both ways at once carry about what one way does."""
+        """True if both ways at once carry about what one way does."""
         return self.gbs is not None and self.both_gbs is not None and self.both_gbs <= HALF_DUPLEX * self.gbs
 
 
 @dataclass(frozen=True)
 class Note:
-    """What to know of a source: what is missing, what was put right, why there is nothing.
+    """A remark on a source: what is missing, what was put right, why there is nothing.
 
     role: evidence and doubts go into the verdict, and a doubt makes it less sure: what a measurement says for and
     against its own shape, and what a dump lacks that was cut.
@@ -100,12 +100,13 @@ class Note:
     role: Literal["remark", "evidence", "doubt"] = "remark"
 
     def __str__(self) -> str:
+        """Return the text, after the line's number where it is known."""
         return self.text if self.line is None else f"line {self.line}: {self.text}"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where facts come from."""
+    """The origin of facts: a format, a file, a host."""
 
     format: str  # the name in the registry: "nvidia-smi topo -m"
     file: str | None = None
@@ -129,14 +130,19 @@ class Facts:
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
+        """The devices that are accelerators."""
         return tuple(device for device in self.devices if device.kind == "accelerator")
 
     def of(self, origin: Origin) -> Facts:
+        """Return the facts with this origin."""
         return replace(self, origin=origin)
 
 
 def normal_bus_id(text: str) -> str | None:
-    """`00000000:1A:00.0` and `1a:00.0` are both `0000:1a:00.0`; None for what is no bus id."""
+    """Normalise a bus id; return None for what is none.
+
+    `00000000:1A:00.0` and `1a:00.0` are both `0000:1a:00.0`.
+    """
     match = re.fullmatch(
         r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?", text.strip().lower(), re.ASCII
     )
@@ -147,14 +153,14 @@ def normal_bus_id(text: str) -> str | None:
 
 
 def single_number(text: str | None) -> int | None:
-    """The number that a text is; None for lists, for N/A and for nothing."""
+    """Return the number that a text is; None for lists, for N/A and for nothing."""
     return int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII) else None
 
 
 def changed(each: T, **changes: object) -> T:
-    """As dataclasses.replace does it, ten times as fast: for the parts of hundreds of hosts.
+    """Return a changed copy as dataclasses.replace does, ten times as fast: for the parts of hundreds of hosts.
 
-    Of a dataclass that has no slots and checks nothing as it is made; the changes are fields of it.
+    `each` is of a dataclass that has no slots and checks nothing as it is made; the changes are fields of it.
     """
     made = object.__new__(type(each))
     vars(made).update(vars(each), **changes)
@@ -162,10 +168,11 @@ def changed(each: T, **changes: object) -> T:
 
 
 def unordered(a: str, b: str) -> tuple[str, str]:
+    """Return two names, sorted."""
     return (a, b) if a <= b else (b, a)
 
 
 def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    """All pairs, each once, in the order given."""
+    """Return all pairs, each once, in the order given."""
     listed = list(names)
     return [(a, b) for i, a in enumerate(listed) for b in listed[i + 1 :]]

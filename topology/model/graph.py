@@ -29,8 +29,11 @@ _Named = tuple[str, str, Link]  # two devices as the source orders them, and wha
 
 @dataclass(frozen=True)
 class Edge:
-    """A link of the merged graph. `source` says where `bandwidth_gbs` (one way, all `count` links) comes from:
-    measured, published for the model, or the source's label, which may leave it unknown."""
+    """A link of the merged graph.
+
+    `source` says where `bandwidth_gbs` (one way, all `count` links) comes from: measured, published for the
+    model, or the source's label, which may leave it unknown.
+    """
 
     a: str
     b: str
@@ -43,12 +46,13 @@ class Edge:
 
     @property
     def is_peer(self) -> bool:
+        """True for a link of accelerators' own."""
         return self.kind in PEERS
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Every device once, every link once, whichever sources named them. The order is that of the sources."""
+    """A graph that has every device once and every link once, whichever sources named them, in the sources' order."""
 
     devices: tuple[Device, ...] = ()
     edges: tuple[Edge, ...] = ()
@@ -59,7 +63,7 @@ class Graph:
 
     @property
     def shown(self) -> dict[str, Coverage]:
-        """Of each accelerator, the most that a source which names it would have shown."""
+        """The most that a source which names an accelerator would have shown, by accelerator."""
         least = len(COVERAGES) - 1
         best = {device.id: least for device in self.accelerators}
         for coverage, names in self.seen:
@@ -68,22 +72,25 @@ class Graph:
 
     @property
     def coverage(self) -> Coverage:
-        """What sources would have shown of every accelerator."""
+        """The least of what sources would have shown of an accelerator."""
         return max(self.shown.values(), key=COVERAGES.index, default=COVERAGES[-1])
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
+        """The devices that are accelerators."""
         return self.of_kind("accelerator")
 
     @property
     def hosts(self) -> tuple[str, ...]:
+        """The hosts of the accelerators, each once; "" for a host without a name."""
         return tuple(dict.fromkeys(device.host or "" for device in self.accelerators))
 
     def of_kind(self, kind: str) -> tuple[Device, ...]:
+        """Return the devices of a kind."""
         return tuple(device for device in self.devices if device.kind == kind)
 
     def on_host(self, host: str) -> Graph:
-        """The part of one host."""
+        """Return the part of one host."""
         devices = tuple(device for device in self.devices if (device.host or "") == host)
         known = {device.id for device in devices}
         edges = tuple(edge for edge in self.edges if edge.a in known and edge.b in known)
@@ -92,7 +99,7 @@ class Graph:
         return replace(self, devices=devices, edges=edges, notes=notes, noted=())
 
     def between(self) -> dict[tuple[str, str], Edge]:
-        """The best edge of each pair that has one: an accelerator's own link before PCIe."""
+        """Return the best edge of each pair that has one: an accelerator's own link before PCIe."""
         best: dict[tuple[str, str], Edge] = {}
         for edge in self.edges:
             pair = unordered(edge.a, edge.b)
@@ -101,7 +108,7 @@ class Graph:
         return best
 
     def fabric(self) -> SwitchFabric:
-        """What leads through switches."""
+        """Return the links that lead to and through switches."""
         switches = {device.id for device in self.of_kind("switch")}
         ports: dict[str, dict[str, Edge]] = {}
         joined = []
@@ -117,13 +124,20 @@ class Graph:
 
 @dataclass(frozen=True)
 class SwitchFabric:
-    """ports: of each device its links to switches, by switch. part: what hangs together has one number."""
+    """The links of devices to switches.
+
+    ports: of each device its links to switches, by switch. part: devices and switches that hang together have
+    one number.
+    """
 
     ports: dict[str, dict[str, Edge]]
     part: dict[str, int]
 
     def between(self, a: str, b: str) -> Edge | None:
-        """What two devices have through switches that both are linked to, or that are linked: the narrower end."""
+        """Return the edge of two devices through switches, as wide as the narrower end; None if there is none.
+
+        Both are linked to these switches, or to switches that are linked.
+        """
         if a not in self.ports or b not in self.ports or self.part[a] != self.part[b]:
             return None
         shared = [switch for switch in self.ports[a] if switch in self.ports[b]]
@@ -134,13 +148,13 @@ class SwitchFabric:
 
 
 def total_gbs(edges: Iterable[Edge]) -> float | None:
-    """Of all together; None if one is not known."""
+    """Return the GB/s of all edges together; None if one is not known."""
     widths = [edge.bandwidth_gbs for edge in edges]
     return None if None in widths else sum(width for width in widths if width is not None)
 
 
 def merge(facts: Iterable[Facts]) -> Graph:
-    """One graph of several sources, each a file of its own: see on_machines."""
+    """Merge several sources, each a file of its own, into one graph; on_machines says which host a file is of."""
     placed = on_machines([(each.origin.file if each.origin else None, [each]) for each in facts])
     named = [_on_host(each, each.origin.host, None) if each.origin and each.origin.host else each for each in placed]
     sources = sorted(named, key=_names_both_ways, reverse=True)
@@ -166,8 +180,11 @@ def merge(facts: Iterable[Facts]) -> Graph:
 
 
 def on_machines(files: Sequence[tuple[str | None, Sequence[Facts]]]) -> list[Facts]:
-    """Name the hosts of files that do not say theirs: the first of a format is of the first machine, the second of the
-    second. A machine is called after its first file; of further ones a note says whose they are taken for."""
+    """Name the hosts of files that do not name theirs.
+
+    The first of a format is of the first machine, the second of the second. A machine is called after its first
+    file; of further ones a note says whose they are taken for.
+    """
     seen: dict[str, int] = {}
     numbers = []
     for _, facts in files:
@@ -198,12 +215,12 @@ def _on_host(source: Facts, host: str, note: str | None) -> Facts:
 
 
 def _names_both_ways(source: Facts) -> bool:
-    """Whether it tells which index has which bus id: it goes first, as others know devices by one of them."""
+    """Return whether a source says which index has which bus id: it goes first, as others know devices by one."""
     return any(device.index is not None and device.bus_id is not None for device in source.accelerators)
 
 
 def _take_devices(source: Facts, devices: list[Device], several: bool) -> dict[str, str]:
-    """Add a source's devices, or what it says about those known; what its ids are called in the graph."""
+    """Add a source's devices, or what it says about those known; return its ids' names in the graph."""
     names: dict[str, str] = {}
     taken: set[int] = set()
     before = len(devices)
@@ -229,7 +246,7 @@ def _take_devices(source: Facts, devices: list[Device], several: bool) -> dict[s
 
 
 def _same(a: Device, b: Device) -> bool:
-    """Whether two sources speak of one device: bus id, else physical id, else index or name."""
+    """Return whether two sources speak of one device: bus id, else physical id, else index or name."""
     if a.kind != b.kind or (a.host and b.host and a.host != b.host):
         return False
     if a.vendor and b.vendor and a.vendor != b.vendor:  # each vendor's tool counts from 0
@@ -243,12 +260,12 @@ def _same(a: Device, b: Device) -> bool:
 
 
 def _tail(device: Device) -> str:
-    """Its own name without its host's: parts of one GPU share a bus id."""
+    """Return a device's own name without its host's: parts of one GPU share a bus id."""
     return device.id.rpartition(":")[2]
 
 
 def _completed(known: Device, more: Device) -> Device:
-    """What the first source left open, from the second."""
+    """Return a device with what the first source left open, from the second."""
     return replace(known, **{k: v for k, v in vars(more).items() if getattr(known, k) is None and v is not None})
 
 
@@ -271,7 +288,7 @@ def _take_link(link: Link, names: Mapping[str, str], links: dict[_Ends, _Named])
 def _edges(
     links: Mapping[_Ends, _Named], devices: Iterable[Device], measurements: Iterable[Measurement]
 ) -> Iterable[Edge]:
-    """Links with their bandwidth: what was measured, else what is known of links and devices like these.
+    """Yield links with their bandwidth: what was measured, else what is known of links and devices like these.
 
     An edge is made for each way to be linked; those of a large matrix differ in their ends alone.
     """
@@ -293,7 +310,7 @@ def _edges(
 
 
 def _measured(measurements: Iterable[Measurement]) -> dict[tuple[str, str], float]:
-    """GB/s of each pair that somebody measured: the least of one way, else half of what both ways carried at once."""
+    """Return the GB/s of each measured pair: the least of one way, else half of what both ways carried at once."""
     one: dict[tuple[str, str], float] = {}
     half: dict[tuple[str, str], float] = {}
     for each in measurements:
@@ -306,7 +323,10 @@ def _measured(measurements: Iterable[Measurement]) -> dict[tuple[str, str], floa
 
 
 def _with_bandwidth(edge: Edge, a: Device, b: Device) -> Edge:
-    """An edge between devices like a and b, of which nothing was measured: published beats label."""
+    """Give a bandwidth to an edge between devices like a and b, of which nothing was measured.
+
+    A published figure comes before the label's.
+    """
     if not edge.is_peer:  # nobody publishes what a way through PCIe has
         return edge
     entry = published(edge.kind, a) or published(edge.kind, b)
@@ -320,5 +340,5 @@ def _with_bandwidth(edge: Edge, a: Device, b: Device) -> Edge:
 
 
 def _one(kind: str) -> int | None:
-    """Links of a pair whose label does not count them: HCCS meshes have one, xGMI is not always one."""
+    """Return the links of a pair whose label does not count them: HCCS meshes have one, xGMI is not always one."""
     return 1 if kind == "hccs" else None

@@ -1,4 +1,4 @@
-"""What the words in the cells of topology matrices mean, of all vendors."""
+"""The meanings of the words in the cells of topology matrices, of all vendors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ PIECE = re.compile(rf"{_WORD}|X", re.ASCII)
 
 @dataclass(frozen=True)
 class Meaning:
+    """The meaning of a label: a kind of link, how many of them, and whether they lead through a switch."""
+
     kind: str
     count: int | None = None
     switched: bool = False
 
 
 def meaning(label: str) -> Meaning | None:
-    """None for what says nothing: N/A, XXXX, unknown words."""
+    """Return the meaning of a label; None for N/A, XXXX, and words that are unknown."""
     word = label.upper()
     if word in WORDS:
         return Meaning(WORDS[word][0], switched=WORDS[word][1])
@@ -53,7 +55,7 @@ def meaning(label: str) -> Meaning | None:
 
 @lru_cache(KEPT)
 def cells(token: str) -> tuple[str, ...] | None:
-    """The cells of one word, which may be glued (PIXNODE); None where it is something else."""
+    """Return the cells of one word, which may be glued (PIXNODE); None where it is something else."""
     if token in NOTHING:
         return (token,)
     if len(token) > LONGEST:

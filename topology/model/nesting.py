@@ -1,4 +1,4 @@
-"""What hangs from what, as boxes in boxes: NUMA nodes, host bridges, PCIe switches, accelerators and NICs."""
+"""Boxes in boxes, by what hangs from what: NUMA nodes, host bridges, PCIe switches, accelerators and NICs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Box:
 
     @property
     def is_leaf(self) -> bool:
+        """True for accelerators and NICs."""
         return self.kind in LEAVES
 
 
 def boxes(graph: Graph) -> list[Box]:
-    """The outermost boxes of one host; leaves among them are what nothing is known about."""
+    """Return the outermost boxes of one host; leaves among them are devices whose place is unknown."""
     by_id = {device.id: device for device in graph.devices}
     if any(device.parent in by_id for device in graph.devices if device.kind in LEAVES):
         return _from_parents(graph, by_id)
@@ -38,6 +39,7 @@ def boxes(graph: Graph) -> list[Box]:
 
 
 def says_something(found: Sequence[Box]) -> bool:
+    """Return whether any box says more than which accelerators there are."""
     return any(not box.is_leaf or box.kind == "nic" for box in found)
 
 
@@ -71,7 +73,7 @@ def _label(device: Device) -> str:
 
 
 def _without_passages(box: Box) -> Box:
-    """PCI bridges that lead to one thing only say nothing."""
+    """Leave out PCI bridges that lead to one thing only: they say nothing."""
     while box.kind == "pcie-switch" and len(box.inside) == 1:
         box = box.inside[0]
     box.inside = [_without_passages(each) for each in box.inside]
@@ -81,7 +83,7 @@ def _without_passages(box: Box) -> Box:
 
 
 def _from_ways(graph: Graph) -> list[Box]:
-    """Devices in one box whose way is no longer than the box allows."""
+    """Put devices into one box whose way is no longer than the box allows."""
     leaves = [device for device in graph.devices if device.kind in LEAVES]
     tops = {device.id: Box(device.id, device.kind, device) for device in leaves}
     order = {device.id: number for number, device in enumerate(leaves)}
@@ -101,7 +103,7 @@ def _from_ways(graph: Graph) -> list[Box]:
 
 
 def _joined(tops: dict[str, Box], pairs: Sequence[tuple[str, str]]) -> list[list[Box]]:
-    """The boxes that these pairs bring together, in their order."""
+    """Return the boxes that these pairs bring together, in their order."""
     group = {id(box): [box] for box in tops.values()}
     for a, b in pairs:
         one, other = group[id(tops[a])], group[id(tops[b])]
@@ -123,7 +125,7 @@ def _place(device: Device) -> str | None:
 
 
 def _node(group: Sequence[Box]) -> str | None:
-    """The NUMA node that all in a group have who say it."""
+    """Return the NUMA node of all in a group that name one; None if they differ or name none."""
     told = {_place(leaf.device) for box in group for leaf in _leaves(box) if leaf.device is not None} - {None}
     return told.pop() if len(told) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Facts as they can be kept: what a dump says that no link can be is left out, with a note, before anything follows.
+"""Facts as they can be kept: what a dump says that cannot be is left out, with a note, before anything follows.
 
 The reader of saved topologies (`schema`) refuses what this leaves out: nobody could have written it.
 """
@@ -20,17 +20,17 @@ T = TypeVar("T", Device, Link, Measurement)
 
 
 def is_amount(number: float | None) -> bool:
-    """Of links, or of GB/s: unknown, or more than none."""
+    """Return whether a number of links, or of GB/s, is unknown or more than none."""
     return number is None or 0 < number < MOST
 
 
 def storable(text: str) -> str:
-    """A name that files of text can hold: a file's own may have bytes that are no characters."""
+    """Return a name that files of text can hold: a file's own may have bytes that are no characters."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def sound(facts: Facts) -> Facts:
-    """The facts without what cannot be: amounts of 0 and less, links of no device, devices of one name."""
+    """Return the facts without what cannot be: amounts of 0 and less, links of no device, devices of one name."""
     lost: list[str] = []
     devices = tuple(_amounts(device, ("gbs",), lost) for device in _once(facts.devices, lost))
     known = {device.id for device in devices}
@@ -47,7 +47,7 @@ def sound(facts: Facts) -> Facts:
 
 
 def _are_whole(links: tuple[Link, ...], known: set[str]) -> bool:
-    """Whether nothing is wrong with any of them: there may be half a million."""
+    """Return whether nothing is wrong with any of the links: there may be half a million."""
     ends = {link.a for link in links} | {link.b for link in links}
     amounts = {link.count for link in links} | {link.bandwidth_gbs for link in links}
     apart = all(link.a != link.b for link in links)
@@ -63,7 +63,7 @@ def _once(devices: Iterable[Device], lost: list[str]) -> list[Device]:
 
 
 def _joins(each: Link | Measurement, known: set[str], lost: list[str]) -> bool:
-    """Whether it is between two devices that there are, and of a kind that there is."""
+    """Return whether a link is between two known devices, and of a known kind; note why it is not."""
     strange = next((end for end in (each.a, each.b) if end not in known), None)
     if strange is not None:
         lost.append(f"a link leads to {strange[:40]}, which is no device that is named: not used")
@@ -77,7 +77,7 @@ def _joins(each: Link | Measurement, known: set[str], lost: list[str]) -> bool:
 
 
 def _amounts(each: T, names: tuple[str, ...], lost: list[str]) -> T:
-    """The same with what cannot be as unknown."""
+    """Return a part of facts in which figures that cannot be are unknown."""
     wrong: dict[str, Any] = {}
     for name, value in vars(each).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""A topology as a JSON document (docs/topology.md), with the facts that it came from: read, and all follows again."""
+"""A topology as a JSON document (docs/topology.md), with the facts from which all else in it follows again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")  # which no fi
 
 
 def to_json(facts: list[Facts]) -> str:
-    """The document of some facts: verdict, devices, links, and the facts themselves."""
+    """Return the document of some facts: verdict, devices, links, and the facts themselves."""
     graph = merge(facts)
     document = {
         "format": FORMAT,
@@ -38,11 +38,15 @@ def to_json(facts: list[Facts]) -> str:
 
 
 def is_document(text: str) -> bool:
+    """Return whether a text looks like a document of a topology."""
     return text.lstrip()[:1] == "{" and f'"{FORMAT}"' in text  # anywhere: other tools sort keys
 
 
 def from_json(text: str, file: str | None = None) -> list[Facts]:
-    """The facts of a document; its verdict and links follow from them anew."""
+    """Read the facts of a document; its verdict and links follow from them anew.
+
+    Raises TopologyError for a text that is no such document, or of another version, or that has what cannot be.
+    """
     document = load_json(text, file)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise TopologyError(f"this is no {FORMAT} document", 1, 1, file)
@@ -59,7 +63,7 @@ def from_json(text: str, file: str | None = None) -> list[Facts]:
 
 
 def load_json(text: str, file: str | None = None) -> object:
-    """JSON, or our error with its place."""
+    """Read JSON. Raises TopologyError with line and column."""
     if len(text) > MAX_CHARACTERS:
         raise TopologyError(f"a document of {len(text)} characters is too long", file=file)
 
@@ -98,7 +102,7 @@ def _link(edge: Edge) -> dict[str, Any]:
 
 
 def _known(value: Any) -> Any:
-    """A dataclass as an object, without what is None and what is empty."""
+    """Return a dataclass as an object, without fields that are None or empty."""
     if is_dataclass(value):
         given = ((name, inner) for name, inner in vars(value).items() if inner is not None and inner != ())
         return {name: inner if type(inner) in (str, int, bool, float) else _known(inner) for name, inner in given}
@@ -106,7 +110,7 @@ def _known(value: Any) -> Any:
 
 
 def _decoded(wanted: Any, value: Any, where: str, file: str | None) -> Any:
-    """A value as the type that is wanted, or a refusal that says where."""
+    """Return a value as the type that is wanted. Raises TopologyError, which says where it is not."""
     origin, inner = get_origin(wanted), get_args(wanted)
     if origin in (list, tuple):
         if isinstance(value, list):
@@ -132,7 +136,7 @@ def _decoded(wanted: Any, value: Any, where: str, file: str | None) -> Any:
 
 @cache  # resolving them takes longer than all the rest
 def _hints(wanted: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
-    """Of each field its type, and of which types any value will do."""
+    """Return each field's type, and the types of which any value will do."""
     hints = get_type_hints(wanted)
     found = {}
     for each in fields(wanted):

@@ -9,6 +9,7 @@ Neighbours = Mapping[str, frozenset[str]]
 
 
 def neighbours(names: Iterable[str], linked: Iterable[tuple[str, str]]) -> Neighbours:
+    """Return the neighbours of each name."""
     around: dict[str, set[str]] = {name: set() for name in names}
     for a, b in linked:
         around[a].add(b)
@@ -17,7 +18,7 @@ def neighbours(names: Iterable[str], linked: Iterable[tuple[str, str]]) -> Neigh
 
 
 def parts(around: Neighbours) -> list[tuple[str, ...]]:
-    """Connected parts, in the order of their first names."""
+    """Return the connected parts, in the order of their first names."""
     order = {name: i for i, name in enumerate(around)}
     left = dict.fromkeys(around)
     found = []
@@ -34,16 +35,17 @@ def parts(around: Neighbours) -> list[tuple[str, ...]]:
 
 
 def is_clique(part: Sequence[str], around: Neighbours) -> bool:
+    """Return whether each name of a part is linked to all others of it."""
     return all(len(around[name] & set(part)) == len(part) - 1 for name in part)
 
 
 def is_ring(part: Sequence[str], around: Neighbours) -> bool:
-    """Connected is the caller's part."""
+    """Return whether a part of four names or more, which the caller knows to be connected, is a ring."""
     return len(part) > 3 and all(len(around[name]) == 2 for name in part)
 
 
 def is_cube_mesh(part: Sequence[str], around: Neighbours) -> bool:
-    """Two fully linked quads, each device of one linked to one device of the other: DGX-1."""
+    """Return whether a part is two fully linked quads, each device linked to one of the other quad: DGX-1."""
     if len(part) != 8 or any(len(around[name]) != 4 for name in part):
         return False
     first, *others = part

@@ -1,4 +1,4 @@
-"""How far two devices are from each other through PCIe, from the tree that they hang in."""
+"""The ways of pairs of devices through PCIe, from the tree that they hang in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_ENDS = 512
 
 
 def pcie_links(devices: Iterable[Device], *, host_bridges: bool) -> list[Link]:
-    """One link for each pair of accelerators and NICs whose way is known.
+    """Return one link for each pair of accelerators and NICs whose way is known.
 
     Devices hang (`parent`) from PCIe switches, host bridges, NUMA nodes, hosts. Where a source does not show
     host bridges, two branches of one NUMA node may be one bridge or two: no link. Those that show them show
@@ -30,7 +30,7 @@ def pcie_links(devices: Iterable[Device], *, host_bridges: bool) -> list[Link]:
 
 
 def _ancestors(end: str, by_id: Mapping[str, Device]) -> list[str]:
-    """What is above a device, nearest first."""
+    """Return what is above a device, nearest first."""
     found: list[str] = []
     parent = by_id[end].parent
     while parent is not None and parent in by_id and parent not in found:

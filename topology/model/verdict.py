@@ -1,4 +1,4 @@
-"""What kind of machine a graph is: a class of a closed list, islands, why, and how sure."""
+"""The verdict on a graph: a class of a closed list, islands, the evidence, and how sure it is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Island:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`inside`: of a multi-node graph, the verdict on each host."""
+    """A verdict on a graph. `inside`: of a multi-node graph, the verdict on each host."""
 
     name: Class
     confidence: Confidence
@@ -46,7 +46,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Links:
-    """Of one host: pairs with a link of their own, those behind a common switch, and all edges by pair."""
+    """The links of one host: pairs with a link of their own, those behind a common switch, and all edges by pair."""
 
     direct: dict[tuple[str, str], Edge]
     switched: frozenset[tuple[str, str]]
@@ -56,11 +56,12 @@ class _Links:
 
     @cached_property
     def known(self) -> frozenset[tuple[str, str]]:
-        """Pairs of which it is known what is between them."""
+        """The pairs of which it is known what is between them."""
         above = (unordered(*pair) for attached in self.wider.values() for pair in pairs(attached))
         return frozenset(self.edges).union(self.switched, above)
 
     def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
+        """Return the pairs of these names of which nothing is known."""
         if len(names) == len(self.around) and len(self.edges) == len(names) * (len(names) - 1) // 2:
             return []  # every pair has its edge
         known = self.known
@@ -68,7 +69,7 @@ class _Links:
 
 
 def classify(graph: Graph) -> Verdict:
-    """The verdict on a graph, which always has one: "unknown" with its reason at worst."""
+    """Classify a graph; it always gets a verdict: "unknown" with its reason at worst."""
     return _with_notes(_classify(graph), graph)
 
 
@@ -81,7 +82,7 @@ def _classify(graph: Graph) -> Verdict:
 
 
 def _with_notes(verdict: Verdict, graph: Graph) -> Verdict:
-    """What a measurement says for and against its own shape, and what a dump lacks that was cut."""
+    """Add notes for and against: a measurement's on its own shape, and what a dump lacks that was cut."""
     evidence = [str(note) for note in graph.notes if note.role == "evidence"]
     doubts = [str(note) for note in graph.notes if note.role == "doubt"]
     if verdict.name == "unknown" or not (evidence or doubts):  # unknown: all notes are its evidence
@@ -109,7 +110,7 @@ def _of_host(graph: Graph) -> Verdict:
 
 
 def _single(graph: Graph) -> Verdict:
-    """A list of devices that was cut after the first looks like this."""
+    """Return the verdict on one accelerator: a list of devices that was cut after the first looks like this."""
     if graph.coverage == "links":
         return Verdict("single", "high", ("one accelerator",))
     return Verdict("single", "medium", ("one accelerator is listed, and nothing says that the list is whole",))
@@ -145,7 +146,10 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
 
 
 def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:
-    """All links are known to be up and none where it leads: as many as no mesh of these devices can have."""
+    """Tell a switch by the number of links, where all are known to be up and none where it leads.
+
+    It is a switch if there are as many as no mesh of these devices can have; None where this says nothing.
+    """
     ports = {device.ports for device in graph.accelerators}
     count = max((number for number in ports if number), default=0)
     if graph.coverage == "links" or not count or len(names) < 2:
@@ -159,7 +163,7 @@ def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:
 
 
 def _by_pcie(graph: Graph, names: tuple[str, ...], links: _Links) -> Verdict:
-    """No links of their own: the longest way between two accelerators."""
+    """Classify a host without links of its own: by the longest way between two accelerators."""
     if {edge.kind for edge in links.edges.values()} == {"path"}:
         return _unknown("no shape fits what was measured", graph)
     if graph.coverage == "devices":
@@ -244,7 +248,10 @@ def _shape(group: tuple[str, ...], links: _Links, graph: Graph) -> Class:
 
 
 def _more_than_there_are(group: tuple[str, ...], links: _Links, graph: Graph) -> bool:
-    """Of a dump that was cut: whether no pair is known to be apart, and a device has more links than there can be."""
+    """Return whether a device has more links than there can be, in a dump that was cut.
+
+    That counts only if no pair is known to be apart.
+    """
     inside = set(group)
     known = {pair: edge for pair, edge in links.direct.items() if inside.issuperset(pair)}
     if len(known) + len(links.unknown(group)) < len(pairs(group)):
@@ -257,7 +264,7 @@ def _more_than_there_are(group: tuple[str, ...], links: _Links, graph: Graph) ->
 
 
 def _budget(group: tuple[str, ...], links: _Links, graph: Graph) -> tuple[int, int | None]:
-    """Links that a mesh of these pairs would take at each device, and how many a device has."""
+    """Return the links that a mesh of these pairs would take at each device, and how many a device has."""
     inside = set(group)
     edges = [edge for pair, edge in links.direct.items() if inside.issuperset(pair)]
     kind, most = edges[0].kind, max(edge.count or 1 for edge in edges)
@@ -283,7 +290,7 @@ def _why(graph: Graph, island: Island, links: _Links) -> str:
 
 
 def _uneven(island: Island, links: _Links) -> tuple[str, ...]:
-    """A mesh whose pairs differ in width: a link may be down."""
+    """Return a warning for a mesh whose pairs differ in width: a link may be down."""
     members = set(island.members)
     counts = {edge.count for pair, edge in links.direct.items() if members.issuperset(pair)}
     if island.shape == "full-mesh" and len(counts - {None}) > 1:

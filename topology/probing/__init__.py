@@ -1,1 +1,1 @@
-"""Looks at this machine, and at those of a job: tools, the PCI tree, drivers, files."""
+"""Probes of this machine, and of those of a job: tools, the PCI tree, drivers, files."""

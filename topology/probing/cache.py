@@ -1,4 +1,4 @@
-"""What the last probe of this machine found, in a file of the user's, so that a second start need not ask its tools.
+"""The facts of this machine's last probe, in a file of the user's, so that a second start need not ask its tools.
 
 One file a host name, written whole or not at all. Its first line has the fingerprint of what is cheap to read and
 changes when the hardware or its drivers do; a file with another first line is not used.
@@ -37,7 +37,7 @@ DRIVERS = (
 
 
 def fingerprint(host: str, root: Path = Path("/")) -> str:
-    """Of this boot of this machine, as far as this process may see it, and of who asks."""
+    """Return a hash of this boot of this machine, as far as this process may see it, and of the software that asks."""
     parts: list[object] = [__version__, host, [(source.name, source.command) for source in REGISTRY]]
     parts.append(find_spec("pynvml") is not None)
     parts.append(_text(root / "proc/sys/kernel/random/boot_id"))
@@ -51,7 +51,7 @@ def fingerprint(host: str, root: Path = Path("/")) -> str:
 
 
 def cached(folder: Path | None, host: str, mark: str, look: Callable[[], list[Facts]]) -> list[Facts]:
-    """The facts in the file, if it has this mark; else what `look` finds, which is left there.
+    """Return the facts in the file, if it has this mark; else what `look` finds, which is left there.
 
     A file that cannot be used, read or written is a note, never an error.
     """
@@ -92,7 +92,7 @@ def _first_line(mark: str, document: str) -> str:
 
 
 def _is_whole(facts: Iterable[Facts]) -> bool:
-    """Whether every source answered: a tool that was too slow today may answer tomorrow."""
+    """Return whether every source answered: a tool that was too slow today may answer tomorrow."""
     return all(each.coverage != "devices" or each.devices or not each.notes for each in facts)
 
 
@@ -135,7 +135,7 @@ def keep_measured(document: str, environment: Mapping[str, str]) -> None:
 
 
 def measured_file(environment: Mapping[str, str]) -> Path:
-    """What was measured last on this machine. Raises ConfigurationError where nothing was."""
+    """Return the file of what was measured last on this machine. Raises ConfigurationError if nothing was."""
     folder = cache_folder(environment)
     if folder is None or not (folder / MEASURED).is_file():
         raise ConfigurationError("nothing was measured here yet: run `tokenring topology --measure` on the ranks first")

@@ -1,4 +1,4 @@
-"""Where a rank sits: its machine, and its accelerator by names that do not depend on what a process may see.
+"""The seat of a rank: its machine, and its accelerator by names that do not depend on what a process may see.
 
 Inside a process accelerators are counted anew (CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES), so an index
 says nothing about the machine. Bus ids and physical ids do.
@@ -27,7 +27,10 @@ BUS_ID_CALLS = {
 
 @dataclass(frozen=True)
 class Seat:
-    """`kind` is torch's word for the device: "cuda", "npu", "cpu". `why_unknown`: why no id of it is known."""
+    """The machine and the accelerator of a rank.
+
+    `kind` is torch's word for the device: "cuda", "npu", "cpu". `why_unknown`: why no id of it is known.
+    """
 
     host: str
     boot_id: str
@@ -38,15 +41,17 @@ class Seat:
     why_unknown: str | None = None
 
     def to_text(self) -> str:
+        """Return the seat as JSON, which from_text reads."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_text(text: str) -> Seat:
+        """Read a seat from its JSON."""
         return Seat(**json.loads(text))
 
 
 def host_names(seats: Sequence[Seat]) -> tuple[str, ...]:
-    """Of each rank the name of its host. Two machines of one name get numbers.
+    """Return the name of each rank's host. Two machines of one name get numbers.
 
     As in NCCL, a host is a host name and a boot: two containers with names of their own count as two.
     """
@@ -63,7 +68,7 @@ def host_names(seats: Sequence[Seat]) -> tuple[str, ...]:
 
 
 def this_seat(device: torch.device | None = None) -> Seat:
-    """This process's. device: None for the current accelerator, the CPU where there is none."""
+    """Return the seat of this process. device: None for the current accelerator, the CPU where there is none."""
     from tokenring.backends.control.process_info import this_member
 
     member = this_member()
@@ -97,7 +102,7 @@ def _used(device: torch.device | None) -> tuple[str, int]:
 
 
 def _bus_id_from_torch(index: int) -> str | None:
-    """Newer versions of torch tell it themselves, for CUDA and for ROCm."""
+    """Ask torch for the bus id: newer versions have it, for CUDA and for ROCm."""
     import torch
 
     told = torch.cuda.get_device_properties(index)
@@ -107,7 +112,7 @@ def _bus_id_from_torch(index: int) -> str | None:
 
 
 def _bus_id(kind: str, index: int, load: Load) -> str | None:
-    """From the driver's library, which counts as this process does."""
+    """Ask the driver's library for the bus id: it counts devices as this process does."""
     for library, function in BUS_ID_CALLS.get(kind, ()):
         text = ctypes.create_string_buffer(64)
         try:
@@ -119,7 +124,7 @@ def _bus_id(kind: str, index: int, load: Load) -> str | None:
 
 
 def physical_id(index: int, load: Load, visible: str | None) -> int | None:
-    """An NPU's: from CANN, old and new; else from the list of those that the process may see."""
+    """Return an NPU's physical id: from CANN, old and new; else from the list of those that the process may see."""
     try:
         acl, number = load("libascendcl.so"), ctypes.c_int32(index)
         if acl.aclrtGetLogicDevIdByUserDevId(index, ctypes.byref(number)) == 0:

@@ -1,4 +1,4 @@
-"""What is known of machines out of files: dumps of tools, and what was saved."""
+"""Facts of machines out of files: dumps of tools, and saved topologies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ MAX_BYTES = MAX_CHARACTERS  # ours may be longer than dumps: it has every link t
 
 
 def read_file(path: str) -> list[Facts]:
-    """The facts of one file: a dump, or a saved topology."""
+    """Read the facts of one file: a dump, or a saved topology.
+
+    Raises ConfigurationError if the file cannot be read, TopologyError if it is too long, broken or of no known
+    format.
+    """
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -26,7 +30,7 @@ def read_file(path: str) -> list[Facts]:
 
 
 def _decoded(raw: bytes) -> str:
-    """Text in UTF-8, or in what Windows saves; what is neither is replaced, and parsers will say."""
+    """Decode UTF-8, or what Windows saves; bytes that are neither are replaced, and parsers will say."""
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return raw.decode("utf-16", "replace")
     return raw.decode("utf-8-sig", "replace")

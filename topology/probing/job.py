@@ -1,4 +1,4 @@
-"""The topology of a group: each rank says where it sits, one of each machine looks at it, all get one graph."""
+"""The topology of a group: each rank gives its seat, one of each machine looks at it, all get one graph."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ Look = Callable[[], list[Facts]]
 
 
 class Digested(Protocol):
-    """What ranks compare: equal digests are equal topologies."""
+    """A topology that ranks can compare: equal digests are equal topologies."""
 
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """The hash that ranks compare."""
 
 
 T = TypeVar("T", bound=Digested)
@@ -48,7 +49,7 @@ def probe(
     cache: bool,
     timeout_seconds: float,
 ) -> T:
-    """What Topology.probe does."""
+    """Probe the topology of a group; see Topology.probe."""
     from tokenring.launch.groups import hold
 
     held = hold(group)
@@ -65,9 +66,10 @@ def probe(
 
 
 def gather(group: Held | None, seat: Seat, look: Look, timeout_seconds: float, seated: Seated[T]) -> T:
-    """The topology of all ranks' seats; `look` is called by the first rank of each machine.
+    """Gather the topology of all ranks' seats; `look` is called by the first rank of each machine.
 
-    Raises PeerLost, which names who did not come; TopologyError if a machine could not be looked at.
+    Raises PeerLost, which names who did not come; TopologyError if a machine could not be looked at;
+    ConfigurationError if ranks make different topologies of equal facts.
     """
     if group is None:
         return _assembled([seat], {0: _said(look)}, seated)
@@ -90,12 +92,12 @@ def gather(group: Held | None, seat: Seat, look: Look, timeout_seconds: float, s
 
 
 def _speakers(hosts: Sequence[str]) -> list[int]:
-    """The first rank of each host."""
+    """Return the first rank of each host."""
     return [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
 
 
 def _said(look: Look) -> str:
-    """What a rank says about its machine: the facts, or why there are none, so that nobody waits in vain."""
+    """Return a rank's message about its machine: the facts, or why there are none, so that nobody waits in vain."""
     try:
         return to_json(look())
     except Exception as error:
@@ -109,7 +111,7 @@ def _assembled(seats: Sequence[Seat], said: dict[int, str], seated: Seated[T]) -
 
 
 def _heard(rank: int, host: str, text: str) -> list[Facts]:
-    """The facts of one machine, with its name; the machine itself is a device, so that one without any is there."""
+    """Return one machine's facts, with its name; the machine itself is a device, so that one without any is there."""
     if text.startswith('{"error"'):
         raise TopologyError(f"rank {rank} could not look at {host}: {json.loads(text)['error']}")
     try:
@@ -122,14 +124,14 @@ def _heard(rank: int, host: str, text: str) -> list[Facts]:
 
 
 def _of_host(facts: Facts, host: str) -> Facts:
-    """Devices and notes that say whose they are."""
+    """Return facts whose devices and notes name their host."""
     devices = tuple(replace(each, host=host) for each in facts.devices)
     notes = tuple(Note(f"{host}: {note}") for note in facts.notes)
     return replace(facts, devices=devices, notes=notes)
 
 
 def _ask_tools(seconds: float) -> list[Facts]:
-    """A probe that asks no further tool once its time is over."""
+    """Probe this machine, and ask no further tool once `seconds` have passed."""
     deadline = time.monotonic() + seconds
 
     def run(command: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""NVIDIA's management library through nvidia-ml-py, where it is installed: it tells more than nvidia-smi prints.
+"""NVIDIA's management library through nvidia-ml-py, where it is installed: it has more than nvidia-smi prints.
 
 Imported only when asked for. What the driver refuses becomes a note; a driver without GPUs is an answer too.
 """
@@ -30,7 +30,7 @@ class _Asking:
     failures: dict[str, None] = field(default_factory=dict)
 
     def __call__(self, name: str, *arguments: object) -> Any:
-        """None where there is no answer."""
+        """Call a function of the library; return None where there is no answer."""
         try:
             return getattr(self.module, name)(*arguments)
         except Exception as error:  # the bindings throw whatever the driver does: see NVMLError's subclasses
@@ -51,7 +51,7 @@ class _Asking:
 
 
 def read_nvml(module: Any = None) -> Facts | None:
-    """GPUs, their NVLinks and the ways between them; None where the library's bindings are not installed.
+    """Read GPUs, their NVLinks and the ways between them; return None where the bindings are not installed.
 
     NUMA nodes are left to sysfs: what NVML calls a GPU's node is that of its own memory (Grace Hopper).
     """
@@ -124,7 +124,7 @@ def _device(name: str, index: int, handle: object, bus_id: str | None, ports: in
 
 
 def _nvlinks(handle: object, by_bus: dict[str, str], asking: _Asking) -> Counter[str]:
-    """Links that are up by what is at their other end; "" where that is not told."""
+    """Count the links that are up by what is at their other end; "" where that is not known."""
     found: Counter[str] = Counter()
     for link in range(min(getattr(asking.module, "NVML_NVLINK_MAX_LINKS", 18), MAX_LINKS)):
         if asking("nvmlDeviceGetNvLinkState", handle, link) != ENABLED:

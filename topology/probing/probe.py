@@ -1,4 +1,4 @@
-"""Ask the tools of this machine: each command once, without a shell, with a time limit, in the C locale."""
+"""A probe of this machine's tools: each command once, without a shell, with a time limit, in the C locale."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Hangs(NoAnswer):
 def probe(
     run: Run | None = None, sources: Iterable[Source] = REGISTRY, nvml: Callable[[], Facts | None] | None = None
 ) -> list[Facts]:
-    """What NVML and the tools say, and the PCI tree; a tool that does not answer is a note.
+    """Return the facts of NVML, of the tools and of the PCI tree; a tool that does not answer is a note.
 
-    NVML, where it works, says all that nvidia-smi would. The tree's devices have bus ids alone: it is taken where
-    others name some too, or name no device at all; else nothing would tell that its devices are theirs.
+    NVML, where it works, says all that nvidia-smi would. The tree's devices have bus ids alone: it is taken
+    where others name some too, or name no device at all; else nothing would show that its devices are theirs.
     With a `run` that is given, this machine's NVML is not asked.
     """
     if nvml is None and run is None:
@@ -57,7 +57,7 @@ def probe(
 
 
 def _ask(source: Source, run: Run, silent: set[str]) -> Facts | None:
-    """None where the tool is not installed: that is no fact about the machine. silent: tools that hang."""
+    """Ask one tool; return None if it is not installed: that is no fact about the machine. silent: tools that hang."""
     origin = Origin(source.name)
     tool, command = source.command[0], " ".join(source.command)
     try:
@@ -73,7 +73,7 @@ def _ask(source: Source, run: Run, silent: set[str]) -> Facts | None:
 
 
 def run_command(command: tuple[str, ...], seconds: float = TIMEOUT_SECONDS) -> str:
-    """What a command prints. FileNotFoundError where there is none."""
+    """Return what a command prints. Raises FileNotFoundError if there is none, NoAnswer if it fails."""
     code, text = ended_command(command, seconds)
     if code != 0:
         raise NoAnswer(f"exit code {code}: {' '.join(text.split())[:200]}")
@@ -83,7 +83,7 @@ def run_command(command: tuple[str, ...], seconds: float = TIMEOUT_SECONDS) -> s
 def ended_command(
     command: tuple[str, ...], seconds: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """The exit code of a command, and what it prints. FileNotFoundError where there is none.
+    """Return the exit code of a command, and what it prints. Raises FileNotFoundError if there is none.
 
     Raises Hangs at the time limit, with what was printed until then in `printed`. Nothing of it is left running.
     """
@@ -114,7 +114,7 @@ def ended_command(
 
 
 def _read_all(process: subprocess.Popen[bytes], seconds: float, printed: bytearray) -> None:
-    """All that it prints."""
+    """Read all that a process prints. Raises Hangs after `seconds`, NoAnswer for more than MOST_BYTES."""
     assert process.stdout is not None  # it is a pipe
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:

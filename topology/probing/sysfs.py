@@ -16,7 +16,7 @@ BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
 def read_sysfs(root: Path = ROOT) -> Facts:
-    """Accelerators, NICs and what they hang from. No accelerator is an answer too."""
+    """Read accelerators, NICs and what they hang from. No accelerator is an answer too."""
     origin = Origin("sysfs")
     try:
         addresses = sorted(path for path in os.listdir(root / "bus/pci/devices") if ADDRESS.fullmatch(path))
@@ -47,7 +47,7 @@ def _kind(path: Path) -> DeviceKind | None:
 
 
 def _take(path: Path, kind: DeviceKind, devices: dict[str, Device]) -> None:
-    """A device, and the switches, host bridge and NUMA node above it."""
+    """Add a device, and the switches, host bridge and NUMA node above it."""
     node = _word(path / "numa_node")
     numa = int(node) if node is not None and re.fullmatch(r"[0-9]{1,4}", node) else None
     above = [part for part in os.path.realpath(path).split("/") if ADDRESS.fullmatch(part) or BRIDGE.fullmatch(part)]

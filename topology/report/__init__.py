@@ -1,1 +1,1 @@
-"""Shows a topology: as text, as a picture, as a page."""
+"""Reports of a topology: as text, as a picture, as a page."""

@@ -1,4 +1,4 @@
-"""Where the nodes of a picture are: on circles, one for each island, with what they share in the middle."""
+"""The places of a picture's nodes: on circles, one for each island, with what they share in the middle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ HUB = 26.0
 
 @dataclass(frozen=True)
 class DrawnNode:
-    """`device` is None for a switch that no source names. `turn`: of a dot, the direction of its name."""
+    """A node of a picture, with its place in SVG units.
+
+    `device` is None for a switch that no source names. `turn`: of a dot, the direction of its name, in degrees.
+    """
 
     key: str
     x: float
@@ -41,6 +44,8 @@ class DrawnLine:
 
 @dataclass
 class Wheel:
+    """Nodes and lines that are drawn together, and the room that they take, in SVG units."""
+
     nodes: list[DrawnNode] = field(default_factory=list)
     lines: list[DrawnLine] = field(default_factory=list)
     width: float = 0.0
@@ -48,7 +53,7 @@ class Wheel:
 
 
 def wheels(graph: Graph, verdict: Verdict, width: float) -> Wheel:
-    """The fast links of one host; nothing where there are none."""
+    """Lay out the fast links of one host, in rows of at most `width` SVG units; return nothing where there are none."""
     shown = [edge for edge in graph.edges if edge.kind not in PCIE_KINDS and edge.kind != "network"]
     shown = shown or [edge for edge in graph.edges if edge.source == "measured"]
     linked = {end for edge in shown for end in (edge.a, edge.b)}
@@ -69,7 +74,7 @@ def wheels(graph: Graph, verdict: Verdict, width: float) -> Wheel:
 
 
 def hosts_around(hosts: Sequence[str], hub: str | None, box: float) -> Wheel:
-    """Hosts on one circle, and what joins them in the middle."""
+    """Lay out hosts on one circle, and what joins them in the middle."""
     made = _circle(hosts, {}, box)
     made.nodes = [replace(node, kind="host") for node in made.nodes]
     if hub is not None:
@@ -97,7 +102,7 @@ def _circle(members: Sequence[str], by_id: dict[str, Device], box: float) -> Whe
 
 
 def _add_middles(made: list[Wheel], shown: Sequence[Edge], by_id: dict[str, Device]) -> None:
-    """Switches and CPUs: in the middle of what they are linked to; several share the middle."""
+    """Add switches and CPUs in the middle of what they are linked to; several share the middle."""
     middles: dict[str, list[str]] = {}
     for edge in shown:
         for end, other in ((edge.a, edge.b), (edge.b, edge.a)):
@@ -122,7 +127,7 @@ def _add_middles(made: list[Wheel], shown: Sequence[Edge], by_id: dict[str, Devi
 
 
 def _row_by_row(made: Sequence[Wheel], width: float) -> Wheel:
-    """Circles beside each other as far as there is room."""
+    """Put circles beside each other as far as there is room."""
     whole = Wheel()
     x = y = row = 0.0
     for wheel in made:
@@ -136,7 +141,7 @@ def _row_by_row(made: Sequence[Wheel], width: float) -> Wheel:
 
 
 def _add_lines(whole: Wheel, groups: Sequence[Sequence[str]], shown: Sequence[Edge], verdict: Verdict) -> None:
-    """Links as lines; those through a switch that no source names meet in a hub."""
+    """Add links as lines; those through a switch that no source names meet in a hub."""
     at = {node.key: node for node in whole.nodes}
     home = {name: number for number, members in enumerate(groups) for name in members}
     hidden = _hidden_switches(groups, shown, verdict)
@@ -163,7 +168,10 @@ def _hub(number: int) -> str:
 
 
 def _hidden_switches(groups: Sequence[Sequence[str]], shown: Sequence[Edge], verdict: Verdict) -> dict[int, bool]:
-    """By number of the group: whether only those links pass the switch that say so, or all."""
+    """Find the groups with a switch that no source names, by number.
+
+    The value is True if only those links pass the switch that say so, False if all do.
+    """
     found: dict[int, bool] = {}
     shapes = {island.members: island.shape for island in verdict.islands}
     for number, members in enumerate(groups):

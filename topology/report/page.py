@@ -46,7 +46,7 @@ for (const node of all(".node")) {
 
 
 def to_html(graph: Graph, verdict: Verdict) -> str:
-    """The page: complete in itself."""
+    """Return the page: complete in itself."""
     title = plain(sentence(graph, verdict), 200)
     return f"""\
 <!DOCTYPE html>

@@ -67,7 +67,7 @@ LINKS = {  # by kind of link: (light, dark)
 
 
 def to_svg(graph: Graph, verdict: Verdict) -> str:
-    """The picture."""
+    """Return the picture."""
     return "\n".join(_Picture(graph, verdict).lines()) + "\n"
 
 
@@ -114,7 +114,7 @@ class _Picture:
     # ---------- hosts
 
     def _between_hosts(self) -> Iterator[str]:
-        """The hosts and what is known of the network that joins them."""
+        """Draw the hosts and what is known of the network that joins them."""
         if len(self.hosts) < 2:
             return
         places = {device.id: device.host or "" for device in self.graph.devices}
@@ -137,7 +137,7 @@ class _Picture:
         self.y += wheel.height + PAD
 
     def _all_hosts(self) -> Iterator[str]:
-        """Many hosts, of whose network nothing is known."""
+        """Draw many hosts, of whose network nothing is known."""
         room = WIDTH - 2 * MARGIN
         inside = [Box(each or "a host", "host") for each in self.hosts]
         laid = _flow([Box("network: not looked at", "panel", inside=inside)], room, "")
@@ -285,14 +285,14 @@ class _Picture:
 
 
 class _Laid:
-    """Boxes in rows: where each is, and what is in it."""
+    """Boxes in rows: the place of each, and what is in it."""
 
     def __init__(self, width: float, height: float, parts: list[tuple[float, float, Box, _Laid]]) -> None:
         self.width, self.height, self.parts = width, height, parts
 
 
 def _flow(found: Sequence[Box], room: float, host: str) -> _Laid:
-    """Boxes beside each other as far as there is room."""
+    """Put boxes beside each other as far as there is room."""
     parts: list[tuple[float, float, Box, _Laid]] = []
     x = y = row = width = 0.0
     for box in found:
@@ -324,7 +324,7 @@ def _chip_text(box: Box, host: str) -> str:
 
 
 def _short(name: str, host: str) -> str:
-    """Inside a host without its name; a bus id without domain 0."""
+    """Shorten a name: inside a host without the host's name; a bus id without domain 0."""
     name = name.removeprefix(f"{host}:") if host else name
     return name.removeprefix("0000:") if len(name) == 12 else name
 
@@ -339,7 +339,7 @@ def _fit(text: str, room: float) -> str:
 
 
 def _weight(edge: Edge) -> float | None:
-    """What makes a line wide: GB/s, else the count as so many times a link of usual width."""
+    """Return what makes a line wide: GB/s, else the count as so many times a link of usual width."""
     if edge.bandwidth_gbs is not None:
         return edge.bandwidth_gbs
     return None if edge.count is None else 25.0 * edge.count
@@ -352,7 +352,7 @@ def _words(edge: Edge) -> str:
 
 
 def _about(device: Device) -> str:
-    """What hovering over a device shows."""
+    """Return the lines that hovering over a device shows."""
     told = [
         (None, device.id),
         (None, device.kind if device.kind != "nic" else "NIC"),
@@ -372,7 +372,7 @@ def _about(device: Device) -> str:
 
 
 def _style() -> Iterator[str]:
-    """Colours for light and for dark surroundings."""
+    """Yield the style sheet: colours for light and for dark surroundings."""
     yield "<style>"
     for column, (before, after) in enumerate((("", ""), ("@media (prefers-color-scheme: dark) { ", " }"))):
         rules = [f".{name} {{ fill: {colours[column]} }}" for name, colours in COLOURS.items()]

@@ -50,7 +50,7 @@ FAVOURS = {
 
 
 def report(graph: Graph, verdict: Verdict) -> str:
-    """The whole report, one line at a time, ending in a newline."""
+    """Return the whole report, ending in a newline."""
     blocks = [[sentence(graph, verdict)], _why(verdict)]
     for host, inside in verdict.inside:
         blocks.append([f"{host or 'a host'}: {sentence(graph.on_host(host), inside)}"])
@@ -61,7 +61,7 @@ def report(graph: Graph, verdict: Verdict) -> str:
 
 
 def sentence(graph: Graph, verdict: Verdict) -> str:
-    """The verdict in one sentence."""
+    """Return the verdict in one sentence."""
     accelerators = graph.accelerators
     if not accelerators:
         return "no accelerators found"
@@ -96,12 +96,12 @@ def _widths(graph: Graph, verdict: Verdict) -> str:
 
 
 def _ring_in(mesh: int) -> str:
-    """How many of its links a ring would use in a full mesh of so many."""
+    """Say how many of its links a ring would use in a full mesh of so many."""
     return f"; a ring uses 1 of the {mesh - 1} links of each" if mesh > 2 else ""
 
 
 def _port_widths(graph: Graph, peers: list[Edge]) -> str | None:
-    """Of what leads to the switches; or of the kind of link that most pairs have, where no switch is named."""
+    """Return the GB/s that lead to the switches; where none is named, those of most pairs' kind of link."""
     ports = graph.fabric().ports
     if attached := [ports[device.id].values() for device in graph.accelerators if device.id in ports]:
         return _widest({total_gbs(edges) for edges in attached})
@@ -124,7 +124,7 @@ def _why(verdict: Verdict) -> list[str]:
 
 
 def _matrix(graph: Graph) -> list[str]:
-    """Link and GB/s one way of each pair; a source's PCIe word where there is nothing better."""
+    """Lay out link and GB/s one way of each pair; a source's PCIe word where there is nothing better."""
     ends = [device.id for device in graph.accelerators]
     if not 1 < len(ends) <= MAX_MATRIX:
         return [f"links     {len(ends)} accelerators: too many for a matrix; --json has all"] if len(ends) > 1 else []
@@ -193,7 +193,7 @@ def _places(graph: Graph) -> list[str]:
 
 
 def _nearest_nics(graph: Graph) -> dict[str, str]:
-    """For each accelerator the NICs with the shortest way, and that way."""
+    """Return the NICs with the shortest way from each accelerator, and that way."""
     order = ("pix", "pxb", "phb", "node", "sys")
     nics = {device.id: device.name or device.id for device in graph.of_kind("nic")}
     ways: dict[str, list[tuple[int, str]]] = {}
@@ -218,7 +218,7 @@ def _unknown(graph: Graph, verdict: Verdict) -> list[str]:
 
 
 def _how_to_know(graph: Graph, verdict: Verdict) -> Iterable[str]:
-    """For each thing that is not known, who tells it."""
+    """Yield, for each thing that is not known, the tool that would show it."""
     named = {device.id: device for device in graph.accelerators}
     vendors = {device.vendor or "" for device in named.values()}
     vendor = vendors.pop() if len(vendors) == 1 else ""

@@ -1,4 +1,4 @@
-"""The formats that we read: one module and one line of REGISTRY each.
+"""The formats that are read: one module and one line of REGISTRY each.
 
 A module has two functions:
 
@@ -64,29 +64,37 @@ REGISTRY = (
 
 
 class SourceParser(Protocol):
-    def recognises(self, text: str) -> bool: ...
+    """A module that reads one format."""
 
-    def parse(self, text: str) -> Facts: ...
+    def recognises(self, text: str) -> bool:
+        """Return whether the text is of this format: cheap, and True for its own format only."""
+
+    def parse(self, text: str) -> Facts:
+        """Parse a text of this format. Raises TopologyError, with line and column, and nothing else."""
 
 
 def parser_of(source: Source) -> SourceParser:
+    """Import the parser of a format."""
     return cast(SourceParser, importlib.import_module(f"{__name__}.{source.module}"))
 
 
 def facts_of(source: Source, text: str) -> Facts:
-    """What a parser makes of a text of its format, without what cannot be. Raises TopologyError."""
+    """Parse a text of a known format, and leave out what cannot be. Raises TopologyError."""
     return sound(parser_of(source).parse(text))
 
 
 def recognise(text: str) -> Source | None:
-    """The first format that takes a text for its own."""
+    """Return the first format that takes a text for its own; None if there is none."""
     start = text[:20_000]
     fitting = (source for source in REGISTRY if source.words in start)
     return next((source for source in fitting if parser_of(source).recognises(text)), None)
 
 
 def read(text: str, file: str | None = None, host: str | None = None) -> Facts:
-    """What a dump says, whichever of the known formats it has."""
+    """Read the facts of a dump, whichever of the known formats it has.
+
+    Raises TopologyError for a text that is too long, of no known format, broken, or has too many devices.
+    """
     if len(text) > MAX_CHARACTERS:
         raise TopologyError(f"a dump of {len(text)} characters is too long; at most {MAX_CHARACTERS}", file=file)
     text = as_printed(text)

@@ -1,4 +1,4 @@
-"""`ascend-dmi --bw -t p2p`: what somebody measured between NPUs, as JSON for a pair or as a matrix for all."""
+"""`ascend-dmi --bw -t p2p`: measurements between NPUs, as JSON for a pair or as a matrix for all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ MAX_LINES = 5000
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has the heading of a measurement; see SourceParser."""
     return HEADING.search(text[:20_000]) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse what was measured between NPUs, GB/s. Raises TopologyError if there is nothing."""
     document = load(text) if text.lstrip()[:1] == "{" else None
     rates, notes = (_of_json(document), document.notes) if document else (_of_matrices(text), [])
     if not rates:
@@ -40,7 +42,7 @@ Rates = dict[tuple[int, int], dict[str, float]]
 
 
 def _of_json(document: Document) -> Rates:
-    """The rate of the largest transfer: small ones measure latency."""
+    """Take the rate of the largest transfer: small ones measure latency."""
     rates: Rates = {}
     for test in document.objects(document.root, "bandwidths"):
         heading = HEADING.search(str(test.get("type"))[:200])
@@ -65,7 +67,7 @@ def _rate(value: object) -> float | None:
 
 
 def _of_matrices(text: str) -> Rates:
-    """Rows are sources, columns targets, below a heading that says which test it is."""
+    """Read matrices whose rows are sources and whose columns are targets, below a heading that names the test."""
     rates: Rates = {}
     kind: str | None = None
     columns: list[int] = []

@@ -29,17 +29,19 @@ class Section:
 
     @property
     def npu(self) -> int | None:
+        """The NPU that the command names with -i; None if it names none."""
         match = NPU.search(self.command)
         return single_number(match[1]) if match else None
 
 
 def recognises(text: str) -> bool:
-    """Two commands: a single one is the prompt that somebody copied along."""
+    """Return whether a text has two commands: a single one is the prompt that somebody copied along."""
     start = text[:200_000]
     return "npu-smi" in start and sum(1 for _ in zip(range(2), COMMAND.finditer(start), strict=False)) > 1
 
 
 def parse(text: str) -> Facts:
+    """Parse the outputs one by one, and put together what they say of each NPU. Raises TopologyError."""
     sections = _sections(text)
     notes: list[Note] = []
     devices: dict[str, Device] = {}
@@ -82,7 +84,7 @@ def _sections(text: str) -> list[Section]:
 
 
 def _facts(section: Section) -> Facts | None:
-    """The facts of a section, with the port of the NPU that it is of; None for what we do not ask."""
+    """Parse a section, with the port of the NPU that it is of; return None for commands that are not read."""
     if section.command.startswith("hccn_tool"):
         if not hccn_tool.recognises(section.text):
             return None
@@ -95,7 +97,7 @@ def _facts(section: Section) -> Facts | None:
 
 
 def _of_port(facts: Facts, npu: int | None) -> Facts:
-    """Ports under names that say whose they are, where the command does."""
+    """Name ports after the NPU that they are of, where the command says it."""
     if npu is None:
         return facts
     names = {
@@ -111,7 +113,7 @@ def _of_port(facts: Facts, npu: int | None) -> Facts:
 
 
 def _complete(section: Section, devices: dict[str, Device]) -> None:
-    """Model and bus id of an NPU that another command named."""
+    """Add model and bus id to an NPU that another command named."""
     if section.npu is None or not npu_smi_fields.recognises(section.text):
         return
     found = npu_smi_fields.fields(section.text)

@@ -15,13 +15,14 @@ PROTOCOLS = {"UB_CTP": "ub", "UB_TP": "ub", "UB_MEM": "ub", "HCCS": "hccs", "PCI
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has the lists of peers and edges; see SourceParser."""
     start = text[:200_000]
     return "{" in start[:1000] and '"peer_list"' in start and ('"edge_list"' in start or '"peer_count"' in start)
 
 
 @dataclass
 class _Found:
-    """What the edges come to."""
+    """The links that the edges add up to."""
 
     meshes: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # two NPUs and a kind: ports
     switches: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # NPU, switch, kind: ports
@@ -30,6 +31,7 @@ class _Found:
 
 
 def parse(text: str) -> Facts:
+    """Parse NPUs, meshes and switches; networks become notes. Raises TopologyError."""
     document = load(text)
     peers = _peers(document)
     found = _edges(document, peers)
@@ -98,7 +100,7 @@ def _end(document: Document, edge: dict[str, Any], key: str, peers: dict[int, st
 
 
 def _ports(edge: dict[str, Any], key: str) -> int:
-    """At least the one that the edge is."""
+    """Count the ports of an edge: at least the one that the edge is."""
     return max(1, len(_list(edge, key)))
 
 

@@ -7,11 +7,13 @@ from tokenring.topology.sources.jsontext import load, number, word
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has a list of servers and a ToR; see SourceParser."""
     start = text[:200_000]
     return "{" in start[:1000] and '"server_list"' in start and ('"tor_id"' in start or '"tor_ip"' in start)
 
 
 def parse(text: str) -> Facts:
+    """Parse leaf switches, servers and NPUs. Raises TopologyError."""
     document = load(text)
     devices: list[Device] = []
     notes = list(document.notes)

@@ -20,6 +20,7 @@ PRODUCTS = {"A2": "910B", "A3": "A3"}  # "800I-A2-32G"
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has one of the lists of a rank table, and one of its words; see SourceParser."""
     start = text[:200_000]
     if "{" not in start[:1000] or not any(f'"{name}"' in start for name in LISTS):
         return False
@@ -27,6 +28,7 @@ def recognises(text: str) -> bool:
 
 
 def parse(text: str) -> Facts:
+    """Parse NPUs with their servers and network ports. Raises TopologyError, also for a version that is unknown."""
     document = load(text)
     root = document.root
     version = word(root.get("version"))
@@ -45,7 +47,7 @@ def parse(text: str) -> Facts:
 
 
 def _servers(document: Document, known: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Servers and their devices, of either form."""
+    """Return servers and their devices, of either form."""
     if known == "server_list":
         listed = document.objects(document.root, known)
         return [(server, document.objects(server, "device")) for server in listed]
@@ -104,7 +106,7 @@ def _unique(document: Document, devices: list[Device]) -> list[Device]:
 
 
 def _with_nics(devices: list[Device], servers: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[Device]:
-    """The network port of each NPU, where all of them have room."""
+    """Add the network port of each NPU, where all of them have room."""
     nics = []
     for device, each in zip(devices, (each for _, listed in servers for each in listed), strict=True):
         address = word(each.get("device_ip"))
@@ -119,7 +121,10 @@ def _bound(document: Document, count: int, key: str) -> None:
 
 
 def _of_ranks(document: Document) -> tuple[list[Device], list[Note]]:
-    """Version 2.0. The server is the instance of layer 0; a local id that comes again there is of another server."""
+    """Read version 2.0.
+
+    The server is the instance of layer 0; a local id that comes again there is of another server.
+    """
     ranks = document.objects(document.root, "rank_list")
     _bound(document, len(ranks), "rank_list")
     devices = []

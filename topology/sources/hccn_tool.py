@@ -37,7 +37,7 @@ TOLD = re.compile(
 
 @dataclass
 class _Port:
-    """What lines said of a port."""
+    """The figures that lines gave of a port."""
 
     npu: int | None = None  # whose only port it is
     address: str | None = None
@@ -60,10 +60,12 @@ class _Ports:
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has a line of hccn_tool; see SourceParser."""
     return OPENERS.search(text[:20_000]) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse ports with their addresses, speeds and states. Raises TopologyError."""
     ports = _Ports()
     titles: list[str] = []
     for number, line in enumerate(text.splitlines()[:MAX_LINES], 1):
@@ -114,7 +116,7 @@ def _line(line: str, number: int, ports: _Ports) -> None:
 
 
 def _row(line: str, number: int, titles: list[str], ports: _Ports) -> list[str]:
-    """A row of the 950's tables; the titles that hold for the next one."""
+    """Read a row of the 950's tables; return the titles that hold for the next one."""
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     if any(cell in ("Port ID", "Port", "Interface Name", "EID") for cell in cells):
         return cells

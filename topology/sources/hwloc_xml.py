@@ -1,4 +1,4 @@
-"""hwloc's XML (`lstopo --of xml`), versions 1 to 3: the PCI tree, and links where NVML or ROCm told hwloc of them."""
+"""hwloc's XML (`lstopo --of xml`), versions 1 to 3: the PCI tree, and links where NVML or ROCm gave them to hwloc."""
 
 from __future__ import annotations
 
@@ -52,10 +52,12 @@ class _Reading:
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has hwloc's root element, and an object; see SourceParser."""
     return re.search(r"<topology[\s>]", text[:20_000]) is not None and "<object" in text[:20_000]
 
 
 def parse(text: str) -> Facts:
+    """Parse the PCI tree and the matrices of bandwidths. Raises TopologyError."""
     root = parse_xml(text)
     reading = _Reading()
     waiting: list[tuple[Element, str | None, int | None]] = [(root, None, None)]
@@ -79,7 +81,7 @@ def parse(text: str) -> Facts:
 def _element(
     element: Element, parent: str | None, numa: int | None, reading: _Reading
 ) -> tuple[str | None, int | None]:
-    """Take one object in; what its children hang from, and their NUMA node."""
+    """Take one object in; return what its children hang from, and their NUMA node."""
     kind = element.get("type")
     inside = [child for child in element.children if child.get("type") == "NUMANode"]
     node = element if kind == "NUMANode" else inside[0] if len(inside) == 1 else None
@@ -129,7 +131,7 @@ def _pci(element: Element, parent: str | None, numa: int | None, reading: _Readi
 
 
 def _accelerator(device: Device, names: list[str], inside: list[Element], reading: _Reading) -> Device:
-    """Its number from the software that found it, and its model."""
+    """Give an accelerator its number from the software that found it, and its model."""
     found = [match for name in names if (match := COMPUTING.fullmatch(name))]
     ranked = sorted((m for m in found if m[1] in NUMBERED), key=lambda m: NUMBERED.index(m[1]))
     index = int(ranked[0][2]) if ranked else None
@@ -143,7 +145,7 @@ def _accelerator(device: Device, names: list[str], inside: list[Element], readin
 
 
 def _matrices(root: Element, reading: _Reading) -> tuple[list[Link], bool]:
-    """Links from matrices of bandwidths, MB/s; a number in the diagonal is the device itself."""
+    """Read links from matrices of bandwidths, MB/s; a number in the diagonal is the device itself."""
     links: list[Link] = []
     found = False
     for matrix in root.children:
@@ -182,7 +184,7 @@ def _pairs(kind: str, names: list[str | None], values: list[str], devices: Mappi
 
 
 def _link(kind: str, a: str, b: str, mbs: int, devices: Mapping[str, Device]) -> Link:
-    """How many links that rate is, where it is known what one carries."""
+    """Make a link of a rate in MB/s, and count the physical links in it, where it is known what one carries."""
     entry = published(kind, devices[a])
     per_link = entry.link_gbs * 1000 if entry else 0
     count = int(mbs // per_link) if per_link and mbs % per_link == 0 else None
@@ -192,7 +194,7 @@ def _link(kind: str, a: str, b: str, mbs: int, devices: Mapping[str, Device]) ->
 
 
 def _used(devices: Mapping[str, Device], linked: set[str]) -> list[Device]:
-    """Accelerators, NICs and what is linked to them, and what they hang from."""
+    """Keep accelerators, NICs and what is linked to them, and what they hang from."""
     kept: set[str] = set()
     for device in devices.values():
         ends = device.kind in ("accelerator", "nic", "switch", "numa") or device.id in linked

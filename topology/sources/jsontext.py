@@ -31,18 +31,21 @@ WORDS = {"true": True, "false": False, "null": None}
 
 @dataclass
 class Document:
-    """What a JSON text says. `notes` are the liberties that were taken with it."""
+    """A JSON text and the object that it holds. `notes` are the liberties that were taken with it."""
 
     text: str
     root: dict[str, Any]
     notes: list[Note] = field(default_factory=list)
 
     def fail(self, message: str, key: str) -> TopologyError:
-        """Our error, at the first place where the key stands."""
+        """Make a TopologyError at the first place where the key stands."""
         return TopologyError(message, *place(self.text, max(self.text.find(f'"{key}"'), 0)))
 
     def objects(self, parent: dict[str, Any], key: str) -> list[dict[str, Any]]:
-        """The objects listed under a key; none where there is no such key. What an elision left empty is skipped."""
+        """Return the objects listed under a key; none where there is no such key.
+
+        Those that an elision left empty are skipped. Raises TopologyError if it is no list of objects.
+        """
         value = parent.get(key, [])
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise self.fail(f"{key!r} is no list of objects", key)
@@ -50,26 +53,29 @@ class Document:
 
 
 def number(value: object) -> int | None:
-    """`3` and `"3"`; None for anything else."""
+    """Return the number that `3` and `"3"` are; None for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value if 0 <= value < 1_000_000_000 else None
     return single_number(value) if isinstance(value, str) else None
 
 
 def word(value: object) -> str | None:
-    """A name; None where there is none. Halves of characters, which JSON can spell, become question marks."""
+    """Return a name; None where there is none.
+
+    Halves of characters, which JSON can spell, become question marks.
+    """
     text = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
     text = text.encode("utf-8", "replace").decode()
     return " ".join(text.split())[:MAX_WORD] or None
 
 
 def place(text: str, at: int) -> tuple[int, int]:
-    """Line and column of a position."""
+    """Return the line and column of a position."""
     return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
 
 
 def load(text: str) -> Document:
-    """The object that a text holds."""
+    """Read the object that a text holds. Raises TopologyError with line and column."""
     if len(text) > MAX_STRICT:
         raise TopologyError(f"a JSON text of {len(text)} characters is too long; at most {MAX_STRICT}", 1, 1)
     try:

@@ -45,10 +45,12 @@ class _Tree:
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has the root of a drawn tree; see SourceParser."""
     return any(ROOT.match(line[:200]) for line in text[:20_000].splitlines())
 
 
 def parse(text: str) -> Facts:
+    """Parse the tree: accelerators, NICs and what they hang from. Raises TopologyError."""
     tree = _Tree({HOST: Device(HOST, "host")})
     for number, line in enumerate(text.splitlines(), 1):
         _line(line[:2000], number, tree)
@@ -88,7 +90,7 @@ def _bus(match: re.Match[str], column: int, number: int, tree: _Tree) -> None:
 
 
 def _slot(match: re.Match[str], column: int, number: int, tree: _Tree) -> None:
-    """A device with its name, or a bridge, which has what follows in its place."""
+    """Add a device with its name, or a bridge, which has what follows in its place."""
     slot, words = match.groups()
     if len(tree.above) > MAX_DEPTH:
         raise TopologyError(f"deeper than {MAX_DEPTH}", number, 1)
@@ -108,7 +110,7 @@ def _kind(words: str) -> tuple[DeviceKind, str | None]:
 
 
 def _used(devices: dict[str, Device]) -> list[Device]:
-    """Accelerators, NICs, and what they hang from."""
+    """Keep accelerators, NICs, and what they hang from."""
     kept: dict[str, None] = {}
     for device in devices.values():
         at: Device | None = device if device.kind in ("accelerator", "nic") else None

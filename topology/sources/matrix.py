@@ -28,6 +28,8 @@ MAX_COLUMNS = 1024
 
 @dataclass
 class Row:
+    """A row of a matrix: the device's name, its line, its labels, and its affinities by title."""
+
     name: str
     line: int
     labels: list[str]
@@ -36,6 +38,8 @@ class Row:
 
 @dataclass
 class Matrix:
+    """A matrix of labels: columns, rows, the devices that aliases (NIC0) stand for, and notes."""
+
     columns: list[str]
     rows: list[Row]
     aliases: dict[str, str]
@@ -43,16 +47,17 @@ class Matrix:
 
     @property
     def names(self) -> list[str]:
-        """Rows and columns, each once, in order."""
+        """The names of rows and columns, each once, in order."""
         return list(dict.fromkeys([*self.columns, *(row.name for row in self.rows)]))
 
     @property
     def accelerators(self) -> list[str]:
+        """The names of accelerators, in order."""
         return [name for name in self.names if ACCELERATOR.fullmatch(name)]
 
 
 def read_matrix(text: str) -> Matrix:
-    """The first matrix in a text, with all that can be read of it."""
+    """Read the first matrix in a text, with all that can be read of it. Raises TopologyError."""
     lines = [ESCAPE.sub("", line) for line in text.splitlines()]
     matrix = _read(lines)
     if not matrix.rows and has_cells(logged := _read([_from_first_name(line) for line in lines])):
@@ -61,7 +66,7 @@ def read_matrix(text: str) -> Matrix:
 
 
 def _from_first_name(line: str) -> str:
-    """A line without what a log puts before it: time, level, rank."""
+    """Cut off what a log puts before a line: time, level, rank."""
     name = NAME.search(line)
     return line if name is None else line[name.start() :]
 
@@ -95,7 +100,7 @@ def _read(lines: list[str]) -> Matrix:
 
 
 def _header(line: str) -> list[str] | None:
-    """The columns that a header names, be they run together; None for another line."""
+    """Return the columns that a header names, be they run together; None for another line."""
     title = TITLE.search(line)
     before = line[: title.start()] if title else line
     if not ACCELERATOR.search(before) and not (NAME.search(before) and not before[:1].strip()):
@@ -123,7 +128,7 @@ def _row(line: str, number: int, columns: list[str], titles: list[str]) -> Row |
 
 
 def _labels(text: str, width: int) -> tuple[list[str], str]:
-    """The cells at the start of a row, and what follows them."""
+    """Split a row into the cells at its start, and what follows them."""
     words = text.split(None, width) if width else []
     if len(words) >= width > 0 and all(len(cells(word) or ()) == 1 for word in set(words[:width])):
         past = len(words[width]) if len(words) > width else 0
@@ -152,7 +157,7 @@ def _affinity(rest: str, titles: list[str]) -> dict[str, str]:
 
 
 def _continuation(line: str, matrix: Matrix) -> list[str]:
-    """Cells of the last row that a narrow terminal put on a line of their own."""
+    """Return cells of the last row that a narrow terminal put on a line of their own."""
     missing = len(matrix.columns) - len(matrix.rows[-1].labels)
     labels, _ = _labels(line, 0)
     return labels if 0 < len(labels) <= missing else []
@@ -175,7 +180,7 @@ def _markdown_line(line: str, number: int, matrix: Matrix, titles: list[str]) ->
 
 
 def _settle(matrix: Matrix) -> None:
-    """Columns where there is no header; labels only as far as they are sure."""
+    """Complete the columns where there is no header, and keep labels only as far as they are sure."""
     if not matrix.columns:
         matrix.columns = [row.name for row in matrix.rows]
         if matrix.rows:
@@ -211,11 +216,14 @@ def _trust(row: Row, matrix: Matrix) -> None:
 
 
 def has_cells(matrix: Matrix) -> bool:
+    """Return whether any row has labels."""
     return any(row.labels for row in matrix.rows)
 
 
 def coverage_of(matrix: Matrix, names: Iterable[str], links: Iterable[Link]) -> Coverage:
-    """Of a matrix that was cut an absent link is not absent. Where it has ways through PCIe only, these are enough.
+    """Return the coverage of a matrix: in one that was cut, a link that is absent may exist.
+
+    Where it has ways through PCIe only, these are enough.
 
     names: those of the accelerators.
     """
@@ -230,7 +238,7 @@ def coverage_of(matrix: Matrix, names: Iterable[str], links: Iterable[Link]) -> 
 
 
 def words_in(text: str) -> set[str]:
-    """The label words of a text that stand in rows; for recognising."""
+    """Return the label words of a text that stand in rows; for recognising."""
     found: set[str] = set()
     for line in text[:200_000].splitlines():
         words = ESCAPE.sub("", line).replace("|", " ").split()
@@ -240,7 +248,7 @@ def words_in(text: str) -> set[str]:
 
 
 def links_of(matrix: Matrix, devices: list[Device]) -> tuple[list[Link], list[Note]]:
-    """One link for each pair that has a label; a pair whose two labels differ has none, and a note."""
+    """Return one link for each pair that has a label; a pair whose two labels differ has none, and a note."""
     known = {device.id for device in devices}
     labels, notes = (_upper(matrix), []) if _is_symmetric(matrix, known) else _agreed(matrix, known)
     made = {label: _link_of(label) for label in set(labels.values())}
@@ -249,7 +257,10 @@ def links_of(matrix: Matrix, devices: list[Device]) -> tuple[list[Link], list[No
 
 
 def _is_symmetric(matrix: Matrix, known: set[str]) -> bool:
-    """Whether rows are columns, all of devices, and say the same both ways: nearly all matrices, and quick to tell."""
+    """Return whether rows are columns, all of devices, and say the same both ways.
+
+    Nearly all matrices are, and it is quick to find out.
+    """
     rows = [row.labels for row in matrix.rows]
     if [row.name for row in matrix.rows] != matrix.columns or not known.issuperset(matrix.columns):
         return False
@@ -257,7 +268,7 @@ def _is_symmetric(matrix: Matrix, known: set[str]) -> bool:
 
 
 def _upper(matrix: Matrix) -> dict[tuple[str, str], str]:
-    """Each pair's label, of a symmetric matrix."""
+    """Return each pair's label, of a symmetric matrix."""
     rows = [(row.name, matrix.columns[i:], row.labels[i:]) for i, row in enumerate(matrix.rows, 1)]
     return {
         (name, column): label
@@ -268,7 +279,7 @@ def _upper(matrix: Matrix) -> dict[tuple[str, str], str]:
 
 
 def _agreed(matrix: Matrix, known: set[str]) -> tuple[dict[tuple[str, str], str], list[Note]]:
-    """Each pair's label, and notes on pairs that have two."""
+    """Return each pair's label, and notes on pairs that have two."""
     labels: dict[tuple[str, str], str] = {}
     notes: list[Note] = []
     for row in matrix.rows:
@@ -288,6 +299,6 @@ def _agreed(matrix: Matrix, known: set[str]) -> tuple[dict[tuple[str, str], str]
 
 
 def _link_of(label: str) -> Link | None:
-    """What a label says, of no two devices yet; None: nothing."""
+    """Return the link that a label stands for, of no two devices yet; None if it stands for none."""
     found = meaning(label)
     return Link("", "", found.kind, found.count, switched=found.switched, label=label) if found else None

@@ -19,10 +19,12 @@ REACHED = {"2": "node", "3": "sys"}
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text is a JSON object with a matrix; see SourceParser."""
     return text.lstrip()[:1] == "{" and '"matrix"' in text[:20_000] and not is_document(text)
 
 
 def parse(text: str) -> Facts:
+    """Parse devices and the labels of their pairs; `facts` become notes. Raises TopologyError."""
     document = load_json(text)
     if not isinstance(document, dict):
         raise TopologyError("wanted is an object", 1, 1)
@@ -50,7 +52,7 @@ def _device(name: str, number: int, model: str | None) -> Device:
 
 
 def _hops(words: list[str]) -> dict[str, str]:
-    """ "1-2" or "*": the way that hops stand for."""
+    """Return the way that hops stand for, by pair ("1-2") or for all ("*")."""
     found: dict[str, str] = {}
     for match in HOPS.finditer(" ".join(words)):
         names = re.findall(r"[0-9]+-[0-9]+", match[3]) if match[3] else ["*"]
@@ -78,7 +80,7 @@ def _links(devices: tuple[Device, ...], matrix: list[list[str]], hops: dict[str,
 
 
 def _link(label: str) -> Link | None:
-    """What a label says, of no two devices yet."""
+    """Return the link that a label stands for, of no two devices yet; None if it stands for none."""
     if match := TO_SWITCH.fullmatch(label):
         return Link("", "", "nvlink", int(match[1]), switched=True, label=label)
     found = meaning(label)

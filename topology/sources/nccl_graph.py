@@ -21,10 +21,12 @@ SLOT_GBS = 48.0  # the most that NCCL plans for a slot: Gen5 x16
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has the root element of NCCL's graphs; see SourceParser."""
     return re.search(r"<graphs[\s/>]", text[:20_000]) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse the GPUs, and what follows of their links. Raises TopologyError."""
     root = parse_xml(text)
     names: dict[str, None] = {}
     best: dict[tuple[str, str], float] = defaultdict(float)
@@ -75,7 +77,7 @@ def _device(name: str) -> Device:
 
 
 def _links(planned: Mapping[tuple[str, str], float], types: set[str]) -> list[Link]:
-    """Ways through PCIe, and NVLink where PCIe could not carry what is planned."""
+    """Return ways through PCIe, and NVLink where PCIe could not carry what is planned."""
     if not types or not types <= {*PCIE}:
         return []  # NVL: all pairs in use have NVLinks, and the others may
     own: set[tuple[str, str]] = set()

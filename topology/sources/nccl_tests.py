@@ -22,10 +22,12 @@ PAIRS_OF_A_RANK = 32  # more ranks on one host are more than any host has
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has nccl-tests' list of ranks, or its header; see SourceParser."""
     return RANK.search(text) is not None or HEADER.search(text) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse the devices, and what their bandwidth says of the links. Raises TopologyError."""
     ranks = list(RANK.finditer(text))
     if not ranks:
         raise TopologyError("no list of ranks in it: '# Rank 0 ... device 0'", 1, 1)
@@ -53,7 +55,7 @@ def parse(text: str) -> Facts:
 
 
 def _decide(devices: tuple[Device, ...], best: float) -> tuple[str | None, bool, Note]:
-    """Kind of the links, whether they are switched, and why; None: it cannot be told."""
+    """Return the links' kind, whether they are switched, and why; None if the kind cannot be known."""
     reached = f"each rank reached {best:.1f} GB/s"
     entry, others = published("nvlink", devices[0]), len(devices) - 1
     if entry is None and best <= PCIE_GBS[32.0]:
@@ -68,7 +70,10 @@ def _decide(devices: tuple[Device, ...], best: float) -> tuple[str | None, bool,
 
 
 def _bus_bandwidth(line: str) -> float:
-    """Of a row, the better of out of place and in place: time, algbw, busbw and errors, twice."""
+    """Return the better bus bandwidth of a row, out of place or in place, GB/s.
+
+    A row has time, algbw, busbw and errors, twice.
+    """
     words = line.split()
     found = [words[-2]] if len(words) >= 8 else []
     found += [words[-6]] if len(words) >= 11 else []

@@ -61,11 +61,13 @@ class _Reading:
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has the root element, or a PCI device; see SourceParser."""
     start = text[:20_000]
     return re.search(r"<system[\s/>]|<pci\s+busid", start) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse GPUs, NICs, the PCI tree, and links where the file lists them. Raises TopologyError."""
     root = parse_xml(text)
     reading = _Reading()
     waiting: list[tuple[Element, str | None]] = [(root, None)]
@@ -99,7 +101,7 @@ def _facts(reading: _Reading, is_fragment: bool) -> Facts:
 
 
 def _element(element: Element, parent: str | None, reading: _Reading) -> str | None:
-    """Take one element in; the id of what its children hang from."""
+    """Take one element in; return the id of what its children hang from."""
     reading.line = element.line
     if element.tag == "cpu":
         numa = single_number(element.get("numaid"))
@@ -144,7 +146,7 @@ def _pci(element: Element, parent: str | None, reading: _Reading) -> str | None:
 
 
 def _g_instance(name: str, number: int, reading: _Reading) -> None:
-    """The GPUs of an instance whose file does not say which of its devices they are: the first in it."""
+    """Take the first devices for the GPUs of an instance whose file does not say which of them they are."""
     if reading.lists_links or len(reading.unsaid) < number or any(d.kind == "accelerator" for d in reading.devices):
         return
     for device in reading.unsaid[:number]:
@@ -154,7 +156,7 @@ def _g_instance(name: str, number: int, reading: _Reading) -> None:
 
 
 def _gpu(element: Element, parent: str, reading: _Reading) -> str:
-    """A gpu names the PCI device that it is in; a second one in the same device is a device of its own."""
+    """Name the PCI device that a gpu is in after it; a second gpu in one device becomes a device of its own."""
     pci = reading.devices[reading.places[parent]]
     index, sm, gcn = (single_number(element.get(name)) for name in ("dev", "sm", "gcn"))
     arch = GFX.get(str(gcn), f"gfx{gcn}") if gcn is not None else None if sm is None else f"sm{sm}"
@@ -191,7 +193,7 @@ def _placed(device: Device, reading: _Reading) -> Device:
 
 
 def _peer_links(link: Link, by_bus: dict[str, list[str]], reading: _Reading) -> list[Link]:
-    """Links to devices, for a link to a bus id; a link to a switch brings the switch in."""
+    """Return links to devices, for a link to a bus id; a link to a switch brings the switch in."""
     bus_id = normal_bus_id(link.b)
     here = reading.named(link.a)
     if link.switched or link.b.startswith("ffff"):
@@ -209,7 +211,7 @@ def _peer_links(link: Link, by_bus: dict[str, list[str]], reading: _Reading) -> 
 
 
 def _both_ways_once(links: list[Link]) -> list[Link]:
-    """Each link is written at both of its ends."""
+    """Return each link once: it is written at both of its ends."""
     kept: dict[tuple[str, str], Link] = {}
     for link in links:
         other = kept.get((link.b, link.a))

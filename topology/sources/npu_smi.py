@@ -34,16 +34,18 @@ Chips = dict[tuple[int, int], Chip]
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has the head of npu-smi's table; see SourceParser."""
     return BANNER.search(text[:200_000]) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse NPUs, their chips, models and bus ids. Raises TopologyError."""
     chips, notes = _table(text)
     return Facts("devices", tuple(devices_of(chips)), notes=tuple(notes)) if chips else refused(text, "no NPU in it")
 
 
 def _table(text: str) -> tuple[list[Chip], list[Note]]:
-    """`info`: a line of the NPU, then one of each chip; processes follow, which are no devices."""
+    """Read `info`: a line of the NPU, then one of each chip; processes follow, which are no devices."""
     chips: Chips = {}
     notes: list[Note] = []
     second = None  # what the second number of a chip's line is
@@ -87,21 +89,27 @@ def _table(text: str) -> tuple[list[Chip], list[Note]]:
 
 
 def take(chips: Chips, chip: Chip, line: int) -> None:
+    """Add a chip; the first of its number counts. Raises TopologyError for more than MAX_DEVICES."""
     if len(chips) >= MAX_DEVICES:
         raise TopologyError(f"more than {MAX_DEVICES} chips", line, 1)
     chips.setdefault((chip.npu, chip.chip), chip)
 
 
 def is_elision(line: str) -> bool:
+    """Return whether a line says that rows are left out."""
     return bool(line.strip()) and set(line.strip()) <= set(".…| ") and ("..." in line or "…" in line)
 
 
 def model_name(name: str) -> str | None:
+    """Return a model's name; None for a filler."""
     return None if not name or FILLER.fullmatch(name) else name
 
 
 def devices_of(chips: list[Chip]) -> list[Device]:
-    """Chips as the other outputs call them: `-t topo` says NPU3 where a package has one chip, else Phy-ID6."""
+    """Return chips under the names of the other outputs.
+
+    `-t topo` says NPU3 where a package has one chip, else Phy-ID6.
+    """
     dies = Counter(chip.npu for chip in chips)
     several = any(count > 1 for count in dies.values()) or any(chip.chip > 0 for chip in chips)
     shared = Counter(chip.phy_id for chip in chips)
@@ -129,7 +137,10 @@ def devices_of(chips: list[Chip]) -> list[Device]:
 
 
 def _arch(model: str | None, phy_id: int | None) -> str | None:
-    """A3 is called "Ascend910" and no more; it alone of these has physical ids of its own."""
+    """Return the generation.
+
+    A3 is called "Ascend910" and no more; it alone of these has physical ids of its own.
+    """
     if model and "950" in model:
         return "950"
     return "A3" if model and phy_id is not None and A3.fullmatch(model) else None

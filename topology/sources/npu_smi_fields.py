@@ -1,4 +1,4 @@
-"""What npu-smi and hccn_tool print as `name : value` of one NPU: board, usages, health, hccs, sio, super pod.
+"""Fields of one NPU as npu-smi and hccn_tool print them, `name : value`: board, usages, health, hccs, sio, super pod.
 
 Of one device, so that they say nothing of how many there are: their facts are notes. `ascend_log` knows which
 device each belongs to and takes models and bus ids from them.
@@ -45,10 +45,12 @@ MAX_CHARACTERS = 1 << 20
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has a field that these tools print; see SourceParser."""
     return OPENERS.search(text[:20_000]) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse the fields into notes. Raises TopologyError if none is known."""
     found = fields(text)
     notes = [Note(f"{name}: {value[:120]}", line) for name, (value, line) in found.items() if name in TOLD]
     if not notes:
@@ -58,7 +60,7 @@ def parse(text: str) -> Facts:
 
 
 def fields(text: str) -> dict[str, tuple[str, int]]:
-    """Names, values and lines; the first where a name comes again."""
+    """Return values and lines by name; the first where a name comes again."""
     found: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(text[:MAX_CHARACTERS].splitlines(), 1):
         name, colon, value = line[:MAX_LINE].partition(":")
@@ -69,7 +71,7 @@ def fields(text: str) -> dict[str, tuple[str, int]]:
 
 
 def _lanes(found: dict[str, tuple[str, int]]) -> list[Note]:
-    """HCCS links with lanes that are down: 1111 is a link with all four."""
+    """Note HCCS links with lanes that are down: 1111 is a link with all four."""
     value, line = found.get("hccs link lane list", ("", 0))
     links = re.findall(r"[01]{2,8}", value)
     down = [i for i, lanes in enumerate(links) if "0" in lanes]

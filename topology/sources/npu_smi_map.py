@@ -26,10 +26,12 @@ NO_CHIP = "mcu"  # a board controller that is listed among the chips
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has the header of the map; see SourceParser."""
     return any(_is_header(line) for line in text[:200_000].splitlines())
 
 
 def parse(text: str) -> Facts:
+    """Parse the chips of the map. Raises TopologyError."""
     chips, notes = _chips(text)
     return Facts("devices", tuple(devices_of(chips)), notes=tuple(notes)) if chips else refused(text, "no chip in it")
 

@@ -14,6 +14,7 @@ QUAD = 4  # 910A has HCCS in groups of four; wider direct HCCS is 910B
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has NPUs with labels, or npu-smi's refusal; see SourceParser."""
     start = text[:200_000]
     if REFUSALS.search(start[:4000]) and "NPU0" not in start:
         return True
@@ -22,6 +23,7 @@ def recognises(text: str) -> bool:
 
 
 def parse(text: str) -> Facts:
+    """Parse the matrix of NPUs and its links. Raises TopologyError."""
     matrix = read_matrix(text)
     if not matrix.rows:
         return refused(text, "no row of a matrix in it")
@@ -33,7 +35,7 @@ def parse(text: str) -> Facts:
 
 
 def refused(text: str, otherwise: str) -> Facts:
-    """What npu-smi says instead of an answer; our error where it does not."""
+    """Return what npu-smi says instead of an answer. Raises TopologyError, saying `otherwise`, if it says nothing."""
     for number, line in enumerate(text.splitlines(), 1):
         if REFUSALS.search(line):
             return Facts("devices", notes=(Note(f"npu-smi says: {' '.join(line.split())[:200]}", number),))
@@ -60,7 +62,7 @@ def _device(name: str, matrix: Matrix) -> Device:
 
 
 def _generation(devices: list[Device], links: list[Link]) -> list[Device]:
-    """910B where HCCS says so, and dies of one package where SIO does."""
+    """Mark NPUs as 910B where HCCS says so, and as dies of one package where SIO does."""
     hccs: dict[str, int] = {}
     sio: dict[str, str] = {}
     for link in links:

@@ -16,10 +16,12 @@ RUNNING = re.compile(r"^Running (\w{1,80})\.", re.MULTILINE | re.ASCII)
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has nvbandwidth's version, or one of its tests; see SourceParser."""
     return "nvbandwidth Version" in text or re.search(r"^Running \w{1,80}_(?:ce|sm)\.", text, re.MULTILINE) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse the devices, their copies, and the links that follow from these. Raises TopologyError."""
     listed = {int(each[1]): each for each in DEVICE.finditer(text)}
     one_way: dict[tuple[int, int], float] = {}
     both: dict[tuple[int, int], float] = {}
@@ -47,7 +49,7 @@ def parse(text: str) -> Facts:
 
 
 def _copies(text: str, lost: list[Note]) -> Iterator[tuple[str, int, int, float]]:
-    """Test, from, to, GB/s of every copy between two devices; a note for each matrix that was cut."""
+    """Yield test, from, to, GB/s of every copy between two devices; note each matrix that was cut."""
     for table in tables(text):
         test = RUNNING.match(table.before)
         arrow = re.search(r"GPU\(row\) (<-|->|<->) GPU\(column\)", table.title)

@@ -1,6 +1,6 @@
-"""GPUs without their links: `nvidia-smi -L`, `-q`, `--query-gpu=index,...`, and what nvidia-smi says when it fails.
+"""GPUs without their links: `nvidia-smi -L`, `-q`, `--query-gpu=index,...`, and nvidia-smi's message when it fails.
 
-Index and bus id together tell that a GPU of `nvidia-smi topo -m` (indices) is one of the PCI tree (bus ids).
+Index and bus id together show that a GPU of `nvidia-smi topo -m` (indices) is one of the PCI tree (bus ids).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ DISPLAY = re.compile(r"DGX Display")  # a graphics card for the screen, beside t
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text lists GPUs, or has nvidia-smi's message of a failure; see SourceParser."""
     start = text[:20_000]
     if FAILURE.search(start[:4000]) and re.search(r"\bGPU0\b", start) is None:
         return True
@@ -39,6 +40,7 @@ def _is_query(line: str) -> bool:
 
 
 def parse(text: str) -> Facts:
+    """Parse the GPUs; failures become notes. Raises TopologyError."""
     lines = [line[:LONGEST] for line in text.splitlines()]
     if any(_is_query(line) for line in lines[:20]):
         devices = _queried(lines)
@@ -91,7 +93,7 @@ def _queried(lines: list[str]) -> list[Device]:
 
 
 def _blocks(lines: list[str]) -> list[Device]:
-    """`-q`: one block a GPU, in the order of the indices, which are not printed."""
+    """Read `-q`: one block a GPU, in the order of the indices, which are not printed."""
     devices: list[Device] = []
     bus_id, model = None, None
     for line in [*lines, "GPU ffff:ff:ff.7"]:

@@ -1,4 +1,4 @@
-"""`nvidia-smi nvlink -s` (rates), `-c` (capabilities) and `-R` (remote ends): what each NVLink of each GPU says."""
+"""`nvidia-smi nvlink -s` (rates), `-c` (capabilities) and `-R` (remote ends): each NVLink of each GPU."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class _Gpu:
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has GPUs and links; see SourceParser."""
     start = [line[:LONGEST] for line in text[:20_000].splitlines()]
     return any(GPU.fullmatch(line) for line in start) and any(LINK.fullmatch(line) for line in start)
 
 
 def parse(text: str) -> Facts:
+    """Parse the GPUs and their links, with remote ends where there are any. Raises TopologyError."""
     gpus: list[_Gpu] = []
     notes: list[Note] = []
     for number, whole in enumerate(text.splitlines(), 1):
@@ -74,7 +76,7 @@ def _link(gpu: _Gpu, number: int, words: str) -> None:
 
 
 def _lost(gpus: list[_Gpu]) -> list[Note]:
-    """Of a text that was cut in a GPU's list: links that all others have, up or down."""
+    """Note links that all other GPUs have, up or down: the text was cut in a GPU's list."""
     most = max(len(gpu.links) for gpu in gpus)
     short = [gpu for gpu in gpus if 0 < len(gpu.links) < most or (not gpu.links and gpu is gpus[-1] and most)]
     return [
@@ -117,7 +119,7 @@ def _with_remotes(gpus: list[_Gpu], devices: list[Device], notes: list[Note]) ->
 
 
 def _as_peers(gpus: list[_Gpu]) -> dict[str, _Gpu] | None:
-    """The GPU of each remote bus id, as nvidia-smi counts by them; None where that does not come out even."""
+    """Return the GPU of each remote bus id, as nvidia-smi counts by them; None where that does not come out even."""
     remotes = sorted({remote for gpu in gpus for remote in gpu.remotes}, key=lambda r: normal_bus_id(r) or r)
     if len(remotes) != len(gpus) or any(remote.startswith("ffff") for remote in remotes):
         return None
@@ -131,7 +133,7 @@ def _as_peers(gpus: list[_Gpu]) -> dict[str, _Gpu] | None:
 
 
 def _are_switches(gpus: list[_Gpu]) -> bool:
-    """Whether GPUs fall into groups that all reach the same remote ends, and no group another's."""
+    """Return whether GPUs fall into groups that all reach the same remote ends, and no group another's."""
     if all(remote.startswith("ffff") for gpu in gpus for remote in gpu.remotes):
         return True
     groups = Counter(frozenset(gpu.remotes) for gpu in gpus)

@@ -1,4 +1,4 @@
-"""`nvidia-smi topo -p2p`: which GPUs may reach which. Over what links, it does not say."""
+"""`nvidia-smi topo -p2p`: which GPUs may reach which. It does not say over what links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = re.compile(r"GPU[0-9]{1,4}", re.ASCII)
 
 
 def recognises(text: str) -> bool:
-    """Rows of nothing but status words."""
+    """Return whether a text has rows of nothing but status words; see SourceParser."""
     for line in text[:200_000].splitlines():
         name, *words = line.split() or [""]
         if NAME.fullmatch(name) and words and words[0] in {"X", *STATUS} and {*words} & {*STATUS}:
@@ -31,6 +31,7 @@ def recognises(text: str) -> bool:
 
 
 def parse(text: str) -> Facts:
+    """Parse the GPUs; how many pairs may reach each other becomes notes. Raises TopologyError."""
     tables = [table for _, table in read_tables(text, NAME)]
     if not tables:
         raise TopologyError("no matrix of GPUs in it", text.count("\n") + 1, 1)

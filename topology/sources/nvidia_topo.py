@@ -20,6 +20,7 @@ OTHERS = ("MX", "MT", "MLK", "XGMI", "HCCS", "SIO", "UB")
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text is nvidia-smi's matrix, and no other vendor's; see SourceParser."""
     start = text[:200_000]
     if "MetaX System Management" in start[:4000]:
         return False
@@ -32,6 +33,7 @@ def recognises(text: str) -> bool:
 
 
 def parse(text: str) -> Facts:
+    """Parse GPUs, NICs, affinities and links. Raises TopologyError."""
     matrix = read_matrix(text)
     if not matrix.rows:
         raise TopologyError("no row of a matrix in it", text.count("\n") + 1, 1)

@@ -1,4 +1,4 @@
-"""What sources leave out of NVSwitches: which there are, and the trunk between two baseboards of them."""
+"""The parts of NVSwitches that sources leave out: which there are, and the trunk between two baseboards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HIDDEN = "nvswitch"  # ffffffff:ff:ff.0: a virtual machine is not shown which
 
 
 def trunk(attached: Mapping[str, set[str]]) -> tuple[list[Link], list[Note]]:
-    """Links between groups of switches, given the GPUs of each switch.
+    """Return links between groups of switches, given the GPUs of each switch; and a note on them.
 
     No source lists links from switch to switch. Two baseboards in one machine have them (DGX-2): without,
     half of the GPUs would not reach the other half.

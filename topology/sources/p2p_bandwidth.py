@@ -26,6 +26,7 @@ Cells = Mapping[tuple[int, int], float]
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has the title of one of the test's matrices; see SourceParser."""
     return (
         re.search(r"P2P=(?:En|Dis)abled (?:Bandwidth|Latency|.*Matrix)|\[P2P \(Peer-to-Peer\) GPU Bandwidth", text)
         is not None
@@ -33,6 +34,7 @@ def recognises(text: str) -> bool:
 
 
 def parse(text: str) -> Facts:
+    """Parse the devices, what was measured of pairs, and the links that follow. Raises TopologyError."""
     found: dict[str, Cells] = {kind: {} for kind in KINDS}
     matrices = [(kind, table) for table in tables(text) if (kind := _kind(table))]
     found |= {kind: _cells(table) for kind, table in matrices}
@@ -62,7 +64,10 @@ def parse(text: str) -> Facts:
 
 
 def _kind(table: SpeedTable) -> str | None:
-    """Latencies come twice: as the device and as the processor sees them."""
+    """Return the kind of a matrix; None for another one, and for latencies as the processor sees them.
+
+    Latencies come twice: as the device and as the processor sees them.
+    """
     if table.corner == "CPU":
         return None
     return next((kind for kind, title in KINDS.items() if re.match(title, table.title)), None)
@@ -73,7 +78,7 @@ def _cells(table: SpeedTable) -> Cells:
 
 
 def _devices(text: str, found: Mapping[str, Cells]) -> tuple[Device, ...]:
-    """Those that are listed; else as many as the matrices have."""
+    """Return the devices that are listed; else as many as the matrices have."""
     listed = {int(each[1]): each for each in DEVICE.finditer(text)}
     known = {end for cells in found.values() for place in cells for end in place} or set(listed)
     devices = []
@@ -87,7 +92,7 @@ def _devices(text: str, found: Mapping[str, Cells]) -> tuple[Device, ...]:
 
 
 def _speed(found: Mapping[str, Cells], pair: tuple[int, int]) -> Speed | None:
-    """The mean of both directions, one way; from both ways at once where nothing else is there."""
+    """Return the mean of both directions, one way; from both ways at once where nothing else is there."""
     peer = found["access"].get(pair, 1.0) != 0
     for on, off, ways in (("peer", "host", 1), ("both", "host both", 2)):
         if (gbs := _mean(found[on], pair)) is not None:
@@ -97,7 +102,10 @@ def _speed(found: Mapping[str, Cells], pair: tuple[int, int]) -> Speed | None:
 
 
 def _differs(found: Mapping[str, Cells], pair: tuple[int, int]) -> bool:
-    """Whether peer access changes anything: where a driver refuses it, both matrices are of copies through the host."""
+    """Return whether peer access changes anything.
+
+    Where a driver refuses it, both matrices are of copies through the host.
+    """
     for on, off in (("peer", "host"), ("both", "host both")):
         enabled, disabled = _mean(found[on], pair), _mean(found[off], pair)
         if enabled is not None and disabled is not None and abs(enabled - disabled) > 0.1 * disabled:

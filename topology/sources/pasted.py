@@ -11,7 +11,7 @@ MOSTLY = 0.5  # of the lines: a single line of XML may start with what ends a ta
 
 
 def _unescaped(text: str) -> str:
-    """An output that a program holds as a string, or a log wrote as one: tabs and line ends are two characters each."""
+    """Restore an output that a program or a log holds as a string: tabs and line ends are two characters each."""
     if text.count("\\t") <= text.count("\n") or text.lstrip().startswith(("{", "<")):
         return text
     for escape, meant in ESCAPES.items():
@@ -20,7 +20,7 @@ def _unescaped(text: str) -> str:
 
 
 def as_printed(text: str) -> str:
-    """A text without the marks of a quotation, and with lines where HTML or a string has breaks."""
+    """Return a text without the marks of a quotation, and with lines where HTML or a string has breaks."""
     text = _unescaped(BREAK.sub("\n", text))
     if ">" not in text:
         return text

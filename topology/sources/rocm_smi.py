@@ -32,10 +32,12 @@ PORT = re.compile(rf"(GPU[0-9]{{1,4}})\s+({BUS_ID})\s+(?:\S+ Gb/s|N/A)\s+(?:([0-
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has a title of these tools, or the label XGMI in a row; see SourceParser."""
     return TITLES.search(text[:20_000]) is not None or "XGMI" in words_in(text)
 
 
 def parse(text: str) -> Facts:
+    """Parse the GPUs and their links. Raises TopologyError."""
     if '"system"' in text[:20_000]:
         return _json(text)
     lines = [ESCAPE.sub("", line) for line in text.splitlines()]
@@ -74,7 +76,7 @@ def _is(table: Matrix, words: set[str]) -> bool:
 
 
 def _device(name: str, order: int) -> Device:
-    """amd-smi names devices by bus id, in the order of their numbers."""
+    """Make a device: amd-smi names devices by bus id, in the order of their numbers."""
     bus_id = normal_bus_id(name)
     index = order if bus_id else int(name[3:])
     return Device(f"GPU{index}", "accelerator", index, bus_id=bus_id, vendor="amd")
@@ -99,7 +101,7 @@ def _on_numa_nodes(devices: list[Device], lines: list[str]) -> list[Device]:
 def _links(
     types: Matrix, tables: list[tuple[str, Matrix]], devices: dict[str, Device]
 ) -> tuple[list[Link], list[Note]]:
-    """Links of the table of types; ways through PCIe by the hops, and how many xGMI links there are."""
+    """Return the links of the table of types; ways through PCIe by the hops, and how many xGMI links there are."""
     named = [replace(device, id=name) for name, device in devices.items()]
     links, notes = links_of(types, named)
     hops = _cells(tables, r"(?i).*\bhops\b", r"([0-9]{1,2})")
@@ -117,7 +119,7 @@ def _links(
 
 
 def _cells(tables: list[tuple[str, Matrix]], title: str, cell: str) -> dict[tuple[str, str], int]:
-    """The numbers in the table of a title, by row and column."""
+    """Return the numbers in the table of a title, by row and column."""
     table = next((table for words, table in tables if re.match(title, words)), None)
     found: dict[tuple[str, str], int] = {}
     for row in table.rows if table else ():
@@ -128,7 +130,7 @@ def _cells(tables: list[tuple[str, Matrix]], title: str, cell: str) -> dict[tupl
 
 
 def _json(text: str) -> Facts:
-    """`--showtopo --json`: a line for each pair."""
+    """Read `--showtopo --json`: a line for each pair."""
     document = load_json(text)
     system = document.get("system") if isinstance(document, dict) else None
     said: dict[str, dict[tuple[str, str], str]] = {"Link type": {}, "Hops": {}}
@@ -150,7 +152,7 @@ def _json(text: str) -> Facts:
 
 
 def _xgmi(lines: list[str]) -> Facts:
-    """`amd-smi xgmi`: counters for each peer that there is a link to, and the rate of a link."""
+    """Read `amd-smi xgmi`: counters for each peer that there is a link to, and the rate of a link."""
     columns: list[str] = []
     devices: dict[str, Device] = {}
     linked: dict[tuple[str, str], None] = {}

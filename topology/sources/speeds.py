@@ -1,4 +1,4 @@
-"""From speeds that somebody measured to links: what is faster than any way through the host has a link of its own."""
+"""Links from speeds that somebody measured: a pair faster than any way through the host has a link of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a pair: GB/s one way; the same through the host's memory; whether the devices reach each other at all."""
+    """The speed of a pair: GB/s one way; through the host's memory; whether the devices reach each other at all."""
 
     gbs: float
     host_gbs: float | None = None
@@ -31,13 +31,14 @@ class Speed:
 
     @property
     def is_link(self) -> bool:
+        """True if the devices reach each other, and the pair is faster than any way through the host."""
         if not self.peer:
             return False
         return self.gbs > PCIE_MOST if self.host_gbs is None else self.gbs >= TIMES_HOST * self.host_gbs
 
 
 def links_of(devices: Sequence[Device], speeds: Mapping[Pair, Speed]) -> tuple[list[Link], list[Note]]:
-    """A link of each pair whose speed is known, and what is to be said of how that was decided."""
+    """Return a link for each pair whose speed is known, and notes on how that was decided."""
     linked = [pair for pair, speed in speeds.items() if speed.is_link]
     around = neighbours([device.id for device in devices], linked)
     switched: set[Pair] = set()
@@ -53,7 +54,7 @@ def links_of(devices: Sequence[Device], speeds: Mapping[Pair, Speed]) -> tuple[l
 
 
 def coverage_of(devices: Sequence[Device], speeds: Mapping[Pair, Speed]) -> Coverage:
-    """Of some pairs only: whether the others have links is open."""
+    """Return the coverage of speeds: where only some pairs were measured, the others may have links or not."""
     some = any(speed.is_link for speed in speeds.values())
     return "devices" if some and len(speeds) < len(pairs(device.id for device in devices)) else "links"
 
@@ -61,7 +62,10 @@ def coverage_of(devices: Sequence[Device], speeds: Mapping[Pair, Speed]) -> Cove
 def _why_switch(
     part: Sequence[str], around: Neighbours, devices: Sequence[Device], speeds: Mapping[Pair, Speed]
 ) -> Note | None:
-    """Links of their own to all others would be more than a device has; None: they would not."""
+    """Return why these devices have a switch; None if nothing says so.
+
+    Links of their own to all others would be more than a device has.
+    """
     measured = [speed for pair, speed in speeds.items() if set(pair) <= set(part)]
     if not all(speed.is_link for speed in measured):
         return None
@@ -84,7 +88,10 @@ def _why_switch(
 def _pcie_ways(
     devices: Sequence[Device], slow: Mapping[Pair, Speed], any_links: bool
 ) -> tuple[dict[Pair, str], list[Note]]:
-    """Ways through the host: between two sockets where groups of devices are slower from one to the other."""
+    """Return the ways of pairs through the host.
+
+    They lead between two sockets where groups of devices are slower from one to the other.
+    """
     ways = dict.fromkeys(slow, "pcie")
     notes = []
     groups = [] if any_links else _groups([device.id for device in devices], slow)
@@ -105,7 +112,7 @@ def _pcie_ways(
 
 
 def _groups(names: Sequence[str], speeds: Mapping[Pair, Speed]) -> list[tuple[str, ...]]:
-    """Two or more groups, every pair inside one faster than any pair across; none: no such groups."""
+    """Return two or more groups, every pair inside one faster than any pair across; none: no such groups."""
     if len(names) < 3 or len(speeds) < len(pairs(names)):
         return []
     found = sorted({speed.gbs for speed in speeds.values()})
@@ -131,9 +138,11 @@ def _side_by_side(buses: Mapping[str, str | None], a: str, b: str) -> bool:
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """A matrix of numbers below a header of numbers; None where a cell is no number. `title` and `before`: the last
-    two lines above it that are of no matrix; `corner`: the word beside the header; `missing_rows`: so many fewer than
-    columns."""
+    """A matrix of numbers below a header of numbers; None where a cell is no number.
+
+    `title` and `before`: the last two lines above it that are of no matrix; `corner`: the word beside the
+    header; `missing_rows`: so many fewer than columns.
+    """
 
     title: str
     before: str
@@ -142,11 +151,12 @@ class SpeedTable:
 
     @property
     def missing_rows(self) -> int:
+        """The number of rows that are missing."""
         return len({column for _, column in self.values}) - len({row for row, _ in self.values})
 
 
 def tables(text: str) -> Iterable[SpeedTable]:
-    """All of a text. What a cut row leaves of its matrix is kept; what follows it is not."""
+    """Yield all matrices of a text. What a cut row leaves of its matrix is kept; what follows it is not."""
     title, before, corner, columns = "", "", "", list[int]()
     values: dict[tuple[int, int], float | None] = {}
     for line in text.splitlines():
@@ -170,7 +180,10 @@ def tables(text: str) -> Iterable[SpeedTable]:
 
 
 def _is_row(words: Sequence[str], columns: Sequence[int]) -> bool:
-    """A number of a device, and a cell for each column; a header below its title has as many words at most."""
+    """Return whether words are a row: a device's number, and a cell for each column.
+
+    A header below its title has as many words at most.
+    """
     if len(words) != len(columns) + 1 or not re.fullmatch(r"[0-9]{1,3}", words[0], re.ASCII):
         return False
     return all(_number(word) is not None or word == "N/A" for word in words[1:])

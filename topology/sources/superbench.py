@@ -15,10 +15,12 @@ COPY = re.compile(
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has a line of a copy; see SourceParser."""
     return COPY.search(text) is not None
 
 
 def parse(text: str) -> Facts:
+    """Parse the GPUs, their copies, and the links that follow from these. Raises TopologyError."""
     best: dict[tuple[str, int, int], float] = {}
     for each in COPY.finditer(text):
         try:

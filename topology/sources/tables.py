@@ -12,9 +12,10 @@ MAX_TABLES = 64
 
 
 def read_tables(text: str, name: re.Pattern[str]) -> list[tuple[str, Matrix]]:
-    """Each table with the line of text that stands before it; `name` is what columns and rows are called.
+    """Return each table with the line of text before it; `name` is what columns and rows are called.
 
-    Rows without a header are a table where they are square: columns in the order of the rows.
+    Rows without a header are a table where they are square: columns in the order of the rows. Raises
+    TopologyError.
     """
     tables: list[tuple[str, Matrix]] = []
     title = ""
@@ -44,7 +45,7 @@ def read_tables(text: str, name: re.Pattern[str]) -> list[tuple[str, Matrix]]:
 
 
 def _is_square(matrix: Matrix) -> bool:
-    """Whether rows without a header are a whole matrix, which then has its columns."""
+    """Return whether rows without a header are a whole matrix, and if so give it its columns."""
     names = [row.name for row in matrix.rows]
     if len(names) < 2 or len({*names}) < len(names) or any(len(row.labels) != len(names) for row in matrix.rows):
         return False
@@ -54,9 +55,9 @@ def _is_square(matrix: Matrix) -> bool:
 
 
 def without_shifted(matrix: Matrix, own: tuple[str, ...]) -> Matrix:
-    """A matrix without the rows that lost a cell: what marks the device itself stands elsewhere in them.
+    """Leave out the rows that lost a cell: what marks the device itself stands elsewhere in them.
 
-    Its notes say what is missing of it.
+    The matrix is changed and returned; its notes say what is missing of it.
     """
     for row in matrix.rows:
         at = matrix.columns.index(row.name)
@@ -69,7 +70,7 @@ def without_shifted(matrix: Matrix, own: tuple[str, ...]) -> Matrix:
 
 
 def lost(matrix: Matrix) -> list[Note]:
-    """What a matrix lacks that was cut: the ends of rows, and rows."""
+    """Return notes on what a matrix lacks that was cut: the ends of rows, and rows."""
     want = len(matrix.columns)
     notes = [
         Note(f"the row of {row.name} has {len(row.labels)} of {want} cells", row.line, role="doubt")

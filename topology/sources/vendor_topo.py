@@ -13,12 +13,14 @@ TITLE = re.compile(r"MetaX System Management|mx-smi\b")
 
 
 def recognises(text: str) -> bool:
+    """Return whether a text has MetaX's title, or labels of these vendors; see SourceParser."""
     start = text[:200_000]
     named = "GPU0" in start and TITLE.search(start[:4000]) is not None
     return named or any(word.rstrip("0123456789") in LABELS for word in words_in(start))
 
 
 def parse(text: str) -> Facts:
+    """Parse GPUs, NICs, affinities and links. Raises TopologyError."""
     matrix = read_matrix(text.replace("Node Affinity", "NUMA Affinity"))
     if not matrix.rows:
         raise TopologyError("no row of a matrix in it", text.count("\n") + 1, 1)

@@ -16,6 +16,8 @@ ROOT = re.compile(r"<([A-Za-z_][\w.-]{0,80})")
 
 @dataclass
 class Element:
+    """An element with its attributes, its place in the text, its children and its words."""
+
     tag: str
     attributes: dict[str, str]
     line: int
@@ -25,9 +27,11 @@ class Element:
 
     @property
     def text(self) -> str:
+        """The text of the element."""
         return "".join(self.words)
 
     def get(self, name: str) -> str | None:
+        """Return an attribute; None if there is none."""
         return self.attributes.get(name)
 
 
@@ -73,7 +77,7 @@ class _Builder:
 
 
 def _without_prose(text: str) -> str:
-    """What a page says before and after its XML becomes blank lines: places stay what they are."""
+    """Turn what a page says before its XML into blank lines, and cut what follows: places stay what they are."""
     start = START.search(text)
     if start is None:
         return text
@@ -85,6 +89,7 @@ def _without_prose(text: str) -> str:
 
 
 def parse_xml(text: str) -> Element:
+    """Parse a text into its root element. Raises TopologyError with line and column, also for entities."""
     builder = _Builder()
     try:
         builder.parser.Parse(_without_prose(text).encode("utf-8", "replace"), True)
