@@ -281,10 +281,7 @@ class JsonNode:
         return self.error(f"expected {what}, found {_short(self.value)}")
 
     def fields(self, *names: str, others: bool = False) -> dict[str, JsonNode]:
-        """Return the values of an object that has exactly these keys, or with `others` more keys.
-
-        Raises ScheduleError if it has not.
-        """
+        """Return the values of an object with exactly these keys, or with `others` more. Raises ScheduleError."""
         if not isinstance(self.value, dict):
             raise self._expected("an object")
         for name in names:

@@ -148,10 +148,7 @@ def _seen(tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...], sees: _visibi
 
 
 def order(schedule: S) -> S:
-    """Sort moves and tiles into one total order.
-
-    By step, lower rank sending first, first pieces first, then by ranks and block.
-    """
+    """Sort tiles and moves: by step, lower rank sending first, first pieces first, then by ranks and block."""
     moves = sorted(schedule.moves, key=move_order)
     tiles = sorted(schedule.tiles, key=tile_order)
     return schedule.replace(moves=tuple(moves), tiles=tuple(tiles))

@@ -138,10 +138,7 @@ def sends(schedule: ScheduleData, moves: Iterable[Move]) -> list[str]:
 
 
 def _payload(schedule: ScheduleData, moves: Sequence[Move]) -> str:
-    """Return the blocks of moves from one rank to another as text.
-
-    They are in their order by chunk, as moves have one of their own.
-    """
+    """Return the blocks of one rank's moves to another: in their order by chunk, as moves have one of their own."""
     first = moves[0]
     blocks = sorted((move.block for move in moves), key=lambda block: (block.made_at or 0, block.chunk, block.piece))
     units = _units(schedule, blocks, first.src)

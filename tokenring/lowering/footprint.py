@@ -124,10 +124,7 @@ def scratch_bytes(schedule: ScheduleData, workload: Workload, program: Program) 
 
 
 def landing_slots(program: Program) -> list[int]:
-    """Return the kept slots that receive messages.
-
-    One-sided transports need memory in the pool for these to land in.
-    """
+    """Return kept slots that receive messages: one-sided transports need pool memory for these to land in."""
     received = {each.span.slot for each in program.instructions if isinstance(each, Recv)}
     return sorted(slot for slot in received if program.slots[slot].kept)
 
@@ -239,10 +236,7 @@ class Pools:
 
 
 def flops(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
-    """Return the floating-point operations of each rank, by rank.
-
-    They are 4 (forward) or 10 (backward) for each visible pair and head element.
-    """
+    """Return each rank's floating-point operations: 4 (forward) or 10 (backward) a visible pair and head element."""
     check_workload(schedule, workload, direction)
     low, high = workload.q_head_range(0, schedule.head_groups)
     a_pair = FLOPS_PER_PAIR[direction] * workload.batch * (high - low) * workload.head_dim

@@ -1,7 +1,4 @@
-"""Points at which a rank uses what it receives.
-
-Messages that are used at one point can go, or be waited for, together.
-"""
+"""Points at which a rank uses what it receives: messages of one point can go, or be waited for, together."""
 
 from __future__ import annotations
 

@@ -125,10 +125,7 @@ class Rendezvous:
         return met
 
     def _first(self, a: Rank, key: Key) -> list[MessagePairing]:
-        """Return what meets by the message that stands first in a queue of this rank.
-
-        That is all of its collective, or itself.
-        """
+        """Return what meets by the first message of a queue of this rank: all of its collective, or itself."""
         here = self.queues[a.rank, key]
         if not here:
             return []

@@ -196,10 +196,7 @@ class _Replay:
                 raise rank.wrong(f"writes slot {span.slot} before waiting for {name_of(post)}")
 
     def _check_free(self, rank: Rank, span: Span) -> None:
-        """Check that nothing is on its way to or from these rows, and nobody needs what lies in them.
-
-        Then empty them: what lies there goes.
-        """
+        """Check that nothing moves to or from these rows and nobody needs their contents; then empty them."""
         slot, start, stop, heads = span
         self._check_landed(rank, span)
         spec = rank.program.slots[slot]

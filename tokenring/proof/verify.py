@@ -210,10 +210,7 @@ class _Proof:
                         raise self._missing(Block(kind, chunk, heads, piece), missing)
 
     def _check_needed(self, requests: dict[int, list[Move]]) -> None:
-        """Raise ScheduleError if anything travels to where it is neither used nor sent on.
-
-        Its slot would be nobody's to give back.
-        """
+        """Check that nothing travels where it is neither used nor sent on: nobody could give its slot back."""
         used: list[set[Block]] = [set() for _ in range(self.schedule.world_size)]
         for tile in self.schedule.tiles:
             used[tile.rank].update(tile.q, tile.kv)

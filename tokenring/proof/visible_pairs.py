@@ -128,10 +128,7 @@ class Tally:
         return None
 
     def _wrong(self, units: tuple[int, int], found: Region) -> str:
-        """Return what is wrong with a pair of units; "" if nothing.
-
-        The same may be cut otherwise, or have other bounds.
-        """
+        """Return what is wrong with a pair of units, "" if nothing: it may be cut otherwise, or have other bounds."""
         goal = self.pairs.goal.get(units, ())
         if sorted(found, key=_corner) == sorted(goal, key=_corner):
             return ""
@@ -146,10 +143,7 @@ class Tally:
         return ""
 
     def _name(self, heads: int, units: tuple[int, int], wrong: str) -> tuple[int, int, str]:
-        """Return (rank, step, in words) of what is wrong with a pair of units.
-
-        Rank and step are those of the last call that computes anything of these units.
-        """
+        """Return rank and step of the last call that computes anything of these units, and what is wrong with it."""
         pieces = self.schedule.q_pieces, self.schedule.kv_pieces
         (q, q_piece), (kv, kv_piece) = (divmod(unit, by) for unit, by in zip(units, pieces, strict=True))
         blocks = Block("q", q, heads, q_piece), Block("kv", kv, heads, kv_piece)

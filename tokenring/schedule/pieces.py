@@ -17,10 +17,7 @@ CUT_BY_DEFAULT = frozenset({"direct-kv", "direct-q"})
 
 
 def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: Layout) -> int | None:
-    """Return in how many pieces a named schedule moves its chunks by default, None for most schedules.
-
-    Direct ones move in pieces, where it pays.
-    """
+    """Return in how many pieces a named schedule moves its chunks by default: direct ones, where it pays."""
     if name not in CUT_BY_DEFAULT:
         return None
     layout = kv_layout if name == "direct-kv" else q_layout

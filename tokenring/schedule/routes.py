@@ -81,10 +81,7 @@ def direct(origin: BlockOrigin) -> tuple[Hop, ...]:
 
 
 def direct_fused(origin: BlockOrigin) -> tuple[Hop, ...]:
-    """Return the hops of `direct`, where pieces of one number are due together, from whichever rank.
-
-    One kernel call takes them all.
-    """
+    """Return the hops of `direct`, due together by piece, from whichever rank: one kernel call takes them all."""
     world = origin.world_size
     return tuple(
         Hop(0, origin.owner, (origin.owner + distance) % world, origin.piece + 1) for distance in range(1, world)
@@ -128,10 +125,7 @@ def return_direct(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
 
 
 def follow(gather: Gather) -> Return:
-    """Return the route on which the partial follows the block round a ring, each rank adding its own.
-
-    Then it goes home.
-    """
+    """Make the return route of a partial that follows its block round a ring, each rank adding its own, then home."""
 
     def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         chain = [hop.dst for hop in gather(origin)]
@@ -147,10 +141,7 @@ def follow(gather: Gather) -> Return:
 
 
 def reduce_back(gather: Gather) -> Return:
-    """Return the route on which partials go back along the tree by which the block came.
-
-    Where branches meet they are added up.
-    """
+    """Make the return route back along the tree by which the block came; where branches meet partials are added up."""
 
     def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         parents = {hop.dst: hop.src for hop in gather(origin)}
@@ -160,10 +151,7 @@ def reduce_back(gather: Gather) -> Return:
         hops: list[Hop] = []
 
         def leave(rank: int) -> int | None:
-            """Return the step in which a rank's partial leaves, and append its hop; None if there is no partial.
-
-            It leaves after all that it waits for.
-            """
+            """Return the step in which a rank's partial leaves, after all that it waits for; None: there is none."""
             come = [step for child in branches[rank] if (step := leave(child)) is not None]
             if rank == origin.owner or not (come or rank in makers):
                 return None
@@ -178,10 +166,7 @@ def reduce_back(gather: Gather) -> Return:
 
 
 def reduce_inside(local: int) -> Return:
-    """Return the route on which one partial of each node of `local` ranks goes home.
-
-    A chain through the node adds them up, in the order made.
-    """
+    """Make the return route of one partial a node of `local` ranks: a chain adds them up, in the order made."""
 
     def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         nodes: dict[int, list[int]] = defaultdict(list)

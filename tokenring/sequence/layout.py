@@ -147,10 +147,7 @@ def zigzag(world_size: int, length: int, cuts: int = 1) -> Layout:
 
 
 def striped(world_size: int, length: int, cuts: int = 1) -> Layout:
-    """Return the layout in which rank r holds positions r, r+P, r+2P, ...
-
-    This is Striped Attention (arXiv:2311.09431).
-    """
+    """Return the layout with positions r, r+P, r+2P, ... at rank r: Striped Attention (arXiv:2311.09431)."""
     world_size, length, cuts = _sizes("striped", world_size, length, cuts)
     span = length // cuts
     chunks = [

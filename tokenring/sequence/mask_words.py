@@ -17,10 +17,7 @@ SIZED = {SlidingWindow: "SlidingWindow(left, right)", Documents: "Documents([0, 
 
 
 def mask_of(given: object, is_causal: object = None) -> Mask | None:
-    """Return the mask that a call says, None where it says none.
-
-    Raises ConfigurationError for what is none, or ambiguous.
-    """
+    """Return the mask that a call says, None where it says none. Raises ConfigurationError if wrong or ambiguous."""
     mask, wrong = read_mask(given, is_causal)
     if wrong is not None:
         raise ConfigurationError(wrong)
@@ -28,10 +25,7 @@ def mask_of(given: object, is_causal: object = None) -> Mask | None:
 
 
 def read_mask(given: object, is_causal: object = None) -> tuple[Mask | None, str | None]:
-    """Return the mask that a call says, or what is wrong with it.
-
-    Raises nothing, so that torch.compile can follow it.
-    """
+    """Return the mask that a call says, or what is wrong with it; raises nothing: torch.compile can follow it."""
     mask: Mask | None = None
     if isinstance(given, Mask):
         mask = given

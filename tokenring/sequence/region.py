@@ -91,10 +91,7 @@ def _clamped(value: int, most: int) -> int:
 
 
 def floor_sum(count: int, a: int, b: int, m: int) -> int:
-    """Return Σ floor((a·i + b) / m) for i below count, with a and b from 0 on.
-
-    As Euclid's algorithm, in logarithmic time.
-    """
+    """Return Σ floor((a·i + b) / m) for i below count, a and b from 0 on: Euclid's algorithm, in logarithmic time."""
     total = 0
     while count:
         total += count * (count - 1) // 2 * (a // m) + count * (b // m)

@@ -43,22 +43,16 @@ class Workload:
         return self.dtype.itemsize
 
     def ring_bytes(self, ranks: int) -> int:
-        """Return the bytes of k and v of one of so many ranks.
-
-        A ring sends as much in a step, and other schedules about as much.
-        """
+        """Return the bytes of k and v of one of so many ranks: a ring sends so much in a step, others about that."""
         return 2 * self.batch * self.kv_length * self.kv_heads * self.head_dim * self.itemsize // ranks
 
     def q_head_range(self, group: int, groups: int) -> tuple[int, int]:
-        """Return the query heads [first, stop) of the group-th of `groups` head groups."""
+        """Return the query heads [low, high) of the group-th of `groups` head groups."""
         self._check_groups(groups)
         return group * self.q_heads // groups, (group + 1) * self.q_heads // groups
 
     def kv_head_range(self, group: int, groups: int) -> tuple[int, int]:
-        """Return the kv heads [first, stop) that those query heads use.
-
-        Several groups share one where groups > kv_heads.
-        """
+        """Return the kv heads [low, high) of those query heads; several groups share one where groups > kv_heads."""
         self._check_groups(groups)
         return group * self.kv_heads // groups, -(-(group + 1) * self.kv_heads // groups)
 

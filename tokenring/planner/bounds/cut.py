@@ -105,10 +105,7 @@ def _free(per_group: int, part: Fraction) -> float:
 
 
 def _corners(per_group: int, part: Fraction) -> list[int]:
-    """Return where, beyond what is free, the cost of work on a KV head bends upwards.
-
-    In 1 / part.denominator of a head.
-    """
+    """Return where, beyond what is free, the cost of work on a KV head bends upwards; in 1 / part.denominator head."""
     heads = range(1, per_group + 1)
     points = {each * own for each in heads for own in (part.numerator, part.denominator)}
     return sorted(point for point in points if point / part.denominator > _free(per_group, part))
@@ -129,10 +126,7 @@ def _with_the_rest(
 
 
 def _head_group_cost(per_group: int, q_bytes: float, kv_bytes: float, part: float) -> Cost:
-    """Return a function from work on one KV head and its query heads (in heads) to bytes.
-
-    These are the bytes that must come into the group for so much work.
-    """
+    """Return the function from work (in heads) on a KV head and its query heads to the bytes into the group."""
 
     def cost(work: float) -> float:
         return min(
@@ -148,10 +142,7 @@ def _head_group_cost(per_group: int, q_bytes: float, kv_bytes: float, part: floa
 
 
 def _rectangle(area: float, q_bytes: float, kv_bytes: float, part: float) -> float:
-    """Return the cost of the cheapest a × b = area with a, b at most 1.
-
-    What exceeds the group's own part must come in.
-    """
+    """Return the cost of the cheapest a × b = area with a, b at most 1: what exceeds the group's part must come in."""
     least = max(area, 0.0)
     tries = [1.0, part, least, least / part if part else 1.0, math.sqrt(kv_bytes * least / q_bytes)]
     best = math.inf

@@ -165,19 +165,13 @@ def _worth_refining(call: CallToPlan, found: Judgement) -> list[str]:
 
 
 def plan_or_forecast(call: CallToPlan) -> Plan | Forecast:
-    """Return a plan, or a forecast where there are too many ranks for a schedule to be made.
-
-    A forecast is all that is said of a plan.
-    """
+    """Return a plan, or a forecast where there are too many ranks for a schedule to be made."""
     net = call.setting.interconnect
     return forecast_call(call) if is_large(net, MADE_RANKS) else plan_call(call)
 
 
 def forecast_call(call: CallToPlan) -> Forecast:
-    """Return the forecast for a world of many equal hosts, without making a schedule.
-
-    Raises ConfigurationError where nothing fits.
-    """
+    """Return the forecast for a world of many equal hosts, without making a schedule. Raises ConfigurationError."""
     return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
 
 
@@ -214,10 +208,7 @@ def call_bound(call: CallToPlan) -> Bound:
 
 
 def first_names(call: CallToPlan) -> list[str]:
-    """Return every member worth trying, of the families that are allowed.
-
-    Raises ConfigurationError if there is none.
-    """
+    """Return every member worth trying, of the allowed families. Raises ConfigurationError if there is none."""
     net, workload = call.setting.interconnect, call.setting.workload
     families = call.families or tuple(FAMILIES)
     names: dict[str, None] = {}

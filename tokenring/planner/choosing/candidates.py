@@ -1,4 +1,4 @@
-"""The schedules that were considered for a plan, and how they are shown: best first, with a word on what ties."""
+"""The schedules that were considered for a plan, and how they are shown: best first, with a note on ties."""
 
 from __future__ import annotations
 

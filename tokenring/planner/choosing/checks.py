@@ -9,7 +9,7 @@ from tokenring.sequence.layout import as_integer
 def check_topology(given: object, world_size: int, tensor_parallel: object = 1) -> None:
     """Raise ConfigurationError unless a topology is one of the group's ranks.
 
-    It may be of all those whose heads tensor parallelism splits.
+    It may also be one of all those whose heads tensor parallelism splits.
     """
     groups = as_integer(tensor_parallel) or 0
     if groups < 1:

@@ -56,10 +56,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Return the plan in a file that `save` or `tokenring plan --json` wrote.
-
-        Raises ConfigurationError, ScheduleError.
-        """
+        """Return the plan that `save` or `tokenring plan --json` wrote. Raises ConfigurationError, ScheduleError."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -68,10 +65,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Return the plan that to_json wrote.
-
-        Raises ConfigurationError; ScheduleError for what is wrong in its schedule.
-        """
+        """Return the plan of to_json. Raises ConfigurationError; ScheduleError for what is wrong in its schedule."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:  # broken JSON, or a number of thousands of digits

@@ -137,10 +137,7 @@ class Planner:
         return CallToPlan(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
 
     def setting(self, request: Request, kernel: AttentionKernel, target: Target | None) -> Setting:
-        """Return the setting for which schedules of a call are judged.
-
-        Where there is something to probe, all ranks call it together.
-        """
+        """Return the setting in which schedules of a call are judged; to probe, all ranks call it together."""
         size = request.workload
         key = key_of(kernel, request.device, size.dtype, size.head_dim)
         if key not in self._kept:
@@ -181,10 +178,7 @@ class Planner:
 
     @staticmethod
     def _so_far(told: Background[bytes], transport: Transport) -> bytes:
-        """Return what rank 0 can send by now: the plan, or that it is still planning.
-
-        Planning for many ranks takes longer than others may wait for a message.
-        """
+        """Return the plan, or that rank 0 still plans: that may take longer than others may wait for a message."""
         try:
             return told.result(STILL_SECONDS)
         except TimeoutError:
@@ -195,7 +189,7 @@ class Planner:
 
     @staticmethod
     def word(plan: Plan, order: tuple[int, ...] | None) -> bytes:
-        """Return a plan as bytes, without its schedule: all ranks make that from its name and the order of the ranks."""
+        """Return a plan as bytes, without its schedule: all ranks make that from its name and their order."""
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
         said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}

@@ -1,10 +1,10 @@
 """Worlds too large to simulate rank by rank: one host stands for all, and time grows in proportion to the hosts.
 
-A schedule is folded (fold.py) on all hosts if it has few tiles, else on few hosts, twice: every host added brings
+A schedule is folded (symmetry.py) on all hosts if it has few tiles, else on few hosts, twice: every host added brings
 as many tokens, tiles and messages for each rank as the one before, so that time, compute and bytes lie on a
 straight line (docs/planner.md says how straight). A mask counts by the share of pairs that it leaves, which balanced
 layouts give to every rank alike; bytes are those without a mask. Of masks that leave ranks unequally much this is
-no more than a guess (`visible.is_even`).
+no more than a guess (`mask_density.is_even`).
 """
 
 from __future__ import annotations
@@ -93,10 +93,7 @@ class Figures:
         return Figures(**{name: max(0.0, mine[name] + (other[name] - mine[name]) * times) for name in mine})
 
     def and_then(self, after: Figures) -> Figures:
-        """Return the figures of both passes, one after the other; memory is that of the larger.
-
-        Connections are those of both anyway.
-        """
+        """Return both passes one after the other; memory is the larger's. Connections are those of both anyway."""
         mine, other = vars(self), vars(after)
         added = {name: mine[name] + other[name] for name in mine}
         return Figures(**{**added, **{name: max(mine[name], other[name]) for name in HELD}})
@@ -121,10 +118,7 @@ def promising(names: list[str], task: Task, best: int) -> tuple[list[str], list[
 def _judged(
     names: list[str], task: Task, limit_bytes: float = float("inf")
 ) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
-    """Yield the figures of each schedule, or why it has none.
-
-    Yields None where it is hopelessly slower than one that keeps to the limit.
-    """
+    """Yield the figures, or why there are none; None where hopelessly slower than one that keeps to the limit."""
     fastest = float("inf")
     for name in names:
         try:
@@ -215,10 +209,7 @@ def _nothing(found: list[tuple[str, Figures]], misfits: Iterable[Candidate], tas
 
 
 def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str:
-    """Return the reason in one line: schedule, interconnect, time, ratio to the bound, and time of the next.
-
-    Notes at its end say what was not counted.
-    """
+    """Return one line: what, on what, how long, how far from the bound, what the next would cost, what is left out."""
     (name, best), net = fitting[0], task.setting.interconnect
     text = f"{name}: {time_text(best.seconds)} predicted for {' + '.join(task.setting.passes)} on {net.name}"
     if bound.seconds > 0:
@@ -268,10 +259,7 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
 
 
 def needed(name: str, task: Task) -> HeldBytes:
-    """Return the memory and connections that `figures` would say that a schedule needs.
-
-    Raises ConfigurationError if it does not fold or fit.
-    """
+    """Return what `figures` would say that a schedule needs. Raises ConfigurationError if it does not fold or fit."""
     worlds, times = _worlds(name, task, FEW_HOSTS)
     total = Figures(*[0.0] * len(fields(Figures)))
     for direction in task.setting.passes:
@@ -281,10 +269,7 @@ def needed(name: str, task: Task) -> HeldBytes:
 
 
 def _worlds(name: str, task: Task, few_hosts: int) -> tuple[list[_World], float]:
-    """Return the schedule on all hosts, or on a few and on twice as many, and a distance.
-
-    The distance says how far all hosts are from the few, in steps of the few.
-    """
+    """Return worlds of all hosts, or of a few and twice as many, and how far all are from the few in steps of these."""
     net = task.setting.interconnect
     hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
     scheme = parse(name).make(net.world_size)
@@ -309,10 +294,7 @@ def _few_hosts(scheme: Scheme, unit: int, few: int) -> int:
 
 
 def _shrunk(name: str, times: int) -> str:
-    """Return the name of the same schedule for a world so many times smaller.
-
-    Raises ConfigurationError if there is none.
-    """
+    """Return the name of the schedule for a world so many times smaller. Raises ConfigurationError if none."""
     named = parse(name)
     if named.family.name not in GROWS_FIRST | CROWDED:
         return name

@@ -37,10 +37,7 @@ class Overheads:
     window_bytes: float = 35100.0
 
     def messages(self, shape: Shape) -> Messages:
-        """Return the cost of messages on the emulated links of this shape.
-
-        Their packets are the smaller the slower its links are.
-        """
+        """Return message costs on emulated links of this shape, whose packets are the smaller the slower its links."""
         byte_seconds = 1e-9 / self.handling_gbs + self.packet / packet_bytes(shape.fabric)
         return Messages(
             self.latency, self.post, pipelined=True, handling_seconds=self.handling, handling_gbs=1e-9 / byte_seconds,

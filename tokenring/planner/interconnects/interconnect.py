@@ -104,10 +104,7 @@ class Interconnect:
         return min((self.gbs(wire) for wire in self.way(src, dst)), default=float("inf"))
 
     def own_links(self, rank: int) -> int:
-        """Return to how many ranks it has a link that no other pair uses, as in a mesh.
-
-        A ring sends over one of these.
-        """
+        """Return to how many ranks it has a link that no other pair uses, as in a mesh: a ring sends over one."""
         host, device = self.places[rank]
         used = {place[1] for place in self.places if place[0] == host}
         ways = self.fabrics[host].ways
@@ -154,10 +151,7 @@ def switch_fabric(size: int, port_gbs: float) -> LinkFabric:
 
 
 def ring_fabric(size: int, link_gbs: float) -> LinkFabric:
-    """Return the fabric of a host with links between neighbours alone.
-
-    Others are passed through, the shorter way; at a tie even sources go up.
-    """
+    """Make a fabric of neighbours' links; others are passed through, the shorter way; at a tie even sources go up."""
     ways: dict[tuple[int, int], Way] = {}
     for a in range(size):
         for distance in range(1, size):

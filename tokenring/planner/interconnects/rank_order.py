@@ -119,10 +119,7 @@ def _by_host(net: Interconnect) -> list[list[int]]:
 
 
 def _island_size(net: Interconnect, ranks: Sequence[int]) -> int | None:
-    """Return how many ranks reach each other over the shortest and widest ways.
-
-    None if those are not equal runs of neighbours.
-    """
+    """Return how many ranks the shortest and widest ways join, None if those are not equal runs of neighbours."""
     if not 4 <= len(ranks) <= MOST_LOOKED_AT:
         return None
     pairs = [(a, b) for a in ranks for b in ranks if a != b]

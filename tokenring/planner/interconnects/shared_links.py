@@ -41,10 +41,7 @@ def group_net(
 
 
 def _beside_others(own: Topology, tensor_parallel: int, job_ranks: int | None) -> Interconnect | None:
-    """Return the interconnect by the graph, if the group's accelerators lie in it as its ranks do in the job.
-
-    Else returns None.
-    """
+    """Return the group's interconnect by the graph, None unless its accelerators lie there as its ranks in the job."""
     if own.graph is None or len(own.devices) != own.world_size or None in own.devices:
         return None
     every = replace(Topology.of(own.graph), name=own.name, reached=own.reached)

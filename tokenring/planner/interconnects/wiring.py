@@ -191,10 +191,7 @@ class _Host:
         }
 
     def _neighbours(self) -> dict[str, dict[str, Edge]]:
-        """Return the edges that are resources.
-
-        These are links of accelerators, the tree of PCIe, and what was measured to lead out.
-        """
+        """Return the edges that are resources: accelerators' links, the tree of PCIe, what was measured to lead out."""
         found: dict[str, dict[str, Edge]] = defaultdict(dict)
         for edge in self.graph.edges:
             ends = {self.devices[end].kind for end in (edge.a, edge.b) if end in self.devices}
@@ -254,10 +251,7 @@ class _Host:
         return f"{src}>pcie", crossing, f"pcie>{dst}"
 
     def _shapeless(self, src: str, dst: str, edge: Edge) -> Way:
-        """Return the way where pairs were measured, but no shape fits.
-
-        It carries what the pair reached alone, through one port a rank.
-        """
+        """Return the way of a pair that fits no shape: what it reached alone when measured, through one port a rank."""
         if edge.bandwidth_gbs is None:
             self.notes[f"between ranks of one machine {ASSUMED['memory']:g} GB/s in all are assumed"] = None
             self.gbs["memory"] = ASSUMED["memory"]
@@ -347,10 +341,7 @@ def _half_duplex(graph: Graph, host: str) -> Pairs:
 
 
 def _but_for_names(graph: Graph, host: str) -> object:
-    """Return a key that is equal for hosts whose graphs _local makes equal.
-
-    It costs far less than comparing the graphs: there may be hundreds.
-    """
+    """Return a key, equal for graphs that _local makes equal, at far less cost: there may be hundreds."""
     names = {each.id: _tail(each.id, host) for each in graph.devices}
     devices = ((names[each.id], each.parent and _tail(each.parent, host), _OF_DEVICE(each)) for each in graph.devices)
     edges = ((names[each.a], names[each.b], _OF_EDGE(each)) for each in graph.edges)

@@ -56,10 +56,7 @@ class DeviceFigures:
         return figure.value
 
     def attention_tflops(self, dtype: torch.dtype, direction: Pass = "forward") -> float:
-        """Return the TFLOP/s that attention reaches.
-
-        In fp32 the share of the peak is taken to be the same: no measurement was looked for.
-        """
+        """Return the TFLOP/s of attention; fp32 is taken to reach the same share: no measurement was looked for."""
         share = self.forward if direction == "forward" else self.backward
         return self.peak_tflops(dtype) * share.known()
 

@@ -114,10 +114,7 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
 
 
 def models_of(topology: Topology) -> list[str | None]:
-    """Return, of each accelerator, the model by which its figures are found.
-
-    PROCESS for what CPU processes measured.
-    """
+    """Return of each accelerator the model by which its figures are found; PROCESS for what CPU processes measured."""
     return [] if topology.graph is None else [each.model or each.arch for each in topology.graph.accelerators]
 
 

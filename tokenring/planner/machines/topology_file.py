@@ -13,10 +13,7 @@ from tokenring.topology.ranks import Topology
 
 
 def read_topology(path: str) -> Topology:
-    """Return a saved topology, or one out of a dump of a tool.
-
-    Raises ConfigurationError if the file cannot be read or has no accelerators.
-    """
+    """Return a saved topology, or a tool's dump, from a file. Raises ConfigurationError if it has no accelerators."""
     if path == "measured":
         path = str(measured_file(os.environ))
     elif not os.path.exists(path) and (meant := like(path, PREFIX)):

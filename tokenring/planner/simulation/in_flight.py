@@ -71,10 +71,7 @@ class Moving(Protocol):
         """Begin the transfer: it sets out."""
 
     def next_moment(self, now: float) -> float:
-        """Return when the first transfer comes on.
-
-        Infinity where none is on its way, or none moves before `settle`.
-        """
+        """Return when the first transfer comes on; infinity where none is on its way, or none moves before `settle`."""
 
     def advance(self, now: float) -> None:
         """Move all transfers on until this moment."""

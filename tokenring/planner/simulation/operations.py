@@ -114,10 +114,7 @@ class _Maker:
         return []  # a release costs nothing
 
     def _post_bundled(self, post: Send | Recv, step: int) -> list[Operation]:
-        """Return the operations of posting a message of a bundle: none but with the last of the bundle.
-
-        The bundle is copied together to be sent.
-        """
+        """Return the post of a bundle at its last message, none before; what is sent is first copied together."""
         bundle, sends = self.bundle_of[post.message], isinstance(post, Send)
         last = bundle.messages[-1]
         if post.message != last:
@@ -145,10 +142,7 @@ class _Maker:
         return [*made, self._copy(copied, attend.step, "merge", merges)] if copied else made
 
     def _merges(self, first: bool) -> int:
-        """Return 1 if results are merged, by their log-sum-exp, 0 if not.
-
-        Gradients are added, and what comes first is copied.
-        """
+        """Return 1 if results are merged by log-sum-exp, 0 where gradients are added or the first one is copied."""
         return int(not first and self.costs.direction == "forward")
 
     def _result_bytes(self, attend: Attend, result: Result) -> int:

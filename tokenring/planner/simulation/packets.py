@@ -2,7 +2,7 @@
 
 Between two ranks goes one stream a channel, of which a window is on its way. A packet waits at each wire until those
 that came before it have passed, whoever sent them; what was not sent while a wire was idle passes at once (a token
-bucket of tc-tbf; its reckoning by the moment at which the next packet is due is that of ITU-T I.371, Annex A).
+bucket of tc-tbf; its accounting by the moment at which the next packet is due is that of ITU-T I.371, Annex A).
 """
 
 from __future__ import annotations

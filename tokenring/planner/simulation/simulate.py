@@ -229,10 +229,7 @@ class Simulation:
         return self.canonical(transfer.dst, transfer.src)
 
     def _turns(self, transfer: Transfer) -> int:
-        """Return how many turns a transfer takes in its queue: 2 if it stands for both directions, else 1.
-
-        Of hosts opposite to each other, one transfer stands for both directions: in one queue, for both turns.
-        """
+        """Return 2 if a transfer stands for both directions of opposite hosts in one queue, for both turns; else 1."""
         both = self.messages.pair_serial and self._way_back(transfer) == (transfer.src, transfer.dst)
         return 2 if both else 1
 

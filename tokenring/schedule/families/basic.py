@@ -56,10 +56,7 @@ def direct_kv(pieces: int = 1, fused: bool = False) -> Scheme:
 
 
 def direct_q(pieces: int = 1, fused: bool = False) -> Scheme:
-    """Make the scheme in which every q block goes straight to every rank, partials straight back.
-
-    `fused` as in direct_kv.
-    """
+    """Make a scheme with every q block straight to every rank, partials straight back; `fused` as in direct_kv."""
     return Scheme("direct-q", at_key, gather_q=_direct(fused), q_pieces=pieces)
 
 
@@ -68,10 +65,7 @@ def _direct(fused: bool) -> routes.Gather:
 
 
 def all_gather_kv(world_size: int) -> Scheme:
-    """Make the scheme in which every kv block goes straight to every rank.
-
-    Each rank computes all it has to in one tile.
-    """
+    """Make a scheme with every kv block straight to every rank, which computes all it has to in one tile."""
     return Scheme("all-gather-kv", at_query, gather_kv=routes.all_to_all, together=True)
 
 

@@ -62,10 +62,7 @@ def _check_size(scheme: Scheme, order: tuple[int, ...], world_size: int) -> None
 
 
 def mirrored(scheme: Scheme, world_size: int) -> Scheme:
-    """Return the scheme with its ranks in opposite order: what went to rank + 1 goes to rank - 1.
-
-    Nodes of neighbours stay together.
-    """
+    """Reverse the ranks of a scheme: what went to rank + 1 goes to rank - 1. Nodes of neighbours stay together."""
     return arranged(scheme, range(world_size - 1, -1, -1))
 
 

@@ -39,10 +39,7 @@ def ulysses(world_size: int, workload: Workload | None, local: int) -> Iterator[
 
 
 def packed(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Yield parameters of packed, where Ulysses does not fit.
-
-    These are as many head groups as there are kv heads, or a few heads in each.
-    """
+    """Yield head groups where Ulysses does not fit: as many as there are kv heads, or a few heads in each."""
     if workload is not None:
         fitting = [groups for groups in divisors(workload.kv_heads) if groups > 1 and groups % world_size]
         yield from ((groups,) for groups in fitting[-PACKINGS:])

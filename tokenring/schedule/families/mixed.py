@@ -42,10 +42,7 @@ def _choices(q_layout: Layout, kv_layout: Layout, mask: Mask, ratio: int, groups
 
 
 def _cost(seen: tuple[Seen, Seen], by_q: tuple[int, int], ratio: int, groups: int) -> tuple[float, ...]:
-    """Return the cost of the pair's two links: the busier one, both, and how unequal the two ranks' work is.
-
-    Q moves twice, as O.
-    """
+    """Return the cost of two links: the busier one, both, and how unequal the ranks' work is. Q moves twice, as O."""
     kv, (one, other) = 2 / ratio, seen
     q_and_out = by_q[0] * one[0] + by_q[1] * other[0]  # both ways
     there = q_and_out + (groups - by_q[1]) * kv * other[1]

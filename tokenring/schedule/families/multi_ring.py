@@ -11,10 +11,7 @@ from tokenring.schedule.scheme import Scheme
 
 
 def multi_ring(world_size: int) -> Scheme:
-    """Make the scheme in which piece i of each KV block goes round Hamiltonian cycle i.
-
-    In backward gradients follow.
-    """
+    """Make a scheme with piece i of each KV block round Hamiltonian cycle i; in backward gradients follow."""
     gather = _rings(_cycles(world_size, "direct-kv"))
     return Scheme(
         "multi-ring", at_query, gather_kv=gather, return_kv=routes.follow(gather),

@@ -37,10 +37,7 @@ def usp(world_size: int, heads: int) -> Scheme:
 
 
 def double_ring(world_size: int, local: int) -> Scheme:
-    """Make KV rings inside each node, and from node to node.
-
-    Gradients are added up in a node before they cross.
-    """
+    """Make a scheme of KV rings inside nodes, and from node to node; gradients are added up before they cross."""
     nodes = _nodes(world_size, local)
 
     def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
@@ -61,10 +58,7 @@ def double_ring(world_size: int, local: int) -> Scheme:
 
 
 def case_iii(world_size: int, local: int, direct: bool = False) -> Scheme:
-    """Make the scheme in which Q goes round (or straight) inside a node, KV from node to node.
-
-    Partials go straight back inside the node.
-    """
+    """Make a scheme with Q round (or straight) inside a node, KV from node to node; partials straight back inside."""
     nodes = _nodes(world_size, local)
 
     def gather_q(origin: BlockOrigin) -> tuple[Hop, ...]:
@@ -94,18 +88,15 @@ def case_iii_direct(world_size: int, local: int) -> Scheme:
 
 
 def reduced(world_size: int, local: int) -> Scheme:
-    """Make the scheme in which Q goes straight to every rank.
-
-    Partials are added up inside the other node before they cross.
-    """
+    """Make a scheme with Q straight to every rank; partials are added up inside the other node before they cross."""
     _nodes(world_size, local)
     return Scheme("reduced", at_key, gather_q=routes.direct, return_q=_through_relays(local))
 
 
 def _through_relays(local: int) -> routes.Return:
-    """Return the route by which, in each node, the rank in the owner's place adds up what its node made.
+    """Make the return route by which a relay in each node, in the owner's place, adds up what its node made.
 
-    That rank then sends it across.
+    The relay sends it across.
     """
 
     def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
@@ -126,35 +117,23 @@ def _through_relays(local: int) -> routes.Return:
 
 
 def relay(world_size: int, local: int) -> Scheme:
-    """Make the scheme in which each KV block crosses once to each other node, by its place's own NIC.
-
-    It is passed on inside that node.
-    """
+    """Make a scheme in which KV crosses once to each other node, by its place's own NIC, and is passed on inside it."""
     return mesh_kv(world_size, _nodes(world_size, local), local)
 
 
 def relay_q(world_size: int, local: int) -> Scheme:
-    """Make the scheme in which each Q block crosses once to each other node, as KV does in `relay`.
-
-    Partials come back the same way, added up in the node before they cross.
-    """
+    """Make a scheme like `relay` with Q; partials come back the same way, added up in the node before they cross."""
     return mesh_q(world_size, _nodes(world_size, local), local)
 
 
 def mesh_kv(world_size: int, *sizes: int) -> Scheme:
-    """Make the scheme in which KV is gathered along one dimension of a mesh, then along the next.
-
-    Gradients are added up on the way back.
-    """
+    """Make a scheme with KV gathered along one mesh dimension, then the next; gradients added up on the way back."""
     gather = _mesh(world_size, sizes)
     return Scheme("mesh-kv", at_query, gather_kv=gather, return_kv=routes.reduce_back(gather))
 
 
 def mesh_q(world_size: int, *sizes: int) -> Scheme:
-    """Make the scheme in which Q is gathered along one dimension of a mesh, then along the next.
-
-    Partials are added up on the way back.
-    """
+    """Make a scheme with Q gathered along one mesh dimension, then the next; partials added up on the way back."""
     gather = _mesh(world_size, sizes)
     return Scheme("mesh-q", at_key, gather_q=gather, return_q=routes.reduce_back(gather))
 

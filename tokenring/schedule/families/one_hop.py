@@ -18,10 +18,7 @@ def to(rank: int, origin: BlockOrigin, step: int = 0, due: int = 0) -> tuple[Hop
 
 
 def ulysses(world_size: int, waves: int = 1) -> Scheme:
-    """Make Ulysses: each rank computes `waves` head groups of everything.
-
-    One is exchanged while the one before is computed.
-    """
+    """Make Ulysses of `waves` head groups of everything a rank; one is exchanged while the one before is computed."""
     return replace(uneven(world_size, world_size * waves), name="ulysses")
 
 
@@ -109,10 +106,7 @@ def tiles(world_size: int, queries: int, keys: int) -> Scheme:
 
 
 def sub_sharded(world_size: int, heads: int, queries: int, keys: int) -> Scheme:
-    """Make the scheme in which each rank computes one head group of one piece of everybody's Q.
-
-    It does so with one piece of everybody's KV.
-    """
+    """Make a scheme where each rank computes one head group: one piece of everybody's Q with one of everybody's KV."""
     product = heads * queries * keys
     refuse(product != world_size, f"{heads} × {queries} × {keys} is {product}, not {world_size}")
 

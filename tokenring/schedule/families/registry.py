@@ -134,10 +134,7 @@ class Named:
 
 
 def parse(name: str) -> Named:
-    """Return what a name says. Raises ConfigurationError for an unknown name.
-
-    Whether it fits a world size is asked when it is made.
-    """
+    """Return what a name says. Raises ConfigurationError; its fit to a world size is checked when it is made."""
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     family = FAMILIES.get(match[1]) if match else None
     if match is None or family is None:
@@ -222,10 +219,7 @@ def misfit(
     kv_layout: Layout | None = None,
     pieces: int | None = None,
 ) -> str | None:
-    """Return why a schedule does not fit, None if it does.
-
-    Reasons are the world size, heads that do not divide, and chunks that do not.
-    """
+    """Return why a schedule does not fit (the world size, heads or chunks that do not divide), None if it does."""
     try:
         scheme = parse(name).make(world_size, pieces=pieces)
         check_fit(name, scheme, workload, q_layout, kv_layout)
