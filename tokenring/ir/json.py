@@ -22,7 +22,7 @@ Name = TypeVar("Name", bound=str)
 
 
 def to_json(schedule: ScheduleData) -> str:
-    """The schedule as a document of the format, one tile or move a line."""
+    """Return the schedule as a document of the JSON format, with one tile or move a line."""
     return _dump(_document(schedule)) + "\n"
 
 
@@ -50,7 +50,7 @@ def _document(schedule: ScheduleData) -> dict[str, object]:
 
 
 def mask_document(mask: Mask) -> dict[str, object]:
-    """The three numbers of a mask."""
+    """Return the three numbers of a mask as an object of the JSON format."""
     return {"low": mask.low, "high": mask.high, "cu_seqlens": mask.cu_seqlens}
 
 
@@ -91,7 +91,7 @@ def _common(move: Move) -> tuple[dict[str, object], dict[str, object]]:
 
 
 def _dump(value: object, depth: int = 0) -> str:
-    """JSON with each tile, move and chunk, and each key of the objects around them, on a line of its own."""
+    """Return a value as JSON, with each tile, move, chunk, and key of the objects around them, on its own line."""
     if isinstance(value, dict) and (depth == 0 or any(map(_is_table, value.values()))):
         parts, ends = [f"{json.dumps(key)}: {_dump(part, depth + 1)}" for key, part in value.items()], "{}"
     elif isinstance(value, list) and _is_table(value):
@@ -107,7 +107,7 @@ def _is_table(value: object) -> bool:
 
 
 def from_json(text: str) -> ScheduleData:
-    """The schedule in a document of the format; its form is checked, its proof is left to `verify`.
+    """Return the schedule in a document of the format; its form is checked, its proof is left to `verify`.
 
     Raises ScheduleError, which says where in the document.
     """
@@ -194,7 +194,7 @@ def _chunk(node: JsonNode, length: int, world_size: int) -> tuple[Positions, int
 
 
 def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout | None:
-    """The layout that make_layout knows by this name, if there is one with so many chunks."""
+    """Return the layout that make_layout knows by this name, or None if there is none with so many chunks."""
     cuts = name.partition("/")[2]
     # A name from outside must not make us cut a sequence into more chunks than the document lists.
     if cuts and not (cuts.isascii() and cuts.isdigit() and len(cuts) < 10 and int(cuts) * world_size <= chunks):
@@ -207,7 +207,7 @@ def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout
 
 
 def _pieces(node: JsonNode, layout: Layout) -> int:
-    """Into how many parts the layout's chunks are cut."""
+    """Return the number of parts into which each of the layout's chunks is cut. Raises ScheduleError."""
     pieces = node.integer(1)
     if layout.chunk_length % pieces:
         raise node.error(f"{pieces} pieces do not divide chunks of {layout.chunk_length} positions")
@@ -274,14 +274,14 @@ class JsonNode:
         self.value, self.path = value, path
 
     def error(self, text: str) -> ScheduleError:
-        """What is wrong, after where it is."""
+        """Return an error that says where in the document it is, and then what is wrong."""
         return ScheduleError(f"{self.path or 'document'}: {text}")
 
     def _expected(self, what: str) -> ScheduleError:
         return self.error(f"expected {what}, found {_short(self.value)}")
 
     def fields(self, *names: str, others: bool = False) -> dict[str, JsonNode]:
-        """An object with exactly these keys, or with others as well."""
+        """Return the values of an object with exactly these keys, or with `others` more. Raises ScheduleError."""
         if not isinstance(self.value, dict):
             raise self._expected("an object")
         for name in names:
@@ -294,24 +294,24 @@ class JsonNode:
         return {name: JsonNode(self.value[name], f"{self.path}{dot}{name}") for name in names}
 
     def each(self, read: Callable[[JsonNode], T]) -> list[T]:
-        """What `read` makes of each element of a list."""
+        """Return what `read` makes of each element of a list. Raises ScheduleError if this is no list."""
         if not isinstance(self.value, list):
             raise self._expected("a list")
         return [read(JsonNode(value, f"{self.path}[{index}]")) for index, value in enumerate(self.value)]
 
     def distinct(self, read: Callable[[JsonNode], T]) -> list[T]:
-        """The same, each once."""
+        """Return what `read` makes of each element of a list. Raises ScheduleError if two of them are the same."""
         values = self.each(read)
         if len(set(values)) < len(values):
             raise self.error("names something twice")
         return values
 
     def optional(self, read: Callable[[JsonNode], T]) -> T | None:
-        """None for null."""
+        """Return None for null, and what `read` makes of any other value."""
         return None if self.value is None else read(self)
 
     def integer(self, least: int = 0, most: int = INTEGER_LIMIT) -> int:
-        """An integer in [least, most]."""
+        """Return an integer in [least, most]. Raises ScheduleError if this is none."""
         if isinstance(self.value, bool) or not isinstance(self.value, int):
             raise self._expected("an integer")
         if not least <= self.value <= most:
@@ -319,26 +319,26 @@ class JsonNode:
         return self.value
 
     def index(self, count: int, what: str) -> int:
-        """The number of one of `count` things."""
+        """Return the number of one of `count` things, from 0 on. Raises ScheduleError if it is not in range."""
         value = self.integer(-INTEGER_LIMIT)
         if not 0 <= value < count:
             raise self.error(f"{value} is not {what} of {count}")
         return value
 
     def boolean(self) -> bool:
-        """True or false."""
+        """Return true or false. Raises ScheduleError if this is neither."""
         if not isinstance(self.value, bool):
             raise self._expected("true or false")
         return self.value
 
     def name(self) -> str:
-        """A name that can be printed on one line."""
+        """Return a name that can be printed on one line. Raises ScheduleError if this is none."""
         if not isinstance(self.value, str) or not self.value or not self.value.isprintable():
             raise self._expected("a printable name")
         return self.value
 
     def choice(self, *values: Name) -> Name:
-        """One of these strings."""
+        """Return the value if it is one of these strings. Raises ScheduleError if it is none of them."""
         for value in values:
             if self.value == value:
                 return value
@@ -346,7 +346,7 @@ class JsonNode:
 
 
 def _short(value: object) -> str:
-    """A value in an error message; never the inside of a list, which may be deep."""
+    """Return a value as an error message shows it; never the inside of a list, which may be deep."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     text = json.dumps(value)

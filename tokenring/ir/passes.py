@@ -12,7 +12,7 @@ S = TypeVar("S", bound=ScheduleData)
 
 
 def fuse(schedule: S) -> S:
-    """One tile for tiles of one rank, step and head group that together are all q × all kv of theirs."""
+    """Merge tiles of one rank, step and head group into one tile where together they are all q × all kv of theirs."""
     groups: dict[tuple[int, int, int], list[Tile]] = defaultdict(list)
     for tile in schedule.tiles:
         groups[tile.step, tile.rank, tile.heads].append(tile)
@@ -44,7 +44,7 @@ def prune(schedule: S) -> S:
 
 
 class _visibility:
-    """Whether a q block sees anything of a kv block, remembered for each pair of units."""
+    """A test of whether a q block sees anything of a kv block, remembered for each pair of units."""
 
     def __init__(self, schedule: ScheduleData) -> None:
         self.schedule = schedule
@@ -61,7 +61,7 @@ class _visibility:
 
 
 def _needed_requests(schedule: ScheduleData, tiles: list[Tile]) -> set[Move]:
-    """From the last use backwards: a hop stays if its destination uses or passes on the block."""
+    """Return the request moves that are used: a hop stays if its destination uses the block or passes it on."""
     needed = {(block, tile.rank) for tile in tiles for block in (*tile.q, *tile.kv)}
     kept = set()
     for move in sorted(schedule.moves, key=lambda move: -move.step):
@@ -72,7 +72,7 @@ def _needed_requests(schedule: ScheduleData, tiles: list[Tile]) -> set[Move]:
 
 
 def _fed_partials(schedule: ScheduleData, tiles: list[Tile]) -> set[Move]:
-    """From the first contribution forwards: a hop stays if its source made or received something for it."""
+    """Return the partial moves that carry anything: a hop stays if its source made or received something for it."""
     fed = {
         block.partial(tile.rank)
         for tile in tiles
@@ -116,7 +116,7 @@ Halves = tuple[list[Tile], list[Tile]]
 
 
 def _halves(schedule: ScheduleData, tile: Tile, sees: _visibility) -> Halves:
-    """The tile in two that are as equal as can be: cut by q, by kv, or by both and put together crosswise."""
+    """Return the tile in two that are as equal as can be: cut by q, by kv, or by both and put together crosswise."""
     (q0, q1), (kv0, kv1) = ((some[: len(some) // 2], some[len(some) // 2 :]) for some in (tile.q, tile.kv))
 
     def part(q: tuple[Block, ...], kv: tuple[Block, ...]) -> list[Tile]:
@@ -135,30 +135,30 @@ def _halves(schedule: ScheduleData, tile: Tile, sees: _visibility) -> Halves:
 
 
 def _pairs(schedule: ScheduleData, tiles: list[Tile]) -> int:
-    """How many positions see each other in these tiles."""
+    """Return how many (query, key) pairs are visible in these tiles."""
     where, mask = schedule.positions, schedule.mask
     units = ((where(q), where(kv)) for tile in tiles for q, kv in product(tile.q, tile.kv))
     return sum(patch.pairs() for q, kv in units for patch in mask.region(q, kv))
 
 
 def _seen(tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...], sees: _visibility) -> Tile:
-    """The tile with these blocks alone, without those that see or show nothing."""
+    """Return the tile with these blocks alone, without those that see or show nothing."""
     kept = tuple(a for a in q if any(sees(a, b) for b in kv))
     return tile._replace(q=kept, kv=tuple(b for b in kv if any(sees(a, b) for a in kept)))
 
 
 def order(schedule: S) -> S:
-    """One total order: by step, lower rank sending first, first pieces first, then by ranks and block."""
+    """Sort tiles and moves: by step, lower rank sending first, first pieces first, then by ranks and block."""
     moves = sorted(schedule.moves, key=move_order)
     tiles = sorted(schedule.tiles, key=tile_order)
     return schedule.replace(moves=tuple(moves), tiles=tuple(tiles))
 
 
 def tile_order(tile: Tile) -> tuple[int, int, tuple[Block, ...], tuple[Block, ...]]:
-    """Where a tile stands: by step, then rank, then blocks."""
+    """Return the sort key of a tile: by step, then rank, then blocks."""
     return tile.step, tile.rank, tile.q, tile.kv
 
 
 def move_order(move: Move) -> tuple[int, bool, int, int, int, Block]:
-    """Where a move stands among all moves of its channel: both ends of a pair agree on it."""
+    """Return the sort key of a move among all moves of its channel: both ends of a pair agree on it."""
     return move.step, move.src > move.dst, move.block.piece, move.src, move.dst, move.block

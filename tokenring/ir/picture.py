@@ -29,13 +29,13 @@ RESULTS = {"forward": "out", "backward": "dq, dk, dv"}
 
 
 def to_svg(schedule: ScheduleData, direction: Pass = "forward") -> str:
-    """The tiles and moves of one pass, drawn: tiles in the colours of their owners, moves as arrows."""
+    """Return the tiles and moves of one pass as an SVG: tiles in the colours of their owners, moves as arrows."""
     return _Picture(schedule, direction).draw()
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Where things stand."""
+    """The coordinates of everything in the picture."""
 
     steps: Sequence[int]
     ranks: int
@@ -77,7 +77,7 @@ class _Picture:
         self.grid = self._measure()
 
     def _lines(self, cell: Cell) -> Iterator[tuple[str, str]]:
-        """(text, colour) of each line below the tiles."""
+        """Yield (text, colour) of each line below the tiles."""
         for text in sends(self.schedule, cell.requests):
             yield text.replace(">", " → "), REQUEST
         for text in sends(self.schedule, cell.partials):
@@ -108,7 +108,7 @@ class _Picture:
         return f"holds {ranges(q)}" if q == kv else f"q{ranges(q)} kv{ranges(kv)}"
 
     def draw(self) -> str:
-        """The whole document."""
+        """Return the whole SVG document."""
         width, arrows = self.grid.width, {(move.block.kind not in PARTIAL_OF, move.add) for move in self.moves}
         legend = _Legend(self.grid.bottom + 30, width, arrows)
         height = legend.bottom + MARGIN
@@ -162,7 +162,7 @@ class _Picture:
             yield _text(MARGIN + 14, y + PADDING + 24, self._holds(rank), fill=PALE)
 
     def _colour(self, rank: int, lightness: float = 0.83) -> str:
-        """Hues round the circle, one for each rank."""
+        """Return the colour of a rank: hues round the circle, one for each rank."""
         rgb = hls_to_rgb((0.58 + rank / self.grid.ranks) % 1, lightness, 0.62)
         return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
@@ -177,7 +177,7 @@ class _Picture:
             yield _text(x + self.grid.cell / 2, y - 3, text, anchor="middle", fill=colour)
 
     def _tile(self, tile: Tile, x: float, y: float) -> Iterator[str]:
-        """Two boxes side by side: q in its owner's colour, kv in its owner's."""
+        """Yield two boxes side by side: q in its owner's colour, kv in its owner's."""
         q_text, kv_text = tile_text(self.schedule, tile).split("×")
         width = self.grid.cell * (len(q_text) + 2) / (len(q_text) + len(kv_text) + 4)
         places = ((x, width, q_text, tile.q), (x + width, self.grid.cell - width, kv_text, tile.kv))
@@ -188,7 +188,7 @@ class _Picture:
         yield _text(x + width, y + TILE / 2 + 4, "×", anchor="middle")
 
     def _owned(self, blocks: Sequence[Block], x: float, y: float, width: float) -> Iterator[str]:
-        """A box in the owner's colour, or in those of several owners side by side."""
+        """Yield a box in the owner's colour, or in those of several owners side by side."""
         owners = [self.schedule.owner(block) for block in blocks]
         border = self._colour(owners[0], 0.55) if len(set(owners)) == 1 else GREY
         at = x
@@ -199,7 +199,7 @@ class _Picture:
         yield _box(x, y, width, TILE, "none", border)
 
     def _arrows(self) -> Iterator[str]:
-        """One for each pair of ranks, step, channel and add, from its step to the next; each over the gutter."""
+        """Yield an arrow for each pair of ranks, step, channel and add, from its step to the next, over the gutter."""
         drawn: dict[int, set[tuple[bool, bool, int, int]]] = {step: set() for step in self.grid.steps}
         for move in self.moves:
             drawn[move.step].add((move.block.kind not in PARTIAL_OF, move.add, move.src, move.dst))
@@ -234,7 +234,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], partial: bool, 
 
 
 class _Legend:
-    """What boxes and arrows mean, in as many lines as the width needs."""
+    """A legend that says what boxes and arrows mean, in as many lines as the width needs."""
 
     def __init__(self, top: float, width: float, arrows: set[tuple[bool, bool]]) -> None:
         self.x, self.bottom, self.width = float(MARGIN), top, width
@@ -245,7 +245,7 @@ class _Legend:
                 self._arrow(partial, add, text)
 
     def _place(self, sample: float, text: str) -> float:
-        """Room for a sample and its text; writes the text and returns where the sample begins."""
+        """Write the text, with room for a sample before it, and return where the sample begins."""
         size = sample + 8 + 5.6 * len(text) + 24
         if self.x > MARGIN and self.x + size > self.width:
             self.x, self.bottom = float(MARGIN), self.bottom + 24
@@ -279,5 +279,5 @@ def _box(x: float, y: float, width: float, height: float, fill: str, stroke: str
 
 
 def _escape(text: str) -> str:
-    """Text as XML takes it, which has no place for control characters."""
+    """Return the text as XML takes it, which has no place for control characters."""
     return escape("".join(letter if letter.isprintable() else "?" for letter in text))

@@ -39,11 +39,11 @@ class Block(NamedTuple):
     made_at: int | None = None
 
     def partial(self, rank: int) -> Block:
-        """The partial result for this q or kv unit, as made at a rank."""
+        """Return the partial result for this q or kv unit, as made at a rank."""
         return Block(PARTIAL_OF[self.kind], self.chunk, self.heads, self.piece, rank)
 
     def request(self) -> Block:
-        """The q or kv unit that this partial belongs to."""
+        """Return the q or kv unit that this partial belongs to."""
         return Block(REQUEST_OF[self.kind], self.chunk, self.heads, self.piece)
 
     def __str__(self) -> str:
@@ -75,12 +75,13 @@ class Tile(NamedTuple):
 
     @property
     def heads(self) -> int:
+        """Head group of the tile's blocks."""
         return self.q[0].heads
 
 
 @dataclass(frozen=True)
 class ScheduleData:
-    """Who computes which tiles, which blocks move where, in which order, for both passes.
+    """Tiles that each rank computes and blocks that move between ranks, in their order, for both passes.
 
     `q_pieces` and `kv_pieces` cut each chunk into so many neighbouring parts that move apart.
     `keep` names the kinds ("q", "kv") that backward finds where forward gathered them: kept kv do
@@ -104,12 +105,15 @@ class ScheduleData:
     codecs: tuple[tuple[str, str], ...] = ()
 
     def layout_of(self, kind: Kind) -> Layout:
+        """Return the layout of the blocks of this kind: that of q or that of kv."""
         return self.q_layout if kind.startswith("q") else self.kv_layout
 
     def pieces_of(self, kind: Kind) -> int:
+        """Return how many pieces a chunk of this kind is cut into."""
         return self.q_pieces if kind.startswith("q") else self.kv_pieces
 
     def owner(self, block: Block) -> int:
+        """Return the rank that owns the block."""
         return self._owners[block.kind][block.chunk]
 
     @cached_property
@@ -117,6 +121,7 @@ class ScheduleData:
         return {kind: self.layout_of(kind).owners for kind in KINDS}
 
     def positions(self, block: Block) -> Positions:
+        """Return the positions of the sequence that the block covers."""
         return self.unit_positions[block.kind[0]][block.chunk * self.pieces_of(block.kind) + block.piece]
 
     @cached_property
@@ -133,10 +138,11 @@ class ScheduleData:
         }
 
     def unit_index(self, block: Block) -> int:
+        """Return the number of the block's unit among all units of its kind, counted by chunk and then by piece."""
         return block.chunk * self.pieces_of(block.kind) + block.piece
 
     def unit_length(self, kind: Kind) -> int:
-        """Tokens in one unit."""
+        """Return the tokens in one unit."""
         return self._unit_lengths[kind]
 
     @cached_property
@@ -144,7 +150,7 @@ class ScheduleData:
         return {kind: self.layout_of(kind).chunk_length // self.pieces_of(kind) for kind in KINDS}
 
     def moves_in(self, direction: Pass) -> tuple[Move, ...]:
-        """The moves that take place in a pass."""
+        """Return the moves that take place in a pass."""
         return self._moves_by_pass[direction]
 
     @cached_property
@@ -161,11 +167,11 @@ class ScheduleData:
         return frozenset(block for pair in added for block in pair)
 
     def in_full_precision(self, move: Move) -> bool:
-        """Whether a partial travels in fp32, on its whole way: one that a relay adds, or adds to, does."""
+        """Return whether a partial travels in fp32 on its whole way: one that a relay adds, or adds to, does."""
         return move.block in self._wide_partials
 
     def replace(self, **changes: object) -> Self:
-        """A copy with some fields changed; not verified."""
+        """Return a copy with some fields changed; not verified. Raises ConfigurationError for an unknown field."""
         if unknown := changes.keys() - {field.name for field in fields(self)}:
             raise ConfigurationError(f"a schedule has no {min(unknown)!r} to replace")
         return replace(self, **changes)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ HEADS_LEGEND = "# Heads: h2:q3 is q chunk 3, of head group 2."
 
 
 def to_text(schedule: ScheduleData) -> str:
-    """The schedule as header lines and a grid. Its moves read back in their total order."""
+    """Return the schedule as header lines and a grid. Its moves read back in their total order."""
     header = _align([[key, *words] for key, *words in _header(schedule)])
     return "\n".join([*header, *_legend(schedule), *_grid(schedule)])
 
@@ -64,7 +64,7 @@ def _layout(prefix: str, layout: Layout) -> Iterator[tuple[str, ...]]:
 
 
 def word(name: str) -> str:
-    """A name as it is, or quoted as in JSON if it would not read back."""
+    """Return a name as it is, or quoted as in JSON if it would not read back."""
     return name if re.fullmatch(WORD, name, re.ASCII) and name[0] != '"' else json.dumps(name)
 
 
@@ -77,7 +77,7 @@ def _legend(schedule: ScheduleData) -> Iterator[str]:
 
 
 class Cell(NamedTuple):
-    """What one rank does in one step."""
+    """Tiles and moves of one rank in one step."""
 
     requests: list[Move]
     tiles: list[Tile]
@@ -85,7 +85,7 @@ class Cell(NamedTuple):
 
 
 def cells(schedule: ScheduleData, moves: Iterable[Move]) -> dict[tuple[int, int], Cell]:
-    """By step and rank: the rank's tiles, and those of the moves that it sends."""
+    """Return the cells by (step, rank): the rank's tiles, and those of the moves that it sends."""
     found: dict[tuple[int, int], Cell] = defaultdict(lambda: Cell([], [], []))
     for tile in schedule.tiles:
         found[tile.step, tile.rank].tiles.append(tile)
@@ -113,7 +113,7 @@ def _parts(schedule: ScheduleData, cell: Cell) -> tuple[str, str, str]:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Each row as one string, its parts in columns; a column that is empty everywhere takes no room."""
+    """Return each row as one string, its parts in columns; a column that is empty everywhere takes no room."""
     columns = [column for column in zip(*rows, strict=True) if any(column)]
     width = [max(map(len, column)) for column in columns]
     kept = zip(*columns, strict=True) if columns else ([] for _ in rows)
@@ -121,13 +121,13 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def tile_text(schedule: ScheduleData, tile: Tile) -> str:
-    """`q0,7×kv0,7`, after `h1:` for head group 1 of several."""
+    """Return a tile as `q0,7×kv0,7`, after `h1:` for head group 1 of several."""
     names = (_names(_units(schedule, blocks, tile.rank), blocks[0].kind) for blocks in (tile.q, tile.kv))
     return _heads(schedule, tile.q[0]) + "×".join(names)
 
 
 def sends(schedule: ScheduleData, moves: Iterable[Move]) -> list[str]:
-    """What one rank sends in one step, blocks with the same destinations together: `q6>2,3`, `dkv1,6>0+`."""
+    """Return what one rank sends in a step, blocks with the same destinations together: `q6>2,3`, `dkv1,6>0+`."""
     to: dict[tuple[str, int, bool, int], list[Move]] = defaultdict(list)
     for move in moves:
         to[move.block.kind, move.block.heads, move.add, move.dst].append(move)
@@ -138,7 +138,7 @@ def sends(schedule: ScheduleData, moves: Iterable[Move]) -> list[str]:
 
 
 def _payload(schedule: ScheduleData, moves: Sequence[Move]) -> str:
-    """The blocks of moves from one rank to another: in their order by chunk, as moves have one of their own."""
+    """Return the blocks of one rank's moves to another: in their order by chunk, as moves have one of their own."""
     first = moves[0]
     blocks = sorted((move.block for move in moves), key=lambda block: (block.made_at or 0, block.chunk, block.piece))
     units = _units(schedule, blocks, first.src)
@@ -151,7 +151,7 @@ def _heads(schedule: ScheduleData, block: Block) -> str:
 
 
 def _units(schedule: ScheduleData, blocks: Sequence[Block], rank: int) -> list[Unit]:
-    """One for each block, or for all pieces of a chunk if they stand one after another."""
+    """Return a unit for each block, or for all pieces of a chunk if they stand one after another."""
     pieces = schedule.pieces_of(blocks[0].kind)
     units: list[Unit] = []
     at = 0
@@ -168,7 +168,7 @@ def _units(schedule: ScheduleData, blocks: Sequence[Block], rank: int) -> list[U
 
 
 def _names(units: Sequence[Unit], kind: Kind) -> str:
-    """`kv0-3,6.p1`: all of chunks 0 to 3, and piece 1 of chunk 6."""
+    """Return the units as `kv0-3,6.p1`: all of chunks 0 to 3, and piece 1 of chunk 6."""
     names = (
         f"{numbers}{suffix}"
         for suffix, group in groupby(units, key=_suffix)
@@ -183,12 +183,12 @@ def _suffix(unit: Unit) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`0-3,6`."""
+    """Return the numbers as `0-3,6`: three or more that follow each other as a range."""
     return ",".join(_runs(numbers))
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[str]:
-    """Three or more numbers that follow each other as a range, others alone."""
+    """Yield three or more numbers that follow each other as a range, others alone."""
     for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield from [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)

@@ -32,46 +32,46 @@ class Spot(NamedTuple):
     text: str
 
     def error(self, why: str) -> ScheduleError:
-        """What is wrong, after where it is."""
+        """Return an error that says where in the text it is, and then what is wrong."""
         shown = self.text if len(self.text) <= 40 else self.text[:37] + "..."
         return ScheduleError(f"line {self.line}, column {self.column}: {shown!r} {why}")
 
     def group(self, match: re.Match[str], group: int | str = 0) -> Spot:
-        """A part that a pattern found in this text; empty, where the line ends, if it found none."""
+        """Return the part that a pattern found in this text; empty, where the line ends, if it found none."""
         start = match.start(group)
         return Spot(self.line, self.column + (start if start >= 0 else len(self.text)), match[group] or "")
 
     def strip(self) -> Spot:
-        """Without the blanks around it."""
+        """Return this part without the blanks around it."""
         bare = self.text.lstrip()
         return Spot(self.line, self.column + len(self.text) - len(bare), bare.rstrip())
 
     def split(self, separator: str) -> Iterator[Spot]:
-        """The parts between separators, without the blanks around them."""
+        """Yield the parts between separators, without the blanks around them."""
         column = self.column
         for part in self.text.split(separator):
             yield Spot(self.line, column, part).strip()
             column += len(part) + len(separator)
 
     def words(self) -> Iterator[Spot]:
-        """The parts between blanks."""
+        """Yield the parts between blanks."""
         return (self.group(match) for match in re.finditer(r"\S+", self.text))
 
     def integer(self, least: int = 0) -> int:
-        """A number in digits."""
+        """Return a number in digits. Raises ScheduleError if it is none, or below `least`."""
         if not NUMBER.fullmatch(self.text) or int(self.text) < least:
             raise self.error(f"is not a number from {least} on")
         return int(self.text)
 
     def ordinal(self, count: int, what: str) -> int:
-        """The number of one of `count` things."""
+        """Return the number of one of `count` things, from 0 on. Raises ScheduleError if there are not so many."""
         value = self.integer()
         if value >= count:
             raise self.error(f"is not {what} of {count}")
         return value
 
     def span(self, count: int, what: str) -> range:
-        """What `3` or `0-3` stands for."""
+        """Return the range that `3` or `0-3` stands for. Raises ScheduleError if it is empty or beyond `count`."""
         first, last = (*self.split("-"), self)[:2] if "-" in self.text else (self, self)
         start, stop = first.ordinal(count, what), last.ordinal(count, what) + 1
         if stop <= start:
@@ -79,11 +79,11 @@ class Spot(NamedTuple):
         return range(start, stop)
 
     def numbers(self, count: int, what: str) -> list[int]:
-        """What `0-3,6` stands for."""
+        """Return the numbers that `0-3,6` stands for. Raises ScheduleError as `span` does."""
         return [number for item in self.split(",") for number in item.span(count, what)]
 
     def name(self) -> str:
-        """A name, quoted or not."""
+        """Return a name that is quoted or not. Raises ScheduleError if it is none."""
         try:
             name = json.loads(self.text) if self.text.startswith('"') else self.text
         except ValueError:
@@ -94,7 +94,7 @@ class Spot(NamedTuple):
 
 
 def parse_text(text: str) -> ScheduleData:
-    """The schedule that to_text printed; not verified. Raises ScheduleError with line and column."""
+    """Return the schedule that to_text printed; not verified. Raises ScheduleError with line and column."""
     every = [Spot(number, 1, line.rstrip()) for number, line in enumerate(text.split("\n"), 1)]
     lines = [line for line in every if line.text and not line.text.lstrip().startswith("#")]
     start = next((i for i, line in enumerate(lines) if next(line.split("|")).text == "step"), None)
@@ -134,7 +134,7 @@ class _Header:
             self.values[key.text], self.unused[key.text] = line.group(match, 2), key
 
     def optional(self, key: str) -> Spot | None:
-        """What stands behind a word, if it is there."""
+        """Return what stands behind a word of the header, None if the word is not there."""
         self.unused.pop(key, None)
         return self.values.get(key)
 
@@ -145,12 +145,12 @@ class _Header:
         return value
 
     def number(self, key: str) -> int:
-        """1 if it is not there."""
+        """Return the number behind a word of the header; 1 if the word is not there."""
         value = self.optional(key)
         return 1 if value is None else value.integer(1)
 
     def frame(self) -> ScheduleData:
-        """The schedule without its tiles and moves."""
+        """Return the schedule of the header, without its tiles and moves. Raises ScheduleError."""
         world = self["ranks"].integer(1)
         shared = self._layout("", world) if "layout" in self.values else None
         q_layout = shared or self._layout("q_", world)

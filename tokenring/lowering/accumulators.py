@@ -26,6 +26,7 @@ class Listing:
         self.steps: list[int] = []
 
     def emit(self, instruction: Instruction) -> None:
+        """Append an instruction to the program, in the step that is being lowered."""
         self.instructions.append(instruction)
         self.steps.append(self.step)
 
@@ -90,7 +91,7 @@ class Accumulators:
         return self.schedule.layout_of(kind).local_length
 
     def _results(self, kind: Kind, slab: Slab, blocks: tuple[Block, ...], span: Span) -> Iterator[Result]:
-        """Where the rows of a kernel's result go: home, or to the partial for their owner."""
+        """Yield where the rows of a kernel's result go: home, or to the partial for their owner."""
         for start, stop, at_home, row in self.storage.destinations(self.rank, slab, blocks, span.start, span.stop):
             if at_home:
                 into, covered = self.home[kind], self._home_coverage(kind, span.heads)
@@ -110,7 +111,7 @@ class Accumulators:
         return self.coverage["home", kind, self.records.head_range(kind, heads)]
 
     def _partial_slot(self, kind: Kind, slab: Slab) -> int:
-        """The accumulator of what this rank makes for the owners of a slab's units."""
+        """Return the accumulator of what this rank makes for the owners of a slab's units."""
         if slab.key not in self.partial_slots:
             rows = len(slab.blocks) * self.schedule.unit_length(kind)
             full = slab.key not in self.agenda.direct_partials
@@ -129,7 +130,7 @@ class Accumulators:
         return not self.half or message.full_precision
 
     def _finish_partial(self, message: Message) -> None:
-        """Before a partial is sent: add what came for it on the way, fill what nothing reached, convert."""
+        """Make a partial ready to send: add what came for it on the way, fill what nothing reached, convert it."""
         if message.made_at != self.rank:
             self._await(message.blocks)
             return
@@ -144,7 +145,7 @@ class Accumulators:
             self.emit(Merge(kind, span, span._replace(slot=wire), True))
 
     def _take_adds(self, message: Message) -> list[Message]:
-        """What brings partials to be added to those of a message; each is given once."""
+        """Return the messages that bring partials to be added to those of this message; each is returned once."""
         if not self.adds:
             return []
         units = set(message.units)
@@ -153,7 +154,7 @@ class Accumulators:
         return taken
 
     def _wire_slot(self, message: Message, slab: Slab) -> int:
-        """The slot that a partial is sent from: its accumulator, or a copy in the wire's dtype."""
+        """Return the slot that a partial is sent from: its accumulator, or a copy in the wire's dtype."""
         slot = self._partial_slot(message.kind, slab)
         if not self.slots.specs[slot].full_precision or self._full(message):
             return slot
@@ -193,7 +194,7 @@ class Accumulators:
         self._used(self.agenda.use_key(message), source)
 
     def _neighbours(self, message: Message, at_home: bool) -> Iterator[tuple[int, Block, int]]:
-        """(row in the incoming slot, first unit, rows) of runs that lie together where they are merged, too."""
+        """Yield (row in the incoming slot, first unit, rows) of runs that lie together where they are merged, too."""
         units = message.units
         if len(units) == 1:
             yield self.storage.group_row(units[0]), units[0], message.rows

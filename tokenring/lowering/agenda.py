@@ -1,4 +1,4 @@
-"""What one rank has to do in a pass, sorted and counted, before any slot is given out."""
+"""The work of one rank in a pass, sorted and counted, before any slot is given out."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Agenda:
         self.direct_partials = self._written_once() if half else set()
 
     def by_step(self, early: bool, small: bool) -> dict[int, list[Message]]:
-        """When messages are posted: some receives at once, so that no announcement stands behind what this rank sends.
+        """Return the messages by the step in which they are posted, some receives at once (in step 0).
 
-        Without slack these are incoming partials, which have slots of their own all along; where requests are small,
-        these too, which then have (nothing is received twice).
+        So no announcement stands behind what this rank sends. Without slack these receives are incoming partials, which
+        have slots of their own all along; where requests are small, these too, which then have (nothing is received
+        twice).
         """
         at_once = {PARTIALS: early and self.schedule.slack is None, REQUESTS: early and small}
         posted: dict[int, list[Message]] = defaultdict(list)
@@ -46,14 +47,15 @@ class Agenda:
         return posted
 
     def incoming(self, channel: str) -> list[Message]:
+        """Return the messages that this rank receives on a channel."""
         return [message for message in self.messages if message.dst == self.rank and message.channel == channel]
 
     def slabs(self, tile: Tile) -> tuple[Slab, Slab]:
-        """Where the tile's q and kv blocks lie."""
+        """Return the slabs in which the tile's q and kv blocks lie."""
         return self.storage.slab(self.rank, tile.q[0]), self.storage.slab(self.rank, tile.kv[0])
 
     def use_key(self, message: Message) -> object:
-        """Which slot a message uses at this rank, None if it only fills one."""
+        """Return the key of the slot that a message uses at this rank, None if it only fills one."""
         incoming = message.dst == self.rank
         if message.made_at is None:
             if incoming:
@@ -95,5 +97,5 @@ class Agenda:
 
 
 def incoming_key(message: Message) -> tuple[Group, int | None, bool]:
-    """What shares a slot among partials that come in: one owner, maker and precision."""
+    """Return the key by which incoming partials share a slot: one owner, maker and precision."""
     return message.group, message.made_at, message.full_precision

@@ -41,6 +41,7 @@ PLANNED_WITH = "cpu-flash"  # the kernel whose cuts count where a schedule is me
 
 
 def load(kind: str, name: str, known: dict[str, str]) -> Any:
+    """Import the class that a transport or kernel name stands for. Raises ConfigurationError for an unknown name."""
     if name not in known:
         raise ConfigurationError(f"unknown {kind} {name!r}; choose one of auto, {', '.join(known)}")
     module, _, attribute = known[name].partition(":")
@@ -48,21 +49,21 @@ def load(kind: str, name: str, known: dict[str, str]) -> Any:
 
 
 def transport_class(name: str) -> Any:
-    """What makes the transport called `name`, from a group and a time limit."""
+    """Return the class that makes the transport called `name`, from a group and a time limit."""
     return load("transport", name, TRANSPORTS)
 
 
 def transport_target(name: str) -> Target:
-    """What the transport called `name` can do, without starting it; with buffers as this environment asks for."""
+    """Return what the transport called `name` can do, not starting it; with buffers as this environment asks for."""
     made = transport_class("gloo" if name == "auto" else name)
     return cast(Target, made.target_in(os.environ))
 
 
 def bounded(name: str) -> dict[str, Target]:
-    """The modes of a transport that do with fewer connections, most of them first, and what each can do."""
+    """Return the modes of a transport with fewer connections, most of them first, and what each can do."""
     return {mode: transport_target(mode) for mode in BOUNDED.get(name, ())}
 
 
 def kernel_class(name: str) -> Any:
-    """What makes the kernel called `name`; it need not work here to be asked which patches it takes."""
+    """Return the class of the kernel called `name`; it need not work here to be asked which patches it takes."""
     return load("kernel", name, KERNELS)

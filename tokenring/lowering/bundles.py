@@ -1,4 +1,4 @@
-"""Which messages go as one: what one rank gives another in one step, on one channel, to be used at one point.
+"""Messages that go as one: what one rank gives another in one step, on one channel, to be used at one point.
 
 What a message costs beside its bytes is paid once for all of them; they cost a copy at each end more, since they lie
 apart there: the two chunks of a zigzag layout, q and kv. So only small ones go together (`Target.bundle_bytes`).
@@ -29,14 +29,14 @@ class Bundle(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is called: the same at both ends, and of no other bundle of the pass."""
+        """Name of the bundle: the same at both ends, and of no other bundle of the pass."""
         return f"{self.messages[0].label} and {len(self.messages) - 1} more"
 
 
 def bundles(
     storage: Storage, rank: int, direction: Pass, records: Records, most_bytes: int
 ) -> tuple[Bundle, ...]:
-    """Those that a rank sends or receives in a pass, of at most so many bytes each."""
+    """Return the bundles that a rank sends or receives in a pass, of at most so many bytes each."""
     uses = first_uses(storage, direction)
     runs: dict[Queue, list[list[Message]]] = {}
     for message in storage.messages(rank, direction):
@@ -50,6 +50,7 @@ def bundles(
 
 
 def nbytes(messages: Iterable[Message], records: Records) -> int:
+    """Return the bytes of these messages together."""
     return sum(records(each.kind, each.full_precision).nbytes * each.rows for each in messages)
 
 

@@ -32,7 +32,7 @@ class CallRun(NamedTuple):
 
 
 def calls(storage: Storage, tile: Tile, supports: Supports) -> list[KernelCall]:
-    """The kernel calls that compute a tile at its rank, each visible pair in exactly one."""
+    """Return the kernel calls that compute a tile at its rank, each visible pair in exactly one."""
     made = []
     for q in _runs(storage, tile.rank, tile.q):
         for kv in _runs(storage, tile.rank, tile.kv):
@@ -43,7 +43,7 @@ def calls(storage: Storage, tile: Tile, supports: Supports) -> list[KernelCall]:
 
 
 def split(patch: Patch, supports: Supports) -> Iterator[Patch]:
-    """The patch in parts that the kernel takes: halved by rows until it does."""
+    """Yield the patch in parts that the kernel takes: halved by rows until it does."""
     if supports(patch) is None or patch.rows == 1:
         yield patch
         return
@@ -54,7 +54,7 @@ def split(patch: Patch, supports: Supports) -> Iterator[Patch]:
 
 
 def anything(patch: Patch) -> str | None:
-    """For proofs, which ask where data goes and not which kernel runs."""
+    """Return None, for any patch: for proofs, which ask where data goes and not which kernel runs."""
     return None
 
 
@@ -77,7 +77,7 @@ def _runs(storage: Storage, rank: int, blocks: tuple[Block, ...]) -> list[CallRu
 
 @lru_cache(maxsize=4096)
 def _patches(mask: Mask, q: tuple[Positions, ...], kv: tuple[Positions, ...]) -> Region:
-    """What chunks that lie together see of chunks that lie together: in one patch, or chunk by chunk."""
+    """Return what chunks that lie together see of chunks that lie together: in one patch, or chunk by chunk."""
     q_parts, kv_parts = join_chunks(q), join_chunks(kv)
     if len(q_parts) == len(kv_parts) == 1:
         return mask.region(q_parts[0], kv_parts[0])
@@ -90,9 +90,10 @@ def _patches(mask: Mask, q: tuple[Positions, ...], kv: tuple[Positions, ...]) ->
 
 
 def _in_one_document(mask: Mask, rows: list[Positions], grid: list[list[Region]]) -> bool:
-    """Whether all patches of a grid are. Others share no call: in one, what is hidden has weight 0, and 0 · NaN is NaN.
+    """Return whether all patches of a grid lie in one document; only then may they share a kernel call.
 
-    The band of a diagonal goes on from one document into the next, as no wider one does.
+    In one call what is hidden has weight 0, and 0 · NaN is NaN. The band of a diagonal goes on from one document into
+    the next, as no wider one does.
     """
     if (bounds := mask.cu_seqlens) is None:
         return True
@@ -116,7 +117,7 @@ def _place(grid: list[list[Region]], rows: list[int], cols: list[int]) -> Iterat
 
 
 def _joined_columns(patches: Iterator[Patch]) -> Iterator[Patch]:
-    """Full patches that are neighbours in one line of the grid become one."""
+    """Yield the patches, with full ones that are neighbours in one line of the grid as one."""
     last: Patch | None = None
     for patch in patches:
         if last is not None and last.is_full and patch.is_full and _beside(last, patch):

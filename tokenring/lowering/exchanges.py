@@ -1,4 +1,4 @@
-"""Which moves together are an exchange that transports know as one operation: an all-to-all, or an all-gather.
+"""Exchanges: moves that together are one operation of a transport, an all-to-all or an all-gather.
 
 Found from the schedule alone, so that every rank finds the same: messages of one step, channel and kind by which every
 rank of some ranks gives every other one as many rows. They are posted at one point of each rank's program, and are
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is called: the same at every rank, and of no other exchange of the pass."""
+        """Name of the exchange: the same at every rank, and of no other exchange of the pass."""
         first = self.messages[0]
         said = f"step {first.step}, {self.kind} of {LETTERS[first.block.kind]} of ranks {ranges(self.ranks)}"
         return said if self.number == 1 else f"{said}, number {self.number}"
@@ -42,7 +42,7 @@ class Exchange(NamedTuple):
 
 @lru_cache(maxsize=16)
 def exchanges(storage: Storage, direction: Pass) -> tuple[Exchange, ...]:
-    """All exchanges of a pass, in the order in which every rank posts them."""
+    """Return all exchanges of a pass, in the order in which every rank posts them."""
     uses = first_uses(storage, direction)
     alike: dict[tuple[object, ...], list[Message]] = defaultdict(list)
     for message in _all_messages(storage, direction):
@@ -58,13 +58,13 @@ def exchanges(storage: Storage, direction: Pass) -> tuple[Exchange, ...]:
 
 
 def _all_messages(storage: Storage, direction: Pass) -> Iterable[Message]:
-    """Each once."""
+    """Yield all messages of a pass, each once."""
     for rank in range(storage.schedule.world_size):
         yield from (message for message in storage.messages(rank, direction) if message.src == rank)
 
 
 def _key(message: Message, uses: Uses) -> tuple[object, ...] | None:
-    """What messages of one exchange have in common, the step in which they are used with it; None: it is in none."""
+    """Return what messages of one exchange share, the step in which they are used with it; None: it is in none."""
     steps = {step for step, _ in points(message, uses)}
     if len(steps) != 1:
         return None
@@ -72,7 +72,7 @@ def _key(message: Message, uses: Uses) -> tuple[object, ...] | None:
 
 
 def _complete(messages: Sequence[Message]) -> Iterable[Pairs]:
-    """Of messages that are alike, those between ranks of which each gives each other one as much."""
+    """Yield, of messages that are alike, those between ranks of which each gives every other one as many rows."""
     pairs: Pairs = defaultdict(list)
     for message in messages:
         pairs[message.src, message.dst].append(message)
@@ -84,7 +84,7 @@ def _complete(messages: Sequence[Message]) -> Iterable[Pairs]:
 
 
 def _joined(pairs: Iterable[tuple[int, int]]) -> list[set[int]]:
-    """Ranks that messages join, directly or through others."""
+    """Return the sets of ranks that messages join, directly or through others."""
     parts: list[set[int]] = []
     for pair in pairs:
         touched = [part for part in parts if not part.isdisjoint(pair)]
@@ -101,7 +101,7 @@ def _exchange(storage: Storage, direction: Pass, pairs: Pairs) -> Exchange:
 
 
 def _gathers(storage: Storage, direction: Pass, pairs: Pairs) -> bool:
-    """Whether each rank gives all others the same, in memory that it does not use itself until it has all of theirs.
+    """Return whether each rank gives all others the same, in memory that it does not use until it has all of theirs.
 
     That memory is an operand of the whole operation, into which it may write.
     """
@@ -124,7 +124,7 @@ def _gathers(storage: Storage, direction: Pass, pairs: Pairs) -> bool:
 def _rests(
     storage: Storage, direction: Pass, rank: int, own: set[Block], taken: set[Block], sent: set[int]
 ) -> bool:
-    """Whether what the rank does with these blocks of its own waits for what it takes, by the same operation."""
+    """Return whether what the rank does with its own of these blocks waits for what it takes by the same operation."""
     for message in storage.messages(rank, direction):
         if message.src == rank and id(message) not in sent and not own.isdisjoint(message.blocks):
             return False

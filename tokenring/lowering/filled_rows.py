@@ -1,4 +1,4 @@
-"""Which rows of an accumulator hold something already."""
+"""Coverage: the rows of an accumulator that hold something already."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Coverage:
         self._intervals: list[tuple[int, int]] = []
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """[start, stop) cut into runs that are wholly covered (True) or wholly not."""
+        """Yield the runs of [start, stop) that are wholly covered (True) or wholly not."""
         at = start
         for low, high in self._intervals:
             if high <= at or low >= stop:
@@ -27,6 +27,7 @@ class Coverage:
             yield at, stop, False
 
     def add(self, start: int, stop: int) -> None:
+        """Mark rows [start, stop) as covered."""
         merged = (start, stop)
         rest = []
         for low, high in self._intervals:
@@ -37,4 +38,5 @@ class Coverage:
         self._intervals = sorted([*rest, merged])
 
     def overlaps(self, start: int, stop: int) -> bool:
+        """Return whether any row of [start, stop) is covered."""
         return any(covered for _, _, covered in self.runs(start, stop))

@@ -1,4 +1,4 @@
-"""What a schedule costs: bytes on each link, bytes of buffers, floating-point operations."""
+"""The cost of a schedule: bytes on each link, bytes of buffers, floating-point operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products 
 
 
 def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
-    """Payload bytes of each (source, destination) that carries any in this pass."""
+    """Return the payload bytes of each (source, destination) that carries any in this pass."""
     records = Records(schedule, workload, direction)
     links: dict[tuple[int, int], int] = defaultdict(int)
     for move in schedule.moves_in(direction):
@@ -31,19 +31,19 @@ def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "fo
 
 
 def links(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> set[Link]:
-    """(source, destination, channel) of all messages of these passes."""
+    """Return (source, destination, channel) of all messages of these passes."""
     return {(move.src, move.dst, move.channel) for direction in passes for move in schedule.moves_in(direction)}
 
 
 class Contacts(NamedTuple):
-    """Who meets whom: two ranks for messages, and all ranks of an exchange for collectives."""
+    """Connections that messages and collectives need: of two ranks, and of all ranks of an exchange."""
 
     links: frozenset[Link]
     groups: frozenset[tuple[int, ...]] = frozenset()
 
 
 def contacts(schedule: ScheduleData, target: Target, passes: Iterable[Pass] = PASSES) -> Contacts:
-    """What a transport has to connect for these passes: with collectives, no two ranks for what goes as one."""
+    """Return what a transport has to connect for these passes: with collectives, no two ranks for what goes as one."""
     if not target.collectives:
         return Contacts(frozenset(links(schedule, passes)))
     storage = storage_of(schedule)
@@ -59,7 +59,7 @@ def contacts(schedule: ScheduleData, target: Target, passes: Iterable[Pass] = PA
 
 
 def connections(some: Iterable[Link], target: Target, rank: int) -> int:
-    """How many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL."""
+    """Return how many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL."""
     found = {
         (
             dst if src == rank else src,
@@ -73,7 +73,7 @@ def connections(some: Iterable[Link], target: Target, rank: int) -> int:
 
 
 def most_connected(schedule: ScheduleData, target: Target, passes: Iterable[Pass] = PASSES) -> int:
-    """The connections of the rank that has most: of pairs, and of more ranks."""
+    """Return the number of connections of the rank that has most: of pairs, and of more ranks."""
     used = contacts(schedule, target, passes)
     return max(
         connections(used.links, target, rank) + sum(rank in ranks for ranks in used.groups)
@@ -82,8 +82,11 @@ def most_connected(schedule: ScheduleData, target: Target, passes: Iterable[Pass
 
 
 class HeldBytes(NamedTuple):
-    """Of the rank that holds most: bytes with its connections; of the one whose connections take most: their number,
-    those of more than two ranks with them, and bytes."""
+    """Bytes and connections of the ranks that have most.
+
+    Of the rank that holds most: bytes with its connections; of the one whose connections take most: their number,
+    those of more than two ranks with them, and bytes.
+    """
 
     peak_bytes: int
     connections: int
@@ -91,7 +94,10 @@ class HeldBytes(NamedTuple):
 
 
 def held(used: Contacts, target: Target, pools: Sequence[int]) -> HeldBytes:
-    """used: of all passes, since connections stay. pools: of each rank, the bytes of its buffers."""
+    """Return the bytes and connections of the ranks that have most.
+
+    used: of all passes, since connections stay. pools: of each rank, the bytes of its buffers.
+    """
     made = []
     for rank in range(len(pools)):
         pairs, groups = connections(used.links, target, rank), sum(rank in ranks for ranks in used.groups)
@@ -102,7 +108,7 @@ def held(used: Contacts, target: Target, pools: Sequence[int]) -> HeldBytes:
 
 
 def slot_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> list[int]:
-    """Bytes of each slot of a program."""
+    """Return the bytes of each slot of a program."""
     records = Records(schedule, workload, program.direction)
     forward = Records(schedule, workload, "forward")
     return [
@@ -112,19 +118,19 @@ def slot_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> 
 
 
 def scratch_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
-    """Two statistics for each row of the largest merge."""
+    """Return the bytes of two statistics for each row of the largest merge."""
     heads = workload.q_heads // schedule.head_groups
     return 2 * program.scratch_rows * workload.batch * heads * STATISTIC_BYTES
 
 
 def landing_slots(program: Program) -> list[int]:
-    """Kept slots that receive messages: one-sided transports need memory in the pool for these to land in."""
+    """Return kept slots that receive messages: one-sided transports need pool memory for these to land in."""
     received = {each.span.slot for each in program.instructions if isinstance(each, Recv)}
     return sorted(slot for slot in received if program.slots[slot].kept)
 
 
 def program_bytes(schedule: ScheduleData, workload: Workload, program: Program, one_sided: bool = False) -> int:
-    """The buffer pool that one rank's program needs; saved tensors and outputs are not counted."""
+    """Return the bytes of one rank's buffer pool for a program; saved tensors and outputs are not counted."""
     sizes = slot_bytes(schedule, workload, program)
     slots = [slot for slot, spec in enumerate(program.slots) if spec.pooled]
     slots += landing_slots(program) if one_sided else []
@@ -133,14 +139,17 @@ def program_bytes(schedule: ScheduleData, workload: Workload, program: Program, 
 
 
 def bundled_bytes(sizes: Sequence[int], program: Program) -> dict[Collective, int]:
-    """Of each bundle, the bytes of its messages, which lie together in the pool beside their slots, of these sizes."""
+    """Return, of each bundle, the bytes of its messages, which lie together in the pool beside their slots.
+
+    sizes: bytes of the program's slots.
+    """
     found = [each for each in program.collectives if each.kind == BUNDLE]
     given = message_bytes(sizes, program) if found else {}
     return {each: sum(given[message] for message in each.messages) for each in found}
 
 
 def message_bytes(sizes: Sequence[int], program: Program) -> dict[int, int]:
-    """Of each message, by number; sizes: of the slots."""
+    """Return the bytes of each message, by its number; sizes: bytes of the slots."""
     return {
         each.message: sizes[each.span.slot] // program.slots[each.span.slot].rows * each.span.rows
         for each in program.instructions
@@ -149,9 +158,10 @@ def message_bytes(sizes: Sequence[int], program: Program) -> dict[int, int]:
 
 
 def staged_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
-    """Device memory beside the pool into which collectives copy what a rank gives and takes, for the largest of them.
+    """Return the bytes of device memory beside the pool into which the largest collective copies.
 
-    An all-gather takes the rank's own with the others', and gives what lies in the pool.
+    These are copies of what a rank gives and takes. An all-gather takes the rank's own with the others', and gives what
+    lies in the pool.
     """
     whole = [each for each in program.collectives if each.kind != BUNDLE]
     if not whole:
@@ -170,7 +180,7 @@ def staged_bytes(schedule: ScheduleData, workload: Workload, program: Program) -
 
 
 def incoming(schedule: ScheduleData, workload: Workload, program: Program) -> dict[Link, list[int]]:
-    """Bytes of each message that a rank receives, by link."""
+    """Return the bytes of each message that a rank receives, by link."""
     sizes = message_bytes(slot_bytes(schedule, workload, program), program)
     found: dict[Link, list[int]] = defaultdict(list)
     for each in program.instructions:
@@ -180,20 +190,20 @@ def incoming(schedule: ScheduleData, workload: Workload, program: Program) -> di
 
 
 def kept_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
-    """What forward keeps for backward beside the rank's own tensors."""
+    """Return the bytes that forward keeps for backward beside the rank's own tensors."""
     sizes = slot_bytes(schedule, workload, program)
     return sum(size for size, slot in zip(sizes, program.slots, strict=True) if slot.kept)
 
 
 def aligned(nbytes: int) -> int:
-    """Slots begin at multiples of a cache line."""
+    """Return the bytes rounded up to a multiple of a cache line (64 bytes), at which slots begin."""
     return -(-nbytes // 64) * 64
 
 
 def peak_bytes(
     schedule: ScheduleData, workload: Workload, direction: Pass, target: Target, supports: Supports
 ) -> int:
-    """The pool of the rank that needs most, and what the connections or boxes of such a transport take there."""
+    """Return the bytes that the rank needs that needs most: its pool, and the transport's connections or boxes."""
     check_workload(schedule, workload, direction)
     pools = Pools(schedule, workload, target)
     for rank in range(schedule.world_size):
@@ -202,7 +212,7 @@ def peak_bytes(
 
 
 class Pools:
-    """What each rank's buffers take, with what its transport copies through and the boxes of all ranks' messages.
+    """Bytes of each rank's buffers, with what its transport copies through and the boxes of all ranks' messages.
 
     Programs are given one after another, by rank: there is no need to have those of all ranks at once.
     """
@@ -213,20 +223,20 @@ class Pools:
         self._messages: dict[Link, list[int]] = {}
 
     def add(self, program: Program, more: int = 0) -> None:
-        """The next rank's; more: bytes that it holds beside them."""
+        """Add the program of the next rank; more: bytes that it holds beside its buffers."""
         given = self._schedule, self._workload, program
         self._own.append(program_bytes(*given, self._target.one_sided) + staged_bytes(*given) + more)
         if self._target.mailboxes:
             self._messages |= incoming(*given)
 
     def nbytes(self) -> list[int]:
-        """Of each rank."""
+        """Return the bytes of each rank."""
         boxes = lay(self._messages).nbytes
         return [own + boxes for own in self._own]
 
 
 def flops(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
-    """Floating-point operations of each rank: 4 (forward) or 10 (backward) for each visible pair and head element."""
+    """Return each rank's floating-point operations: 4 (forward) or 10 (backward) a visible pair and head element."""
     check_workload(schedule, workload, direction)
     low, high = workload.q_head_range(0, schedule.head_groups)
     a_pair = FLOPS_PER_PAIR[direction] * workload.batch * (high - low) * workload.head_dim

@@ -52,7 +52,7 @@ def lower(
 def agenda_of(
     storage: Storage, rank: int, direction: Pass, workload: Workload, supports: Supports = anything
 ) -> Agenda:
-    """What the program of a rank has to do, whenever the transport wants receives posted."""
+    """Return what the program of a rank has to do, whenever the transport wants receives posted."""
     return Agenda(storage, rank, direction, supports, half=workload.dtype != torch.float32)
 
 
@@ -148,7 +148,7 @@ class _Lowering(Accumulators):
         return self._span(slot, self.storage.group_row(message.unit), message.rows, message.unit)
 
     def _send_span(self, message: Message) -> tuple[Span, list[int]]:
-        """What is sent, and the slots that are done with when this was the last send from them."""
+        """Return the span that is sent, and the slots that are done with when this was the last send from them."""
         unit, rows = message.unit, message.rows
         if message.channel == REQUESTS:
             slab = self.storage.slab(self.rank, unit)
@@ -166,7 +166,7 @@ class _Lowering(Accumulators):
     # ---------- requests
 
     def _have_request(self, message: Message) -> None:
-        """Before a send: what is passed on has arrived, what is the rank's own is packed."""
+        """Make a request ready to send: wait for what is passed on, pack what is the rank's own."""
         self._await(message.blocks)
         if message.owner == self.rank:
             self._pack(message.blocks)
@@ -197,7 +197,7 @@ class _Lowering(Accumulators):
         return self.request_slots[slab.key]
 
     def _keep_slots(self) -> None:
-        """Slots that outlive the pass come first, in an order on which both passes agree."""
+        """Take the slots that outlive the pass first, in an order on which both passes agree."""
         slabs = {
             slab.key: slab
             for tiles in self.agenda.tiles.values()
@@ -239,7 +239,7 @@ class _Lowering(Accumulators):
                 self._used(slab.key, slot)
 
     def _kept_before(self) -> set[int]:
-        """Slots that forward has filled already."""
+        """Return the slots that forward has filled already."""
         if self.direction == "forward":
             return set()
         return {slot for key, slot in self.kept.items() if key[0] == "kv"}

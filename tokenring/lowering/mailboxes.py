@@ -20,19 +20,19 @@ Interval = tuple[int, int]  # start and end in bytes
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """Where the boxes of each line are, which its messages take in turn; nbytes: what they need at every rank."""
+    """Places of the boxes of each line, which its messages take in turn; nbytes: what they need at every rank."""
 
     nbytes: int
     places: Mapping[Link, tuple[int, ...]]
 
     def place(self, link: Link, number: int) -> int:
-        """The offset of the box of a line's message of this number."""
+        """Return the offset of the box of a line's message of this number."""
         boxes = self.places[link]
         return boxes[number % len(boxes)]
 
 
 def lay(messages: Mapping[Link, Sequence[int]]) -> Mailboxes:
-    """Boxes for these messages, of which each line has sizes in bytes; the same on all ranks that know the same.
+    """Return boxes for these messages, given in bytes by line; the same on all ranks that know the same.
 
     The largest lines come first, each at the lowest offset that is free at both its ends.
     """
@@ -47,14 +47,14 @@ def lay(messages: Mapping[Link, Sequence[int]]) -> Mailboxes:
 
 
 def _needs(messages: Mapping[Link, Sequence[int]]) -> Iterable[tuple[Link, int, int]]:
-    """Of each line the bytes of a box, and how many boxes."""
+    """Yield, of each line, the bytes of a box and how many boxes it needs."""
     for link, sizes in messages.items():
         if sizes:
             yield link, -(-max(sizes) // ALIGNED_BYTES) * ALIGNED_BYTES, min(BOXES, len(sizes))
 
 
 def _lowest(taken: Sequence[Interval], nbytes: int) -> int:
-    """The lowest offset from which on so many bytes are free."""
+    """Return the lowest offset from which on so many bytes are free."""
     start = 0
     for low, high in sorted(taken):
         if low - start >= nbytes:

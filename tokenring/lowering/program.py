@@ -1,4 +1,4 @@
-"""What one rank does in one pass: a flat list of instructions over numbered buffer slots."""
+"""The program of one rank in one pass: a flat list of instructions over numbered buffer slots."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Slot(NamedTuple):
 
     @property
     def pooled(self) -> bool:
+        """True if the slot lies in the buffer pool: it is neither kept nor an output."""
         return not (self.kept or self.output)
 
 
@@ -40,6 +41,7 @@ class Span(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Number of rows in the span."""
         return self.stop - self.start
 
 

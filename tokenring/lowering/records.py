@@ -1,4 +1,4 @@
-"""What a block is made of: one record for each token, with every tensor of the block in it.
+"""Records: the tensors of a block, interleaved, so that one record holds all of one token.
 
 Records of neighbouring tokens are neighbours in memory, so any run of tokens, of chunks or of
 pieces is one contiguous message whatever it carries, and kernels read it in place, strided.
@@ -36,6 +36,7 @@ class Record(NamedTuple):
     nbytes: int
 
     def field(self, name: str) -> Field:
+        """Return the field of this name."""
         return next(field for field in self.fields if field.name == name)
 
 
@@ -52,7 +53,7 @@ NAMES: Mapping[tuple[Kind, Pass], tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def check_workload(schedule: ScheduleData, workload: Workload, direction: Pass) -> None:
-    """Raises ConfigurationError unless the schedule has such a pass, and is for such a workload."""
+    """Raise ConfigurationError unless the schedule has such a pass, and is for such a workload."""
     if not isinstance(workload, Workload):
         raise ConfigurationError(
             f"workload is of type {type(workload).__name__}; "
@@ -82,7 +83,7 @@ class Records:
         self._made: dict[tuple[Kind, bool, bool], Record] = {}
 
     def __call__(self, kind: Kind, full_precision: bool = False, all_heads: bool = False) -> Record:
-        """The record of a block on the wire; partials in fp32 where they are added to; one head group or all."""
+        """Return the record of a block on the wire; partials in fp32 where they are added to; one head group or all."""
         key = (kind, full_precision, all_heads)
         if key not in self._made:
             self._made[key] = self._make(*key)
@@ -107,6 +108,6 @@ class Records:
         return Record(tuple(fields), heads, -(-at // 4) * 4)
 
     def head_range(self, kind: Kind, group: int) -> tuple[int, int]:
-        """The heads of a head group, in tensors of this kind."""
+        """Return the heads [low, high) of a head group, in tensors of this kind."""
         of = self.workload.q_head_range if kind.startswith("q") else self.workload.kv_head_range
         return of(group, self.groups)

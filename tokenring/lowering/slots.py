@@ -28,7 +28,7 @@ class Slots:
         self._emit = emit
 
     def take(self, spec: Slot, step: int, patience: int | None) -> int:
-        """A slot for this content; patience None never waits."""
+        """Take a slot for this content, a new one if no free one will do, and return it; patience None never waits."""
         if not spec.kept:
             for clean in (True, False):
                 for slot, state in enumerate(self._states):
@@ -41,11 +41,11 @@ class Slots:
         return len(self.specs) - 1
 
     def sent(self, slot: int, message: int, step: int) -> None:
-        """A send from this slot was posted."""
+        """Note that a send from this slot was posted."""
         self._states[slot].sends.append((message, step))
 
     def drop(self, slot: int) -> None:
-        """The slot was used for the last time (sends may still be on their way)."""
+        """Note that the slot was used for the last time (sends may still be on their way)."""
         self._states[slot].free = True
 
     def settle(self, slot: int) -> None:
@@ -56,6 +56,7 @@ class Slots:
         state.sends.clear()
 
     def settle_all(self) -> None:
+        """Wait for the sends of all slots."""
         for slot in range(len(self.specs)):
             self.settle(slot)
 

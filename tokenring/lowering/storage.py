@@ -1,4 +1,4 @@
-"""Where blocks lie at each rank: which of them share a slot, and in which order.
+"""Storage: the slots in which blocks lie at each rank, and their order in them.
 
 Units that a tile reads together lie together, in sequence order, so that one kernel call can
 take them; all units of one owner, head group and piece lie together too, in the owner's order.
@@ -51,7 +51,7 @@ class Slab(NamedTuple):
 
 @lru_cache(maxsize=64)
 def storage_of(schedule: ScheduleData) -> Storage:
-    """The schedule's storage, worked out once."""
+    """Return the schedule's storage, worked out once."""
     return Storage(schedule)
 
 
@@ -75,6 +75,7 @@ class Storage:
             self._tiles[tile.rank].append(tile)
 
     def group(self, block: Block) -> Group:
+        """Return the group of a block: its kind as a request, its owner, head group and piece."""
         group = self._groups.get(block)
         if group is None:
             kind = REQUEST_OF.get(block.kind, block.kind)
@@ -82,7 +83,7 @@ class Storage:
         return group
 
     def slab(self, rank: int, block: Block) -> Slab:
-        """The slab of a request block at a rank (partials of a unit lie as their requests do)."""
+        """Return the slab of a request block at a rank (partials of a unit lie as their requests do)."""
         slab = self._slab_of[rank].get(block)
         if slab is None:
             group = self.group(block)
@@ -93,7 +94,7 @@ class Storage:
         return slab
 
     def row(self, rank: int, block: Block) -> int:
-        """The first row of a request block in its slab; in the own tensors if the slab is the rank's own."""
+        """Return the first row of a request block in its slab; in the own tensors if the slab is the rank's own."""
         row = self._row_of[rank].get(block)
         if row is None:
             slab = self.slab(rank, block)
@@ -105,23 +106,24 @@ class Storage:
         return row
 
     def own_row(self, block: Block) -> int:
-        """The first row of a unit in its owner's tensors."""
+        """Return the first row of a unit in its owner's tensors."""
         layout = self.schedule.layout_of(block.kind)
         return layout.local_start[block.chunk] + block.piece * self.schedule.unit_length(block.kind)
 
     def group_row(self, block: Block) -> int:
-        """The first row of a unit among its owner's units of the same head group and piece."""
+        """Return the first row of a unit among its owner's units of the same head group and piece."""
         layout = self.schedule.layout_of(block.kind)
         return layout.local_start[block.chunk] // layout.chunk_length * self.schedule.unit_length(block.kind)
 
     def group_blocks(self, group: Group) -> tuple[Block, ...]:
+        """Return the blocks of a group, in the order of its owner's chunks."""
         kind, owner, heads, piece = group
         return tuple(Block(kind, chunk, heads, piece) for chunk in self.schedule.layout_of(kind).owned_by(owner))
 
     def destinations(
         self, rank: int, slab: Slab, blocks: tuple[Block, ...], start: int, stop: int
     ) -> Iterator[tuple[int, int, bool, int]]:
-        """Where rows [start, stop) of a result go, counted from start: (first, last, whether home, row there)."""
+        """Yield where rows [start, stop) of a result go, counted from start: (first, stop, whether home, row there)."""
         owners = {self.schedule.owner(block) == rank for block in blocks}
         if slab.own_only or owners == {False}:
             yield 0, stop - start, slab.own_only, start
@@ -135,11 +137,11 @@ class Storage:
                 yield low - start, high - start, home, self.own_row(block) + low - at if home else low
 
     def tiles(self, rank: int) -> list[Tile]:
-        """The tiles of a rank, in order."""
+        """Return the tiles of a rank, in order."""
         return self._tiles[rank]
 
     def messages(self, rank: int, direction: Pass) -> list[Message]:
-        """What a rank sends and receives in a pass, in the order that both ends share."""
+        """Return the messages that a rank sends and receives in a pass, in the order that both ends share."""
         if direction not in self._messages:
             found = self._messages[direction] = [[] for _ in range(self.schedule.world_size)]
             for moves in self._runs(self.schedule.moves_in(direction)):
@@ -149,7 +151,7 @@ class Storage:
         return self._messages[direction][rank]
 
     def _runs(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
-        """Moves that go in one message. In the total order those of one step, pair and piece stand together."""
+        """Yield moves that go in one message. In the total order those of one step, pair and piece stand together."""
         run: list[Move] = []
         for move in moves:
             if run and not self._adjacent(run[-1], move):
@@ -172,7 +174,7 @@ class Storage:
         return self.group(block), block.made_at
 
     def _wire_row(self, rank: int, block: Block) -> int:
-        """The row from or into which a rank sends or receives the block."""
+        """Return the row from or into which a rank sends or receives the block."""
         request = block.request() if block.made_at is not None else block
         if block.made_at not in (None, rank) or self.slab(rank, request).own_only:
             return self.group_row(request)
@@ -186,7 +188,7 @@ class Storage:
         return Slab(key, tuple(blocks), own)
 
     def _join_fused(self) -> dict[tuple[int, Group], Group]:
-        """For groups that some tile reads together with another: the group that stands for all of them."""
+        """Return, for groups that some tile reads together with another, the group that stands for all of them."""
         parent: dict[tuple[int, Group], Group] = {}
 
         def find(rank: int, group: Group) -> Group:

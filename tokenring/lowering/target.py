@@ -1,4 +1,4 @@
-"""What programs are lowered for: all that a transport says of itself to the lowering, the planner and the runtime."""
+"""The target that programs are lowered for: all that a transport says of itself to lowering, planner and runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOWERED = ("early_receives", "collectives", "bundle_bytes", "ahead_bytes")  # th
 
 @dataclass(frozen=True)
 class Target:
-    """What a transport can do; each flag is off where nothing is said.
+    """The abilities of a transport; each flag is off where nothing is said.
 
     Read by the lowering (LOWERED), so that they decide what programs are:
 
@@ -61,7 +61,7 @@ class Target:
 
     @property
     def lowered(self) -> Target:
-        """What of it programs depend on: targets that are equal in this have the same ones."""
+        """Target with only the fields that programs depend on: targets that are equal in this have the same ones."""
         return Target(**{name: getattr(self, name) for name in LOWERED})
 
 

@@ -1,4 +1,4 @@
-"""When a rank uses what it receives: messages that are used at one point can go, or be waited for, together."""
+"""Points at which a rank uses what it receives: messages of one point can go, or be waited for, together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Uses = dict[tuple[int, Block], Point]  # rank and request → when the rank firs
 
 @lru_cache(maxsize=16)
 def first_uses(storage: Storage, direction: Pass) -> Uses:
-    """A use is a tile, or passing a request on."""
+    """Return the first use of each block at each rank; a use is a tile, or passing a request on."""
     found: Uses = {}
 
     def note(rank: int, block: Block, point: Point) -> None:
@@ -30,9 +30,10 @@ def first_uses(storage: Storage, direction: Pass) -> Uses:
 
 
 def points(message: Message, uses: Uses) -> set[Point]:
-    """When its receiver waits for it; none where nobody uses a part of it, or each is waited for by itself.
+    """Return the points at which the receiver waits for a message; none where nobody uses a part of it.
 
-    Partials that have come home are merged together; those that a relay adds, or passes on, are waited for one by one.
+    None, too, where each part is waited for by itself. Partials that have come home are merged together; those that a
+    relay adds, or passes on, are waited for one by one.
     """
     if message.channel == PARTIALS:
         return set() if message.add or message.dst != message.owner else {(message.step, 0)}

@@ -1,1 +1,1 @@
-"""Which schedule, how long it takes, and why."""
+"""The planner: which schedule to take, how long it takes, and why."""

@@ -1,4 +1,4 @@
-"""Where ranks meet in a replay: their messages in queues, each a blocking rendezvous; and why they wait for ever.
+"""The rendezvous of ranks in a replay: their messages in queues, each a blocking rendezvous; and why they deadlock.
 
 Messages of a collective stand in a queue together, and are done when they stand first at all its ranks; those of a
 bundle stand together among the others of their queue.
@@ -19,7 +19,7 @@ ALL: Key = (-1, -1), ""  # of a rank's only queue
 
 
 class Wrong(Exception):
-    """What is wrong, and at which rank."""
+    """An error in a program: what is wrong, at which rank and in which step."""
 
     def __init__(self, rank: int, step: int, text: str) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class Wrong(Exception):
 
 
 class Rank:
-    """How far a rank has come in its program, its messages, and what its slots hold."""
+    """A rank in a replay: how far it has come in its program, its messages, and what its slots hold."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.rank = program, program.rank
@@ -48,31 +48,33 @@ class Rank:
         return steps[min(self.at, len(steps) - 1)] if steps else 0
 
     def wrong(self, text: str) -> Wrong:
+        """Return an error at this rank, in its current step."""
         return Wrong(self.rank, self.step, text)
 
     @property
     def ended(self) -> bool:
+        """True if the rank has come to the end of its program."""
         return self.at == len(self.program.instructions)
 
 
 def peer(post: Post) -> int:
-    """The other end."""
+    """Return the rank at the other end of the message."""
     return post.src if isinstance(post, Recv) else post.dst
 
 
 def _matched(post: Post) -> tuple[str, int, int, str]:
-    """What both ends of a message have in common."""
+    """Return what both ends of a message have in common."""
     return post.label, post.span.rows, post.span.heads, post.channel
 
 
 def name_of(post: Post) -> str:
-    """A message in errors."""
+    """Return the message as errors name it."""
     way = "receive" if isinstance(post, Recv) else "send"
     return f"{way} {post.message} ({post.label}, rank {peer(post)}, {post.channel})"
 
 
 class Queues(NamedTuple):
-    """How a transport keeps the messages of a rank: in queues, each worked off from its head.
+    """Queues of a transport, in which the messages of a rank stand, each worked off from its head.
 
     channels: 1 if a pair's channels share a queue as well. one_a_rank: all that a rank sends and receives stands in
     one, whatever the peer, as where communicators share a stream of the device.
@@ -123,7 +125,7 @@ class Rendezvous:
         return met
 
     def _first(self, a: Rank, key: Key) -> list[MessagePairing]:
-        """What meets by the message that stands first in a queue of this rank: all of its collective, or itself."""
+        """Return what meets by the first message of a queue of this rank: all of its collective, or itself."""
         here = self.queues[a.rank, key]
         if not here:
             return []
@@ -134,7 +136,7 @@ class Rendezvous:
         return [] if meeting is None else [meeting]
 
     def _meet_all(self, a: Rank, together: Collective, key: Key) -> list[MessagePairing]:
-        """Nothing, until the same collective stands first at all its ranks, whole."""
+        """Return the messages of a collective; none until it stands first at all its ranks, whole."""
         members = [self.ranks[rank] for rank in together.ranks]
         if not all(self._has_come(member, together, key) for member in members):
             return []
@@ -156,7 +158,7 @@ class Rendezvous:
         return [MessagePairing(self.ranks[ends[0]], sends[ends], self.ranks[ends[1]], recvs[ends]) for ends in sends]
 
     def _own(self, member: Rank, together: Collective) -> tuple[int, ...]:
-        """The messages that a rank has in a collective; none if it has no such."""
+        """Return the messages that a rank has in a collective; none if it has no such."""
         same = (each for each in member.program.collectives if each.label == together.label)
         return next((each.messages for each in same if each.ranks == together.ranks), ())
 
@@ -196,7 +198,7 @@ class Rendezvous:
     # ---------- why ranks wait for ever
 
     def cause(self) -> Wrong | None:
-        """What holds up the ranks that wait, when none of them can go on; None if none waits.
+        """Return what holds up the ranks that wait, when none of them can go on; None if none waits.
 
         Each of them waits for one other: following that, one comes to a rank that never posts what
         is waited for, or in a circle.
@@ -221,14 +223,14 @@ class Rendezvous:
         return None
 
     def _blocked(self, rank: Rank) -> Key:
-        """The queue that holds up a rank."""
+        """Return the queue that holds up a rank."""
         if self.how.one_a_rank:
             return ALL
         assert rank.waits is not None  # nothing else blocks
         return self._key(rank.rank, rank.posted[rank.waits], rank.together.get(rank.waits))
 
     def _held_up(self, rank: Rank, key: Key) -> Post:
-        """The message first in a queue; of a collective, the first whose other end is not there."""
+        """Return the message first in a queue; of a collective, the first whose other end is not there."""
         head = self.queues[rank.rank, key][0]
         if (together := rank.together.get(head.message)) is None:
             return head
@@ -236,7 +238,7 @@ class Rendezvous:
         return next((post for post in posts if not self._has_come(self.ranks[peer(post)], together, key)), head)
 
     def _never(self, rank: Rank, wanted: Post, by: Rank) -> Wrong | None:
-        """Whether the rank never posts the other end of what `by` has posted."""
+        """Return the error if the rank never posts the other end of what `by` has posted; None if it does."""
         kind = Send if isinstance(wanted, Recv) else Recv
         found = (wanted.label, by.rank, wanted.channel)
         left = [each for queue in self._queues_of(rank) for each in queue]

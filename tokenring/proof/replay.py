@@ -56,7 +56,7 @@ NO_END = sys.maxsize
 
 
 def beyond(target: Target) -> list[Target]:
-    """The targets whose programs prove those of this one, beside APART: by sizes it makes either of them.
+    """Return the targets whose programs prove those of this one, beside APART: by sizes it makes either of them.
 
     What stays within a limit in bytes depends on the workload, so limits have no end: all that there can be.
     """
@@ -196,7 +196,7 @@ class _Replay:
                 raise rank.wrong(f"writes slot {span.slot} before waiting for {name_of(post)}")
 
     def _check_free(self, rank: Rank, span: Span) -> None:
-        """Nothing is on its way to or from these rows, and nobody needs what lies in them: it goes."""
+        """Check that nothing moves to or from these rows and nobody needs their contents; then empty them."""
         slot, start, stop, heads = span
         self._check_landed(rank, span)
         spec = rank.program.slots[slot]
@@ -208,12 +208,12 @@ class _Replay:
                 empty(rows, start, stop)
 
     def _use(self, rank: Rank, span: Span) -> None:
-        """Results are in one place: those that are sent or merged are in their rows no more."""
+        """Empty the rows of results that are sent or merged: results are in one place."""
         if rank.program.slots[span.slot].kind in RESULTS:
             empty(rank.held[span.slot][span.heads], span.start, span.stop)
 
     def _accumulate(self, rank: Rank, kind: Kind, span: Span, runs: list[ContentRun], first: bool) -> None:
-        """Results go into rows that hold nothing, if `first`, else they are merged into those that do."""
+        """Put results into rows that hold nothing, if `first`, else merge them into those that hold some."""
         slot, heads = span.slot, span.heads
         if rank.program.slots[slot].kind != kind:
             raise rank.wrong(f"puts {self._names(kind, runs, heads)} into slot {slot}, which is of another kind")
@@ -248,7 +248,7 @@ class _Replay:
                 return f"a second time: rank {call.rank} made that in step {call.step}"
 
     def _names(self, kind: Kind, runs: list[ContentRun], heads: int) -> str:
-        """Results, by their blocks; each as made by the rank of its first kernel call."""
+        """Return results as text, by their blocks; each as made by the rank of its first kernel call."""
         names = []
         for run in runs:
             made_at = self.tally.first(run.made).rank if run.made else None
@@ -257,7 +257,7 @@ class _Replay:
         return ",".join(names)
 
     def _of(self, rank: Rank) -> str:
-        """The blocks that an instruction is about."""
+        """Return the blocks that an instruction is about, as errors name them."""
         does = rank.program.instructions[rank.at]
         if isinstance(does, Recv | Send):
             return f", for {name_of(does)}"
@@ -333,12 +333,12 @@ class _Replay:
                     raise rank.wrong(f"ends without waiting for {name_of(post)}")
 
     def _check_pairs(self) -> None:
-        """Each visible pair of tokens is in one kernel call, and nothing hidden in any."""
+        """Check that each visible pair of tokens is in one kernel call, and nothing hidden in any."""
         if (found := self.tally.check()) is not None:
             raise Wrong(*found)
 
     def _check_home(self) -> None:
-        """The result for each own row is there, from all kernel calls that make one."""
+        """Check that the result for each own row is there, from all kernel calls that make one."""
         for rank in self.ranks:
             for slot, kind in rank.home.items():
                 for heads in range(self.schedule.head_groups):

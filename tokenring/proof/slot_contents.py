@@ -1,4 +1,4 @@
-"""What lies in the slots of programs that are replayed: tokens, and results with the kernel calls that made them."""
+"""Contents of the slots of programs that are replayed: tokens, and results with the kernel calls that made them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ Tokens = tuple[tuple[int, int, int], ...]  # what rows hold one after another: h
 
 
 def clip(run: ContentRun, start: int, stop: int) -> ContentRun:
-    """What of the run lies in rows [start, stop)."""
+    """Return what of the run lies in rows [start, stop)."""
     low, high = max(start, run.start), min(stop, run.stop)
     return ContentRun(low, high, run.owner, run.row + low - run.start, run.made)
 
 
 def overlaps(rows: Rows, start: int, stop: int) -> bool:
-    """Whether any of rows [start, stop) hold something."""
+    """Return whether any of rows [start, stop) hold something."""
     if start in rows:
         return True
     for low, high, _, _, _ in rows.values():  # noqa: SIM110 - asked for each write; `any` takes thrice as long
@@ -65,7 +65,7 @@ def overlaps(rows: Rows, start: int, stop: int) -> bool:
 
 
 def read(rows: Rows, start: int, stop: int) -> list[ContentRun]:
-    """What lies in rows [start, stop). Raises Missing."""
+    """Return what lies in rows [start, stop). Raises Missing if there is a row that holds nothing."""
     run = rows.get(start)
     if run is not None and run.stop == stop:
         return [run]
@@ -128,12 +128,12 @@ def _cut(rows: Rows, at: int) -> None:
 
 
 def moved(runs: list[ContentRun], by: int) -> list[ContentRun]:
-    """The same in rows that lie so much further down."""
+    """Return the same runs in rows that lie so much further down."""
     return runs if by == 0 else [ContentRun(run[0] + by, run[1] + by, *run[2:]) for run in runs]
 
 
 def tokens_of(runs: list[ContentRun]) -> Tokens:
-    """Which tokens the runs hold, however they are cut."""
+    """Return which tokens the runs hold, however they are cut."""
     if len(runs) == 1:
         run = runs[0]
         return ((run.stop - run.start, run.owner, run.row),)
@@ -150,7 +150,7 @@ def tokens_of(runs: list[ContentRun]) -> Tokens:
 
 
 def results(tokens: Tokens, first: int, start: int, stop: int, made: int) -> list[ContentRun]:
-    """Results for the tokens from the `first` on, in rows [start, stop)."""
+    """Return the results for the tokens from the `first` on, in rows [start, stop)."""
     runs, at = [], start - first
     for count, owner, row in tokens:
         low, high = max(at, start), min(at + count, stop)

@@ -56,7 +56,7 @@ def replay_once(schedule: ScheduleData, targets: tuple[Target, ...]) -> None:
 
 
 class ProofFacts:
-    """What both passes need: who sees whom, and tiles and moves by step.
+    """Facts that the proofs of both passes need: who sees whom, and tiles and moves by step.
 
     Sets of units are bits. Partials are known by their blocks or, as fast, by plain tuples that are equal
     to them; what is merged at an owner by the first four fields.
@@ -119,7 +119,7 @@ class _Proof:
         return ScheduleError(f"{self.schedule.name}, {self.direction}: step {step}, rank {rank}: {text}")
 
     def _hold_kept(self) -> None:
-        """What forward gathered and kept is there from the start."""
+        """Note that what forward gathered and kept is there from the start."""
         if "kv" in self.schedule.keep:
             for move in self.schedule.moves_in("forward"):
                 if move.block.kind == "kv":
@@ -210,7 +210,7 @@ class _Proof:
                         raise self._missing(Block(kind, chunk, heads, piece), missing)
 
     def _check_needed(self, requests: dict[int, list[Move]]) -> None:
-        """Nothing travels to where it is neither used nor sent on: its slot would be nobody's to give back."""
+        """Check that nothing travels where it is neither used nor sent on: nobody could give its slot back."""
         used: list[set[Block]] = [set() for _ in range(self.schedule.world_size)]
         for tile in self.schedule.tiles:
             used[tile.rank].update(tile.q, tile.kv)
@@ -224,7 +224,7 @@ class _Proof:
                     raise self._fail(step, dst, f"receives {block} from rank {src} but never needs it")
 
     def _missing(self, unit: Block, missing: int) -> ScheduleError:
-        """Why what a unit should see is not merged at its owner."""
+        """Return an error that says why what a unit should see is not merged at its owner."""
         owner = self.schedule.owner(unit)
         other: Kind = "kv" if unit.kind == "q_partial" else "q"
         for rank in range(self.schedule.world_size):

@@ -1,4 +1,4 @@
-"""Which pairs of tokens kernel calls compute, against those that the mask shows."""
+"""Token pairs that kernel calls compute, against those that the mask shows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pairs:
         self._cells: dict[tuple[Tokens, Tokens, Patch], list[Cell]] = {}
 
     def cells(self, q: Tokens, kv: Tokens, patch: Patch) -> list[Cell]:
-        """What a kernel call computes, for each pair of units."""
+        """Return what a kernel call computes, for each pair of units."""
         key = (q, kv, patch)
         found = self._cells.get(key)
         if found is None:
@@ -55,7 +55,7 @@ class Pairs:
                     yield (a, b), part
 
     def _units(self, kind: Kind, tokens: Tokens) -> Iterator[tuple[int, int, int, int]]:
-        """The tokens unit by unit: (place among them, how many, unit, place in the unit)."""
+        """Yield the tokens unit by unit: (place among them, how many, unit, place in the unit)."""
         length, pieces = self.schedule.unit_length(kind), self.schedule.pieces_of(kind)
         at = 0
         for count, owner, row in tokens:
@@ -68,7 +68,7 @@ class Pairs:
                 row, at = row + part, at + part
 
     def block(self, kind: Kind, owner: int, row: int, heads: int = 0, made_at: int | None = None) -> Block:
-        """The unit in which a rank's own row lies."""
+        """Return the unit in which a rank's own row lies."""
         index, pieces = row // self.schedule.unit_length(kind), self.schedule.pieces_of(kind)
         return Block(
             kind, self.schedule.layout_of(kind).owned_by(owner)[index // pieces], heads, index % pieces, made_at
@@ -85,7 +85,7 @@ class CoveredCall(NamedTuple):
 
 
 class Tally:
-    """What the kernel calls of one pass compute, and what has to come home for it."""
+    """A tally of what the kernel calls of one pass compute, and of what has to come home for it."""
 
     def __init__(self, pairs: Pairs, kinds: tuple[Kind, ...]) -> None:
         self.pairs, self.schedule = pairs, pairs.schedule
@@ -100,7 +100,7 @@ class Tally:
         self._sides: tuple[tuple[Kind, int], ...] = tuple((kind, 0 if kind[0] == "q" else 1) for kind in kinds)
 
     def call(self, rank: int, step: int, heads: int, q: Tokens, kv: Tokens, patch: Patch) -> int:
-        """Note a kernel call; the bit that stands for it."""
+        """Note a kernel call and return the bit that stands for it."""
         made = 1 << len(self.calls)
         self.calls.append(CoveredCall(rank, step, heads, self.pairs.cells(q, kv, patch)))
         for kind, side in self._sides:
@@ -109,11 +109,11 @@ class Tally:
         return made
 
     def first(self, made: int) -> CoveredCall:
-        """The first of these calls."""
+        """Return the first of these calls."""
         return self.calls[(made & -made).bit_length() - 1]
 
     def check(self) -> tuple[int, int, str] | None:
-        """What is not computed exactly once: (rank, step, in words); None if nothing."""
+        """Return what is not computed exactly once: (rank, step, in words); None if nothing."""
         computed: list[dict[tuple[int, int], Region]] = [{} for _ in range(self.schedule.head_groups)]
         for call in self.calls:
             of = computed[call.heads]
@@ -128,7 +128,7 @@ class Tally:
         return None
 
     def _wrong(self, units: tuple[int, int], found: Region) -> str:
-        """What is wrong with a pair of units; "" if nothing: the same may be cut otherwise, or have other bounds."""
+        """Return what is wrong with a pair of units, "" if nothing: it may be cut otherwise, or have other bounds."""
         goal = self.pairs.goal.get(units, ())
         if sorted(found, key=_corner) == sorted(goal, key=_corner):
             return ""
@@ -143,7 +143,7 @@ class Tally:
         return ""
 
     def _name(self, heads: int, units: tuple[int, int], wrong: str) -> tuple[int, int, str]:
-        """With the last call that computes anything of these units."""
+        """Return rank and step of the last call that computes anything of these units, and what is wrong with it."""
         pieces = self.schedule.q_pieces, self.schedule.kv_pieces
         (q, q_piece), (kv, kv_piece) = (divmod(unit, by) for unit, by in zip(units, pieces, strict=True))
         blocks = Block("q", q, heads, q_piece), Block("kv", kv, heads, kv_piece)
@@ -157,7 +157,7 @@ def _corner(patch: Patch) -> tuple[int, int, int, int]:
 
 
 def _columns(region: Region, row: int) -> list[range]:
-    """What a row sees, patch by patch."""
+    """Return what a row sees, patch by patch."""
     found = []
     for patch in region:
         if patch.row0 <= row < patch.row1 and (columns := patch.columns_of(row - patch.row0)):

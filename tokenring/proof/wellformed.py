@@ -12,7 +12,7 @@ from tokenring.sequence.layout import check_partition
 
 
 def check_form(schedule: ScheduleData) -> None:
-    """Raises ScheduleError unless layouts and mask fit, and tiles and moves are of the form that they must have."""
+    """Raise ScheduleError unless layouts and mask fit, and tiles and moves are of the form that they must have."""
     _check_units(schedule)
     _check_mask(schedule)
     known: set[Block] = set()  # blocks that there are: most stand in many tiles and moves
@@ -42,7 +42,7 @@ def check_form(schedule: ScheduleData) -> None:
 
 
 def _check_units(schedule: ScheduleData) -> None:
-    """Units are equal parts of the sequence that together are all of it."""
+    """Raise ScheduleError unless units are equal parts of the sequence that together are all of it."""
     kinds: tuple[Kind, ...] = ("q", "kv")
     for kind in kinds:
         layout, pieces = schedule.layout_of(kind), schedule.pieces_of(kind)
@@ -71,7 +71,7 @@ def _check_units(schedule: ScheduleData) -> None:
 
 
 def _check_mask(schedule: ScheduleData) -> None:
-    """The mask speaks of positions that there are."""
+    """Raise ScheduleError if the mask speaks of positions that there are not."""
     q_length, kv_length = schedule.q_layout.length, schedule.kv_layout.length
     if schedule.mask.needs_equal_lengths and q_length != kv_length:
         raise ScheduleError(
@@ -101,7 +101,7 @@ def _check_tile(schedule: ScheduleData, tile: Tile, known: set[Block]) -> None:
 
 
 def _wrong_move(schedule: ScheduleData, move: Move) -> ScheduleError:
-    """What is wrong with it, in words."""
+    """Return an error that says what is wrong with a move."""
     where = f"{schedule.name}: step {move.step}, rank {move.src}: {move.block} to rank {move.dst}"
     _check_place(schedule, where, move.step, (move.src, move.dst))
     if not _exists(schedule, move.block, set()):
@@ -133,7 +133,7 @@ def _check_place(schedule: ScheduleData, where: str, step: int, ranks: tuple[int
 
 
 def _exists(schedule: ScheduleData, block: Block, known: set[Block]) -> bool:
-    """Whether there is such a block; then it is known from now on."""
+    """Return whether there is such a block; then it is known from now on."""
     fits = (
         block.kind in KINDS
         and 0 <= block.chunk < len(schedule.layout_of(block.kind).chunks)

@@ -1,1 +1,1 @@
-"""How schedules are made and asked: schemes, families, names, and the Schedule that users hold."""
+"""Schedules, how they are made and asked: schemes, families, names, and the Schedule that users hold."""

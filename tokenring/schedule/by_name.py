@@ -25,7 +25,7 @@ def schedule(
     pieces: int | None = None,
     length: int | None = None,
 ) -> Schedule:
-    """A schedule to print, prove or export: `tr.schedule("tokenring", ranks=8, mask=tr.Causal())`.
+    """Return a schedule to print, prove or export: `tr.schedule("tokenring", ranks=8, mask=tr.Causal())`.
 
     name: a named schedule, or a Scheme of your own (which says itself what moves in how many pieces).
     length: tokens of the whole sequence; the default gives each chunk 64, or a little more where the

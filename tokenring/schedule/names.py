@@ -54,7 +54,7 @@ def make_schedule(
     pieces: int | None = None,
     order: Sequence[int] | None = None,
 ) -> Schedule:
-    """The schedule `name` for these layouts and this mask.
+    """Make the schedule `name` for these layouts and this mask.
 
     direction: +1 or -1, for schemes with a ring alone; None takes the one that moves fewer bytes under the mask (at
     a tie, +1).
@@ -76,7 +76,7 @@ def make_schedule(
 
 
 def _directions(named: Named, asked: int | None) -> tuple[int, ...]:
-    """The directions to choose from."""
+    """Return the directions to choose from. Raises ConfigurationError for one that the schedule does not have."""
     if asked not in (None, 1, -1):
         raise ConfigurationError(f"direction {asked!r}: use 1 (towards rank + 1), -1 (towards rank - 1) or None")
     if named.family.turns:
@@ -90,11 +90,11 @@ def _directions(named: Named, asked: int | None) -> tuple[int, ...]:
 
 
 def _is_small(scheme: Scheme, q_layout: Layout, kv_layout: Layout) -> bool:
-    """Whether the tile of two ranks is so small that kernels are better off with those of all ranks in one."""
+    """Return whether tiles of two ranks are so small that kernels are better off with those of all ranks in one."""
     rows, cols = q_layout.local_length // scheme.q_pieces, kv_layout.local_length // scheme.kv_pieces
     return min(rows, cols) < SMALL_TILE_TOKENS
 
 
 def moved_tokens(schedule: Schedule) -> int:
-    """Tokens times hops of all requests: what tells two directions of one ring apart."""
+    """Return tokens times hops of all requests: what tells two directions of one ring apart."""
     return sum(schedule.unit_length(move.block.kind) for move in schedule.moves if move.channel == REQUESTS)

@@ -17,7 +17,7 @@ CUT_BY_DEFAULT = frozenset({"direct-kv", "direct-q"})
 
 
 def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: Layout) -> int | None:
-    """In how many pieces a named schedule moves its chunks when nobody says: direct ones, where it pays."""
+    """Return in how many pieces a named schedule moves its chunks by default: direct ones, where it pays."""
     if name not in CUT_BY_DEFAULT:
         return None
     layout = kv_layout if name == "direct-kv" else q_layout
@@ -33,7 +33,10 @@ def named_schedule(
     name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None = None,
     order: Sequence[int] | None = None,
 ) -> Schedule:  # fmt: skip
-    """A named schedule for a workload, in its default pieces unless told otherwise; order: as of `make_schedule`."""
+    """Make a named schedule for a workload, in its default pieces unless `pieces` says how many.
+
+    order: as of `make_schedule`.
+    """
     if pieces is None:
         pieces = default_pieces(name, workload, q_layout, kv_layout)
     made = make_schedule(name, q_layout, kv_layout, mask, pieces=pieces, order=order)

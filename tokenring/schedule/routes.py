@@ -1,4 +1,4 @@
-"""How blocks travel: gather routes bring a block to the ranks that need it, return routes bring partials home.
+"""Routes of blocks: gather routes bring a block to the ranks that need it, return routes bring partials home.
 
 A gather route is a function of a block's owner: the out-tree of hops by which it reaches every
 rank. Hops that nobody needs are pruned later. A return route is a function of the ranks that made
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class BlockOrigin(NamedTuple):
-    """What a route starts from: a unit of a kind, its owner, and the world."""
+    """The start of a route: a unit of a kind, its owner, and the world."""
 
     owner: int
     world_size: int
@@ -37,6 +37,7 @@ class Hop(NamedTuple):
 
     @property
     def arrival(self) -> int:
+        """Step in which the block is there: when it is due, or the step after the hop."""
         return self.due or self.step + 1
 
 
@@ -46,12 +47,12 @@ Return = Callable[[BlockOrigin, Makers], tuple[Hop, ...]]
 
 
 def stay(origin: BlockOrigin) -> tuple[Hop, ...]:
-    """Nothing is gathered."""
+    """Return no hops: nothing is gathered."""
     return ()
 
 
 def ring(direction: int) -> Gather:
-    """Round all ranks, each passing on what it received to rank + direction."""
+    """Return the route round all ranks, each passing on what it received to rank + direction."""
 
     def route(origin: BlockOrigin) -> tuple[Hop, ...]:
         world = origin.world_size
@@ -62,12 +63,12 @@ def ring(direction: int) -> Gather:
 
 
 def both_ways(origin: BlockOrigin) -> tuple[Hop, ...]:
-    """Even pieces go round the ring towards rank + 1, odd ones towards rank - 1."""
+    """Return the hops round the ring: even pieces go towards rank + 1, odd ones towards rank - 1."""
     return ring(1 if origin.piece % 2 == 0 else -1)(origin)
 
 
 def direct(origin: BlockOrigin) -> tuple[Hop, ...]:
-    """Straight from the owner to every other rank, all at once; first pieces first.
+    """Return the hops straight from the owner to every other rank, all at once; first pieces first.
 
     All hops are posted in the first step. They are due by piece, then by distance, so that a rank
     computes on what has arrived while the rest is still on its way.
@@ -80,7 +81,7 @@ def direct(origin: BlockOrigin) -> tuple[Hop, ...]:
 
 
 def direct_fused(origin: BlockOrigin) -> tuple[Hop, ...]:
-    """Like `direct`, but pieces of one number are due together, from whichever rank: one kernel call takes them all."""
+    """Return the hops of `direct`, due together by piece, from whichever rank: one kernel call takes them all."""
     world = origin.world_size
     return tuple(
         Hop(0, origin.owner, (origin.owner + distance) % world, origin.piece + 1) for distance in range(1, world)
@@ -88,16 +89,16 @@ def direct_fused(origin: BlockOrigin) -> tuple[Hop, ...]:
 
 
 def all_to_all(origin: BlockOrigin) -> tuple[Hop, ...]:
-    """Straight from the owner to every other rank, all needed together in the step after."""
+    """Return the hops straight from the owner to every other rank, all needed together in the step after."""
     world = origin.world_size
     return tuple(Hop(0, origin.owner, (origin.owner + distance) % world) for distance in range(1, world))
 
 
 def mesh(sizes: Sequence[int]) -> Gather:
-    """Along the first dimension of a mesh, from there along the second, and so on; the last one counts ranks fastest.
+    """Return the route along the first dimension of a mesh, from there along the second, and so on.
 
-    So a block crosses a slow first dimension once for each place along it, and is passed on inside. It is due
-    in the order of its distance, digit by digit, and passed on when it is due.
+    The last dimension counts ranks fastest. So a block crosses a slow first dimension once for each place along it, and
+    is passed on inside. It is due in the order of its distance, digit by digit, and passed on when it is due.
     """
     strides = [prod(sizes[index + 1 :]) for index in range(len(sizes))]
 
@@ -119,12 +120,12 @@ def mesh(sizes: Sequence[int]) -> Gather:
 
 
 def return_direct(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
-    """Each partial goes straight to the owner, as soon as it is made."""
+    """Return the hops by which each partial goes straight to the owner, as soon as it is made."""
     return tuple(Hop(step, rank, origin.owner) for rank, step in sorted(makers.items()) if rank != origin.owner)
 
 
 def follow(gather: Gather) -> Return:
-    """The partial follows the block round a ring, each rank adding its own, and then goes home."""
+    """Make the return route of a partial that follows its block round a ring, each rank adding its own, then home."""
 
     def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         chain = [hop.dst for hop in gather(origin)]
@@ -140,7 +141,7 @@ def follow(gather: Gather) -> Return:
 
 
 def reduce_back(gather: Gather) -> Return:
-    """The partials go back along the tree by which the block came; where branches meet they are added up."""
+    """Make the return route back along the tree by which the block came; where branches meet partials are added up."""
 
     def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         parents = {hop.dst: hop.src for hop in gather(origin)}
@@ -150,7 +151,7 @@ def reduce_back(gather: Gather) -> Return:
         hops: list[Hop] = []
 
         def leave(rank: int) -> int | None:
-            """The step in which a rank's partial leaves, and all that it waits for before it; None: there is none."""
+            """Return the step in which a rank's partial leaves, after all that it waits for; None: there is none."""
             come = [step for child in branches[rank] if (step := leave(child)) is not None]
             if rank == origin.owner or not (come or rank in makers):
                 return None
@@ -165,7 +166,7 @@ def reduce_back(gather: Gather) -> Return:
 
 
 def reduce_inside(local: int) -> Return:
-    """Of each node of `local` ranks one partial goes home: a chain through the node adds them up, in the order made."""
+    """Make the return route of one partial a node of `local` ranks: a chain adds them up, in the order made."""
 
     def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         nodes: dict[int, list[int]] = defaultdict(list)

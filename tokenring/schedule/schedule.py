@@ -23,6 +23,7 @@ class Schedule(ir.ScheduleData):
 
     @classmethod
     def of(cls, data: ir.ScheduleData) -> Schedule:
+        """Return the schedule with the fields of this data."""
         return cls(**{field.name: getattr(data, field.name) for field in fields(data)})
 
     def verify(self) -> Schedule:
@@ -33,13 +34,13 @@ class Schedule(ir.ScheduleData):
         return self
 
     def link_bytes(self, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
-        """Payload bytes that each (source, destination) link carries in a pass."""
+        """Return the payload bytes that each (source, destination) link carries in a pass."""
         from tokenring.lowering.footprint import link_bytes
 
         return link_bytes(self, workload, direction)
 
     def peak_bytes(self, workload: Workload, direction: Pass = "forward", transport: str | None = None) -> int:
-        """Bytes of the buffer pool at the rank that needs most: slots and fp32 accumulators.
+        """Return the bytes of the buffer pool at the rank that needs most: slots and fp32 accumulators.
 
         With a transport by name, also what it needs more: for its connections, for messages that go or land apart.
         """
@@ -49,24 +50,24 @@ class Schedule(ir.ScheduleData):
         return peak_bytes(self, workload, direction, target, kernel_class(PLANNED_WITH).supports_patch)
 
     def flops(self, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
-        """Floating-point operations of each rank's tiles in a pass, visible pairs only."""
+        """Return the floating-point operations of each rank's tiles in a pass, visible pairs only."""
         from tokenring.lowering.footprint import flops
 
         return flops(self, workload, direction)
 
     def program(self, workload: Workload, rank: int, direction: Pass = "forward") -> Program:
-        """What one rank does in a pass, instruction by instruction."""
+        """Return what one rank does in a pass, instruction by instruction."""
         from tokenring.lowering.lower import lower
 
         return lower(self, rank, direction, workload)
 
     def to_json(self) -> str:
-        """The schedule as documented JSON (docs/schedule-json.md)."""
+        """Return the schedule as documented JSON (docs/schedule-json.md)."""
         return interchange.to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Schedule:
-        """The schedule that to_json wrote. Raises ScheduleError."""
+        """Return the schedule that to_json wrote. Raises ScheduleError."""
         return Schedule.of(interchange.from_json(_text("from_json", text)))
 
     def __str__(self) -> str:
@@ -74,7 +75,7 @@ class Schedule(ir.ScheduleData):
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """The schedule that str() printed. Raises ScheduleError."""
+        """Return the schedule that str() printed. Raises ScheduleError."""
         return Schedule.of(text_parse.parse_text(_text("parse", text)))
 
 

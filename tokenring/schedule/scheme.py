@@ -60,13 +60,13 @@ class Scheme:
 
 
 def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
-    """The scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
+    """Build the scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
     made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
     return order(keep_for_last(made) if scheme.late else made)
 
 
 def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
-    """Every tile and every move that the scheme would make if everything were visible."""
+    """Return every tile and every move that the scheme would make if everything were visible."""
     world = q_layout.world_size
     schedule = Schedule(
         scheme.name, world, q_layout, kv_layout, mask, (), (), scheme.head_groups, scheme.q_pieces,
@@ -163,7 +163,7 @@ def _requests(routes: Routes) -> Iterable[Move]:
 
 
 def _partials(schedule: Schedule, kind: Kind, tiles: list[Tile], back: Return) -> Iterable[Move]:
-    """The way home of what tiles make for units of this kind that are owned elsewhere."""
+    """Yield the moves home of what tiles make for units of this kind that are owned elsewhere."""
     makers: dict[Block, dict[int, int]] = defaultdict(dict)
     for tile in tiles:
         for block in tile.q if kind == "q" else tile.kv:

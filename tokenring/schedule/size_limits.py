@@ -1,4 +1,4 @@
-"""How large a schedule is made, and why no larger: what would take minutes in silence is refused at once."""
+"""Limits on the size of a schedule: one that would take minutes to make in silence is refused at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GROUPS_AS_ONE = 8  # head groups, each at fewer ranks, that take as long as one 
 
 
 def check_size(name: str, ranks: int, layout: str, pieces: int | None) -> None:
-    """Raises ConfigurationError for a schedule that would take minutes to make and to prove."""
+    """Raise ConfigurationError for a schedule that would take minutes to make and to prove."""
     from tokenring.schedule.families.registry import parse
     from tokenring.sequence.layout import read_name
 

@@ -25,6 +25,7 @@ class Once:
         self.said = False
 
     def __call__(self, text: str, stacklevel: int) -> None:
+        """Warn, unless this was called before and did not raise."""
         if not self.said:
             warnings.warn(text, TokenRingWarning, stacklevel=stacklevel + 1)
             self.said = True
@@ -34,7 +35,7 @@ SWAPPED = Once()
 
 
 def in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: Order | None) -> Inputs:
-    """q, k and v as [B, T, H, D]: views, where they have another order. Raises ConfigurationError."""
+    """Return q, k and v as [B, T, H, D]: views, where they have another order. Raises ConfigurationError."""
     if order == "bhtd":
         return _swapped(q), _swapped(k), _swapped(v)
     if order is not None and order != "bthd":
@@ -45,7 +46,7 @@ def in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: Order | N
 
 
 def out_in_order(out: torch.Tensor, order: Order | None) -> torch.Tensor:
-    """out [B, T, H, D] in the order of the call, a view if that is another."""
+    """Return out [B, T, H, D] in the order of the call, a view if that is another."""
     return out.transpose(1, 2) if order == "bhtd" else out
 
 
@@ -62,7 +63,7 @@ def warn_if_swapped(q: torch.Tensor, k: torch.Tensor, order: Order | None) -> No
 
 
 def _swapped(x: torch.Tensor) -> torch.Tensor:
-    """What is no such tensor is left as it is, for the checks of the call to say."""
+    """Return x with its axes 1 and 2 swapped; what is no such tensor as it is, for the checks of the call to say."""
     return x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
 
 

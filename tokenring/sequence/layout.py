@@ -1,4 +1,4 @@
-"""Which rank owns which positions of the sequence.
+"""Layouts: the ranks that own the positions of the sequence.
 
 A layout cuts a sequence into equal chunks and gives each rank some of them. A rank's local
 tensor holds its chunks one after another, in ascending order of their first position.
@@ -33,16 +33,17 @@ class Positions(NamedTuple):
 
     @property
     def last(self) -> int:
+        """Last of the positions."""
         return self.start + (len(self) - 1) * self.step
 
     def part(self, index: int, count: int) -> Positions:
-        """The index-th of `count` equal neighbouring parts."""
+        """Return the index-th of `count` equal neighbouring parts."""
         size = len(self) // count
         start = self.start + index * size * self.step
         return Positions(start, start + (size - 1) * self.step + 1, self.step)
 
     def join(self, after: Positions) -> Positions | None:
-        """Both as one range, if `after` goes on where this one ends; else None."""
+        """Return both as one range, if `after` goes on where this one ends; else None."""
         steps = {self.step} if len(self) > 1 else set()
         steps |= {after.step} if len(after) > 1 else set()
         steps |= {after.start - self.last}
@@ -95,6 +96,7 @@ class Layout:
 
     @property
     def chunk_length(self) -> int:
+        """Number of positions in each chunk."""
         return len(self.chunks[0])
 
     @property
@@ -110,12 +112,12 @@ class Layout:
         return tuple(map(tuple, owned))
 
     def owned_by(self, rank: int) -> tuple[int, ...]:
-        """The rank's chunks, in the order in which its local tensor holds them."""
+        """Return the rank's chunks, in the order in which its local tensor holds them."""
         return self._owned[rank]
 
     @cached_property
     def local_start(self) -> tuple[int, ...]:
-        """Where each chunk begins in its owner's local tensor."""
+        """First row of each chunk in its owner's local tensor."""
         start = [0] * len(self.chunks)
         for owned in self._owned:
             for index, chunk in enumerate(owned):
@@ -123,12 +125,12 @@ class Layout:
         return tuple(start)
 
     def positions(self, rank: int) -> list[int]:
-        """The global position of each token of the rank's local tensor."""
+        """Return the global position of each token of the rank's local tensor."""
         return [p for chunk in self.owned_by(rank) for p in range(*self.chunks[chunk])]
 
 
 def contiguous(world_size: int, length: int, cuts: int = 1) -> Layout:
-    """Rank r holds the r-th of `world_size` equal parts, itself cut `cuts` times."""
+    """Return the layout in which rank r holds the r-th of `world_size` equal parts, itself cut `cuts` times."""
     world_size, length, cuts = _sizes("contiguous", world_size, length, cuts)
     count = world_size * cuts
     return Layout(
@@ -137,7 +139,7 @@ def contiguous(world_size: int, length: int, cuts: int = 1) -> Layout:
 
 
 def zigzag(world_size: int, length: int, cuts: int = 1) -> Layout:
-    """Rank r holds parts r and 2P-1-r of 2P, which balances causal attention."""
+    """Return the layout in which rank r holds parts r and 2P-1-r of 2P, which balances causal attention."""
     world_size, length, cuts = _sizes("zigzag", world_size, length, cuts, parts_per_rank=2)
     count = 2 * world_size * cuts
     owners = tuple(min(c // cuts, 2 * world_size - 1 - c // cuts) for c in range(count))
@@ -145,7 +147,7 @@ def zigzag(world_size: int, length: int, cuts: int = 1) -> Layout:
 
 
 def striped(world_size: int, length: int, cuts: int = 1) -> Layout:
-    """Rank r holds positions r, r+P, r+2P, ...: Striped Attention (arXiv:2311.09431)."""
+    """Return the layout with positions r, r+P, r+2P, ... at rank r: Striped Attention (arXiv:2311.09431)."""
     world_size, length, cuts = _sizes("striped", world_size, length, cuts)
     span = length // cuts
     chunks = [
@@ -160,7 +162,7 @@ LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 
 
 def make_layout(name: str | Layout, world_size: int, length: int) -> Layout:
-    """The layout called `name` ("zigzag", or finer cut: "zigzag/4") of `length` positions.
+    """Return the layout called `name` ("zigzag", or finer cut: "zigzag/4") of `length` positions.
 
     Raises ConfigurationError for an unknown name, a length that does not divide, or an empty shard.
     """
@@ -176,7 +178,7 @@ def make_layout(name: str | Layout, world_size: int, length: int) -> Layout:
 
 
 def read_name(name: str) -> tuple[str, int]:
-    """The kind of layout that a name stands for, and how often it is cut. Raises ConfigurationError."""
+    """Return the kind of layout that a name stands for, and how often it is cut. Raises ConfigurationError."""
     known = f"choose one of {', '.join(LAYOUTS)}, or cut one finer, as in 'zigzag/2'"
     if not isinstance(name, str):
         raise ConfigurationError(f"layout is of type {type(name).__name__}; {known}, or give a Layout")
@@ -187,7 +189,7 @@ def read_name(name: str) -> tuple[str, int]:
 
 
 def check_partition(layout: Layout) -> None:
-    """Raises ConfigurationError unless the chunks hold every position once."""
+    """Raise ConfigurationError unless the chunks hold every position once."""
     if join_chunks(_interleaved(layout.chunks)) == [Positions(0, layout.length)]:
         return
     if layout.length > COUNTED_LENGTH:
@@ -204,7 +206,7 @@ def check_partition(layout: Layout) -> None:
 
 
 def _interleaved(chunks: Sequence[Positions]) -> list[Positions]:
-    """With every n chunks of step n that lie between each other, as striped ones do, as one range."""
+    """Return chunks with every n of step n that lie between each other, as striped ones do, as one range."""
     made: list[Positions] = []
     at = 0
     while at < len(chunks):
@@ -221,12 +223,12 @@ def _interleaved(chunks: Sequence[Positions]) -> list[Positions]:
 
 
 def split_order(layout: Layout) -> list[int]:
-    """The global position of each token when all ranks' local tensors are laid end to end."""
+    """Return the global position of each token when all ranks' local tensors are laid end to end."""
     return [p for rank in range(layout.world_size) for p in layout.positions(rank)]
 
 
 def join_chunks(chunks: Sequence[Positions]) -> list[Positions]:
-    """Neighbouring ranges joined wherever one goes on where the last ended."""
+    """Join neighbouring ranges wherever one goes on where the last ended."""
     joined: list[Positions] = []
     for chunk in chunks:
         both = joined[-1].join(chunk) if joined else None
@@ -247,7 +249,7 @@ def _name(base: str, cuts: int) -> str:
 
 
 def _sizes(base: str, world_size: int, length: int, cuts: int, parts_per_rank: int = 1) -> tuple[int, int, int]:
-    """World size, length and cuts as integers. Raises ConfigurationError unless the length divides."""
+    """Return world size, length and cuts as integers. Raises ConfigurationError unless the length divides."""
     what = f"layout {base!r}"
     world_size, cuts = _at_least_one(what, "world_size", world_size), _at_least_one(what, "cuts", cuts)
     tokens = as_integer(length)
@@ -280,7 +282,7 @@ def _is_range(chunk: object) -> bool:
 
 
 def as_integer(value: object) -> int | None:
-    """The value as an int, if it is an integer of Python, numpy or torch; booleans are none."""
+    """Return the value as an int, None if it is no integer of Python, numpy or torch; booleans are none."""
     try:
         return None if isinstance(value, bool) else operator.index(cast(int, value))
     except TypeError:

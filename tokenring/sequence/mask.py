@@ -42,7 +42,10 @@ class Mask:
             object.__setattr__(self, "cu_seqlens", _documents(self.cu_seqlens))
 
     def __and__(self, other: Mask) -> Mask:
-        """What both see. Of documents with different ends, what lies beyond the nearer end is padding."""
+        """Return the mask that shows what both show. Raises ConfigurationError if `other` is no mask.
+
+        Of documents with different ends, what lies beyond the nearer end is padding.
+        """
         if not isinstance(other, Mask):
             called = getattr(other, "__name__", None)
             found = f"{called} without ()" if called else f"one of type {type(other).__name__}"
@@ -55,15 +58,15 @@ class Mask:
 
     @cached_property
     def needs_equal_lengths(self) -> bool:
-        """Whether q and kv positions must number the same sequence."""
+        """True if q and kv positions must number the same sequence."""
         return (self.low, self.high, self.cu_seqlens) != (None, None, None)
 
     def region(self, q: Positions, kv: Positions) -> Region:
-        """What the q chunk sees of the kv chunk, as disjoint patches in their indices."""
+        """Return what the q chunk sees of the kv chunk, as disjoint patches in their indices."""
         return _region(self, q, kv)
 
     def visible(self, q: Positions, kv: Positions) -> bool:
-        """Whether the q chunk sees anything of the kv chunk."""
+        """Return whether the q chunk sees anything of the kv chunk."""
         if self.cu_seqlens is not None or q.step != kv.step:
             return bool(_region(self, q, kv))
         if self.low is None and self.high is None:
@@ -78,14 +81,14 @@ class Mask:
         return least <= most
 
     def allows(self, q: int, kv: int) -> bool:
-        """The definition, for one pair of positions."""
+        """Return whether a q position sees a kv position: the definition of the mask, for one pair."""
         in_window = (self.low is None or kv - q >= self.low) and (self.high is None or kv - q <= self.high)
         if self.cu_seqlens is None or not in_window:
             return in_window
         return any(a <= q < b and a <= kv < b for a, b in pairwise(self.cu_seqlens))
 
     def check_length(self, length: int) -> None:
-        """Raises ConfigurationError when the documents end beyond a sequence of this length."""
+        """Raise ConfigurationError when the documents end beyond a sequence of this length."""
         if self.cu_seqlens is not None and self.cu_seqlens[-1] > length:
             raise ConfigurationError(
                 f"Documents end at {self.cu_seqlens[-1]}, but the sequence has {length} positions: "
@@ -93,7 +96,7 @@ class Mask:
             )
 
     def __str__(self) -> str:
-        """What parse_mask reads back, for every mask."""
+        """Return the text that parse_mask reads back, for every mask."""
         low, high = self.low, self.high
         parts = []
         if (low, high) == (None, 0):
@@ -126,17 +129,20 @@ def _region(mask: Mask, q: Positions, kv: Positions) -> Region:
 
 
 def Full() -> Mask:  # masks read as types, and may become types
-    """Every q position sees every kv position; their numbers may differ."""
+    """Return the mask in which every q position sees every kv position; their numbers may differ."""
     return Mask()
 
 
 def Causal() -> Mask:
-    """A position sees itself and those before it."""
+    """Return the mask in which a position sees itself and those before it."""
     return Mask(high=0)
 
 
 def SlidingWindow(left: int, right: int = 0) -> Mask:
-    """A position sees `left` positions before it and `right` after it, inclusive; -1 is unbounded."""
+    """Return the mask in which a position sees `left` positions before it and `right` after it, inclusive.
+
+    -1 is unbounded. Raises ConfigurationError for other negative sizes, and for what is no integer.
+    """
     sizes = [as_integer(left), as_integer(right)]
     if any(size is None or not -1 <= size <= LIMIT for size in sizes):
         raise ConfigurationError(
@@ -147,7 +153,7 @@ def SlidingWindow(left: int, right: int = 0) -> Mask:
 
 
 def Documents(cu_seqlens: Sequence[int]) -> Mask:
-    """Packed documents: positions cu_seqlens[i] to cu_seqlens[i+1] see each other only.
+    """Return the mask of packed documents: positions cu_seqlens[i] to cu_seqlens[i+1] see each other only.
 
     `cu_seqlens` starts with 0 and does not decrease (a list, or a tensor of integers, which is
     copied to the host). Positions from its last entry on are padding: out 0, lse -inf, no gradient.
@@ -165,7 +171,7 @@ MASKS: dict[str, Callable[..., Mask]] = {
 
 
 def parse_mask(text: str) -> Mask:
-    """The mask that str(mask) printed: parts joined by "&".
+    """Return the mask that str(mask) printed: parts joined by "&". Raises ConfigurationError.
 
     "full", "causal", "window(128,0)" for SlidingWindow(128, 0), "documents(0,7,9)", and "band(1,5)" for
     Mask(low=1, high=5), where "band(1,)" has no upper bound.
@@ -183,7 +189,7 @@ def parse_mask(text: str) -> Mask:
 
 
 def _part(text: str) -> Mask:
-    """One part of a mask's text. Raises KeyError, ValueError or TypeError."""
+    """Return the mask of one part of a mask's text. Raises KeyError, ValueError or TypeError."""
     match = PART.fullmatch(text)
     if match is None:
         raise ValueError(text)
@@ -191,7 +197,7 @@ def _part(text: str) -> Mask:
 
 
 def _number(text: str) -> int | None:
-    """None for nothing, which only a band takes."""
+    """Return a number, None for nothing, which only a band takes. Raises ValueError for any other text."""
     match = NUMBER.fullmatch(text)
     if match is None:
         raise ValueError(text)
@@ -228,7 +234,7 @@ def _both(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ..
 
 
 def _distinct(bounds: tuple[int, ...]) -> tuple[int, ...]:
-    """Without empty documents; at least one interval, empty if there is nothing but padding."""
+    """Return the bounds without empty documents; at least one interval, empty if there is nothing but padding."""
     kept = tuple(sorted(set(bounds)))
     return kept if len(kept) > 1 else (0, 0)
 
@@ -238,7 +244,7 @@ def _or(bound: int | None, otherwise: object) -> object:
 
 
 def _short(value: object) -> str:
-    """What was found, at most a line of it."""
+    """Return what was found, at most a line of it."""
     if isinstance(value, (list, tuple, range)):
         more = ", ..." if len(value) > 8 else ""
         text = f"[{', '.join(map(repr, value[:8]))}{more}]"

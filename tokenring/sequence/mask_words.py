@@ -17,7 +17,7 @@ SIZED = {SlidingWindow: "SlidingWindow(left, right)", Documents: "Documents([0, 
 
 
 def mask_of(given: object, is_causal: object = None) -> Mask | None:
-    """The mask that a call says, None where it says none. Raises ConfigurationError for what is none, or ambiguous."""
+    """Return the mask that a call says, None where it says none. Raises ConfigurationError if wrong or ambiguous."""
     mask, wrong = read_mask(given, is_causal)
     if wrong is not None:
         raise ConfigurationError(wrong)
@@ -25,7 +25,7 @@ def mask_of(given: object, is_causal: object = None) -> Mask | None:
 
 
 def read_mask(given: object, is_causal: object = None) -> tuple[Mask | None, str | None]:
-    """The mask that a call says, or what is wrong with it; raises nothing, so that torch.compile can follow it."""
+    """Return the mask that a call says, or what is wrong with it; raises nothing: torch.compile can follow it."""
     mask: Mask | None = None
     if isinstance(given, Mask):
         mask = given
@@ -44,7 +44,7 @@ def read_mask(given: object, is_causal: object = None) -> tuple[Mask | None, str
 
 
 def _with_is_causal(mask: Mask | None, is_causal: object) -> tuple[Mask | None, str | None]:
-    """The mask, where it says of what comes later what is_causal says of it."""
+    """Return the mask, or what is wrong where it says otherwise than is_causal of what comes later."""
     if is_causal is not True and is_causal is not False:
         return None, "is_causal is neither True nor False: leave it out, or give one of these; other masks as mask=..."
     if mask is None:
@@ -59,7 +59,7 @@ def _with_is_causal(mask: Mask | None, is_causal: object) -> tuple[Mask | None, 
 
 
 def _numbers(text: str) -> tuple[int | None, int | None, tuple[int, ...] | None, str | None]:
-    """What a mask's text says, or what is wrong with it: to a compiler, a constant of the text."""
+    """Return what a mask's text says, or what is wrong with it: to a compiler, a constant of the text."""
     try:
         mask = parse_mask(text)
     except ConfigurationError as error:

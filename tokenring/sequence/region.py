@@ -1,4 +1,4 @@
-"""What part of a (q × kv) rectangle a mask leaves visible.
+"""The part of a (q × kv) rectangle that a mask leaves visible.
 
 A region is a tuple of disjoint patches: none is (), full is one patch without bounds, a
 triangle or band one patch with bounds, packed documents one patch for each document.
@@ -30,14 +30,17 @@ class Patch(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return self.row1 - self.row0
 
     @property
     def cols(self) -> int:
+        """Number of columns."""
         return self.col1 - self.col0
 
     @property
     def is_full(self) -> bool:
+        """True if every pair is visible: the patch has no bounds."""
         return self.low is None and self.high is None
 
     @property
@@ -46,13 +49,13 @@ class Patch(NamedTuple):
         return self.low is None and self.high == 0 and self.row_step == self.col_step == 1
 
     def columns_of(self, row: int) -> range:
-        """The visible columns of a row, both counted from the patch's corner."""
+        """Return the visible columns of a row, both counted from the patch's corner."""
         first = 0 if self.low is None else max(0, -((-self.low - self.row_step * row) // self.col_step))
         last = self.cols - 1 if self.high is None else (self.high + self.row_step * row) // self.col_step
         return range(first, min(self.cols - 1, last) + 1)
 
     def pairs(self) -> int:
-        """How many (row, column) pairs are visible."""
+        """Return how many (row, column) pairs are visible."""
         if self.is_full:
             return self.rows * self.cols
         if self.low is not None and self.high is not None and self.low > self.high:
@@ -61,7 +64,7 @@ class Patch(NamedTuple):
         return (self.rows * self.cols if self.high is None else self._pairs_up_to(self.high)) - above
 
     def _pairs_up_to(self, most: int) -> int:
-        """Pairs with col_step·j - row_step·i <= most."""
+        """Return how many pairs have col_step·j - row_step·i <= most."""
         begins = _clamped(-(most // self.row_step), self.rows)  # the first row that has any
         full_from = (self.cols - 1) * self.col_step - most
         fills = max(begins, _clamped(-(-full_from // self.row_step), self.rows))  # the first that has all
@@ -69,11 +72,11 @@ class Patch(NamedTuple):
         return partly + (fills - begins) + (self.rows - fills) * self.cols
 
     def shifted(self, rows: int, cols: int) -> Patch:
-        """The same patch seen from a corner that lies so much further up and left."""
+        """Return the same patch seen from a corner that lies so much further up and left."""
         return self._replace(row0=self.row0 + rows, row1=self.row1 + rows, col0=self.col0 + cols, col1=self.col1 + cols)
 
     def cut_rows(self, row0: int, row1: int) -> Patch | None:
-        """Only rows [row0, row1), counted as the patch's own row0 and row1 are."""
+        """Return the patch's rows [row0, row1), counted as its own row0 and row1 are; None if nothing is visible."""
         first, last = max(row0, self.row0), min(row1, self.row1)
         if first >= last:
             return None
@@ -88,7 +91,7 @@ def _clamped(value: int, most: int) -> int:
 
 
 def floor_sum(count: int, a: int, b: int, m: int) -> int:
-    """Σ floor((a·i + b) / m) for i below count, with a and b from 0 on: as Euclid's algorithm, in logarithmic time."""
+    """Return Σ floor((a·i + b) / m) for i below count, a and b from 0 on: Euclid's algorithm, in logarithmic time."""
     total = 0
     while count:
         total += count * (count - 1) // 2 * (a // m) + count * (b // m)
@@ -104,7 +107,7 @@ Region = tuple[Patch, ...]
 
 
 def tidy(patch: Patch) -> Patch | None:
-    """The patch without needless bounds, empty rows and empty columns; None if nothing is visible."""
+    """Return the patch without needless bounds, empty rows and empty columns; None if nothing is visible."""
     if patch.rows <= 0 or patch.cols <= 0:
         return None
     row_step, col_step = patch.row_step, patch.col_step
@@ -124,7 +127,7 @@ def tidy(patch: Patch) -> Patch | None:
 
 
 def _trim(patch: Patch) -> Patch | None:
-    """For steps of 1: drop rows and columns in which nothing is visible."""
+    """Drop rows and columns in which nothing is visible, for steps of 1; None if nothing is left."""
     low, high = patch.low, patch.high
     if low is not None and high is not None and low > high:
         return None
@@ -148,7 +151,7 @@ def _trim(patch: Patch) -> Patch | None:
 
 
 def window_region(q: Positions, kv: Positions, low: int | None, high: int | None) -> Region:
-    """The region low <= kv position - q position <= high."""
+    """Return the region low <= kv position - q position <= high."""
     offset = q.start - kv.start
     patch = tidy(
         Patch(
@@ -166,14 +169,14 @@ def window_region(q: Positions, kv: Positions, low: int | None, high: int | None
 
 
 def inside(chunk: Positions, start: int, stop: int) -> tuple[int, int]:
-    """The indices [i, j) of the chunk's positions that lie in [start, stop)."""
+    """Return the indices [i, j) of the chunk's positions that lie in [start, stop)."""
     first = max(0, -((chunk.start - start) // chunk.step))
     last = max(0, -((chunk.start - stop) // chunk.step))
     return min(first, len(chunk)), min(last, len(chunk))
 
 
 def combine(grid: Sequence[Sequence[Region]], rows: Sequence[int], cols: Sequence[int]) -> Patch | None:
-    """The one patch that says the same as a grid of regions with these row and column counts, or None.
+    """Return the one patch that says the same as a grid of regions with these row and column counts, or None.
 
     It lets chunks that are not neighbours in the sequence share one kernel call: the two chunks
     that a rank holds in zigzag see each other as one triangle.
@@ -204,7 +207,7 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 def _extend(patch: Patch, row: int, col: int, height: int, width: int) -> Patch | None:
-    """The patch's band continued over the whole rectangle."""
+    """Return the patch with its band continued over the whole rectangle, None if its steps are not 1."""
     if patch.row_step != 1 or patch.col_step != 1:
         return None
     by = (col + patch.col0) - (row + patch.row0)
@@ -214,7 +217,7 @@ def _extend(patch: Patch, row: int, col: int, height: int, width: int) -> Patch 
 
 
 def _window(band: Patch, row: int, rows: int, col: int, cols: int) -> Region:
-    """What the band shows of one cell of the grid."""
+    """Return what the band shows of one cell of the grid."""
     by = row - col
     low = None if band.low is None else band.low + by
     high = None if band.high is None else band.high + by

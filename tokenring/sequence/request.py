@@ -1,4 +1,4 @@
-"""What one attention call asks for: what plans, programs and descriptions are kept by."""
+"""The request of one attention call, by which plans, programs and descriptions are kept."""
 
 from __future__ import annotations
 

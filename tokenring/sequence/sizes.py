@@ -11,7 +11,7 @@ SIZES = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def read_size(option: str, text: str) -> int:
-    """A count such as 4096, 128k or 1M. Raises ConfigurationError."""
+    """Return a count such as 4096, 128k or 1M. Raises ConfigurationError."""
     match = re.fullmatch(r"([0-9]{1,12})([kMG]?)", text.strip(), re.ASCII)
     size = int(match[1]) * SIZES.get(match[2], 1) if match else 0
     if not 1 <= size <= LARGEST:

@@ -39,19 +39,20 @@ class Workload:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one element."""
         return self.dtype.itemsize
 
     def ring_bytes(self, ranks: int) -> int:
-        """k and v of one of so many ranks: what a ring sends in a step, and about what other schedules do."""
+        """Return the bytes of k and v of one of so many ranks: a ring sends so much in a step, others about that."""
         return 2 * self.batch * self.kv_length * self.kv_heads * self.head_dim * self.itemsize // ranks
 
     def q_head_range(self, group: int, groups: int) -> tuple[int, int]:
-        """The query heads of the group-th of `groups` head groups."""
+        """Return the query heads [low, high) of the group-th of `groups` head groups."""
         self._check_groups(groups)
         return group * self.q_heads // groups, (group + 1) * self.q_heads // groups
 
     def kv_head_range(self, group: int, groups: int) -> tuple[int, int]:
-        """The kv heads that those query heads use; several groups share one where groups > kv_heads."""
+        """Return the kv heads [low, high) of those query heads; several groups share one where groups > kv_heads."""
         self._check_groups(groups)
         return group * self.kv_heads // groups, -(-(group + 1) * self.kv_heads // groups)
 

@@ -1,1 +1,1 @@
-"""What no schedule can be faster than."""
+"""Bounds: no schedule can be faster than these."""

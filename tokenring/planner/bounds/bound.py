@@ -1,4 +1,4 @@
-"""How fast any schedule could be: a lower bound on computing and on what wires into groups of ranks must carry.
+"""A lower bound on the time of any schedule: of computing, and of what wires into groups of ranks must carry.
 
 The derivation is in docs/bounds.md. It holds for every schedule that starts from a balanced sequence-sharded
 layout, leaves its results there, computes equally much on every rank and each pair of a pass in one place, whatever it
@@ -42,7 +42,7 @@ class Bound:
 
 
 def is_attainable(mask: Mask, kv_heads: int, ranks: int) -> bool:
-    """Whether it is known that some schedule attains the bound where wires allow it: docs/bounds.md, Known values."""
+    """Return whether some schedule is known to attain the bound where wires allow it: docs/bounds.md, Known values."""
     return mask == Full() and kv_heads % ranks == 0
 
 
@@ -54,9 +54,12 @@ def lower_bound(
     passes: Sequence[Pass],
     own_pairs: OwnPairs | None = None,
 ) -> Bound:
-    """visible_pairs: (query, key) pairs that the mask leaves, of one head and one batch entry. own_pairs: how many of
+    """Return the lower bound on the time of these passes, under any schedule.
+
+    visible_pairs: (query, key) pairs that the mask leaves, of one head and one batch entry. own_pairs: how many of
     them have their query and key in one group, at most, given groups that are all ranks together; None: in no layout
-    more than all that a group has."""
+    more than all that a group has.
+    """
     compute = sum(_compute_seconds(workload, visible_pairs, interconnect.world_size, rates, each) for each in passes)
     best, name = 0.0, "none"
     for label, groups in _partitions(interconnect):
@@ -72,7 +75,7 @@ def lower_bound(
 def _bytes_into(
     workload: Workload, visible_pairs: int, groups: Groups, ranks: int, own_pairs: OwnPairs | None
 ) -> float:
-    """Bytes of one pass that must come into these groups together, which may stand for others like them."""
+    """Return the bytes of one pass that must come into these groups together, which may stand for others like them."""
     pairs, every = workload.q_length * workload.kv_length, _all_groups(groups, ranks)
     parts = [len(group) / ranks for group in every]
     own = sum(part**2 for part in parts) * pairs if own_pairs is None else own_pairs(every)
@@ -82,7 +85,7 @@ def _bytes_into(
 
 
 def _compute_seconds(workload: Workload, pairs: int, ranks: int, rates: Rates, direction: Pass) -> float:
-    """At the best rate that the table has."""
+    """Return the seconds of computing of one pass, at the best rate that the table has."""
     flops = FLOPS_PER_PAIR[direction] * workload.batch * workload.q_heads * workload.head_dim * pairs
     samples = rates.forward if direction == "forward" else rates.backward
     return flops / ranks / (max(rate for _, rate in samples) * 1e12)
@@ -92,7 +95,7 @@ def _compute_seconds(workload: Workload, pairs: int, ranks: int, rates: Rates, d
 
 
 def _partitions(net: Interconnect) -> Iterator[tuple[str, Groups]]:
-    """The ranks in groups: each for itself; hosts; and runs of neighbours of every power of two.
+    """Yield the ranks in groups: each for itself; hosts; and runs of neighbours of every power of two.
 
     Where all hosts are equal, one host, or one group of hosts, stands for the others.
     """
@@ -112,7 +115,7 @@ def _partitions(net: Interconnect) -> Iterator[tuple[str, Groups]]:
 
 
 def _hosts_alike(net: Interconnect) -> int | None:
-    """Ranks a host, where all hosts are equal."""
+    """Return the ranks a host has, where all hosts are equal; None where they are not."""
     first = net.fabrics[0]
     same = net.local is not None and all(each is first or each == first for each in net.fabrics)
     in_order = all(device == rank % (net.local or 1) for rank, (_, device) in enumerate(net.places))
@@ -120,7 +123,7 @@ def _hosts_alike(net: Interconnect) -> int | None:
 
 
 def _all_groups(groups: Groups, ranks: int) -> Groups:
-    """All groups of a division of which those of one host may stand for the others."""
+    """Return all groups of a division of which those of one host may stand for the others."""
     if sum(map(len, groups)) == ranks:
         return groups
     size = len(groups[0])
@@ -128,9 +131,9 @@ def _all_groups(groups: Groups, ranks: int) -> Groups:
 
 
 def _cuts(net: Interconnect, groups: Groups) -> Iterator[set[str]]:
-    """A few sets of wires of which every way into one of the groups passes one.
+    """Yield a few sets of wires of which every way into one of the groups passes one.
 
-    Nothing where a way passes no wire, as between ranks that share a device: what comes by it takes no time.
+    Yields nothing where a way passes no wire, as between ranks that share a device: what comes by it takes no time.
     """
     complete = net.world_size - len(groups[0]) <= MOST_OUTSIDE
     picks: dict[str, set[str]] = {"last": set(), "first": set(), "narrowest": set(), "commonest": set()}
@@ -148,7 +151,7 @@ def _cuts(net: Interconnect, groups: Groups) -> Iterator[set[str]]:
 
 
 def _outside(net: Interconnect, inside: set[int]) -> list[int]:
-    """The ranks outside a group, or enough of them to know its own wires: all of its hosts, and of the next."""
+    """Return the ranks outside a group, or enough of them to know its wires: all of its hosts, and of the next."""
     if net.world_size - len(inside) <= MOST_OUTSIDE:
         return [rank for rank in range(net.world_size) if rank not in inside]
     near = {net.hosts[rank] for rank in inside}

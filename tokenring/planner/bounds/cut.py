@@ -1,4 +1,4 @@
-"""How many bytes must come into groups of ranks, whatever the schedule. The derivation is in docs/bounds.md.
+"""The bytes that must come into groups of ranks, whatever the schedule. The derivation is in docs/bounds.md.
 
 Two arguments, of which the larger result counts: one about pairs of which no group has both the row and the column,
 one about work where each rank computes equally much.
@@ -20,7 +20,7 @@ Cost = Callable[[float], float]
 
 
 def row_bytes(workload: Workload) -> tuple[float, float]:
-    """Of all rows of one query head, and of all columns of one KV head.
+    """Return the bytes of all rows of one query head, and of all columns of one KV head.
 
     Either pass moves two tensors of each: Q and O, K and V; or, where Q, K and V were kept, dO and dQ, dK and dV.
     """
@@ -29,7 +29,7 @@ def row_bytes(workload: Workload) -> tuple[float, float]:
 
 
 def foreign_bytes(workload: Workload, share: float, parts: Sequence[float]) -> float:
-    """Into all groups of ranks together, for the pairs whose row one of them has and whose column another.
+    """Return the bytes into all groups of ranks together, for pairs whose row one of them has and whose column another.
 
     share: of all pairs of a head, how many these are. parts: of the ranks, that each group has. Ranks may compute
     unequally much. What a group pays for a pair is least with all rows, with all columns, or with whole heads.
@@ -43,7 +43,7 @@ def foreign_bytes(workload: Workload, share: float, parts: Sequence[float]) -> f
 
 @lru_cache(maxsize=64)
 def work_bytes(workload: Workload, share: float, group: int, ranks: int) -> float:
-    """Into a group of ranks, on average over groups that are all ranks together, where each computes equally much.
+    """Return the bytes into a group of ranks, on average over groups that are all ranks, which compute equally much.
 
     share: of all (query, key) pairs, how many are visible. A head of one batch entry has nothing in common with that
     of another: both count as heads.
@@ -59,7 +59,7 @@ def work_bytes(workload: Workload, share: float, group: int, ranks: int) -> floa
 
 
 def _spread(work: float, groups: int, per_group: int, part: Fraction, cost: Cost) -> float:
-    """The least cost of `work` (in heads) over so many KV heads.
+    """Return the least cost of `work` (in heads) over so many KV heads.
 
     What the group of ranks itself holds of a KV head is free. Above that the cost is concave between multiples of
     `part` and whole heads, so that in the cheapest division all KV heads but one are at such a point.
@@ -81,8 +81,11 @@ def _spread(work: float, groups: int, per_group: int, part: Fraction, cost: Cost
 
 
 def _spread_evenly(work: float, groups: int, per_group: int, part: Fraction, cost: Cost) -> float:
-    """No more than `_spread`, and hardly less where there are many KV heads: as if a part of a KV head could be divided
-    as the whole of it can. What each of them costs is then the convex hull of its corners."""
+    """Return a cost that is no more than `_spread`'s, and hardly less where there are many KV heads.
+
+    It is computed as if a part of a KV head could be divided as the whole of it can. What each of them costs is then
+    the convex hull of its corners.
+    """
     corners = [(_free(per_group, part), 0.0)]
     corners += [(point / part.denominator, cost(point / part.denominator)) for point in _corners(per_group, part)]
     each = work / groups
@@ -97,12 +100,12 @@ def _spread_evenly(work: float, groups: int, per_group: int, part: Fraction, cos
 
 
 def _free(per_group: int, part: Fraction) -> float:
-    """Work on a KV head, in heads, for which nothing has to come in."""
+    """Return the work on a KV head, in heads, for which nothing has to come in."""
     return per_group * float(part) ** 2
 
 
 def _corners(per_group: int, part: Fraction) -> list[int]:
-    """Beyond what is free, where the cost of work on a KV head bends upwards; in 1 / part.denominator of a head."""
+    """Return where, beyond what is free, the cost of work on a KV head bends upwards; in 1 / part.denominator head."""
     heads = range(1, per_group + 1)
     points = {each * own for each in heads for own in (part.numerator, part.denominator)}
     return sorted(point for point in points if point / part.denominator > _free(per_group, part))
@@ -111,7 +114,7 @@ def _corners(per_group: int, part: Fraction) -> list[int]:
 def _with_the_rest(
     least: Mapping[int, float], work: float, others: int, per_group: int, unit: int, free: float, cost: Cost
 ) -> float:
-    """The least cost where one of `others` KV heads gets what is left, and the rest of them what is free."""
+    """Return the least cost where one of `others` KV heads gets what is left, and the rest of them what is free."""
     best = math.inf
     for done, spent in least.items():
         rest = work - done / unit - max(0, others - 1) * free
@@ -123,7 +126,7 @@ def _with_the_rest(
 
 
 def _head_group_cost(per_group: int, q_bytes: float, kv_bytes: float, part: float) -> Cost:
-    """Bytes into the group for so much work (in heads) on one KV head and the query heads that share it."""
+    """Return the function from work (in heads) on a KV head and its query heads to the bytes into the group."""
 
     def cost(work: float) -> float:
         return min(
@@ -139,7 +142,7 @@ def _head_group_cost(per_group: int, q_bytes: float, kv_bytes: float, part: floa
 
 
 def _rectangle(area: float, q_bytes: float, kv_bytes: float, part: float) -> float:
-    """The cheapest a × b = area with a, b at most 1: what exceeds the group's own part must come in."""
+    """Return the cost of the cheapest a × b = area with a, b at most 1: what exceeds the group's part must come in."""
     least = max(area, 0.0)
     tries = [1.0, part, least, least / part if part else 1.0, math.sqrt(kv_bytes * least / q_bytes)]
     best = math.inf

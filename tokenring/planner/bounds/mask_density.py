@@ -1,4 +1,4 @@
-"""What a mask leaves of all (query, key) pairs, and whether it leaves as much of every pair of ranks."""
+"""Density of a mask: the share of all (query, key) pairs that it leaves, and whether it is even over pairs of ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ SOME = 3  # owners of queries that are looked at, and one more of keys
 
 
 def visible_pairs(mask: Mask, q_length: int, kv_length: int) -> int:
-    """(query, key) pairs that a mask leaves, of one head."""
+    """Return the number of (query, key) pairs that a mask leaves, of one head."""
     region: Iterable[Patch] = mask.region(Positions(0, q_length), Positions(0, kv_length))
     return sum(patch.pairs() for patch in region)
 
 
 def visible_share(mask: Mask, q_length: int, kv_length: int) -> float:
-    """Of all pairs, how many a mask leaves."""
+    """Return the share of all pairs that a mask leaves."""
     return visible_pairs(mask, q_length, kv_length) / (q_length * kv_length)
 
 
 def own_pairs(mask: Mask, q_layout: Layout, kv_layout: Layout, groups: Sequence[Sequence[int]]) -> int:
-    """How many (query, key) pairs that a mask leaves, of one head, have both in the same group of ranks; at most.
+    """Return how many (query, key) pairs that a mask leaves have both in the same group of ranks; at most.
 
-    Where there are many chunks, or all is visible: all pairs that the groups have.
+    These are pairs of one head. Where there are many chunks, or all is visible: all pairs that the groups have.
     """
     if not mask.needs_equal_lengths or len(q_layout.chunks) * len(kv_layout.chunks) > MOST_CHUNK_PAIRS:
         return sum(len(group) ** 2 for group in groups) * q_layout.local_length * kv_layout.local_length
@@ -35,7 +35,7 @@ def own_pairs(mask: Mask, q_layout: Layout, kv_layout: Layout, groups: Sequence[
 
 
 def is_even(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
-    """Whether a mask leaves about the same share of every two ranks' pairs, by some of them.
+    """Return whether a mask leaves about the same share of every two ranks' pairs, judged by some of them.
 
     So do full masks, and causal ones in layouts that balance them. Where it does not, as a window in a contiguous
     layout, ranks compute unequally much, and blocks that nobody sees need not move.
@@ -51,9 +51,9 @@ def is_even(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
 
 
 def most_of_own_rows(mask: Mask, q_layout: Layout, kv_length: int) -> float:
-    """Of the pairs that a rank's own queries see, how many times the average those of the rank that sees most.
+    """Return how many times the average the rank sees that sees most, of the pairs that a rank's own queries see.
 
-    By the ranks at the ends and some between them.
+    Judged by the ranks at the ends and some between them.
     """
     average = visible_pairs(mask, q_layout.length, kv_length) / q_layout.world_size
     everything = Positions(0, kv_length)
@@ -65,7 +65,7 @@ def most_of_own_rows(mask: Mask, q_layout: Layout, kv_length: int) -> float:
 
 
 def _some(count: int, wanted: int) -> list[int]:
-    """The first, the last, and others between them; all where there are few."""
+    """Return the first, the last, and others between them; all where there are few."""
     return sorted({each * (count - 1) // (wanted - 1) for each in range(wanted)})
 
 
@@ -75,7 +75,7 @@ def _share_of(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owner: int, kv_
 
 
 def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owners: Iterable[int], kv_owners: Iterable[int]) -> int:
-    """Pairs of queries of some ranks and keys of some."""
+    """Return the number of visible pairs of queries of some ranks and keys of some."""
     queries = [chunk for rank in q_owners for chunk in q_layout.owned_by(rank)]
     keys = [kv_layout.chunks[chunk] for rank in kv_owners for chunk in kv_layout.owned_by(rank)]
     return sum(patch.pairs() for q in queries for kv in keys for patch in _patches(mask, q_layout, q, kv))

@@ -43,7 +43,7 @@ PIECES = (2, 4)
 
 @dataclass(frozen=True)
 class CallToPlan:
-    """What is planned for: an attention call, and where it runs.
+    """The attention call that is planned for, and where it runs.
 
     modes: of the transport, those with fewer connections that may be taken to keep to the limit.
     """
@@ -58,12 +58,12 @@ class CallToPlan:
     modes: Mapping[str, Target] = field(default_factory=dict)
 
     def in_mode(self, name: str | None) -> CallToPlan:
-        """The same over one of the modes; None: as it is."""
+        """Return the call over one of the modes; None: as it is."""
         return self if name is None else replace(self, setting=over(self.setting, self.modes[name]), modes={})
 
 
 def plan_call(call: CallToPlan) -> Plan:
-    """The fastest schedule for a call. Raises ConfigurationError where nothing fits.
+    """Return the plan with the fastest schedule for a call. Raises ConfigurationError where nothing fits.
 
     First every member of every family in whole blocks, then the best of them in pieces and with part of the local
     tile kept for last. The same input gives the same plan, everywhere.
@@ -76,7 +76,7 @@ def _limited(call: CallToPlan) -> tuple[Setting, int | None, Mapping[str, Target
 
 
 def _plan(call: CallToPlan) -> Plan:
-    """Over one transport."""
+    """Return the plan for a call over one transport."""
     setting, limit = call.setting, call.memory_limit_bytes
     if is_large(setting.interconnect, EXACT_RANKS):
         check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
@@ -90,7 +90,7 @@ def _plan(call: CallToPlan) -> Plan:
 
 
 def check_made(net: Interconnect, what: str, instead: str = IN_THE_COMMAND) -> None:
-    """Raises ConfigurationError where a schedule of all ranks would take too long to make; says what to do instead."""
+    """Raise ConfigurationError where a schedule of all ranks would take too long to make; says what to do instead."""
     if net.world_size > MADE_RANKS:
         raise ConfigurationError(
             f"{what} needs a schedule of {net.world_size:,} ranks, each of its moves; more than {MADE_RANKS} take "
@@ -99,7 +99,7 @@ def check_made(net: Interconnect, what: str, instead: str = IN_THE_COMMAND) -> N
 
 
 def _check_simulated(net: Interconnect) -> None:
-    """Raises ConfigurationError where neither one host stands for all nor all can be simulated rank by rank."""
+    """Raise ConfigurationError where neither one host stands for all nor all can be simulated rank by rank."""
     if net.world_size > MADE_RANKS:
         raise ConfigurationError(
             f"{net.world_size:,} ranks of {net.name!r} cannot be planned for: above {MADE_RANKS} that takes at least "
@@ -109,7 +109,7 @@ def _check_simulated(net: Interconnect) -> None:
 
 
 def _check_one_row(call: CallToPlan) -> None:
-    """Raises MemoryLimitError for a limit so small that no schedule needs to be made to tell: many take a minute."""
+    """Raise MemoryLimitError for a limit so small that no schedule needs to be made to tell: many take a minute."""
     limit, setting = call.memory_limit_bytes, call.setting
     size, ranks = setting.workload, setting.interconnect.world_size
     row = size.head_dim * size.dtype.itemsize
@@ -128,7 +128,10 @@ def _check_one_row(call: CallToPlan) -> None:
 
 
 def _first_round(call: CallToPlan) -> Judgement:
-    """Whole blocks. Of many ranks in equal hosts those that look best on one host, and those that cannot be seen so."""
+    """Judge schedules in whole blocks.
+
+    Of many ranks in equal hosts those that look best on one host, and those that cannot be seen so.
+    """
     setting, names = call.setting, first_names(call)
     if call.everything or not _shows_on_one_host(call):
         return judge(_choices(call, names), setting, call.memory_limit_bytes, call.everything)
@@ -138,7 +141,7 @@ def _first_round(call: CallToPlan) -> Judgement:
 
 
 def _shows_on_one_host(call: CallToPlan) -> bool:
-    """Whether one host shows which schedules are best: not how a mask prunes them, nor whether they fit."""
+    """Return whether one host shows which schedules are best: not how a mask prunes them, nor whether they fit."""
     limited = call.memory_limit_bytes is not None  # what looks best may not fit
     return _is_many(call) and not limited and is_even(call.mask, call.q_layout, call.kv_layout)
 
@@ -149,7 +152,7 @@ def _is_many(call: CallToPlan) -> bool:
 
 
 def _worth_refining(call: CallToPlan, found: Judgement) -> list[str]:
-    """Schedules of the first round to try in finer pieces: pieces hide, so that what hid little may overtake."""
+    """Return schedules of the first round to try in finer pieces: pieces hide, so that what hid little may overtake."""
     if found.judged and all(each.prediction is None for each in found.judged):  # by memory, which pieces may save
         least = sorted(found.judged, key=lambda each: each.needs_bytes or 0)
         return [each.name for each in least if not _says_how(each.name)][:REFINED]
@@ -162,13 +165,13 @@ def _worth_refining(call: CallToPlan, found: Judgement) -> list[str]:
 
 
 def plan_or_forecast(call: CallToPlan) -> Plan | Forecast:
-    """A plan, or where there are too many ranks for a schedule to be made, all that is said of one."""
+    """Return a plan, or a forecast where there are too many ranks for a schedule to be made."""
     net = call.setting.interconnect
     return forecast_call(call) if is_large(net, MADE_RANKS) else plan_call(call)
 
 
 def forecast_call(call: CallToPlan) -> Forecast:
-    """The same for worlds of many equal hosts, without making a schedule. Raises ConfigurationError."""
+    """Return the forecast for a world of many equal hosts, without making a schedule. Raises ConfigurationError."""
     return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
 
 
@@ -178,7 +181,7 @@ def _forecast(call: CallToPlan) -> Forecast:
 
 
 def _task(call: CallToPlan) -> Task:
-    """What one host shows of it, and what it does not."""
+    """Return what one host shows of the call, and notes on what it does not show."""
     size = call.setting.workload
     share = visible_share(call.mask, size.q_length, size.kv_length)
     notes = () if is_even(call.mask, call.q_layout, call.kv_layout) else (_uneven_note(call),)
@@ -186,7 +189,7 @@ def _task(call: CallToPlan) -> Task:
 
 
 def _uneven_note(call: CallToPlan) -> str:
-    """Of a mask whose shape counts, where one host cannot show it."""
+    """Return the note on a mask whose shape counts, where one host cannot show it."""
     text = "the mask is reckoned by its share of all pairs alone, though"
     most = most_of_own_rows(call.mask, call.q_layout, call.kv_layout.length)
     if most >= 1 + UNEVEN:
@@ -195,7 +198,7 @@ def _uneven_note(call: CallToPlan) -> str:
 
 
 def call_bound(call: CallToPlan) -> Bound:
-    """What no schedule can beat."""
+    """Return the lower bound on the time of a call, which no schedule can beat."""
     setting = call.setting
     pairs = visible_pairs(call.mask, setting.workload.q_length, setting.workload.kv_length)
     net, machine = setting.interconnect, setting.machine
@@ -205,7 +208,7 @@ def call_bound(call: CallToPlan) -> Bound:
 
 
 def first_names(call: CallToPlan) -> list[str]:
-    """Every member worth trying, of the families that are allowed. Raises ConfigurationError if there is none."""
+    """Return every member worth trying, of the allowed families. Raises ConfigurationError if there is none."""
     net, workload = call.setting.interconnect, call.setting.workload
     families = call.families or tuple(FAMILIES)
     names: dict[str, None] = {}
@@ -227,12 +230,12 @@ def _choices(call: CallToPlan, names: Iterable[str]) -> list[Selection]:
 
 
 def _whole(found: Judgement) -> list[Judged]:
-    """What was simulated, best first, but for those whose names say in what pieces, or what is kept for last."""
+    """Return what was simulated, best first, but for those whose names say in what pieces, or what is kept for last."""
     return [each for each in found.judged if each.prediction is not None and not _says_how(each.name)]
 
 
 def _finer(names: Sequence[str]) -> list[str]:
-    """The same schedules in pieces, and with part of the local tile last."""
+    """Return the names of the same schedules in pieces, and with part of the local tile last."""
     options = ("/late", *(f"/pieces{n}" for n in PIECES))
     return [f"{name}{option}" for name in names for option in options]
 
@@ -243,23 +246,23 @@ def _says_how(name: str) -> bool:
 
 
 def make(call: CallToPlan, name: str) -> Schedule:
-    """A schedule by its name, with the ranks in a good order for this interconnect."""
+    """Make a schedule by its name, with the ranks in a good order for this interconnect."""
     return make_in_order(call, name, order_of(call.setting.interconnect))
 
 
 def make_in_order(call: CallToPlan, name: str, order: Sequence[int] | None) -> Schedule:
-    """The same in an order that is known already. Raises ConfigurationError for what does not fit the call."""
+    """Make a schedule with the ranks in a given order. Raises ConfigurationError for what does not fit the call."""
     return named_schedule(name, call.setting.workload, call.q_layout, call.kv_layout, call.mask, order=order)
 
 
 def order_of(net: Interconnect) -> tuple[int, ...] | None:
-    """None where the ranks are in a good order as they are."""
+    """Return a good order of the ranks, None where they are in a good order as they are."""
     order = good_order(net)
     return None if list(order) == sorted(order) else order
 
 
 def restricted(text: str) -> tuple[str, ...]:
-    """The families and schedules that "auto" or "auto:ring,usp/2" allows. Raises ConfigurationError."""
+    """Return the families and schedules that "auto" or "auto:ring,usp/2" allows. Raises ConfigurationError."""
     name, colon, rest = text.partition(":")
     if name != "auto":
         raise ConfigurationError(f"schedule {text!r} is not one to plan for; say auto, or auto:ring,tokenring")

@@ -1,4 +1,4 @@
-"""The schedules that were considered for a plan, and how they are shown: best first, with a word on what ties."""
+"""The schedules that were considered for a plan, and how they are shown: best first, with a note on ties."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Candidate:
 
 
 def candidate_of(found: Mapping[str, Any]) -> Candidate:
-    """One out of a plan's JSON. Raises TypeError and KeyError."""
+    """Return a candidate out of a plan's JSON. Raises TypeError and KeyError."""
     if not isinstance(found, Mapping):
         raise TypeError(f"a candidate is {found!r}")
     older = {"connections": None, "connection_bytes": None} | dict(found)  # plans written before these were known
@@ -50,8 +50,9 @@ def candidate_of(found: Mapping[str, Any]) -> Candidate:
 
 
 def table(candidates: Sequence[Candidate], everything: bool = False, rest: str = "") -> tuple[list[str], list[str]]:
-    """Lines with the best first, those that tie with it in one, the baseline in any case; and what the names say.
+    """Return the candidates as the lines of a table, best first, and what their names say.
 
+    Those that tie with the best stand in one line; the baseline is shown in any case.
     everything: all that were simulated, each in a row. rest: what to say of those that are not shown.
     """
     simulated = [each for each in candidates if each.predicted_seconds is not None]
@@ -72,7 +73,7 @@ def table(candidates: Sequence[Candidate], everything: bool = False, rest: str =
 
 
 def _legend(says: Mapping[str, str]) -> list[str]:
-    """A line for each thing that names say, with all that say it."""
+    """Return a line for each thing that names say, with all that say it."""
     written: dict[str, list[str]] = {}
     for name, what in says.items():
         written.setdefault(what, []).append(name)
@@ -80,13 +81,13 @@ def _legend(says: Mapping[str, str]) -> list[str]:
 
 
 def _ties(each: Candidate, best: Candidate) -> bool:
-    """Whether nothing but a little time sets it apart: not the baseline, nor what was passed over for its risk."""
+    """Return whether a candidate differs by a little time alone: not the baseline, nor passed over for its risk."""
     own, least = each.predicted_seconds or 0.0, best.predicted_seconds or 0.0
     return each.name != BASELINE and each.reason.startswith((AS_FAST, "+")) and own <= least * (1 + NEAR)
 
 
 def _with_baseline(rows: Sequence[Candidate]) -> list[Candidate]:
-    """The first rows, and the baseline's where it is none of them."""
+    """Return the first rows, and the baseline's where it is none of them."""
     return [each for at, each in enumerate(rows) if at < SHOWN or each.name == BASELINE]
 
 
@@ -95,7 +96,7 @@ def _reason(each: Candidate) -> str:
 
 
 def _choice(best: Candidate, simulated: Sequence[Candidate]) -> Iterator[str]:
-    """A line that says so where it does not matter which schedule is taken."""
+    """Yield a line that says so where it does not matter which schedule is taken."""
     base = next((each for each in simulated[1:] if each.name == BASELINE), None)
     if base is None or not base.predicted_seconds or not best.predicted_seconds:
         return

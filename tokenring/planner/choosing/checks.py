@@ -1,4 +1,4 @@
-"""What users give to a planner: checks that say what was asked, what there is, and what to do."""
+"""Checks of what users give to a planner: they say what was asked, what there is, and what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from tokenring.sequence.layout import as_integer
 
 
 def check_topology(given: object, world_size: int, tensor_parallel: object = 1) -> None:
-    """Of the group's ranks, or of all those whose heads tensor parallelism splits."""
+    """Raise ConfigurationError unless a topology is one of the group's ranks.
+
+    It may also be one of all those whose heads tensor parallelism splits.
+    """
     groups = as_integer(tensor_parallel) or 0
     if groups < 1:
         raise ConfigurationError(
@@ -29,5 +32,6 @@ def check_topology(given: object, world_size: int, tensor_parallel: object = 1) 
 
 
 def check_memory_limit(given: object) -> None:
+    """Raise ConfigurationError unless a memory limit in bytes is an integer from 1 on, or None."""
     if given is not None and (as_integer(given) or 0) < 1:
         raise ConfigurationError(f"memory_limit_bytes={given!r}: give an integer from 1 on, or None for no limit")

@@ -28,14 +28,14 @@ P = TypeVar("P", Plan, Forecast)
 
 
 def over(setting: Setting, target: Target) -> Setting:
-    """The same where messages move in the queues of this transport, and its connections take memory."""
+    """Return the setting where messages move in the queues of this transport, and its connections take memory."""
     return replace(setting, machine=setting.machine.over(target), target=target)
 
 
 def within_limit(
     plan_over: Callable[[Setting], P], setting: Setting, limit_bytes: int | None, modes: Mapping[str, Target]
 ) -> P:
-    """The fastest plan over the transport as it is, or where a limit excludes a faster one over one of its modes.
+    """Return the fastest plan over the transport as it is, or where a limit excludes a faster one, over a mode of it.
 
     modes: by name, those with most connections first. Raises MemoryLimitError where nothing fits over any, and at once
     whatever else `plan_over` raises, which has nothing to do with the limit; a ConfigurationError where the connections
@@ -72,7 +72,7 @@ def within_limit(
 
 
 def within_connections(plan: Plan, asked: object, group: Held | None, device: torch.device) -> Plan:
-    """A plan that was not chosen here, over the first mode of transport "auto" in which it keeps to a limit.
+    """Return a plan that was not chosen here, over the first mode of transport "auto" in which it keeps to a limit.
 
     The plan itself where there is no limit, where it keeps to it anyway, and where it does so in no mode: then the
     transport refuses it. asked: for which transport.
@@ -94,7 +94,7 @@ def within_connections(plan: Plan, asked: object, group: Held | None, device: to
 
 
 def excluded(candidates: tuple[Candidate, ...], limit_bytes: int | None) -> bool:
-    """Whether what does not fit is faster than what does, the first of them, or was not simulated."""
+    """Return whether what does not fit is faster than what does, the first of them, or was not simulated."""
     best, limit = candidates[0].predicted_seconds or 0.0, float("inf") if limit_bytes is None else limit_bytes
     return any(
         (each.predicted_seconds is None or each.predicted_seconds * SAME < best) and (each.peak_bytes or 0) > limit
@@ -103,7 +103,7 @@ def excluded(candidates: tuple[Candidate, ...], limit_bytes: int | None) -> bool
 
 
 def seconds(plan: Plan | Forecast) -> float:
-    """As predicted."""
+    """Return the predicted seconds of a plan; infinity where there is no prediction."""
     found = plan.candidates[0].predicted_seconds
     return float("inf") if found is None else found
 

@@ -1,4 +1,4 @@
-"""What schedules need of a rank's memory, without simulating them: whether any of them can keep to a limit at all.
+"""Memory that schedules need at a rank, without simulating them: tells whether any of them can keep to a limit at all.
 
 A limit that nothing meets is refused by this alone. Simulating them all only to say so takes minutes for 64 ranks.
 """
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def least_bytes(schedule: ScheduleData, setting: Setting) -> int:
-    """What rank 0 needs in the last pass, but for the boxes of others' messages: no more than the schedule needs."""
+    """Return the bytes that rank 0 needs in the last pass, without boxes of others' messages: a lower bound."""
     size, target = setting.workload, setting.target
     (program,) = lowered(schedule, setting, setting.passes[-1], [0])
     own = program_bytes(schedule, size, program, target.one_sided) + staged_bytes(schedule, size, program)
@@ -26,7 +26,7 @@ def least_bytes(schedule: ScheduleData, setting: Setting) -> int:
 
 
 def needs(schedule: ScheduleData, setting: Setting) -> HeldBytes:
-    """What a prediction would say that it needs, to the byte."""
+    """Return what a prediction would say that a schedule needs, to the byte."""
     size, target = setting.workload, setting.target
     of_passes = []
     for direction in setting.passes:
@@ -39,7 +39,10 @@ def needs(schedule: ScheduleData, setting: Setting) -> HeldBytes:
 
 
 def smallest(some: Iterable[tuple[T, float]], exactly: Callable[[T], HeldBytes]) -> tuple[T, HeldBytes]:
-    """The one that needs least, of each with no more than what it needs; few are asked exactly."""
+    """Return the item that needs least, and what it needs.
+
+    some: items, each with bytes that are no more than it needs. exactly: tells what an item needs; few are asked.
+    """
     waiting: list[tuple[float, int, T, HeldBytes | None]] = []
     waiting += ((nbytes, at, each, None) for at, (each, nbytes) in enumerate(some))
     heapify(waiting)

@@ -33,17 +33,18 @@ class Plan:
 
     @property
     def name(self) -> str:
+        """Name of the chosen schedule."""
         return self.schedule.name
 
     def __str__(self) -> str:
-        """The reason, and the candidates as a table."""
+        """Return the reason, and the candidates as a table."""
         return _shown(self)
 
     def __repr__(self) -> str:
         return f"Plan({self.name} of {len(self.candidates) or 1} candidates, for {self.schedule.world_size} ranks)"
 
     def to_json(self) -> str:
-        """The plan as JSON, with its schedule; `Plan.load` reads it."""
+        """Return the plan as JSON, with its schedule; `Plan.load` reads it."""
         return _document(self, json.loads(self.schedule.to_json()))
 
     def save(self, path: str | Path) -> None:
@@ -55,7 +56,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """The plan in a file that `save` or `tokenring plan --json` wrote. Raises ConfigurationError, ScheduleError."""
+        """Return the plan that `save` or `tokenring plan --json` wrote. Raises ConfigurationError, ScheduleError."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -64,7 +65,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that to_json wrote. Raises ConfigurationError; ScheduleError for what is wrong in its schedule."""
+        """Return the plan of to_json. Raises ConfigurationError; ScheduleError for what is wrong in its schedule."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:  # broken JSON, or a number of thousands of digits
@@ -101,11 +102,11 @@ class Forecast:
     transport: str | None = None  # as of a plan
 
     def __str__(self) -> str:
-        """The reason, and the candidates as a table."""
+        """Return the reason, and the candidates as a table."""
         return _shown(self)
 
     def to_json(self) -> str:
-        """As of a plan, but for its schedule, which is null."""
+        """Return the forecast as JSON, as of a plan, but for its schedule, which is null."""
         return _document(self, None)
 
 

@@ -1,4 +1,4 @@
-"""What `schedule="auto"` does in a job: look at the interconnect once, plan at rank 0, tell the others."""
+"""The planner of `schedule="auto"` in a job: looks at the interconnect once, plans at rank 0, sends the plan to all."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Planner:
     def look(
         self, device: torch.device, dtype: torch.dtype, measured: Rates | None = None
     ) -> tuple[Interconnect, Machine]:
-        """The interconnect, and what ranks compute with; where it has to be probed, all ranks do it together.
+        """Return the interconnect, and what ranks compute with; where it has to be probed, all ranks do it together.
 
         measured: what this machine's kernel was found to do; taken where the interconnect does not say itself.
         """
@@ -109,7 +109,7 @@ class Planner:
         return self._seen_in(given)
 
     def _seen_in(self, given: Topology | Interconnect) -> tuple[Interconnect, Topology | None]:
-        """What the group's ranks get of it, and by what to find what they compute with."""
+        """Return the interconnect of the group's ranks, and the topology by which to find what they compute with."""
         net = group_net(given, self.world_size, self.tensor_parallel, _job_ranks())
         return net, None if isinstance(given, Interconnect) else given
 
@@ -121,7 +121,7 @@ class Planner:
         target: Target | None,
         modes: Mapping[str, Target] | None = None,
     ) -> Plan:
-        """The fastest schedule for a call, over one of these modes of the transport where the limit asks for it.
+        """Return the fastest plan for a call, over one of these modes of the transport where the limit asks for it.
 
         Raises ConfigurationError where nothing fits.
         """
@@ -137,7 +137,7 @@ class Planner:
         return CallToPlan(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
 
     def setting(self, request: Request, kernel: AttentionKernel, target: Target | None) -> Setting:
-        """For what schedules of a call are judged. Where there is something to probe, all ranks call it together."""
+        """Return the setting in which schedules of a call are judged; to probe, all ranks call it together."""
         size = request.workload
         key = key_of(kernel, request.device, size.dtype, size.head_dim)
         if key not in self._kept:
@@ -152,7 +152,7 @@ class Planner:
     def together(
         self, transport: Transport, request: Request, layouts: tuple[Layout, Layout], plan: Callable[[], Plan]
     ) -> Plan:
-        """What rank 0 plans, by `plan`, on every rank. Raises ConfigurationError, on all, where nothing fits."""
+        """Return on every rank what rank 0 plans, by `plan`. Raises ConfigurationError, on all, where nothing fits."""
         self._look_together(transport, request.device)
         told = None if transport.rank != 0 else Background(lambda: self._said(request, plan))
         while True:
@@ -170,7 +170,7 @@ class Planner:
             self._seen[device] = self._seen_in(found)
 
     def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
-        """The plan, or why there is none, as it is told."""
+        """Return the plan, or why there is none, as the bytes that are sent to the other ranks."""
         try:
             return self.word(plan(), order_of(self.look(request.device, request.workload.dtype)[0]))
         except TokenRingError as error:
@@ -178,7 +178,7 @@ class Planner:
 
     @staticmethod
     def _so_far(told: Background[bytes], transport: Transport) -> bytes:
-        """What rank 0 can tell by now: planning for many ranks takes longer than others may wait for a word."""
+        """Return the plan, or that rank 0 still plans: that may take longer than others may wait for a message."""
         try:
             return told.result(STILL_SECONDS)
         except TimeoutError:
@@ -189,7 +189,7 @@ class Planner:
 
     @staticmethod
     def word(plan: Plan, order: tuple[int, ...] | None) -> bytes:
-        """A plan without its schedule, which everybody makes from its name and the order of the ranks."""
+        """Return a plan as bytes, without its schedule: all ranks make that from its name and their order."""
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
         said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}
@@ -197,7 +197,7 @@ class Planner:
 
     @staticmethod
     def understood(said: bytes, request: Request, layouts: tuple[Layout, Layout]) -> Plan:
-        """The plan that rank 0 told. Raises ConfigurationError, as it did, where there is none."""
+        """Return the plan that rank 0 sent. Raises ConfigurationError, as rank 0 did, where there is none."""
         found = json.loads(said)
         if REFUSAL in found:
             raise ConfigurationError(found[REFUSAL])
@@ -208,12 +208,12 @@ class Planner:
 
 
 def _job_ranks() -> int | None:
-    """Of all groups."""
+    """Return the number of ranks of the job, of all groups; None without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
 def _on_shared_cores(machine: Machine, ranks: int, threads: int, groups: int) -> tuple[Machine, tuple[str, ...]]:
-    """The same where so many groups' ranks, with so many threads each, have fewer cores; and a note that says so.
+    """Return the machine where the ranks of so many groups, with so many threads each, have fewer cores; and a note.
 
     A group has one core at least: where several groups share one, its kernels take longer than that.
     """
@@ -225,7 +225,7 @@ def _on_shared_cores(machine: Machine, ranks: int, threads: int, groups: int) ->
 
 
 def _machine(topology: Topology | None, device: torch.device, dtype: torch.dtype) -> tuple[Machine, str | None]:
-    """Published figures of the device; those of another one where there are none, and a note that says so."""
+    """Return published figures of the device; those of another one where there are none, and a note that says so."""
     models = [] if topology is None else [model for model in models_of(topology) if model not in (None, PROCESS)]
     if device.type == "cpu" and not models:
         return Machine(CPU, CPU_MESSAGES), None

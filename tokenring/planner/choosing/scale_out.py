@@ -1,10 +1,10 @@
 """Worlds too large to simulate rank by rank: one host stands for all, and time grows in proportion to the hosts.
 
-A schedule is folded (fold.py) on all hosts if it has few tiles, else on few hosts, twice: every host added brings
+A schedule is folded (symmetry.py) on all hosts if it has few tiles, else on few hosts, twice: every host added brings
 as many tokens, tiles and messages for each rank as the one before, so that time, compute and bytes lie on a
 straight line (docs/planner.md says how straight). A mask counts by the share of pairs that it leaves, which balanced
 layouts give to every rank alike; bytes are those without a mask. Of masks that leave ranks unequally much this is
-no more than a guess (`visible.is_even`).
+no more than a guess (`mask_density.is_even`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ HELD = ("peak_bytes", "connections", "connection_bytes")  # is there all along, 
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned for, as far as one host shows it.
+    """The workload that is planned for, as far as one host shows it.
 
     share: of all (query, key) pairs, how many the mask leaves. layouts: of q and of kv, whose chunks pieces must
-    divide. notes: what the mask and the layouts change that is not reckoned. most_tiles: of one host, that are folded
-    as they are; schedules with more are drawn out from a few hosts. known: worlds folded before.
+    divide. notes: what the mask and the layouts change that the time does not count. most_tiles: of one host, that are
+    folded as they are; schedules with more are drawn out from a few hosts. known: worlds folded before.
     """
 
     setting: Setting
@@ -63,7 +63,7 @@ class Task:
     known: dict[tuple[str, int], _World] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def world(self, name: str, hosts: int, unit: int) -> _World:
-        """The schedule folded on so many hosts. Raises ConfigurationError if it does not fold."""
+        """Return the schedule folded on so many hosts. Raises ConfigurationError if it does not fold."""
         if (name, hosts) not in self.known:
             self.known[name, hosts] = _World(name, self, hosts, unit)
         return self.known[name, hosts]
@@ -71,7 +71,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a schedule on some hosts; all of them grow on a straight line. Of wires, those of each pass's busiest."""
+    """Figures of a schedule on some hosts; all grow on a straight line. Of wires, those of each pass's busiest."""
 
     seconds: float
     compute_seconds: float
@@ -84,27 +84,28 @@ class Figures:
 
     @property
     def needs(self) -> HeldBytes:
+        """Bytes and connections of the ranks that have most, rounded to integers."""
         return HeldBytes(round(self.peak_bytes), round(self.connections), round(self.connection_bytes))
 
     def grown(self, larger: Figures, times: float) -> Figures:
-        """On the line from here through `larger`, so many times as far."""
+        """Return the figures on the line from here through `larger`, so many times as far."""
         mine, other = vars(self), vars(larger)
         return Figures(**{name: max(0.0, mine[name] + (other[name] - mine[name]) * times) for name in mine})
 
     def and_then(self, after: Figures) -> Figures:
-        """Both passes, one after the other; memory is that of the larger. Connections are those of both anyway."""
+        """Return both passes one after the other; memory is the larger's. Connections are those of both anyway."""
         mine, other = vars(self), vars(after)
         added = {name: mine[name] + other[name] for name in mine}
         return Figures(**{**added, **{name: max(mine[name], other[name]) for name in HELD}})
 
 
 def is_large(net: Interconnect, most_ranks: int) -> bool:
-    """Whether there are many ranks, in enough equal hosts to fold."""
+    """Return whether there are many ranks, in enough equal hosts to fold."""
     return net.world_size > most_ranks and has_equal_hosts(net) and len(net.fabrics) >= LEAST_HOSTS
 
 
 def promising(names: list[str], task: Task, best: int) -> tuple[list[str], list[str]]:
-    """Of names, the best by what one of several equal hosts does; and those that cannot be judged so.
+    """Return the best of these schedules by what one of several equal hosts does; and those that cannot be judged so.
 
     Far cheaper than simulating all ranks: flows grow with their square, and rates with the flows.
     """
@@ -117,7 +118,7 @@ def promising(names: list[str], task: Task, best: int) -> tuple[list[str], list[
 def _judged(
     names: list[str], task: Task, limit_bytes: float = float("inf")
 ) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
-    """The figures of each; None where it is hopelessly slower than one that keeps to the limit, or why it has none."""
+    """Yield the figures, or why there are none; None where hopelessly slower than one that keeps to the limit."""
     fastest = float("inf")
     for name in names:
         try:
@@ -133,12 +134,12 @@ def _judged(
 
 
 def has_equal_hosts(net: Interconnect) -> bool:
-    """Whether one of several hosts can stand for all."""
+    """Return whether one of several hosts can stand for all."""
     return net.local is not None and len(net.fabrics) > 1 and len({id(fabric) for fabric in net.fabrics}) == 1
 
 
 def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int | None) -> Forecast:
-    """The best of these schedules. Raises ConfigurationError where nothing fits."""
+    """Return the forecast of the best of these schedules. Raises ConfigurationError where nothing fits."""
     found: list[tuple[str, Figures]] = []
     slow: list[Candidate] = []
     misfits: dict[str, Candidate] = {}  # one of a family stands for all
@@ -169,7 +170,7 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
 
 
 def _all_above(limit: float, names: Iterable[str], task: Task) -> tuple[str, HeldBytes] | None:
-    """The schedule that needs least, where all need more than the limit; else None, as soon as one may keep to it.
+    """Return the schedule that needs least, where all need more than the limit; else None, once one may keep to it.
 
     Without simulating any of them, which takes several times as long.
     """
@@ -186,12 +187,12 @@ def _all_above(limit: float, names: Iterable[str], task: Task) -> tuple[str, Hel
 
 
 def _ranked(found: Iterable[tuple[str, Figures]], limit: float) -> list[tuple[str, Figures]]:
-    """What fits first, then by time."""
+    """Return the schedules sorted: those that fit first, then by time."""
     return sorted(found, key=lambda each: (each[1].peak_bytes > limit, each[1].seconds, each[0]))
 
 
 def _looked_at_again(ranked: list[tuple[str, Figures]], task: Task) -> Iterator[tuple[str, Figures]]:
-    """The first of them on twice as many hosts."""
+    """Yield the schedules, the first of them with figures of twice as many hosts."""
     for name, known in ranked[:FINAL]:
         again = figures(name, task, 2 * FEW_HOSTS, float("inf"))
         yield name, known if again is None else again
@@ -199,7 +200,7 @@ def _looked_at_again(ranked: list[tuple[str, Figures]], task: Task) -> Iterator[
 
 
 def _nothing(found: list[tuple[str, Figures]], misfits: Iterable[Candidate], task: Task, limit: float) -> str:
-    """Why there is no plan."""
+    """Return why there is no plan."""
     if found:
         name, least = min(found, key=lambda each: each[1].peak_bytes)
         return too_little_text(int(limit), name, least.needs, task.setting.target)
@@ -208,7 +209,7 @@ def _nothing(found: list[tuple[str, Figures]], misfits: Iterable[Candidate], tas
 
 
 def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str:
-    """One line: what, on what, how long, how far from the bound, what the next would cost, what was not reckoned."""
+    """Return one line: what, on what, how long, how far from the bound, what the next would cost, what is left out."""
     (name, best), net = fitting[0], task.setting.interconnect
     text = f"{name}: {time_text(best.seconds)} predicted for {' + '.join(task.setting.passes)} on {net.name}"
     if bound.seconds > 0:
@@ -241,9 +242,10 @@ def _candidate(name: str, each: Figures, best: Figures, task: Task, bound: Bound
 
 
 def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> Figures | None:
-    """Of one schedule on all hosts, on the line through a few and twice as many.
+    """Return the figures of one schedule on all hosts, on the line through a few and twice as many.
 
-    None as soon as it takes longer than `hopeless_seconds`. Raises ConfigurationError if it does not fold or fit.
+    Returns None as soon as it takes longer than `hopeless_seconds`. Raises ConfigurationError if it does not fold or
+    fit.
     """
     worlds, times = _worlds(name, task, few_hosts)
     total: Figures | None = None
@@ -257,7 +259,7 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
 
 
 def needed(name: str, task: Task) -> HeldBytes:
-    """What `figures` would say that a schedule needs. Raises ConfigurationError if it does not fold or fit."""
+    """Return what `figures` would say that a schedule needs. Raises ConfigurationError if it does not fold or fit."""
     worlds, times = _worlds(name, task, FEW_HOSTS)
     total = Figures(*[0.0] * len(fields(Figures)))
     for direction in task.setting.passes:
@@ -267,7 +269,7 @@ def needed(name: str, task: Task) -> HeldBytes:
 
 
 def _worlds(name: str, task: Task, few_hosts: int) -> tuple[list[_World], float]:
-    """All hosts, or a few and twice as many of them, and how far all are from the few in steps of the few."""
+    """Return worlds of all hosts, or of a few and twice as many, and how far all are from the few in steps of these."""
     net = task.setting.interconnect
     hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
     scheme = parse(name).make(net.world_size)
@@ -285,14 +287,14 @@ def _tiles(scheme: Scheme, ranks: int, unit: int) -> int:
 
 
 def _few_hosts(scheme: Scheme, unit: int, few: int) -> int:
-    """At least so many, and so many that every head group has several ranks."""
+    """Return at least so many hosts, and so many that every head group has several ranks."""
     while few * unit < 4 * scheme.head_groups:
         few *= 2
     return few
 
 
 def _shrunk(name: str, times: int) -> str:
-    """The same schedule for a world so many times smaller."""
+    """Return the name of the schedule for a world so many times smaller. Raises ConfigurationError if none."""
     named = parse(name)
     if named.family.name not in GROWS_FIRST | CROWDED:
         return name
@@ -332,7 +334,7 @@ class _World:
         return self._known[direction]
 
     def needs(self, direction: Pass) -> HeldBytes:
-        """What a rank holds in one pass."""
+        """Return the memory and connections of the rank of host 0 that needs most in one pass."""
         if direction not in self._needs:
             schedule, size = self.schedule, self.size
             programs = self._programs(direction)
@@ -367,7 +369,7 @@ class _World:
 
 
 def _masked(rates: Rates, share: float) -> Rates:
-    """Rates at which a whole tile takes the time of the share of it that is visible."""
+    """Return rates at which a whole tile takes the time of the share of it that is visible."""
     share = max(share, LEAST_SHARE)
     forward, backward = (tuple((side, rate / share) for side, rate in each) for each in (rates.forward, rates.backward))
     return replace(rates, forward=forward, backward=backward)

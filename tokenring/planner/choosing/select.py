@@ -1,4 +1,4 @@
-"""Which schedule for which workload: every one that fits is simulated on the interconnect, the fastest is taken."""
+"""Selection of a schedule for a workload: all that fit are simulated on the interconnect, the fastest is taken."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class Judged:
-    """A schedule with what it costs; without a prediction, its busiest wire or its kernels alone need too long, or it
-    needs too much memory."""
+    """A schedule with what it costs.
+
+    It has no prediction where its busiest wire or its kernels alone need too long, or it needs too much memory.
+    """
 
     name: str
     schedule: Schedule
@@ -42,16 +44,16 @@ class Judged:
 
     @property
     def seconds(self) -> float:
-        """As predicted; else the least that it could take."""
+        """Predicted seconds; without a prediction the least that it could take."""
         return self.least.seconds if self.prediction is None else self.prediction.seconds
 
     @property
     def weighed_seconds(self) -> float:
-        """By which schedules are compared: what wires need beyond what kernels can hide counts a little more."""
+        """Seconds by which schedules are compared: what wires need beyond what kernels can hide counts a bit more."""
         return self.seconds + RISK * max(0.0, self.least.wire_seconds - self.least.kernel_seconds)
 
     def fits(self, memory_limit_bytes: int | None) -> bool:
-        """Whether it was simulated and keeps to the limit."""
+        """Return whether the schedule was simulated and keeps to the limit."""
         if self.prediction is None:
             return False
         return memory_limit_bytes is None or self.prediction.peak_bytes <= memory_limit_bytes
@@ -77,7 +79,7 @@ def select(
     memory_limit_bytes: int | None = None,
     everything: bool = False,
 ) -> Plan:
-    """The fastest of these schedules. The same for the same input, everywhere.
+    """Return the plan with the fastest of these schedules. The same for the same input, everywhere.
 
     memory_limit_bytes: of each rank, for buffers and what forward keeps for backward. everything: simulate also what
     cannot win, for a table. Raises ConfigurationError where nothing fits.
@@ -87,7 +89,7 @@ def select(
 
 
 def decide(found: Judgement, setting: Setting, bound: Bound | None, memory_limit_bytes: int | None) -> Plan:
-    """The plan of the best. Raises ConfigurationError where nothing fits."""
+    """Return the plan with the best of these schedules. Raises ConfigurationError where nothing fits."""
     judged = found.judged
     if not judged or not judged[0].fits(memory_limit_bytes):
         wrong = MemoryLimitError if judged else ConfigurationError
@@ -108,7 +110,7 @@ def judge(
     everything: bool,
     before: Judgement = NOTHING_YET,
 ) -> Judgement:
-    """Adds these schedules to those that were judged before. One that does just what another does is left out."""
+    """Judge these schedules and add them to those judged before. One that does just what another does is left out."""
     made, misfits = _made(choices, before, setting)
     least = {name: least_seconds(schedule, setting) for name, schedule in made}
     judged = list(before.judged)
@@ -129,7 +131,7 @@ def judge(
     given = {name: number for number, name in enumerate(names)}
 
     def order(each: Judged) -> tuple[bool, float, int]:
-        """What fits first, then by time; those as good as the best in the order in which they were given."""
+        """Return the sort key: what fits first, then by time; those as good as the best in the order given."""
         seconds = fastest if each.weighed_seconds <= fastest * SAME else each.weighed_seconds
         return not each.fits(memory_limit_bytes), seconds, given[each.name]
 
@@ -137,7 +139,7 @@ def judge(
 
 
 def _all_above(limit_bytes: int, schedules: Sequence[Schedule], setting: Setting) -> list[int] | None:
-    """What each needs at least, where all need more than the limit; else None, as soon as one may keep to it."""
+    """Return what each needs at least, where all need more than the limit; else None, as soon as one may keep to it."""
     found = []
     for schedule in schedules:
         found.append(least_bytes(schedule, setting))
@@ -149,7 +151,7 @@ def _all_above(limit_bytes: int, schedules: Sequence[Schedule], setting: Setting
 def _made(
     choices: Iterable[Selection], before: Judgement, setting: Setting
 ) -> tuple[list[tuple[str, Schedule]], list[Candidate]]:
-    """The schedules of those choices that can be made and are none of those there were."""
+    """Return the schedules of those choices that can be made and are none of those there were, and the misfits."""
     seen = {each.schedule.replace(name="") for each in before.judged}
     made: list[tuple[str, Schedule]] = []
     misfits: list[Candidate] = []
@@ -168,13 +170,13 @@ def _made(
 
 
 def check_connections(schedule: Schedule, setting: Setting) -> None:
-    """Raises ConfigurationError for a schedule that needs more connections than the transport may have."""
+    """Raise ConfigurationError for a schedule that needs more connections than the transport may have."""
     if setting.target.most_connections is not None:
         check_count(most_connected(schedule, setting.target, setting.passes), setting.target)
 
 
 def check_count(found: int, target: Target) -> None:
-    """Raises ConfigurationError for more connections at a rank than the transport may have."""
+    """Raise ConfigurationError for more connections at a rank than the transport may have."""
     if target.most_connections is not None and found > target.most_connections:
         raise ConfigurationError(f"it takes {found} communicators on a rank: {target.why_few_connections}")
 
@@ -194,12 +196,12 @@ def _candidate(each: Judged, best: Judged, bound: Bound | None, limit: int | Non
 
 
 def connected(connections: int, connection_bytes: int) -> tuple[int | None, int | None]:
-    """What a candidate says of its connections."""
+    """Return the number of connections and their bytes as a candidate shows them: None where they take no memory."""
     return (connections, connection_bytes) if connection_bytes else (None, None)
 
 
 def _why(each: Judged, best: Judged, limit: int | None) -> str:
-    """Why it wins or loses, in a few words."""
+    """Return why the schedule wins or loses, in a few words."""
     found = each.prediction
     if found is None and each.needs_bytes is not None and each.needs_bytes > (limit or 0):
         return f"needs {mb_text(each.needs_bytes)} a rank at least, more than the limit of {mb_text(limit or 0)}"
@@ -219,7 +221,7 @@ def _why(each: Judged, best: Judged, limit: int | None) -> str:
 
 
 def _cause(found: Prediction, best: Prediction) -> str:
-    """Where most of what it takes longer than the best goes."""
+    """Return where most of the time goes that it takes longer than the best."""
     if found.wires.seconds > 0.8 * found.seconds:
         return wires_need(found.wires)
     kernels = found.compute_seconds - best.compute_seconds
@@ -232,7 +234,7 @@ def _cause(found: Prediction, best: Prediction) -> str:
 
 
 def wires_need(wires: Busiest, alone: str = "") -> str:
-    """How long its transfers take at least: by one wire, or by one of each pass."""
+    """Return how long its transfers take at least, as text: by one wire, or by one of each pass."""
     which, need = ("its busiest wire", "needs") if wires.is_one else ("the busiest wires of its passes", "need")
     return f"{which}{alone} {need} {time_text(wires.seconds)}"
 
@@ -247,7 +249,7 @@ def _binding(found: Prediction) -> str:
 
 
 def binding_text(seconds: float, compute_seconds: float, wire: str, wire_seconds: float) -> str:
-    """What a schedule is bound by, of so many seconds in all: kernels, a wire (of each pass), or neither."""
+    """Return what a schedule of so many seconds in all is bound by: kernels, a wire (of each pass), or neither."""
     kernels, moves = (part / seconds if seconds else 0.0 for part in (compute_seconds, wire_seconds))
     if max(kernels, moves) < BINDS:
         return f"bound by messages and waits (kernels {kernels:.0%}, {wire} {moves:.0%} of the time)"
@@ -255,7 +257,7 @@ def binding_text(seconds: float, compute_seconds: float, wire: str, wire_seconds
 
 
 def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, limit: int | None) -> str:
-    """One line: what, on what, how long, how far from the bound, what the next would cost."""
+    """Return the reason in one line: schedule, interconnect, time, ratio to the bound, and time of the next."""
     best, net = judged[0], setting.interconnect
     assert best.prediction is not None
     took = best.prediction.seconds
@@ -281,12 +283,12 @@ def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
 
 
 def _needed(each: Judged) -> int | None:
-    """Bytes, as predicted or at least; None where nobody asked."""
+    """Return the bytes that it needs, as predicted or at least; None if they were not computed."""
     return each.needs_bytes if each.prediction is None else each.prediction.peak_bytes
 
 
 def too_little_text(limit: int, name: str, need: HeldBytes, target: Target) -> str:
-    """That no schedule fits, what the smallest needs and for what, and what would help."""
+    """Return a text that no schedule fits, what the smallest needs and for what, and what would help."""
     peak_bytes, connections, connection_bytes = need
     fewest = target.pair_serial and target.channels == 1  # one connection for all between two ranks
     way_out = "" if fewest else ", or a transport with fewer communicators (docs/transports.md)"

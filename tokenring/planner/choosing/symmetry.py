@@ -36,18 +36,19 @@ class Symmetry:
     head_step: int = 0
 
     def shift_heads(self, heads: int, by: int) -> int:
-        """The image of a head group when the host of rank `by` becomes host 0."""
+        """Return the image of a head group when the host of rank `by` becomes host 0."""
         return (heads - by // self.unit * self.head_step) % self.head_groups
 
     def shift(self, rank: int, by: int) -> int:
-        """The image of a rank when the host of `by` becomes host 0."""
+        """Return the image of a rank when the host of `by` becomes host 0."""
         return (rank - by // self.unit * self.unit) % self.world_size
 
     def canonical(self, src: int, dst: int) -> tuple[int, int]:
-        """The image of a pair whose source is in host 0."""
+        """Return the image of a pair whose source is in host 0."""
         return self.shift(src, src), self.shift(dst, src)
 
     def here(self, rank: int) -> bool:
+        """Return whether the rank is in host 0."""
         return rank < self.unit
 
 
@@ -58,17 +59,20 @@ class FoldedNet:
         self.net = net
 
     def way(self, src: int, dst: int) -> Way:
+        """Return the wires from one rank to another, those of host 0 for all hosts; see Wires.way."""
         return tuple(f"0:{wire.partition(':')[2]}" for wire in self.net.way(src, dst))
 
     def burst_bytes(self, wire: str) -> float:
+        """Return the bytes that pass at once over an idle wire; see Wires.burst_bytes."""
         return self.net.burst_bytes(wire)
 
     def gbs(self, wire: str) -> float:
+        """Return the width of a wire in GB/s; see Wires.gbs."""
         return self.net.gbs(wire)
 
 
 def symmetry_of(scheme: Scheme, world_size: int, unit: int) -> Symmetry:
-    """Raises ConfigurationError if hosts of `unit` ranks do not all do the same."""
+    """Return the symmetry of a scheme. Raises ConfigurationError if hosts of `unit` ranks do not all do the same."""
     steps = () if scheme.place_for is not None else (0, scheme.head_groups * unit // world_size)
     for head_step in dict.fromkeys(steps):
         symmetry = Symmetry(world_size, unit, scheme.head_groups, head_step)
@@ -80,7 +84,7 @@ def symmetry_of(scheme: Scheme, world_size: int, unit: int) -> Symmetry:
 
 
 def _is_even(scheme: Scheme, symmetry: Symmetry, probe: int) -> bool:
-    """Whether what host 0 does is the image of what another does."""
+    """Return whether what host 0 does is the image of what another host does."""
     world, unit = symmetry.world_size, symmetry.unit
     owner = probe * (unit - 1) // (PROBES - 1)
     hosts = 1 + probe * (world // unit - 1) // PROBES
@@ -101,7 +105,7 @@ def _is_even(scheme: Scheme, symmetry: Symmetry, probe: int) -> bool:
 
 
 def folded(scheme: Scheme, length: int, kv_length: int, symmetry: Symmetry) -> ScheduleData:
-    """What the ranks of host 0 do, dense, of sequences of these lengths."""
+    """Return what the ranks of host 0 do, dense, of sequences of these lengths."""
     return _Folding(scheme, length, kv_length, symmetry).schedule()
 
 
@@ -128,7 +132,7 @@ class _Folding:
         return made
 
     def _wide(self, moves: Iterable[Move]) -> frozenset[Block]:
-        """The partials among these that travel in fp32: a relay of host 0, or its image in another, adds to them."""
+        """Return the partials that travel in fp32: a relay of host 0, or its image in another host, adds to them."""
 
         def at_home(block: Block) -> Block:
             return self._image(block, block.chunk)
@@ -139,7 +143,7 @@ class _Folding:
         return frozenset(block for block in partials if at_home(block) in wide)
 
     def _units(self, kind: Kind) -> Iterator[Block]:
-        """The units that ranks of host 0 own."""
+        """Yield the units that ranks of host 0 own."""
         pieces = self.scheme.q_pieces if kind == "q" else self.scheme.kv_pieces
         for owner in range(self.sym.unit):
             for heads in range(self.scheme.head_groups):
@@ -154,7 +158,7 @@ class _Folding:
         return {block: gather(self._origin(block)) for block in self._units(kind)}
 
     def _image(self, block: Block, by: int) -> Block:
-        """The block when the host of rank `by` becomes host 0."""
+        """Return the block when the host of rank `by` becomes host 0."""
         made_at = None if block.made_at is None else self.sym.shift(block.made_at, by)
         heads = self.sym.shift_heads(block.heads, by)
         return block._replace(chunk=self.sym.shift(block.chunk, by), heads=heads, made_at=made_at)
@@ -162,7 +166,7 @@ class _Folding:
     # ---------- tiles
 
     def _tiles(self, q_arrivals: Arrivals, kv_arrivals: Arrivals) -> list[Tile]:
-        """All tiles of q units that host 0 owns, moved to host 0."""
+        """Return all tiles of q units that host 0 owns, moved to host 0."""
         tiles = []
         for q in self._units("q"):
             for kv_owner in range(self.world):
@@ -189,7 +193,7 @@ class _Folding:
     # ---------- moves
 
     def _requests(self, hops: Mapping[Block, tuple[Hop, ...]], tiles: Iterable[Tile]) -> Iterator[Move]:
-        """Hops to ranks that use the block or pass it on, from the last backwards."""
+        """Yield the moves of hops to ranks that use the block or pass it on, from the last backwards."""
         needed = {(block, tile.rank) for tile in tiles for block in (*tile.q, *tile.kv)}
         every = [(hop, block) for block, of_block in hops.items() for hop in of_block]
         for hop, block in sorted(every, key=lambda each: -each[0].step):
@@ -213,7 +217,7 @@ class _Folding:
                     yield from self._here(Move(hop.step, block.partial(hop.src), hop.src, hop.dst, PARTIALS, hop.add))
 
     def _here(self, move: Move) -> Iterator[Move]:
-        """The images of a move that leave host 0 and that come in; one if it stays inside."""
+        """Yield the images of a move that leave host 0 and that come in; one if it stays inside."""
         for by in dict.fromkeys((move.src // self.sym.unit, move.dst // self.sym.unit)):
             rank = by * self.sym.unit
             yield move._replace(

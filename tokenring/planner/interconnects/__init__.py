@@ -1,1 +1,1 @@
-"""What joins the ranks, as wires that messages share."""
+"""The interconnects that join the ranks, as wires that messages share."""

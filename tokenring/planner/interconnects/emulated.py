@@ -16,7 +16,7 @@ BITS_OF_A_BYTE = 8
 
 @dataclass(frozen=True)
 class Overheads:
-    """What processes that share a machine's cores add to the time of links and kernels; seconds on a core, if not said.
+    """Overheads of processes that share a machine's cores, beside links and kernels; seconds on a core, if not said.
 
     latency: that a message waits (not on a core); post: of each end of a message; handling: of a message, its
     handling_gbs, and packet: of each of its packets; operation: of a copy or merge, and its copy_gbs; merge: what
@@ -37,7 +37,7 @@ class Overheads:
     window_bytes: float = 35100.0
 
     def messages(self, shape: Shape) -> Messages:
-        """On the emulated links of this shape, whose packets are the smaller the slower its links are."""
+        """Return message costs on emulated links of this shape, whose packets are the smaller the slower its links."""
         byte_seconds = 1e-9 / self.handling_gbs + self.packet / packet_bytes(shape.fabric)
         return Messages(
             self.latency, self.post, pipelined=True, handling_seconds=self.handling, handling_gbs=1e-9 / byte_seconds,
@@ -51,7 +51,7 @@ OVERHEADS = Overheads()
 
 
 def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Interconnect:
-    """The interconnect of an emulated shape; machine: what its ranks compute with."""
+    """Return the interconnect of an emulated shape; machine: what its ranks compute with."""
     fabric = shape.fabric
     packet, gbits = packet_bytes(fabric), wires(fabric)
     gbs = {name: gbit / BITS_OF_A_BYTE for name, gbit in gbits.items()}
@@ -61,14 +61,17 @@ def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Inter
 
 
 def sleeping_machine(tflops: float, shape: Shape, cores: float | None = None) -> Machine:
-    """Kernels that sleep (`tokenring bench --compute`), whose own time is part of the sleep: they need no core."""
+    """Return a machine of kernels that sleep (`tokenring bench --compute`).
+
+    Their own time is part of the sleep: they need no core.
+    """
     rates = constant(tflops, "sleeping kernels", OVERHEADS.copy_gbs)
     machine = computing_machine(rates, shape, cores)
     return replace(machine, rates=replace(machine.rates, call_seconds=0.0), kernels_share=False)
 
 
 def computing_machine(rates: Rates, shape: Shape, cores: float | None = None) -> Machine:
-    """Kernels that compute, on the cores that all ranks share: so many, or all of this machine.
+    """Return a machine of kernels that compute, on the cores that all ranks share: so many, or all of this machine.
 
     Rates: of one core that has nothing else to do; what is done around a kernel takes as long as around a copy.
     """

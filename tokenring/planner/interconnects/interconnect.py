@@ -1,4 +1,4 @@
-"""Which wires a transfer between two ranks passes, and how wide these are: what the simulator shares out.
+"""The wires that a transfer between two ranks passes, and how wide these are: what the simulator shares out.
 
 A wire is whatever transfers share one way: a link, a port of a switch, an uplink, a NIC. Both ways through
 one wire of the same name make it half duplex. Ranks sit in hosts; all ways inside a host are those of its
@@ -62,10 +62,11 @@ class Interconnect:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return len(self.places)
 
     def way(self, src: int, dst: int) -> Way:
-        """The wires from one rank to another. Raises ConfigurationError where there is no way."""
+        """Return the wires from one rank to another. Raises ConfigurationError where there is no way."""
         known = self._ways.get((src, dst))
         if known is None:
             known = self._ways[src, dst] = self._find(src, dst)
@@ -89,21 +90,21 @@ class Interconnect:
         return wires
 
     def gbs(self, wire: str) -> float:
-        """The width of a wire that `way` gave."""
+        """Return the width in GB/s of a wire that `way` gave."""
         host, _, name = wire.partition(":")
         return self.fabrics[int(host)].gbs[name]
 
     def burst_bytes(self, wire: str) -> float:
-        """What passes at once over a wire that has been idle."""
+        """Return the bytes that pass at once over a wire that has been idle."""
         host, _, name = wire.partition(":")
         return self.fabrics[int(host)].burst_bytes.get(name, 0.0)
 
     def pair_gbs(self, src: int, dst: int) -> float:
-        """What one transfer alone gets."""
+        """Return the GB/s that one transfer alone gets."""
         return min((self.gbs(wire) for wire in self.way(src, dst)), default=float("inf"))
 
     def own_links(self, rank: int) -> int:
-        """To how many ranks it has a link that no other pair uses, as in a mesh: a ring sends over one of these."""
+        """Return to how many ranks it has a link that no other pair uses, as in a mesh: a ring sends over one."""
         host, device = self.places[rank]
         used = {place[1] for place in self.places if place[0] == host}
         ways = self.fabrics[host].ways
@@ -111,7 +112,7 @@ class Interconnect:
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
-        """Of each rank its host."""
+        """Host of each rank."""
         return tuple(host for host, _ in self.places)
 
     @cached_property
@@ -124,12 +125,12 @@ class Interconnect:
 
 
 def of_one_host(name: str, fabric: LinkFabric, notes: Iterable[str] = ()) -> Interconnect:
-    """One rank on each device of one host."""
+    """Return the interconnect of one rank on each device of one host."""
     return Interconnect(name, (fabric,), tuple((0, device) for device in range(fabric.size)), tuple(notes))
 
 
 def of_hosts(name: str, fabric: LinkFabric, hosts: int, notes: Iterable[str] = ()) -> Interconnect:
-    """One rank on each device of equal hosts."""
+    """Return the interconnect of one rank on each device of equal hosts."""
     places = tuple((host, device) for host in range(hosts) for device in range(fabric.size))
     return Interconnect(name, (fabric,) * hosts, places, tuple(notes))
 
@@ -138,19 +139,19 @@ def of_hosts(name: str, fabric: LinkFabric, hosts: int, notes: Iterable[str] = (
 
 
 def mesh_fabric(size: int, link_gbs: float) -> LinkFabric:
-    """Every pair has a link of its own."""
+    """Return the fabric of a host in which every pair has a link of its own."""
     ways = {(a, b): (f"{a}>{b}",) for a in range(size) for b in range(size) if a != b}
     return LinkFabric(size, ways, dict.fromkeys((way[0] for way in ways.values()), link_gbs))
 
 
 def switch_fabric(size: int, port_gbs: float) -> LinkFabric:
-    """Every device has one port of a switch."""
+    """Return the fabric of a host in which every device has one port of a switch."""
     ways = {(a, b): (f"{a}>", f">{b}") for a in range(size) for b in range(size) if a != b}
     return LinkFabric(size, ways, dict.fromkeys((wire for way in ways.values() for wire in way), port_gbs))
 
 
 def ring_fabric(size: int, link_gbs: float) -> LinkFabric:
-    """Links between neighbours alone; others are passed through, the shorter way; at a tie even sources go up."""
+    """Make a fabric of neighbours' links; others are passed through, the shorter way; at a tie even sources go up."""
     ways: dict[tuple[int, int], Way] = {}
     for a in range(size):
         for distance in range(1, size):
@@ -164,7 +165,7 @@ def ring_fabric(size: int, link_gbs: float) -> LinkFabric:
 
 
 def tree_fabric(size: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False, leaf: int = 2) -> LinkFabric:
-    """Switches of `leaf` devices each, whose uplinks meet at a root: PCIe."""
+    """Return the fabric of a host with PCIe: switches of `leaf` devices each, whose uplinks meet at a root."""
     ways: dict[tuple[int, int], Way] = {}
     for a in range(size):
         for b in range(size):
@@ -185,7 +186,7 @@ def _uplink(name: str, up: bool, half_duplex: bool) -> str:
 
 
 def with_network(fabric: LinkFabric, gbs: float, nic_per_device: bool = True, half_duplex: bool = False) -> LinkFabric:
-    """The same host with NICs: one for each device, or one uplink that all share."""
+    """Return the same host with NICs: one for each device, or one uplink that all share."""
     names = [f"nic{device}" if nic_per_device else "uplink" for device in range(fabric.size)]
     out = tuple((_uplink(name, True, half_duplex),) for name in names)
     into = tuple((_uplink(name, False, half_duplex),) for name in names)
@@ -197,12 +198,15 @@ def with_network(fabric: LinkFabric, gbs: float, nic_per_device: bool = True, ha
 
 
 def full_mesh(ranks: int, link_gbs: float) -> Interconnect:
+    """Return the interconnect of ranks on one host, each pair with a link of its own of so many GB/s."""
     return of_one_host("full mesh", mesh_fabric(ranks, link_gbs))
 
 
 def switch(ranks: int, port_gbs: float) -> Interconnect:
+    """Return the interconnect of ranks on one host, each with one port of a switch of so many GB/s."""
     return of_one_host("switch", switch_fabric(ranks, port_gbs))
 
 
 def ring(ranks: int, link_gbs: float) -> Interconnect:
+    """Return the interconnect of ranks on one host, with links of so many GB/s between neighbours alone."""
     return of_one_host("ring", ring_fabric(ranks, link_gbs))

@@ -1,4 +1,4 @@
-"""Which ranks compute together: a context-parallel group inside a larger world, and how its ranks are best numbered."""
+"""The ranks that compute together: a context-parallel group inside a larger world, and how to number its ranks best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AS_WIDE = 0.8  # of the widest way between two ranks: wider ones are as good as 
 
 
 def context_parallel_group(net: Interconnect, tensor_parallel: int, first: int = 0) -> Interconnect:
-    """A context-parallel group where neighbours share heads by tensor parallelism: the first, or another one.
+    """Return a context-parallel group where neighbours share heads by tensor parallelism: the first, or another one.
 
     Its ranks are first, first + tp, first + 2·tp, ...; the tp groups run at once, so that each gets its part of a wire
     that several pass. Raises ConfigurationError unless tp divides the world, and the ranks of each host.
@@ -32,7 +32,7 @@ def context_parallel_group(net: Interconnect, tensor_parallel: int, first: int =
 
 
 def one_of_groups(net: Interconnect, group_of: Sequence[Hashable], mine: Hashable, size: int) -> Interconnect:
-    """The ranks of one group, on the hosts where it has some, where all groups exchange at once.
+    """Return the ranks of one group, on the hosts where it has some, where all groups exchange at once.
 
     group_of: of each rank; None where it is in none. size: ranks of each group, also of those that are not all here.
     A wire that several groups pass is divided by their number; to the network pass those with ranks on other hosts.
@@ -60,7 +60,7 @@ def one_of_groups(net: Interconnect, group_of: Sequence[Hashable], mine: Hashabl
 
 
 def _divided(fabric: LinkFabric, own: Sequence[int], groups: Iterable[tuple[Sequence[int], bool]]) -> LinkFabric:
-    """These devices alone, and of each wire what is left where all groups use it at once.
+    """Return these devices alone, and of each wire what is left where all groups use it at once.
 
     groups: the devices here of each, and whether it has ranks on other hosts.
     """
@@ -79,7 +79,10 @@ def _divided(fabric: LinkFabric, own: Sequence[int], groups: Iterable[tuple[Sequ
 
 
 def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:
-    """One rank's share of the heads under tensor parallelism; KV heads are repeated where there are too few."""
+    """Return one rank's share of the heads under tensor parallelism; KV heads are repeated where there are too few.
+
+    Raises ConfigurationError if the heads do not split.
+    """
     tp = tensor_parallel
     if workload.q_heads % tp:
         raise ConfigurationError(f"{workload.q_heads} query heads do not split over tensor parallelism of {tp}")
@@ -89,9 +92,10 @@ def heads_of_group(workload: Workload, tensor_parallel: int) -> Workload:
 
 
 def node_sizes(net: Interconnect) -> tuple[int, ...]:
-    """Ranks a node, for schedules of two levels: hosts, and islands in a host, where they are equal and in order.
+    """Return the ranks a node has, for schedules of two levels.
 
-    In the order in which schedules number them (good_order), however the job does.
+    Nodes are hosts, and islands in a host, where they are equal and in the order in which schedules number them
+    (good_order), however the job does.
     """
     hosts, world = _by_host(net), net.world_size
     local = len(hosts[0]) if len({len(ranks) for ranks in hosts}) == 1 else None
@@ -107,7 +111,7 @@ def node_sizes(net: Interconnect) -> tuple[int, ...]:
 
 
 def _by_host(net: Interconnect) -> list[list[int]]:
-    """The ranks of each host that has some."""
+    """Return the ranks of each host that has some."""
     ranks_of: dict[int, list[int]] = {}
     for rank, host in enumerate(net.hosts):
         ranks_of.setdefault(host, []).append(rank)
@@ -115,7 +119,7 @@ def _by_host(net: Interconnect) -> list[list[int]]:
 
 
 def _island_size(net: Interconnect, ranks: Sequence[int]) -> int | None:
-    """Ranks that reach each other over the shortest and widest ways, if those are equal runs of neighbours."""
+    """Return how many ranks the shortest and widest ways join, None if those are not equal runs of neighbours."""
     if not 4 <= len(ranks) <= MOST_LOOKED_AT:
         return None
     pairs = [(a, b) for a in ranks for b in ranks if a != b]
@@ -133,12 +137,16 @@ def _island_size(net: Interconnect, ranks: Sequence[int]) -> int | None:
 
 
 def good_order(net: Interconnect) -> tuple[int, ...]:
-    """The ranks host by host, and inside a host round a ring of wide and short ways; identity where that is one."""
+    """Return the ranks host by host, inside a host round a ring of wide and short ways; identity where that is one."""
     return tuple(rank for ranks in _by_host(net) for rank in _ring_of(net, ranks))
 
 
 def _ring_of(net: Interconnect, ranks: Sequence[int]) -> list[int]:
-    """The order as it is, unless its narrowest step is narrower than the widest pair: then greedily the best way on."""
+    """Return the ranks of a host in the order in which a ring should pass them.
+
+    That is the order as it is, unless its narrowest step is narrower than the widest pair: then greedily the best way
+    on.
+    """
     if not 4 <= len(ranks) <= MOST_LOOKED_AT:
         return list(ranks)
 
@@ -163,6 +171,6 @@ def _ring_of(net: Interconnect, ranks: Sequence[int]) -> list[int]:
 
 
 def _score(ring: Sequence[int], cost: object) -> tuple[tuple[float, int], ...]:
-    """All steps, worst first."""
+    """Return the costs of all steps of a ring, worst first."""
     steps = zip(ring, [*ring[1:], ring[0]], strict=True)
     return tuple(sorted((cost(a, b) for a, b in steps), reverse=True))  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What a context-parallel group gets of wires that other groups use at the same time, as a job sees it.
+"""Wires shared with other groups: what a context-parallel group gets of them while all exchange, as a job sees it.
 
 Tensor parallelism splits the heads over neighbours, each of which is in a group of its own; data parallelism (and
 pipeline stages) repeat these groups on the ranks that follow. All of them exchange at once.
@@ -23,7 +23,7 @@ Group = tuple[int, int] | None
 def group_net(
     given: Topology | Interconnect, world_size: int, tensor_parallel: int, job_ranks: int | None = None
 ) -> Interconnect:
-    """The interconnect of one of the groups of `world_size` ranks, each with its part of shared wires.
+    """Return the interconnect of one of the groups of `world_size` ranks, each with its part of shared wires.
 
     given: of the ranks of `tensor_parallel` groups, neighbours in different ones, of which the first group stands for
     all; or of the group alone, where the graph of its machines shows the accelerators of the others: a note says so
@@ -41,7 +41,7 @@ def group_net(
 
 
 def _beside_others(own: Topology, tensor_parallel: int, job_ranks: int | None) -> Interconnect | None:
-    """By the graph, if the group's accelerators lie in it as its ranks do in the job; else None."""
+    """Return the group's interconnect by the graph, None unless its accelerators lie there as its ranks in the job."""
     if own.graph is None or len(own.devices) != own.world_size or None in own.devices:
         return None
     every = replace(Topology.of(own.graph), name=own.name, reached=own.reached)
@@ -59,9 +59,9 @@ def _beside_others(own: Topology, tensor_parallel: int, job_ranks: int | None) -
 
 
 def _groups(every: Topology, at: list[int], tensor_parallel: int, job_ranks: int | None) -> list[Group] | None:
-    """Of each accelerator its group, None where it is idle; None of all where they do not lie as ranks do.
+    """Return the group of each accelerator, None where it is idle; None if they do not lie as ranks do.
 
-    at: those of one group.
+    at: the accelerators of one group.
     """
     first, ranks = min(at), len(at) * tensor_parallel
     start = first - first % tensor_parallel  # of the ranks that tensor and context parallelism have together

@@ -38,7 +38,7 @@ Pairs = frozenset[tuple[str, str]]  # of devices, in the order of their names
 
 
 def interconnect_of(topology: Topology) -> Interconnect:
-    """The interconnect of a topology's ranks. Raises ConfigurationError for a topology of no ranks."""
+    """Return the interconnect of a topology's ranks. Raises ConfigurationError for a topology of no ranks."""
     if topology.world_size < 1:
         raise ConfigurationError("this topology has no ranks: name one with accelerators, or a preset")
     hosts = topology.hosts or ("",) * topology.world_size
@@ -57,7 +57,7 @@ def interconnect_of(topology: Topology) -> Interconnect:
 
 
 class _Reached:
-    """What a copy reaches of a published width, by kind of link; remembers of which kinds that was assumed."""
+    """Shares of published widths that a copy reaches, by kind of link; remembers of which kinds that was assumed."""
 
     def __init__(self, given: Mapping[str, float]) -> None:
         self._given = given
@@ -71,7 +71,7 @@ class _Reached:
         return self._assumed.setdefault(kind, REACHED.get(kind, 1.0))
 
     def notes(self) -> tuple[str, ...]:
-        """One for all kinds."""
+        """Return one note for all kinds whose share was assumed; none if there is no such kind."""
         shares = ", ".join(f"{kind} {share:g}" for kind, share in sorted(self._assumed.items()))
         return (f"shares of published widths are assumed: {shares}",) if shares else ()
 
@@ -100,7 +100,7 @@ class _Maker:
         return self._known[key]
 
     def _bare(self, ranks: list[int]) -> LinkFabric:
-        """Ranks of which only bandwidths between pairs are known, or nothing."""
+        """Return the fabric of ranks of which only bandwidths between pairs are known, or nothing."""
         gbs: dict[str, float] = {}
         ways: dict[tuple[int, int], Way] = {}
         for a, src in enumerate(ranks):
@@ -119,7 +119,7 @@ class _Maker:
 
 
 def _networked(fabric: LinkFabric, several: bool, notes: dict[str, None]) -> LinkFabric:
-    """With one assumed NIC, where there are other hosts and no NIC is known."""
+    """Return the fabric with one assumed NIC, where there are other hosts and no NIC is known."""
     if not several:
         return fabric
     notes[f"no NIC is known: one of {ASSUMED['network']:g} GB/s a host is assumed"] = None
@@ -173,7 +173,7 @@ class _Host:
         return self._labelled(src, dst, edge)
 
     def _ports(self, src: str, dst: str) -> Way:
-        """Through switches that both are linked to, which together are one."""
+        """Return the way through switches that both are linked to, which together are one."""
         mine, other = (self._switches(end) for end in (src, dst))
         shared = mine.keys() & other.keys()
         if not shared:
@@ -191,7 +191,7 @@ class _Host:
         }
 
     def _neighbours(self) -> dict[str, dict[str, Edge]]:
-        """The edges that are resources: links of accelerators, the tree of PCIe, and what was measured to lead out."""
+        """Return the edges that are resources: accelerators' links, the tree of PCIe, what was measured to lead out."""
         found: dict[str, dict[str, Edge]] = defaultdict(dict)
         for edge in self.graph.edges:
             ends = {self.devices[end].kind for end in (edge.a, edge.b) if end in self.devices}
@@ -202,7 +202,7 @@ class _Host:
         return found
 
     def _path(self, src: str, dst: str) -> Way:
-        """The shortest way over the edges that are resources; through other ranks only where that was measured."""
+        """Return the shortest way over edges that are resources; through other ranks only where that was measured."""
         came: dict[str, str] = {src: src}
         queue = deque([src])
         while queue and dst not in came:
@@ -227,11 +227,11 @@ class _Host:
                 yield self._wire(self._link(a, b), edge)
 
     def _link(self, a: str, b: str) -> str:
-        """The name of the wire from one to the other; the same both ways where it is half duplex."""
+        """Return the name of the wire from one to the other; the same both ways where it is half duplex."""
         return "-".join(unordered(a, b)) if unordered(a, b) in self.half else f"{a}>{b}"
 
     def _labelled(self, src: str, dst: str, edge: Edge | None) -> Way:
-        """Only the name of the way is known: a slot each, and the link between NUMA nodes."""
+        """Return the way where only its name is known: a slot each, and the link between NUMA nodes."""
         if edge is not None and edge.kind == "path":
             return self._shapeless(src, dst, edge)
         kind = edge.kind if edge is not None and edge.kind in PCIE_PATHS else "pcie"
@@ -251,7 +251,7 @@ class _Host:
         return f"{src}>pcie", crossing, f"pcie>{dst}"
 
     def _shapeless(self, src: str, dst: str, edge: Edge) -> Way:
-        """Measured, but no shape fits: what the pair reached alone, through one port a rank."""
+        """Return the way of a pair that fits no shape: what it reached alone when measured, through one port a rank."""
         if edge.bandwidth_gbs is None:
             self.notes[f"between ranks of one machine {ASSUMED['memory']:g} GB/s in all are assumed"] = None
             self.gbs["memory"] = ASSUMED["memory"]
@@ -305,7 +305,7 @@ class _Host:
 
 
 def _behind_switches(graph: Graph, verdict: Verdict | None, host: str) -> dict[str, int]:
-    """Of each accelerator whose pair links are in truth one port of a switch, which switch."""
+    """Return which switch each accelerator has whose pair links are in truth one port of a switch."""
     if verdict is None:
         return {}
     if verdict.name == "switch":
@@ -322,7 +322,7 @@ def _behind_switches(graph: Graph, verdict: Verdict | None, host: str) -> dict[s
 
 
 def _by_host(graph: Graph) -> dict[str, Graph]:
-    """The graph of each host, in one walk; what joins hosts is left out."""
+    """Return the graph of each host, in one walk; what joins hosts is left out."""
     hosts = {device.id: device.host or "" for device in graph.devices}
     devices: dict[str, list[Device]] = defaultdict(list)
     edges: dict[str, list[Edge]] = defaultdict(list)
@@ -335,13 +335,13 @@ def _by_host(graph: Graph) -> dict[str, Graph]:
 
 
 def _half_duplex(graph: Graph, host: str) -> Pairs:
-    """Pairs of a host's devices that were measured to carry both ways at once no more than one way."""
+    """Return pairs of a host's devices that were measured to carry both ways at once no more than one way."""
     ends = ((_tail(each.a, host), _tail(each.b, host)) for each in graph.measurements if each.is_half_duplex)
     return frozenset(unordered(a, b) for a, b in ends)
 
 
 def _but_for_names(graph: Graph, host: str) -> object:
-    """The same of parts that _local makes equal, which it costs far less to tell: there may be hundreds."""
+    """Return a key, equal for graphs that _local makes equal, at far less cost: there may be hundreds."""
     names = {each.id: _tail(each.id, host) for each in graph.devices}
     devices = ((names[each.id], each.parent and _tail(each.parent, host), _OF_DEVICE(each)) for each in graph.devices)
     edges = ((names[each.a], names[each.b], _OF_EDGE(each)) for each in graph.edges)
@@ -349,7 +349,7 @@ def _but_for_names(graph: Graph, host: str) -> object:
 
 
 def _local(graph: Graph, host: str) -> Graph:
-    """The same with the host's name taken off."""
+    """Return the graph with the host's name taken off."""
     devices = tuple(
         replace(each, id=_tail(each.id, host), host=None, parent=each.parent and _tail(each.parent, host))
         for each in graph.devices

@@ -1,1 +1,1 @@
-"""What ranks compute with: known servers, devices and models, with where each figure is from."""
+"""Machines that ranks compute with: known servers, devices and models, with where each figure is from."""

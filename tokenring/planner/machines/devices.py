@@ -1,4 +1,4 @@
-"""What accelerators compute, from published figures: the planner's fallback where nothing was measured.
+"""Compute rates of accelerators, from published figures: the planner's fallback where nothing was measured.
 
 One fixed set, written down before anything was compared with a published measurement of whole systems, and not
 fitted to one. A rate for attention is peak x share: the share of the peak that a published measurement of a flash
@@ -42,10 +42,11 @@ class DeviceFigures:
 
     @property
     def memory_bytes(self) -> int:
+        """Memory of the device in bytes. Raises ConfigurationError if it is not known."""
         return int(self.memory_gib.known() * GIB)
 
     def peak_tflops(self, dtype: torch.dtype) -> float:
-        """The dense peak; fp32 without tf32. Raises UnsupportedError where the device has none."""
+        """Return the dense peak in TFLOP/s; fp32 without tf32. Raises UnsupportedError where the device has none."""
         peaks = {torch.float32: self.fp32_tflops, torch.bfloat16: self.bf16_tflops, torch.float16: self.fp16_tflops}
         figure = peaks.get(dtype)
         if figure is None or figure.value is None:
@@ -55,12 +56,12 @@ class DeviceFigures:
         return figure.value
 
     def attention_tflops(self, dtype: torch.dtype, direction: Pass = "forward") -> float:
-        """What attention reaches. In fp32 the share is taken to be the same: no measurement was looked for."""
+        """Return the TFLOP/s of attention; fp32 is taken to reach the same share: no measurement was looked for."""
         share = self.forward if direction == "forward" else self.backward
         return self.peak_tflops(dtype) * share.known()
 
     def figures(self) -> dict[str, Figure]:
-        """By the names of the fields."""
+        """Return the figures by the names of the fields."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
 
 
@@ -177,7 +178,7 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType({each.name: each for eac
 
 
 def device_figures(name: str) -> DeviceFigures:
-    """By name. Raises ConfigurationError for one that is none."""
+    """Return the figures of a device by its name. Raises ConfigurationError for an unknown name."""
     if name not in DEVICES:
         known = ", ".join(DEVICES)
         raise ConfigurationError(f"no figures of device {name[:40]!r}; there are those of {known}{hint(name, DEVICES)}")

@@ -1,4 +1,4 @@
-"""What ranks compute with: the rates of a device, measured before or published, and the cost of messages."""
+"""The machine that ranks compute with: a device's rates, measured before or published, and the cost of messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS_OF = {  # what probes call a device's model → its figures; the first th
 
 
 def device_rates(device: DeviceFigures, dtype: torch.dtype) -> Rates:
-    """Rates from published figures: peak × the share that a published measurement reaches × RAMP."""
+    """Return rates from published figures: peak × the share that a published measurement reaches × RAMP."""
 
     def samples(direction: Pass) -> tuple[Sample, ...]:
         whole = device.attention_tflops(dtype, direction)
@@ -56,17 +56,20 @@ def device_rates(device: DeviceFigures, dtype: torch.dtype) -> Rates:
 
 
 def messages_of(operation_us: float | None) -> Messages:
-    """operation_us: of a message beside its bytes, as published; None: what is assumed where nothing is known."""
+    """Return the cost of messages.
+
+    operation_us: of a message beside its bytes, as published; None: what is assumed where nothing is known.
+    """
     if operation_us is None:
         return replace(messages_of(ASSUMED_OPERATION_US), source=f"{ASSUMED_OPERATION_US:g} µs a message, assumed")
     return Messages(operation_us * 1e-6, 2e-6, source=f"{operation_us:g} µs a message, published")
 
 
 def machine_of_preset(name: str, dtype: torch.dtype, or_half: bool = False) -> Machine:
-    """What a preset's ranks compute with.
+    """Return the machine that a preset's ranks compute with.
 
     or_half: in fp16, whose blocks are as large as bf16's, where the device does not have the dtype. Raises
-    UnsupportedError where it has neither, ConfigurationError for a name that is none.
+    UnsupportedError where it has neither, ConfigurationError for an unknown name.
     """
     found, _ = find(name)
     device, messages = device_figures(found.device), messages_of(found.operation_us.known())
@@ -80,10 +83,10 @@ def machine_of_preset(name: str, dtype: torch.dtype, or_half: bool = False) -> M
 
 
 def machine_of_device(name: str, dtype: torch.dtype) -> Machine:
-    """What ranks on such accelerators compute with, by their figures' name; a message costs what it does on a preset of
-    these, or what is assumed.
+    """Return the machine that ranks on such accelerators compute with, by their figures' name.
 
-    Raises ConfigurationError for a name that is none, UnsupportedError where there is no figure in this dtype.
+    A message costs what it does on a preset of these, or what is assumed.
+    Raises ConfigurationError for an unknown name, UnsupportedError where there is no figure in this dtype.
     """
     device = device_figures(name)
     same = next((each for each in PRESETS.values() if each.device == device.name), None)
@@ -92,7 +95,10 @@ def machine_of_device(name: str, dtype: torch.dtype) -> Machine:
 
 
 def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
-    """By the model of the topology's accelerators; a CPU's where there are none. Raises ConfigurationError."""
+    """Return the machine by the model of the topology's accelerators; a CPU's where there are none.
+
+    Raises ConfigurationError where there are no figures of the model.
+    """
     models = models_of(topology)
     named = [model for model in models if model]
     if all(model == PROCESS for model in models):
@@ -108,12 +114,12 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
 
 
 def models_of(topology: Topology) -> list[str | None]:
-    """Of each accelerator, by what its figures are found; PROCESS for what CPU processes measured."""
+    """Return of each accelerator the model by which its figures are found; PROCESS for what CPU processes measured."""
     return [] if topology.graph is None else [each.model or each.arch for each in topology.graph.accelerators]
 
 
 def _accelerator(device: DeviceFigures, rates: Rates, messages: Messages) -> Machine:
-    """With what moves messages between such devices, and computes there, where there is one of it for them alone."""
+    """Return the machine with the transport and the kernel of such devices, where they have one for them alone."""
     ascend = device.name.startswith(("910", "950"))
     transport, kernel = ("hccl", "npu-fusion") if ascend else (None, None)
     return Machine(rates, messages, transport=transport, kernel=kernel)

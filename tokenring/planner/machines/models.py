@@ -34,7 +34,7 @@ class ModelHeads:
     dtype: torch.dtype = torch.bfloat16
 
     def workload(self, tokens: int, batch: int = 1) -> Workload:
-        """One layer's attention over so many tokens of all ranks together."""
+        """Return the workload of one layer's attention over so many tokens of all ranks together."""
         return Workload(batch, tokens, tokens, self.q_heads, self.kv_heads, self.head_dim, self.dtype)
 
 

@@ -145,17 +145,17 @@ class Preset:
     note: str = ""
 
     def topology(self, hosts: int = 1) -> Topology:
-        """One rank on each accelerator of so many of these servers, host by host."""
+        """Return the topology of one rank on each accelerator of so many of these servers, host by host."""
         reached = {kind: share.known() for kind, share in self.reached.items()}
         return replace(topology(self.server, hosts), reached=reached)
 
     def facts(self, hosts: int = 1) -> list[Facts]:
-        """As probes would have found it: what `to_json` saves."""
+        """Return the facts as probes would have found them: what `to_json` saves."""
         return cluster_facts(self.server, hosts)
 
 
 def _numa_tree(bridges: int, sockets: Figure, up: Figure, switches: int = 1) -> tuple[Level, ...]:
-    """Two NUMA nodes; host bridges of each; PCIe switches below each of these."""
+    """Return the levels of two NUMA nodes; host bridges of each; PCIe switches below each of these."""
     return (
         Level("numa", 2, sockets),
         Level("host-bridge", bridges, INSIDE),
@@ -278,14 +278,17 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({each.name: each for each in _A
 
 
 def like(name: str, prefix: str) -> str:
-    """The end of a sentence on a name that is no preset's: which it is like, with so many servers."""
+    """Return the end of a sentence on a name that is no preset's: which it is like, with so many servers."""
     base, star, hosts = name.removeprefix(PREFIX).strip().partition("*")
     found = base if base in PRESETS else nearest(base.rpartition("/")[2], PRESETS)
     return "" if found is None else f"; did you mean {prefix}{found}{star}{hosts}?"
 
 
 def find(name: str) -> tuple[Preset, int]:
-    """The preset that a name means, and how many of its servers: "hgx-h100", "preset:hgx-h100*4"."""
+    """Return the preset that a name means, and how many of its servers: "hgx-h100", "preset:hgx-h100*4".
+
+    Raises ConfigurationError for an unknown name, or a number of hosts that cannot be had.
+    """
     match = re.fullmatch(r"([^*]+)(?:\*([0-9]{1,9}))?", name.removeprefix(PREFIX).strip(), re.ASCII)
     found = PRESETS.get(match[1].strip()) if match else None
     if match is None or found is None:
@@ -300,9 +303,9 @@ def find(name: str) -> tuple[Preset, int]:
 
 
 def preset(name: str) -> Topology:
-    """The topology of a preset, one rank on each accelerator, host by host: "atlas-800t-a2", "hgx-h100*4".
+    """Return the topology of a preset, one rank on each accelerator, host by host: "atlas-800t-a2", "hgx-h100*4".
 
-    Raises ConfigurationError for a name that is none.
+    Raises ConfigurationError for an unknown name.
     """
     found, hosts = find(name)
     return found.topology(hosts)

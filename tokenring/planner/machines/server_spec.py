@@ -87,7 +87,7 @@ class Server:
     dies: int = 1
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
-        """Every figure with what it is of, in GB/s one way."""
+        """Yield every figure with what it is of, in GB/s one way."""
         for each in self.links:
             yield f"{each.kind} link", each.gbs
         if self.switch is not None:
@@ -105,7 +105,7 @@ def _edge_name(above: Level | None, level: Level) -> str:
 
 
 def full_mesh(members: range, count: int = 1) -> tuple[tuple[int, int, int], ...]:
-    """Links of a mesh."""
+    """Return the links of a mesh: (a, b, count) of every two members."""
     return tuple((a, b, count) for a, b in combinations(members, 2))
 
 
@@ -113,7 +113,7 @@ def full_mesh(members: range, count: int = 1) -> tuple[tuple[int, int, int], ...
 
 
 def facts(server: Server, host: str | None = None, networked: bool = False) -> Facts:
-    """What a probe of all links of one server would have found."""
+    """Return what a probe of all links of one server would have found."""
     tree = _tree(server)
     ends = [*_accelerators(server, tree), *_nics(server, tree)]
     devices = [*tree, *ends]
@@ -146,7 +146,7 @@ def _tree(server: Server) -> list[Device]:
 
 
 def _level(server: Server, tree: list[Device], level: int) -> list[Device]:
-    """The devices of one level of the tree."""
+    """Return the devices of one level of the tree."""
     sizes = [0]
     for each in server.levels:
         sizes.append(each.each * (sizes[-1] or 1))
@@ -205,7 +205,7 @@ def _own_links(server: Server) -> list[Link]:
 
 
 def _tree_links(server: Server, devices: list[Device]) -> list[Link]:
-    """The edges of the PCIe tree, and between its NUMA nodes."""
+    """Return the edges of the PCIe tree, and between its NUMA nodes."""
     up = _up(server, devices)
     found = [Link(end, parent, "pcie", bandwidth_gbs=gbs) for end, (parent, gbs) in up.items()]
     numa = [each.id for each in devices if each.kind == "numa"]
@@ -213,7 +213,7 @@ def _tree_links(server: Server, devices: list[Device]) -> list[Link]:
 
 
 def _up(server: Server, devices: list[Device]) -> dict[str, tuple[str, float | None]]:
-    """Of everything in the PCIe tree but the NUMA nodes: what is above it, and the GB/s of the edge there."""
+    """Return, of everything in the PCIe tree but the NUMA nodes, what is above it and the GB/s of the edge there."""
     widths: dict[str, float | None] = {}
     for number, level in enumerate(server.levels):
         for each in _level(server, [each for each in devices if each.kind not in ("accelerator", "nic")], number):
@@ -228,7 +228,7 @@ def _up(server: Server, devices: list[Device]) -> dict[str, tuple[str, float | N
 
 
 def _nic_links(server: Server) -> list[Link]:
-    """NICs that are on the accelerator: the port is the limit, nothing else."""
+    """Return the links of NICs that are on the accelerator: the port is the limit, nothing else."""
     if server.nics.level is not None:
         return []
     gbs = server.nics.gbs.value
@@ -237,7 +237,7 @@ def _nic_links(server: Server) -> list[Link]:
 
 
 def _ways(server: Server, devices: list[Device], links: list[Link]) -> list[Link]:
-    """The ways through PCIe of accelerators without links of their own, and to NICs, by their names."""
+    """Return the ways through PCIe of accelerators without links of their own, and to NICs, by their names."""
     kinds = {each.id: each.kind for each in devices}
     linked = {unordered(each.a, each.b) for each in links}
     nested = any(each.kind == "pcie-switch" and kinds.get(each.parent or "") == "pcie-switch" for each in devices)
@@ -254,7 +254,7 @@ def _ways(server: Server, devices: list[Device], links: list[Link]) -> list[Link
 
 
 def _narrowest(server: Server, devices: list[Device], a: str, b: str) -> float | None:
-    """What one transfer alone gets on its way through the tree."""
+    """Return the GB/s that one transfer alone gets on its way through the tree."""
     up = _up(server, devices)
     ways = [dict(_climb(up, end)) for end in (a, b)]
     shared = ways[0].keys() & ways[1].keys()
@@ -266,7 +266,7 @@ def _narrowest(server: Server, devices: list[Device], a: str, b: str) -> float |
 
 
 def _climb(up: dict[str, tuple[str, float | None]], end: str) -> Iterator[tuple[str, float | None]]:
-    """Each thing from an end upwards, with the GB/s of its edge up; the top has none."""
+    """Yield each thing from an end upwards, with the GB/s of its edge up; the top has none."""
     at: str | None = end
     while at is not None:
         above, gbs = up.get(at, (None, None))
@@ -278,18 +278,19 @@ def _climb(up: dict[str, tuple[str, float | None]], end: str) -> Iterator[tuple[
 
 
 def cluster_facts(server: Server, hosts: int) -> list[Facts]:
-    """What probes of all hosts would have found."""
+    """Return what probes of all hosts would have found."""
     if hosts == 1:
         return [facts(server)]
     return [facts(server, host, networked=True) for host in host_names(hosts)]
 
 
 def host_names(hosts: int) -> list[str]:
+    """Return the names of so many hosts: node0, node1, ..."""
     return [f"node{number}" for number in range(hosts)]
 
 
 def topology(server: Server, hosts: int = 1) -> Topology:
-    """One rank on each accelerator, host by host.
+    """Return the topology of one rank on each accelerator, host by host.
 
     The same as merging and classifying the facts of all hosts, in time proportional to these.
     """
@@ -313,7 +314,7 @@ def topology(server: Server, hosts: int = 1) -> Topology:
 
 
 def _named(graph: Graph, host: str) -> Graph:
-    """The graph of one host among several."""
+    """Return the graph of one host among several."""
     names = {each.id: each.id if each.id == NETWORK else f"{host}:{each.id}" for each in graph.devices}
     devices = tuple(
         each
@@ -327,7 +328,7 @@ def _named(graph: Graph, host: str) -> Graph:
 
 
 def _on_host(verdict: Verdict, host: str) -> Verdict:
-    """The same of this host, for ANY_HOST."""
+    """Return a verdict on ANY_HOST as one on this host."""
 
     def named(texts: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(text.replace(f"{ANY_HOST}:", f"{host}:") for text in texts)
@@ -338,7 +339,7 @@ def _on_host(verdict: Verdict, host: str) -> Verdict:
 
 
 def _pairs(one: Topology, hosts: int) -> dict[tuple[int, int], float | None]:
-    """Pairs of ranks with a known link are those inside hosts."""
+    """Return the pairs of ranks with a known link, those inside hosts, and their GB/s."""
     size = one.world_size
     return {
         (host * size + a, host * size + b): gbs for host in range(hosts) for (a, b), gbs in one.bandwidth_gbs.items()
@@ -346,7 +347,7 @@ def _pairs(one: Topology, hosts: int) -> dict[tuple[int, int], float | None]:
 
 
 def nics_of(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Of each accelerator the NICs that it sends through: on it, else at the end of the shortest way.
+    """Return, of each accelerator, the NICs that it sends through: on it, else at the end of the shortest way.
 
     Accelerators with the same nearest NICs divide them in order, and share where there are fewer NICs.
     """
@@ -364,7 +365,7 @@ def nics_of(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def _ways_to_nics(graph: Graph) -> Mapping[str, dict[int, list[str]]]:
-    """Of each accelerator the NICs by how far they are."""
+    """Return, of each accelerator, the NICs by how far they are."""
     kinds = {each.id: each.kind for each in graph.devices}
     order = {kind: far for far, kind in enumerate((NETWORK, *PCIE_PATHS))}
     found: dict[str, dict[int, list[str]]] = {}

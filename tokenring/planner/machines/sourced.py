@@ -36,15 +36,16 @@ class Figure:
             object.__setattr__(self, "value", float(self.value))
 
     def known(self) -> float:
-        """The value, where one is there by construction."""
+        """Return the value, where one is there by construction. Raises ConfigurationError if it is not known."""
         if self.value is None:
             raise ConfigurationError(f"this figure is not known: {self.source}")
         return self.value
 
     def times(self, count: int) -> Figure:
-        """The same of several."""
+        """Return the figure of several."""
         return self if self.value is None else Figure(self.value * count, self.source, self.grade)
 
 
 def unknown(reason: str) -> Figure:
+    """Return a figure without a value, and the reason."""
     return Figure(None, reason, "unknown")

@@ -13,7 +13,7 @@ from tokenring.topology.ranks import Topology
 
 
 def read_topology(path: str) -> Topology:
-    """A saved topology, or a dump of a tool."""
+    """Return a saved topology, or a tool's dump, from a file. Raises ConfigurationError if it has no accelerators."""
     if path == "measured":
         path = str(measured_file(os.environ))
     elif not os.path.exists(path) and (meant := like(path, PREFIX)):

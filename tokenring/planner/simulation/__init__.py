@@ -1,1 +1,1 @@
-"""How long a program takes: messages share wires, kernels share cores."""
+"""The simulation of how long a program takes: messages share wires, kernels share cores."""

@@ -10,8 +10,9 @@ TIE = 1 + 1e-9  # shares so close are one
 def fair_rates(
     ways: Mapping[Hashable, Sequence[str]], width: Callable[[str], float], cap: float = float("inf")
 ) -> dict[Hashable, float]:
-    """Bytes a second of each transfer, by progressive filling (Bertsekas and Gallager, Data Networks, §6.5.2).
+    """Return the bytes a second of each transfer, by progressive filling.
 
+    Bertsekas and Gallager, Data Networks, §6.5.2.
     ways: the wires that each transfer passes. width: of a wire, bytes a second. cap: of any one transfer.
     A transfer that passes no wire gets `cap`.
     """

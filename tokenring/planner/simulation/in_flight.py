@@ -1,4 +1,4 @@
-"""What is on its way over wires, and when it arrives.
+"""Transfers on their way over wires, and when they arrive.
 
 `Fluids`: at every moment each transfer has its fair share of its wires, as on links, switches and NICs of accelerators.
 packets.py has the other way: packets of TCP that queue.
@@ -39,48 +39,48 @@ class Transfer:
 
 
 class Wires(Protocol):
-    """What is asked of an interconnect."""
+    """The questions that a simulation asks of an interconnect."""
 
     def way(self, src: int, dst: int) -> Way:
-        """The wires from one rank to another."""
+        """Return the wires from one rank to another."""
 
     def gbs(self, wire: str) -> float:
-        """The width of a wire."""
+        """Return the width of a wire in GB/s."""
 
     def burst_bytes(self, wire: str) -> float:
-        """What passes at once over a wire that has been idle."""
+        """Return the bytes that pass at once over a wire that has been idle."""
 
 
 class Listener(Protocol):
-    """Who is told what becomes of a transfer."""
+    """A listener to what becomes of a transfer."""
 
     def through(self, transfer: Transfer) -> None:
-        """The next between its ranks may begin."""
+        """Note that the next transfer between its ranks may begin."""
 
     def sent(self, transfer: Transfer) -> None:
-        """Its source need not wait for it any more, though it has not arrived."""
+        """Note that its source need not wait for it any more, though it has not arrived."""
 
     def arrived(self, transfer: Transfer) -> None:
-        """All of it is there."""
+        """Note that all of the transfer is there."""
 
 
 class Moving(Protocol):
     """All that is on its way."""
 
     def begin(self, transfer: Transfer, now: float) -> None:
-        """It sets out."""
+        """Begin the transfer: it sets out."""
 
     def next_moment(self, now: float) -> float:
-        """When the first of them comes on; infinity where none is on its way, or none moves before `settle`."""
+        """Return when the first transfer comes on; infinity where none is on its way, or none moves before `settle`."""
 
     def advance(self, now: float) -> None:
-        """They have come on until this moment."""
+        """Move all transfers on until this moment."""
 
     def settle(self, now: float, next_event: float) -> None:
-        """All that happens at this moment has happened; what is next happens then."""
+        """Note that all that happens at this moment has happened; what is next happens then."""
 
     def is_idle(self) -> bool:
-        """Whether nothing is on its way."""
+        """Return whether nothing is on its way."""
 
 
 class Fluids:
@@ -98,6 +98,7 @@ class Fluids:
         self._widths: dict[str, float] = {}
 
     def begin(self, transfer: Transfer, now: float) -> None:
+        """Begin the transfer, or end it at once if it passes no wire and has no limit; see Moving.begin."""
         if not transfer.way and self._cap == math.inf:
             self._end(transfer, now)
             return
@@ -105,9 +106,14 @@ class Fluids:
         self._changed(now)
 
     def next_moment(self, now: float) -> float:
+        """Return when the first transfer ends at the rates of now; see Moving.next_moment."""
         return now + min((each.left / each.rate for each in self._moving.values() if each.rate > 0), default=math.inf)
 
     def advance(self, now: float) -> None:
+        """Move all transfers on by their rates until this moment, and end those that have arrived.
+
+        See Moving.advance.
+        """
         passed, self._since = now - self._since, now
         for key, each in list(self._moving.items()):
             each.left -= each.rate * passed
@@ -118,7 +124,7 @@ class Fluids:
                 self._end(each, now)
 
     def settle(self, now: float, next_event: float) -> None:
-        """Wires are shared out once for all that happens within the window."""
+        """Share out wires once for all that happens within the window; see Moving.settle."""
         if self._stale_since is None or next_event < self._stale_since + self._sharing_seconds:
             return
         ways: dict[Hashable, Sequence[str]] = {key: each.way for key, each in self._moving.items()}
@@ -128,6 +134,7 @@ class Fluids:
         self._stale_since = None
 
     def is_idle(self) -> bool:
+        """Return whether nothing is on its way; see Moving.is_idle."""
         return not self._moving
 
     def _end(self, transfer: Transfer, now: float) -> None:

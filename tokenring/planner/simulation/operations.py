@@ -46,12 +46,12 @@ Operation = Compute | SimulatedPost | Await
 
 
 def operations(schedule: ScheduleData, workload: Workload, program: Program, rates: Rates) -> list[Operation]:
-    """What a program costs, in its order. Neighbouring copies and merges are one operation."""
+    """Return what a program costs, in its order. Neighbouring copies and merges are one operation."""
     return Costs(schedule, workload, program.direction, rates).operations(program)
 
 
 class Costs:
-    """What the programs of one pass cost, of any rank: ranks do much the same, so results are kept."""
+    """Costs of the programs of one pass, of any rank: ranks do much the same, so results are kept."""
 
     def __init__(self, schedule: ScheduleData, workload: Workload, direction: Pass, rates: Rates) -> None:
         self.workload, self.direction, self.rates = workload, direction, rates
@@ -60,7 +60,7 @@ class Costs:
         self._of_patch: dict[Patch, float] = {}
 
     def operations(self, program: Program) -> list[Operation]:
-        """As `operations`."""
+        """Return what a program costs, as the function `operations` does."""
         made: list[Operation] = []
         maker = _Maker(self, program)
         for instruction, step in zip(program.instructions, program.steps, strict=True):
@@ -73,7 +73,7 @@ class Costs:
         return made
 
     def kernel_seconds(self, patch: Patch) -> float:
-        """One kernel call of a head group."""
+        """Return the seconds of one kernel call of a head group."""
         known = self._of_patch.get(patch)
         if known is None:
             size = self.workload
@@ -114,7 +114,7 @@ class _Maker:
         return []  # a release costs nothing
 
     def _post_bundled(self, post: Send | Recv, step: int) -> list[Operation]:
-        """With the last of its bundle, which is copied together to be sent."""
+        """Return the post of a bundle at its last message, none before; what is sent is first copied together."""
         bundle, sends = self.bundle_of[post.message], isinstance(post, Send)
         last = bundle.messages[-1]
         if post.message != last:
@@ -124,7 +124,7 @@ class _Maker:
         return [*made, SimulatedPost(last, peer, post.channel, nbytes, sends, step, bundle.label)]
 
     def _await_bundle(self, bundle: Collective, step: int) -> list[Operation]:
-        """The first wait takes what was received apart."""
+        """Return the operations of waiting for a bundle: the first wait takes what was received apart."""
         if bundle in self.taken:
             return []
         self.taken.add(bundle)
@@ -142,11 +142,11 @@ class _Maker:
         return [*made, self._copy(copied, attend.step, "merge", merges)] if copied else made
 
     def _merges(self, first: bool) -> int:
-        """Results are merged by their log-sum-exp; gradients are added, and what comes first is copied."""
+        """Return 1 if results are merged by log-sum-exp, 0 where gradients are added or the first one is copied."""
         return int(not first and self.costs.direction == "forward")
 
     def _result_bytes(self, attend: Attend, result: Result) -> int:
-        """Nothing where the caller gets the kernel's own result."""
+        """Return the bytes that a result touches; 0 where the caller gets the kernel's own result."""
         slot = self.program.slots[result.into.slot]
         whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
         if slot.output and result.first and result.into.rows == whole == slot.rows:

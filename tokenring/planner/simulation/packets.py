@@ -2,7 +2,7 @@
 
 Between two ranks goes one stream a channel, of which a window is on its way. A packet waits at each wire until those
 that came before it have passed, whoever sent them; what was not sent while a wire was idle passes at once (a token
-bucket of tc-tbf; its reckoning by the moment at which the next packet is due is that of ITU-T I.371, Annex A).
+bucket of tc-tbf; its accounting by the moment at which the next packet is due is that of ITU-T I.371, Annex A).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Message:
 
 
 class _Packet(NamedTuple):
-    """What comes at a moment to the wire of this number on its way."""
+    """A packet that comes at a moment to the wire of this number on its way."""
 
     when: float
     tie: int
@@ -56,7 +56,7 @@ class _Wire:
     spent: float = -math.inf
 
     def passes(self, nbytes: float, now: float) -> float:
-        """When a packet that comes now has passed."""
+        """Return when a packet that comes now has passed."""
         self.spent = max(self.spent, now - self.burst_seconds) + nbytes / self.width
         return max(now, self.spent)
 
@@ -72,6 +72,7 @@ class Packets:
         self._ties = 0
 
     def begin(self, transfer: Transfer, now: float) -> None:
+        """Begin the transfer: queue its packets in its stream and send what the window allows; see Moving.begin."""
         wanted = math.ceil(transfer.left * PACKETS_OF_A_WINDOW / self._window_bytes)
         packets = min(MOST_PACKETS, max(1, wanted))
         stream = self._streams[transfer.src, transfer.dst, transfer.channel]
@@ -80,9 +81,11 @@ class Packets:
         self._listener.through(transfer)  # the next waits in the stream
 
     def next_moment(self, now: float) -> float:
+        """Return when the next packet comes to a wire or arrives; see Moving.next_moment."""
         return self._packets[0].when if self._packets else math.inf
 
     def advance(self, now: float) -> None:
+        """Move on every packet that comes on until this moment; see Moving.advance."""
         while self._packets and self._packets[0].when <= now:
             _, _, message, hop = heapq.heappop(self._packets)
             way = message.transfer.way
@@ -92,13 +95,15 @@ class Packets:
                 self._arrive(message, now)
 
     def settle(self, now: float, next_event: float) -> None:
+        """Do nothing: packets that came first have gone on already; see Moving.settle."""
         pass  # who came first has gone on already
 
     def is_idle(self) -> bool:
+        """Return whether no packet is on its way; see Moving.is_idle."""
         return not self._packets
 
     def _send(self, stream: _Stream, now: float) -> None:
-        """As much as the window allows leaves. The source need not wait for what has left."""
+        """Send as much as the window allows. The source need not wait for what has left."""
         while stream.unsent and self._has_room(stream):
             first = stream.unsent[0]
             stream.on_way += first.packet_bytes
@@ -111,7 +116,7 @@ class Packets:
                 self._listener.sent(first.transfer)
 
     def _has_room(self, stream: _Stream) -> bool:
-        """The window has, or nothing is on its way."""
+        """Return whether the window has room for a packet, or nothing is on its way."""
         packet = stream.unsent[0].packet_bytes
         window = max(self._window_bytes, PACKETS_OF_A_WINDOW * packet) * (1 + 1e-9)
         return not stream.packets or stream.on_way + packet <= window

@@ -1,4 +1,4 @@
-"""What a schedule costs on an interconnect: its programs, lowered as they would run, simulated pass by pass."""
+"""Predictions of what a schedule costs: its programs, lowered as they would run, simulated pass by pass."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Busiest(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """What the passes need one after another, each for its own."""
+        """Seconds that the passes need one after another, each for its own busiest wire."""
         return sum(each.seconds for each in self.of_passes)
 
     @property
     def is_one(self) -> bool:
-        """Whether one wire is the busiest of every pass."""
+        """True if one wire is the busiest of every pass."""
         return all(each.wire == self.worst for each in self.of_passes)
 
 
@@ -87,12 +87,12 @@ class Setting:
 
     @property
     def early_receives(self) -> bool:
-        """Whether receives are posted early: in one queue with sends they would block what they wait for."""
+        """True if receives are posted early: in one queue with sends they would block what they wait for."""
         return self.target.early_receives and not self.machine.messages.pair_serial
 
 
 class Least(NamedTuple):
-    """What a schedule needs at least, all passes together, as its parts overlap at best.
+    """The least that a schedule needs, all passes together, as its parts overlap at best.
 
     kernel_seconds: as a prediction's compute_seconds.
     """
@@ -103,12 +103,12 @@ class Least(NamedTuple):
 
     @property
     def wire_seconds(self) -> float:
-        """Of the busiest wire of each pass, for the bytes alone."""
+        """Seconds of the busiest wire of each pass, for the bytes alone."""
         return self.wires.seconds
 
 
 def least_seconds(schedule: ScheduleData, setting: Setting) -> Least:
-    """Far cheaper than a prediction, and never above it."""
+    """Return the least that a schedule needs: far cheaper than a prediction, and never above it."""
     storage, wires = storage_of(schedule), busiest(schedule, setting)
     kernels = []
     for direction in setting.passes:
@@ -130,7 +130,7 @@ def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs
 
 
 def wire_bytes(schedule: ScheduleData, setting: Setting, direction: Pass) -> dict[str, int]:
-    """What one pass puts on each wire."""
+    """Return the bytes that one pass puts on each wire."""
     loads: dict[str, int] = {}
     for (src, dst), nbytes in link_bytes(schedule, setting.workload, direction).items():
         for wire in setting.interconnect.way(src, dst):
@@ -139,7 +139,7 @@ def wire_bytes(schedule: ScheduleData, setting: Setting, direction: Pass) -> dic
 
 
 def busiest(schedule: ScheduleData, setting: Setting) -> Busiest:
-    """The wires that need longest for what the passes put on them."""
+    """Return the wires that need longest for what the passes put on them."""
     net = setting.interconnect
     loads = {direction: wire_bytes(schedule, setting, direction) for direction in setting.passes}
     total: Counter[str] = Counter()
@@ -169,7 +169,7 @@ def _burst_seconds(wire: str, net: Interconnect) -> float:
 
 
 def predict(schedule: ScheduleData, setting: Setting, record: bool = False) -> Prediction:
-    """Lower, simulate and add up."""
+    """Predict what a schedule costs: lower it, simulate its passes and add up."""
     made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
     pools = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
     return Prediction(
@@ -183,7 +183,7 @@ def predict(schedule: ScheduleData, setting: Setting, record: bool = False) -> P
 
 
 def _pass(schedule: ScheduleData, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, list[int]]:
-    """The outcome, what kernels take at least, and what each rank holds."""
+    """Return the outcome, what kernels take at least, and what each rank holds."""
     workload = setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
@@ -205,7 +205,7 @@ def _pass(schedule: ScheduleData, setting: Setting, direction: Pass, record: boo
 def lowered(
     schedule: ScheduleData, setting: Setting, direction: Pass, ranks: Iterable[int] | None = None
 ) -> Iterator[Program]:
-    """One pass as the setting's transport would run it, on these ranks, or on all."""
+    """Yield the programs of one pass as the setting's transport would run it, on these ranks, or on all."""
     storage, workload = storage_of(schedule), setting.workload
     target = replace(setting.target, early_receives=setting.early_receives)
     for rank in _ranks(schedule) if ranks is None else ranks:
@@ -218,5 +218,5 @@ def _ranks(schedule: ScheduleData) -> range:
 
 
 def kernel_seconds_of(program: Sequence[Operation]) -> float:
-    """What a rank's kernels take in all."""
+    """Return the seconds that a rank's kernels take in all."""
     return sum(each.seconds for each in program if isinstance(each, Compute) and each.kernel)

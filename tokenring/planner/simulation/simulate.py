@@ -1,8 +1,8 @@
-"""How long the programs of all ranks take on an interconnect: events in time.
+"""The simulation of the programs of all ranks on an interconnect: events in time.
 
 A rank works off its operations in order. A transfer begins when both ends have posted it, those before it
 between the same two ranks on the same channel are through, and the latency has passed; how it then moves,
-moving.py says. Where ranks share the cores of one machine, what they do there takes turns.
+in_flight.py and packets.py say. Where ranks share the cores of one machine, what they do there takes turns.
 Nothing else is known of schedules here: what was lowered is what is simulated.
 """
 
@@ -27,12 +27,12 @@ Canonical = Callable[[int, int], tuple[int, int]]  # of equal transfers, the one
 
 
 def every_transfer(src: int, dst: int) -> tuple[int, int]:
-    """Canonical where no transfer stands for another."""
+    """Return the pair as it is: canonical where no transfer stands for another."""
     return src, dst
 
 
 class TimeSpan(NamedTuple):
-    """What a rank did, or what was on its way to it, from when to when."""
+    """A span of time in which a rank did something, or a transfer was on its way to it."""
 
     rank: int
     what: str  # "kernel", "copy", "wait", or "transfer"
@@ -45,7 +45,7 @@ class TimeSpan(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What a simulated pass came to."""
+    """The result of a simulated pass."""
 
     seconds: float
     busy_seconds: list[float]  # of each rank: kernels, copies and posts
@@ -54,13 +54,13 @@ class Outcome:
 
     @property
     def exposed_seconds(self) -> float:
-        """What the busiest rank waits: communication that nothing hides."""
+        """Seconds that the busiest rank waits: communication that nothing hides."""
         return self.seconds - max(self.busy_seconds)
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """What is done on shared cores, and what then goes on: a rank, or a transfer."""
+    """A piece of work on shared cores, and the rank or the transfer that then goes on."""
 
     left_seconds: float
     begin: float
@@ -108,7 +108,7 @@ class Simulation:
         self.since = [0.0] * len(programs)  # when the current wait or work began
 
     def run(self) -> Outcome:
-        """Raises ScheduleError if the programs wait for each other for ever."""
+        """Run the pass. Raises ScheduleError if the programs wait for each other for ever."""
         for rank in range(len(self.programs)):
             self._at_time(self.start_seconds * (rank + 1), rank)
         while self.events or self.working or not self.moving.is_idle():
@@ -141,11 +141,11 @@ class Simulation:
         self.moving.advance(then)
 
     def _speed(self) -> float:
-        """Of each piece of work on the shared cores, of which none has more than one."""
+        """Return the cores that each piece of work on the shared cores has, at most one."""
         return min(1.0, self.cores / len(self.working)) if self.working else 1.0
 
     def _progress(self, seconds: float) -> None:
-        """So much of each piece of work is done."""
+        """Do so many seconds of each piece of work."""
         # What passes between two moments that are one as floats: else it would never end.
         least = max(EPSILON_SECONDS, 1e-15 * self.now)
         for each in self.working:
@@ -171,7 +171,7 @@ class Simulation:
         self.moving.begin(transfer, self.now)
 
     def arrived(self, transfer: Transfer) -> None:
-        """Who waits for it goes on. See Listener."""
+        """Let every rank go on that waits for the transfer; see Listener."""
         transfer.done = True
         if self.record:
             self.spans.append(
@@ -184,18 +184,18 @@ class Simulation:
                 self._at_time(self.now, rank)
 
     def sent(self, transfer: Transfer) -> None:
-        """Its source goes on. See Listener."""
+        """Let the transfer's source go on; see Listener."""
         if transfer.src in transfer.waiting:
             self._at_time(self.now, transfer.src)
 
     def through(self, transfer: Transfer) -> None:
-        """The next of its queue begins. See Listener."""
+        """Begin the next transfer of its queue; see Listener."""
         queue = self.queues[self._queue_of(transfer)]
         queue.popleft()
         self._start_next(queue)
 
     def _start_next(self, queue: deque[Transfer]) -> None:
-        """The first of a queue begins once both ends have posted it and it is ready."""
+        """Begin the first transfer of a queue once both ends have posted it and it is ready."""
         if not queue or queue[0].posted < 2 or queue[0].begin >= 0:
             return
         if queue[0].ready:
@@ -205,7 +205,7 @@ class Simulation:
             self._at_time(self.now + self.messages.latency_seconds, queue[0].dst, queue[0])
 
     def _handle(self, transfer: Transfer) -> None:
-        """Its latency has passed; what is left is work on the shared cores."""
+        """Put what is left of a transfer, whose latency has passed, as work on the shared cores."""
         seconds = self.messages.handling_seconds + transfer.nbytes / (self.messages.handling_gbs * 1e9)
         if seconds > 0:
             self.working.append(_Work(seconds, self.now, transfer.dst, transfer=transfer))
@@ -225,11 +225,11 @@ class Simulation:
         return *pair, transfer.channel if self.messages.channels > 1 else ""
 
     def _way_back(self, transfer: Transfer) -> tuple[int, int]:
-        """The other direction of its pair, or what stands for that."""
+        """Return the other direction of its pair, or what stands for that."""
         return self.canonical(transfer.dst, transfer.src)
 
     def _turns(self, transfer: Transfer) -> int:
-        """Of hosts opposite to each other, one transfer stands for both directions: in one queue, for both turns."""
+        """Return 2 if a transfer stands for both directions of opposite hosts in one queue, for both turns; else 1."""
         both = self.messages.pair_serial and self._way_back(transfer) == (transfer.src, transfer.dst)
         return 2 if both else 1
 
@@ -266,7 +266,7 @@ class Simulation:
                     self.at[rank] += 1
 
     def _work(self, rank: int, seconds: float, each: Compute | None = None) -> None:
-        """The rank is busy: on the shared cores, if there are any, and kernels there too if they share them."""
+        """Make the rank busy: on the shared cores, if there are any, and kernels there too if they share them."""
         if self.cores < math.inf and (self.kernels_share or not (each and each.kernel)):
             self.working.append(_Work(seconds, self.now, rank, each))
             return
@@ -307,9 +307,9 @@ def simulate(
     kernels_share: bool = False,
     start_seconds: float = 0.0,
 ) -> Outcome:
-    """One pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
+    """Simulate one pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
 
-    canonical: where the programs are those of one of many equal hosts, which transfer stands for one (fold.py).
+    canonical: where the programs are those of one of many equal hosts, which transfer stands for one (symmetry.py).
     cores: that all ranks share for what is not a kernel, and with kernels_share for kernels (Machine). sharing_seconds:
     so long, a transfer that has begun may wait for its share while others begin and end: far fewer times are wires
     shared out (of packets, nothing). start_seconds: of each rank, which start one after another.

@@ -12,17 +12,17 @@ PARTIAL_SLACK = 2  # steps: a partial sent after tile s arrives while tile s+1 r
 
 
 def at_query(pair: Pair) -> int:
-    """q stays, kv travels."""
+    """Place a pair at the owner of q: q stays, kv travels."""
     return pair.q_owner
 
 
 def at_key(pair: Pair) -> int:
-    """kv stays, q travels."""
+    """Place a pair at the owner of kv: kv stays, q travels."""
     return pair.kv_owner
 
 
 def ring(direction: int = 1, pieces: int = 1) -> Scheme:
-    """Ring Attention (arXiv:2310.01889): kv blocks circulate; in backward their gradients follow them."""
+    """Make Ring Attention (arXiv:2310.01889): kv blocks circulate; in backward their gradients follow them."""
     gather = routes.ring(direction)
     return Scheme(
         "ring", at_query, gather_kv=gather, return_kv=routes.follow(gather), kv_pieces=pieces, slack=GRADIENT_SLACK
@@ -30,12 +30,12 @@ def ring(direction: int = 1, pieces: int = 1) -> Scheme:
 
 
 def tokenring(direction: int = 1, pieces: int = 1) -> Scheme:
-    """TokenRing (arXiv:2412.20501): q blocks circulate, partials go straight back to their owner."""
+    """Make TokenRing (arXiv:2412.20501): q blocks circulate, partials go straight back to their owner."""
     return Scheme("tokenring", at_key, gather_q=routes.ring(direction), q_pieces=pieces, slack=PARTIAL_SLACK)
 
 
 def bidirectional(pieces: int = 2) -> Scheme:
-    """Half of each kv block goes round each way."""
+    """Make the scheme in which half of each kv block goes round each way."""
     gather = routes.both_ways
     return Scheme(
         "bidirectional",
@@ -48,7 +48,7 @@ def bidirectional(pieces: int = 2) -> Scheme:
 
 
 def direct_kv(pieces: int = 1, fused: bool = False) -> Scheme:
-    """Every kv block goes straight to every rank: an all-gather over a full mesh.
+    """Make the scheme in which every kv block goes straight to every rank: an all-gather over a full mesh.
 
     fused: one tile for all that is due of one piece; else a tile for each rank it came from.
     """
@@ -56,7 +56,7 @@ def direct_kv(pieces: int = 1, fused: bool = False) -> Scheme:
 
 
 def direct_q(pieces: int = 1, fused: bool = False) -> Scheme:
-    """Every q block goes straight to every rank, partials straight back; `fused` as in direct_kv."""
+    """Make a scheme with every q block straight to every rank, partials straight back; `fused` as in direct_kv."""
     return Scheme("direct-q", at_key, gather_q=_direct(fused), q_pieces=pieces)
 
 
@@ -65,21 +65,21 @@ def _direct(fused: bool) -> routes.Gather:
 
 
 def all_gather_kv(world_size: int) -> Scheme:
-    """Every kv block goes straight to every rank, and each computes all it has to in one tile."""
+    """Make a scheme with every kv block straight to every rank, which computes all it has to in one tile."""
     return Scheme("all-gather-kv", at_query, gather_kv=routes.all_to_all, together=True)
 
 
 def kv_cut(scheme: Scheme, pieces: int) -> Scheme:
-    """kv in so many pieces, whose order the routes know themselves."""
+    """Return the scheme with kv in so many pieces, whose order the routes know themselves."""
     return replace(scheme, kv_pieces=pieces)
 
 
 def q_cut(scheme: Scheme, pieces: int) -> Scheme:
-    """q in so many pieces, whose order the routes know themselves."""
+    """Return the scheme with q in so many pieces, whose order the routes know themselves."""
     return replace(scheme, q_pieces=pieces)
 
 
 def fused(scheme: Scheme) -> Scheme:
-    """Straight routes on which all blocks of one piece are due together."""
+    """Return the scheme with straight routes on which all blocks of one piece are due together."""
     q, kv = (routes.direct_fused if of is routes.direct else of for of in (scheme.gather_q, scheme.gather_kv))
     return replace(scheme, gather_q=q, gather_kv=kv)

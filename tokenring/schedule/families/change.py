@@ -11,7 +11,7 @@ from tokenring.schedule.scheme import Pair, Placement, Scheme
 
 
 def arranged(scheme: Scheme, order: Sequence[int]) -> Scheme:
-    """The same scheme with its ranks renumbered: order[i] is the real rank that plays rank i.
+    """Return the scheme with its ranks renumbered: order[i] is the real rank that plays rank i.
 
     So a scheme whose neighbours or nodes are runs of numbers fits a machine that numbers its ranks otherwise.
     `place_for` speaks of real ranks anyway. Raises ConfigurationError unless `order` has each rank once.
@@ -62,14 +62,15 @@ def _check_size(scheme: Scheme, order: tuple[int, ...], world_size: int) -> None
 
 
 def mirrored(scheme: Scheme, world_size: int) -> Scheme:
-    """The ranks in opposite order: what went to rank + 1 goes to rank - 1. Nodes of neighbours stay together."""
+    """Reverse the ranks of a scheme: what went to rank + 1 goes to rank - 1. Nodes of neighbours stay together."""
     return arranged(scheme, range(world_size - 1, -1, -1))
 
 
 def in_pieces(scheme: Scheme, pieces: int) -> Scheme:
-    """What moves in so many pieces: q where q moves, else kv. Each stage of the scheme becomes `pieces` stages.
+    """Return the scheme with what moves in so many pieces: q where q moves, else kv.
 
-    So a piece is computed, passed on or sent home while the next is on its way.
+    Each stage of the scheme becomes `pieces` stages. So a piece is computed, passed on or sent home while the next is
+    on its way.
     """
     if pieces == 1 or scheme.gather_q is scheme.gather_kv is stay:
         return scheme
@@ -110,7 +111,7 @@ def _uncut(origin: BlockOrigin, pieces: int) -> BlockOrigin:
 
 
 def _slower(gather: Gather, pieces: int, cut: bool) -> Gather:
-    """The route with `pieces` steps for each of its own; a piece has one of them."""
+    """Return the route with `pieces` steps for each of its own; a piece has one of them."""
     if gather is stay:
         return stay
 

@@ -1,4 +1,4 @@
-"""Which parameters of a family are worth trying: for a world size, a head count and the ranks of a node."""
+"""Parameters of a family that are worth trying: for a world size, a head count and the ranks of a node."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ LEAST_GAIN = 4  # query heads a kv head from which moving Q never pays
 
 
 def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, from 1 on."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def split_heads(workload: Workload | None, groups: int) -> bool:
-    """Whether heads divide into so many groups; unknown heads do."""
+    """Return whether heads divide into so many groups; unknown heads do."""
     if workload is None:
         return True
     q, kv = workload.q_heads, workload.kv_heads
@@ -30,7 +31,7 @@ def split_heads(workload: Workload | None, groups: int) -> bool:
 
 
 def ulysses(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """In waves only where none gets a kv head twice."""
+    """Yield parameters of Ulysses: in waves only where no rank gets a kv head twice."""
     for waves in WAVES:
         groups = world_size * waves
         if split_heads(workload, groups) and (waves == 1 or (workload is not None and workload.kv_heads >= groups)):
@@ -38,14 +39,14 @@ def ulysses(world_size: int, workload: Workload | None, local: int) -> Iterator[
 
 
 def packed(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Where Ulysses does not fit: as many head groups as there are kv heads, or a few heads in each."""
+    """Yield head groups where Ulysses does not fit: as many as there are kv heads, or a few heads in each."""
     if workload is not None:
         fitting = [groups for groups in divisors(workload.kv_heads) if groups > 1 and groups % world_size]
         yield from ((groups,) for groups in fitting[-PACKINGS:])
 
 
 def uneven(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Where Ulysses does not fit, and more than half of the ranks have something to compute.
+    """Yield parameters of uneven, where Ulysses does not fit and more than half of the ranks have work.
 
     With the fewest and with the most head groups of those with which the busiest rank has fewest heads.
     """
@@ -59,17 +60,17 @@ def uneven(world_size: int, workload: Workload | None, local: int) -> Iterator[N
 
 
 def usp(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Neither Ulysses nor a ring alone."""
+    """Yield parameters of usp that are neither Ulysses nor a ring alone."""
     yield from ((heads,) for heads in divisors(world_size)[1:-1] if split_heads(workload, heads))
 
 
 def tiles(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Both Q and KV move."""
+    """Yield parameters of tiles with which both Q and KV move."""
     yield from ((queries, world_size // queries) for queries in divisors(world_size)[1:-1])
 
 
 def sub_sharded(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """All but Ulysses."""
+    """Yield parameters of sub-sharded, all but those that are Ulysses."""
     for heads in divisors(world_size)[:-1]:
         if split_heads(workload, heads):
             pieces = world_size // heads
@@ -77,7 +78,7 @@ def sub_sharded(world_size: int, workload: Workload | None, local: int) -> Itera
 
 
 def mixed(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """By the workload's query heads a kv head; in one and in two head groups."""
+    """Yield parameters of mixed, by the workload's query heads a kv head; in one and in two head groups."""
     ratio = 1 if workload is None else workload.q_heads // workload.kv_heads
     if world_size > 1 and ratio < LEAST_GAIN:
         yield () if ratio == 1 else (ratio,)
@@ -86,18 +87,18 @@ def mixed(world_size: int, workload: Workload | None, local: int) -> Iterator[Nu
 
 
 def nodes(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """What two levels are for: several nodes of several ranks."""
+    """Yield the ranks of a node where there are several nodes of several ranks: what two levels are for."""
     if 1 < local < world_size:
         yield (local,)
 
 
 def mesh(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Two dimensions inside a node, and one across nodes if there are several."""
+    """Yield the sizes of meshes: two dimensions inside a node, and one across nodes if there are several."""
     for size in divisors(local)[1:-1]:
         yield (*([world_size // local] if local < world_size else []), size, local // size)
 
 
 def multi_ring(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """From three ranks on, fewer have one ring."""
+    """Yield the parameters of multi-ring, none but its name, from three ranks on: fewer have one ring."""
     if world_size > 2 and (world_size % 2 or world_size <= LARGEST_SEARCH) and hamiltonian(world_size) is not None:
         yield ()

@@ -18,7 +18,10 @@ WORSE = 0.3  # and how much less often for each cycle more
 
 @lru_cache(maxsize=32)
 def hamiltonian(world_size: int) -> Cycles | None:
-    """after[cycle][rank], or None where there are none or the search found none. The same on every rank."""
+    """Return after[cycle][rank], or None where there are none or the search found none.
+
+    Returns the same on every rank.
+    """
     if world_size in (4, 6):
         return None
     if world_size % 2 == 0 and world_size > 2:
@@ -29,7 +32,10 @@ def hamiltonian(world_size: int) -> Cycles | None:
 
 
 def _walecki(world_size: int) -> Cycles:
-    """Odd: zigzag through a circle of all ranks but one, back through that one, turned by one each time; both ways."""
+    """Return the cycles of an odd number of ranks.
+
+    Each is a zigzag through a circle of all ranks but one, back through that one, turned by one each time; both ways.
+    """
     circle = world_size - 1
     zigzag = [(index + 1) // 2 * (1 if index % 2 else -1) for index in range(circle)]
     found = []
@@ -45,7 +51,10 @@ def _after(path: list[int]) -> tuple[int, ...]:
 
 
 def _search(world_size: int) -> Cycles | None:
-    """Even: exchange parts of two rows of a Latin square until every row but the identity is one cycle."""
+    """Search for the cycles of an even number of ranks.
+
+    Exchanges parts of two rows of a Latin square until every row but the identity is one cycle.
+    """
     random = Random(0).random  # its sequence is the same in every version of Python
     first, *rows = _square(world_size, random)
     back = _inverse(first)
@@ -72,7 +81,10 @@ def _search(world_size: int) -> Cycles | None:
 
 
 def _square(size: int, random: Callable[[], float]) -> list[Row]:
-    """A Latin square to start from, with as many odd rows as the goal has, modulo two: exchanges cannot change that."""
+    """Return a Latin square to start from, with as many odd rows as the goal has, modulo two.
+
+    Exchanges cannot change that.
+    """
     rows = [[(rank + far) % size for rank in range(size)] for far in range(size)]
     while size % 4 == 0:
         a, b = _two(size, random)
@@ -94,7 +106,7 @@ def _two(size: int, random: Callable[[], float]) -> tuple[int, int]:
 
 
 def _circle(one: Row, other: Row, start: int) -> list[int]:
-    """The least set of columns with `start` in which both rows have the same numbers."""
+    """Return the least set of columns with `start` in which both rows have the same numbers."""
     where = _inverse(one)
     columns, column = [start], where[other[start]]
     while column != start:

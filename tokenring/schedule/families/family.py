@@ -17,7 +17,7 @@ Choices = Callable[[int, "Workload | None", int], Iterable[Numbers]]  # world si
 
 
 class Misfit(Exception):
-    """Why parameters do not fit a world size; becomes a ConfigurationError that says what was asked."""
+    """Parameters do not fit a world size; becomes a ConfigurationError that says what was asked."""
 
 
 def refuse(when: bool, why: str) -> None:
@@ -27,7 +27,7 @@ def refuse(when: bool, why: str) -> None:
 
 
 def once(world_size: int, workload: Workload | None, local: int) -> Iterable[Numbers]:
-    """A family without parameters, or with their defaults alone."""
+    """Return no parameters: for a family without any, or with their defaults alone."""
     return [()]
 
 
@@ -58,7 +58,7 @@ class Family:
 
     @property
     def form(self) -> str:
-        """How its name is written: usp/U, ulysses[/K]."""
+        """Form in which its name is written: usp/U, ulysses[/K]."""
         more = "x..." if self.repeats else ""
         if not self.parameters:
             return self.name
@@ -66,16 +66,16 @@ class Family:
         return f"{self.name}[{text}]" if self.optional == len(self.parameters) else self.name + text
 
     def written(self, parameters: Numbers) -> str:
-        """The name of one member."""
+        """Return the name of one member."""
         return self.name + ("/" + "x".join(map(str, parameters)) if parameters else "")
 
     def takes(self, count: int) -> bool:
-        """Whether it can have so many parameters."""
+        """Return whether the family can have so many parameters."""
         most = len(self.parameters)
         return most - self.optional <= count and (count <= most or self.repeats)
 
     def make(self, parameters: Numbers, world_size: int) -> Scheme:
-        """The scheme for so many ranks. Raises ConfigurationError if the parameters do not fit."""
+        """Make the scheme for so many ranks. Raises ConfigurationError if the parameters do not fit."""
         name = self.written(parameters)
         try:
             return replace(self.scheme(world_size, *parameters), name=name)
@@ -85,12 +85,12 @@ class Family:
             ) from None
 
     def variants(self, world_size: int, workload: Workload | None = None, local: int | None = None) -> list[str]:
-        """The names of its members worth trying, with `local` ranks a node (None: one node)."""
+        """Return the names of its members worth trying, with `local` ranks a node (None: one node)."""
         local = local if local and world_size % local == 0 else world_size
         return [self.written(each) for each in self.choices(world_size, workload, local)]
 
     def _instead(self, world_size: int) -> str:
-        """Names that would fit, where there are parameters to choose."""
+        """Return names that would fit, as the end of an error, where there are parameters to choose."""
         if not self.parameters:
             return ""
         locals_ = [local for local in range(2, world_size) if world_size % local == 0]

@@ -1,4 +1,4 @@
-"""What the numbers and the options in a schedule's name say, in a few words each."""
+"""Meanings of the numbers and the options in a schedule's name, in a few words each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS_SAY = {
 
 
 def meanings(names: Iterable[str]) -> dict[str, str]:
-    """What is written in these names behind the families, each once: as it is written, and what it says."""
+    """Return what is written in these names behind the families, each once: as it is written, and what it says."""
     known = [named for name in names if (named := _parsed(name)) is not None]
     found: dict[str, str] = {}
     for named in known:
@@ -48,7 +48,7 @@ def meanings(names: Iterable[str]) -> dict[str, str]:
 
 
 def _parsed(name: str) -> Named | None:
-    """None for a schedule of somebody's own, which may have any name."""
+    """Return what a name says; None for a user's own schedule, which may have any name."""
     try:
         return parse(name)
     except ConfigurationError:

@@ -14,7 +14,10 @@ Seen = tuple[float, float]  # tokens of q and of kv that a tile needs
 
 
 def mixed(world_size: int, ratio: int = 1, head_groups: int = 1) -> Scheme:
-    """`ratio` query heads share a kv head. Several head groups can share a pair's work between Q and KV."""
+    """Make the scheme in which Q or KV moves, as suits each pair of ranks.
+
+    `ratio` query heads share a kv head. Several head groups can share a pair's work between Q and KV.
+    """
 
     def place_for(q_layout: Layout, kv_layout: Layout, mask: Mask) -> Placement:
         by_q = _choices(q_layout, kv_layout, mask, ratio, head_groups)
@@ -26,7 +29,7 @@ def mixed(world_size: int, ratio: int = 1, head_groups: int = 1) -> Scheme:
 
 
 def _choices(q_layout: Layout, kv_layout: Layout, mask: Mask, ratio: int, groups: int) -> dict[tuple[int, int], int]:
-    """For each (q owner, kv owner): in how many head groups q moves."""
+    """Return, for each (q owner, kv owner), in how many head groups q moves."""
     world = q_layout.world_size
     chosen = {(rank, rank): 0 for rank in range(world)}
     for low in range(world):
@@ -39,7 +42,7 @@ def _choices(q_layout: Layout, kv_layout: Layout, mask: Mask, ratio: int, groups
 
 
 def _cost(seen: tuple[Seen, Seen], by_q: tuple[int, int], ratio: int, groups: int) -> tuple[float, ...]:
-    """Of the pair's two links: the busier one, both, and how unequal the two ranks' work is. Q moves twice, as O."""
+    """Return the cost of two links: the busier one, both, and how unequal the ranks' work is. Q moves twice, as O."""
     kv, (one, other) = 2 / ratio, seen
     q_and_out = by_q[0] * one[0] + by_q[1] * other[0]  # both ways
     there = q_and_out + (groups - by_q[1]) * kv * other[1]
@@ -48,7 +51,7 @@ def _cost(seen: tuple[Seen, Seen], by_q: tuple[int, int], ratio: int, groups: in
 
 
 def _seen(q_layout: Layout, kv_layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> Seen:
-    """Tokens of the q chunks that see something of the other's kv, and of the kv chunks that are seen."""
+    """Return the tokens of the q chunks that see something of the other's kv, and of the kv chunks that are seen."""
     q, kv = (
         [of.chunks[chunk] for chunk in of.owned_by(rank)] for of, rank in ((q_layout, q_owner), (kv_layout, kv_owner))
     )

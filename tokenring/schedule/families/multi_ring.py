@@ -11,7 +11,7 @@ from tokenring.schedule.scheme import Scheme
 
 
 def multi_ring(world_size: int) -> Scheme:
-    """Piece i of each KV block goes round Hamiltonian cycle i; in backward gradients follow."""
+    """Make a scheme with piece i of each KV block round Hamiltonian cycle i; in backward gradients follow."""
     gather = _rings(_cycles(world_size, "direct-kv"))
     return Scheme(
         "multi-ring", at_query, gather_kv=gather, return_kv=routes.follow(gather),
@@ -20,7 +20,7 @@ def multi_ring(world_size: int) -> Scheme:
 
 
 def multi_ring_q(world_size: int) -> Scheme:
-    """Piece i of each Q block goes round Hamiltonian cycle i; partials go straight back."""
+    """Make the scheme in which piece i of each Q block goes round Hamiltonian cycle i; partials go straight back."""
     gather = _rings(_cycles(world_size, "direct-q"))
     return Scheme("multi-ring-q", at_key, gather_q=gather, q_pieces=max(1, world_size - 1), slack=PARTIAL_SLACK)
 

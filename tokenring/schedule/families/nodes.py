@@ -16,7 +16,7 @@ def _nodes(world_size: int, local: int, what: str = "node") -> int:
 
 
 def usp(world_size: int, heads: int) -> Scheme:
-    """Ulysses in groups of `heads` neighbours; KV rings join the ranks that have the same heads."""
+    """Make Ulysses in groups of `heads` neighbours; KV rings join the ranks that have the same heads."""
     groups = _nodes(world_size, heads, "group")
 
     def here(origin: BlockOrigin) -> int:
@@ -37,7 +37,7 @@ def usp(world_size: int, heads: int) -> Scheme:
 
 
 def double_ring(world_size: int, local: int) -> Scheme:
-    """KV rings inside each node, and from node to node; gradients are added up in a node before they cross."""
+    """Make a scheme of KV rings inside nodes, and from node to node; gradients are added up before they cross."""
     nodes = _nodes(world_size, local)
 
     def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
@@ -58,7 +58,7 @@ def double_ring(world_size: int, local: int) -> Scheme:
 
 
 def case_iii(world_size: int, local: int, direct: bool = False) -> Scheme:
-    """Q goes round (or straight) inside a node, KV from node to node; partials go straight back inside the node."""
+    """Make a scheme with Q round (or straight) inside a node, KV from node to node; partials straight back inside."""
     nodes = _nodes(world_size, local)
 
     def gather_q(origin: BlockOrigin) -> tuple[Hop, ...]:
@@ -83,18 +83,21 @@ def case_iii(world_size: int, local: int, direct: bool = False) -> Scheme:
 
 
 def case_iii_direct(world_size: int, local: int) -> Scheme:
-    """Case III with Q straight to the ranks of its node."""
+    """Make Case III with Q straight to the ranks of its node."""
     return case_iii(world_size, local, direct=True)
 
 
 def reduced(world_size: int, local: int) -> Scheme:
-    """Q goes straight to every rank; partials are added up inside the other node before they cross."""
+    """Make a scheme with Q straight to every rank; partials are added up inside the other node before they cross."""
     _nodes(world_size, local)
     return Scheme("reduced", at_key, gather_q=routes.direct, return_q=_through_relays(local))
 
 
 def _through_relays(local: int) -> routes.Return:
-    """In each node the rank in the owner's place adds up what its node made, and sends it across."""
+    """Make the return route by which a relay in each node, in the owner's place, adds up what its node made.
+
+    The relay sends it across.
+    """
 
     def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
         hops: list[Hop] = []
@@ -114,23 +117,23 @@ def _through_relays(local: int) -> routes.Return:
 
 
 def relay(world_size: int, local: int) -> Scheme:
-    """Each KV block crosses once to each other node, by its place's own NIC, and is passed on inside it."""
+    """Make a scheme in which KV crosses once to each other node, by its place's own NIC, and is passed on inside it."""
     return mesh_kv(world_size, _nodes(world_size, local), local)
 
 
 def relay_q(world_size: int, local: int) -> Scheme:
-    """The same with Q; partials come back the same way, added up in the node before they cross."""
+    """Make a scheme like `relay` with Q; partials come back the same way, added up in the node before they cross."""
     return mesh_q(world_size, _nodes(world_size, local), local)
 
 
 def mesh_kv(world_size: int, *sizes: int) -> Scheme:
-    """KV is gathered along one dimension of a mesh, then along the next; gradients are added up on the way back."""
+    """Make a scheme with KV gathered along one mesh dimension, then the next; gradients added up on the way back."""
     gather = _mesh(world_size, sizes)
     return Scheme("mesh-kv", at_query, gather_kv=gather, return_kv=routes.reduce_back(gather))
 
 
 def mesh_q(world_size: int, *sizes: int) -> Scheme:
-    """Q is gathered along one dimension of a mesh, then along the next; partials are added up on the way back."""
+    """Make a scheme with Q gathered along one mesh dimension, then the next; partials added up on the way back."""
     gather = _mesh(world_size, sizes)
     return Scheme("mesh-q", at_key, gather_q=gather, return_q=routes.reduce_back(gather))
 

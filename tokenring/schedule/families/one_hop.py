@@ -13,17 +13,17 @@ KEEP = frozenset({"q", "kv"})
 
 
 def to(rank: int, origin: BlockOrigin, step: int = 0, due: int = 0) -> tuple[Hop, ...]:
-    """Straight to one rank, if that is not the owner."""
+    """Return the hop straight to one rank, none if that is the owner."""
     return () if rank == origin.owner else (Hop(step, origin.owner, rank, due),)
 
 
 def ulysses(world_size: int, waves: int = 1) -> Scheme:
-    """Each rank computes `waves` head groups of everything; one is exchanged while the one before is computed."""
+    """Make Ulysses of `waves` head groups of everything a rank; one is exchanged while the one before is computed."""
     return replace(uneven(world_size, world_size * waves), name="ulysses")
 
 
 def packed(world_size: int, groups: int) -> Scheme:
-    """Ulysses for any number of head groups: a rank computes some of them whole, and of one or two more some rows.
+    """Make Ulysses for any number of head groups: a rank computes some whole, and of one or two more some rows.
 
     Each head group is a row of tiles for each owner of queries. All groups × P rows, head group after head group, are
     cut into P equal shares. So every rank computes equally much, Q and O move once, and the KV of a head group moves
@@ -32,7 +32,10 @@ def packed(world_size: int, groups: int) -> Scheme:
     cycle = world_size // gcd(groups, world_size)
 
     def rank_of(heads: int, q_owner: int) -> int:
-        """Share s has `groups` neighbouring owners' rows; it is given to one of these, so that its own rows stay."""
+        """Return the rank of a row of tiles.
+
+        Share s has `groups` neighbouring owners' rows; it is given to one of these, so that its own rows stay.
+        """
         share = (heads * world_size + q_owner) // groups
         return (share * groups + share // cycle) % world_size
 
@@ -42,7 +45,7 @@ def packed(world_size: int, groups: int) -> Scheme:
     first = {rank: heads for heads in reversed(range(groups)) for rank in ranks_of(heads)}
 
     def due(heads: int, rank: int) -> int:
-        """A rank's head groups are due one after another: it computes one while the next is on its way."""
+        """Return when a rank's head group is due: it computes one while the next is on its way."""
         return 1 + heads - first[rank]
 
     def gather_q(origin: BlockOrigin) -> tuple[Hop, ...]:
@@ -60,7 +63,7 @@ def packed(world_size: int, groups: int) -> Scheme:
 
 
 def uneven(world_size: int, groups: int) -> Scheme:
-    """Ulysses for any number of head groups, each computed whole, so that some ranks have one more than others.
+    """Make Ulysses for any number of head groups, each computed whole, so that some ranks have one more than others.
 
     As DeepSpeed's uneven heads, also for fewer than ranks. Every tensor moves once, to one rank, so bytes are those of
     Ulysses; but kernels of the busiest rank take longer than in `packed`, where all compute equally much.
@@ -71,7 +74,7 @@ def uneven(world_size: int, groups: int) -> Scheme:
         return heads * world_size // groups
 
     def wave(heads: int) -> int:
-        """A rank's head groups one after another: one is exchanged while the one before is computed."""
+        """Return when a rank's head group is due: one is exchanged while the one before is computed."""
         first = -(-rank_of(heads) * groups // world_size)
         return heads - first
 
@@ -85,7 +88,7 @@ def uneven(world_size: int, groups: int) -> Scheme:
 
 
 def tiles(world_size: int, queries: int, keys: int) -> Scheme:
-    """Rank (x, y) computes Q of all (x', y) with KV of all (x, y')."""
+    """Make the scheme in which rank (x, y) computes Q of all (x', y) with KV of all (x, y')."""
     refuse(queries * keys != world_size, f"{queries} × {keys} is not {world_size}")
 
     def gather_q(origin: BlockOrigin) -> tuple[Hop, ...]:
@@ -103,7 +106,7 @@ def tiles(world_size: int, queries: int, keys: int) -> Scheme:
 
 
 def sub_sharded(world_size: int, heads: int, queries: int, keys: int) -> Scheme:
-    """Each rank computes one head group of one piece of everybody's Q with one piece of everybody's KV."""
+    """Make a scheme where each rank computes one head group: one piece of everybody's Q with one of everybody's KV."""
     product = heads * queries * keys
     refuse(product != world_size, f"{heads} × {queries} × {keys} is {product}, not {world_size}")
 

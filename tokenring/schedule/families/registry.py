@@ -99,7 +99,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Named:
-    """What a name says."""
+    """A schedule's name, read: its family, parameters and options."""
 
     text: str
     family: Family
@@ -108,7 +108,7 @@ class Named:
     pieces: int | None = None
 
     def make(self, world_size: int, direction: int = 1, pieces: int | None = None, small: bool = False) -> Scheme:
-        """The scheme for so many ranks. Raises ConfigurationError if it does not fit them.
+        """Make the scheme for so many ranks. Raises ConfigurationError if it does not fit them.
 
         direction: -1 for its mirror image. pieces: None for what the name says, else the fewest.
         small: for small tiles.
@@ -134,7 +134,7 @@ class Named:
 
 
 def parse(name: str) -> Named:
-    """What a name says. Raises ConfigurationError; whether it fits a world size is asked when it is made."""
+    """Return what a name says. Raises ConfigurationError; its fit to a world size is checked when it is made."""
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     family = FAMILIES.get(match[1]) if match else None
     if match is None or family is None:
@@ -165,29 +165,29 @@ def _count(family: Family) -> str:
 
 
 def _example(family: Family) -> str:
-    """A member on eight ranks."""
+    """Return the name of a member on eight ranks."""
     return next(iter(family.variants(8, None, 4 if family.choices is choices.nodes else None)), family.name)
 
 
 def forms() -> str:
-    """How all names are written."""
+    """Return how all names are written."""
     return ", ".join(family.form for family in FAMILIES.values())
 
 
 def family_of(name: str) -> str:
-    """What stands before the numbers and options of a name."""
+    """Return what stands before the numbers and options of a name."""
     return name.partition("/")[0]
 
 
 def is_known(name: str) -> bool:
-    """Whether it names a family, whatever the parameters."""
+    """Return whether it names a family, whatever the parameters."""
     return family_of(name) in FAMILIES
 
 
 def expand(
     names: Sequence[str], world_size: int, workload: Workload | None = None, local: int | None = None
 ) -> list[str]:
-    """Names for a planner to choose among: a family stands for all its members worth trying.
+    """Return names for a planner to choose among: a family stands for all its members worth trying.
 
     Raises ConfigurationError for unknown names, and where nothing is left.
     """
@@ -207,7 +207,7 @@ def expand(
 
 
 def variants(world_size: int, workload: Workload | None = None, local: int | None = None) -> list[str]:
-    """The names of all schedules worth trying, with `local` ranks a node (None: one node)."""
+    """Return the names of all schedules worth trying, with `local` ranks a node (None: one node)."""
     return [name for family in FAMILIES.values() for name in family.variants(world_size, workload, local)]
 
 
@@ -219,7 +219,7 @@ def misfit(
     kv_layout: Layout | None = None,
     pieces: int | None = None,
 ) -> str | None:
-    """Why a schedule does not fit: the world size, heads that do not divide, chunks that do not; None if it does."""
+    """Return why a schedule does not fit (the world size, heads or chunks that do not divide), None if it does."""
     try:
         scheme = parse(name).make(world_size, pieces=pieces)
         check_fit(name, scheme, workload, q_layout, kv_layout)
