@@ -17,7 +17,7 @@ MOST_TOGETHER = 512  # whose operands, lists of lengths and results one call is 
 
 
 def together(instructions: Iterable[Instruction], kernel: AttentionKernel) -> Iterator[Together]:
-    """Yield the instructions in order, in tuples: kernel calls that go together in one, every other instruction alone."""
+    """Yield the instructions in order, in tuples: kernel calls that go together in one, all others alone."""
     run: list[Attend] = []  # of one tile, each beyond the one before
     for instruction in instructions:
         if isinstance(instruction, Attend) and isinstance(kernel, PackingKernel):

@@ -56,7 +56,7 @@ class _First(torch.autograd.Function):
 
 
 def first(compute: Callable[[], Gradients], *depends: torch.Tensor) -> Gradients:
-    """Return what `compute` gives in a backward pass, with a node on it that refuses a second derivative by `depends`."""
+    """Return what `compute` gives in a backward pass; a node on it refuses a second derivative by `depends`."""
     if not torch.is_grad_enabled():  # this pass is not recorded
         return compute()
     made: Gradients = _First.apply(compute, *depends)  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def refuse_recorded() -> None:
 
 
 def refuse_transforms() -> None:
-    """Raise UnsupportedError inside torch.func's transforms, whose tensors are wrappers, before ranks exchange anything."""
+    """Raise UnsupportedError inside torch.func's transforms, whose tensors are wrappers, before any exchange."""
     if torch._C._are_functorch_transforms_active():  # what autograd.Function.apply asks
         raise UnsupportedError(TRANSFORM)
 

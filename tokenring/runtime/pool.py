@@ -36,7 +36,7 @@ class Pool:
 
     @staticmethod
     def of(transport: Transport | None, device: torch.device) -> Pool:
-        """Return a new pool; where peers write into it, the transport's only one, as growing it is a collective call."""
+        """Return a new pool; where peers write into it, the transport's only one: growing it is a collective call."""
         if transport is None or not transport.target.one_sided:
             return Pool(device)
         if transport.pool is None:

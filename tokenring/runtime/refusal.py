@@ -31,7 +31,7 @@ class refusing:
     __slots__ = ("_cp", "_direction", "_given")
 
     def __init__(self, cp: Caller, direction: Pass, *given: object) -> None:
-        """Guard a pass. given: the call's tensors or device, by which ranks without a transport yet find the same one."""
+        """Guard a pass. given: the call's tensors or device, by which ranks without a transport find the same one."""
         self._cp, self._direction, self._given = cp, direction, given
 
     def __enter__(self) -> None:
