@@ -184,7 +184,7 @@ class ContextParallel(Standing):
 
     @property
     def transport(self) -> Transport | None:
-        """The transport, made at the first use, by all ranks together; None for one rank. "auto": "hccl" for NPUs alone."""
+        """The transport, made at the first use by all ranks together; None for one rank. "auto": "hccl" for NPUs."""
         return self.transport_for(None)
 
     def transport_for(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
@@ -245,7 +245,7 @@ class ContextParallel(Standing):
         return self._agreed.get(request) or self._plan(request)
 
     def executor(self, request: Request, direction: Pass) -> Executor:
-        """Return the executor of a pass of a call on this rank. Raises ConfigurationError if ranks ask for different calls."""
+        """Return the executor of a pass on this rank. Raises ConfigurationError if ranks ask for different calls."""
         transport = self._begin(request, direction)
         with beginning(transport):
             return self._bound(request, direction)

@@ -28,4 +28,4 @@ class Caller(Protocol):
         """Return the transport for tensors on this device, if there is one already."""
 
     def speaker(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
-        """Return the transport by which ranks agree on a call of tensors on this device; None: no other rank is there."""
+        """Return the transport by which ranks agree on a call of tensors on this device; None: this rank is alone."""
