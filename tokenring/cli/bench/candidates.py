@@ -108,7 +108,7 @@ class RaceSetting:
         return {"causal": True, "full": False}.get(str(self.mask))
 
     def positions(self, layout: str) -> torch.Tensor:
-        """Return this rank's positions in a layout: int64 [T]. Raises ConfigurationError if the length does not divide."""
+        """Return this rank's positions in a layout: int64 [T]. Raises ConfigurationError if the length does not fit."""
         return torch.tensor(make_layout(layout, self.ranks, self.case.seq_len).positions(self.rank), dtype=torch.int64)
 
 

@@ -108,7 +108,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class RaceReport:
-    """A whole report. `reference`: the dtype results were compared in (None: they were not); `notes`: what else to know."""
+    """A whole report of a benchmark.
+
+    `reference`: the dtype of what results were compared with (None: they were not); `notes`: what else to know.
+    """
 
     case: RaceCase
     machine: RaceMachine
@@ -123,7 +126,7 @@ class RaceReport:
 
     @property
     def base(self) -> Entry | None:
-        """The entry to which ratios refer: the fastest right peer; else the fastest right one of ours; None: none is right."""
+        """The entry to which ratios refer: the fastest right peer; else the fastest right one of ours; None: none."""
         for kind in (PEER, OURS):
             right = [entry for entry in self.ranked if entry.kind == kind and entry.status == MEASURED]
             if right:

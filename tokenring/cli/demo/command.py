@@ -87,7 +87,7 @@ class Demo:
         say("   " + self.console.ink.pale(f"everything together took {time.monotonic() - began:.0f} s"))
 
     def take(self, line: str) -> Failed | None:
-        """Show the result in a rank's line; return it if it says that a rank has failed."""
+        """Show the result in a rank's line, until a rank has failed; return the failure if the line reports one."""
         result = from_line(line)
         if isinstance(result, Failed):
             self.failed = True

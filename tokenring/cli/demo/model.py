@@ -85,7 +85,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """Set equal weights on all ranks. Embeddings have size 1: normalised ones tell bytes apart from the first step on."""
+        """Set equal weights on all ranks. Embeddings have size 1: normalised, they tell bytes apart from the start."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 continue

@@ -46,7 +46,7 @@ class Checked:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """Return the parameter whose gradient differs most, and its error; NaN is worse than any number."""
+        """The parameter whose gradient differs most, and its error; NaN is worse than any number."""
         return max(self.gradient_errors.items(), key=lambda item: (math.isnan(item[1]), item[1]))
 
     def complaint(self) -> str | None:
