@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect nothing inside the block: proofs and plans make much that lives until their end, and clocks run elsewhere."""
+    """Collect nothing inside the block: proofs and plans make much that lives to the end, and clocks run elsewhere."""
     collects = gc.isenabled()
     gc.disable()
     try:

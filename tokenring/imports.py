@@ -120,7 +120,7 @@ def version_of(package: str) -> str | None:
 
 
 def wanted_torch(package: str) -> str | None:
-    """Return the versions of torch that an installed package requires, such as "==2.13.0.*"; None: it has no requirement."""
+    """Return the torch that an installed package requires, such as "==2.13.0.*"; None: it has no requirement."""
     try:
         wanted = metadata.requires(package) or []
     except metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def weakly(method: Callable[P, T]) -> Callable[P, T]:
     """Return a bound method that does not keep its object alive, for the object itself to hold.
 
-    With a cycle, memory, connections and threads would stay until the garbage collector comes by.
+    With a cycle, memory, connections and threads would stay until the garbage collector runs.
     """
     weak = weakref.WeakMethod(method)
 

@@ -117,7 +117,7 @@ def prepared(
     training: bool | None = None,
     is_causal: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:
-    """Return the `call_inputs` and the `make_request` of a call that all ranks make: what one raises, all hear."""
+    """Return the `call_inputs` and the `make_request` of a call that all ranks make; their errors reach all ranks."""
     check_context(cp)
     with refusing(cp, "forward", q, k, v):
         q, k, v = call_inputs(q, k, v, cp)
@@ -148,7 +148,7 @@ def plan(
 def ordered(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, order: Order | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lay out as [B, T, H, D] the inputs of a call in this order; an order that one rank refuses, all hear of."""
+    """Lay out as [B, T, H, D] the inputs of a call in this order; the error for a wrong order reaches all ranks."""
     if order is None:
         return q, k, v
     if torch.compiler.is_compiling():

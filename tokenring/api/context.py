@@ -221,8 +221,8 @@ class ContextParallel(Standing):
     def speaker(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
         """Return the transport by which ranks agree on a call of tensors on this device, made where there is none yet.
 
-        Where a rank alone has tensors on another device, the others are at the one by which they agreed last. All
-        ranks must get here together. None: there is nobody to agree with, or no way to it any more.
+        Where one rank has tensors on another device than the others, it is the transport by which they agreed last.
+        All ranks must get here together. None: no other rank is there, or none can be reached any more.
         """
         if self._group is not None and not self._group.lives:
             return None

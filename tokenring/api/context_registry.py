@@ -21,7 +21,7 @@ def new_handle(cp: object) -> str:
 
 
 def context_of(handle: str) -> Any:
-    """Return the context of a handle. Raises ConfigurationError if nobody holds the context any more."""
+    """Return the context of a handle. Raises ConfigurationError if the context was freed."""
     found = _contexts.get(handle)
     if found is None:
         raise ConfigurationError(

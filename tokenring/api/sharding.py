@@ -72,7 +72,7 @@ def _places(layout: Layout, device: torch.device) -> torch.Tensor:
 
 
 def _once(make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
-    """Return the tensor that `make` gives, made once for all calls; nobody may change it.
+    """Return the tensor that `make` gives, made once for all calls; it must not be changed.
 
     On the host, making it takes a list of all positions. It is made anew while torch.compile or another mode traces:
     what is made then would be no tensor to keep.
@@ -170,7 +170,7 @@ def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> 
 
 
 class _refusing_parts(refusing):
-    """A guard around a rank's checks of its part for unshard: ranks hear what they raise where they compare parts."""
+    """A guard around a rank's checks of its part for unshard: all ranks get its errors where they compare parts."""
 
     def __init__(self, cp: ContextParallel) -> None:
         super().__init__(cp, "forward")

@@ -104,7 +104,7 @@ class Executor:
 
     @cached_property
     def ranged_steps(self) -> list[Step]:
-        """Return the steps as profilers want them, each in a range of its name."""
+        """The steps as profilers want them, each in a range of its name."""
         return ranged(self.steps, range_names(*self._named_by))
 
     def result(self, call: ActiveCall, kind: Kind, name: str) -> torch.Tensor:

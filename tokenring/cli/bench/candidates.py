@@ -59,7 +59,7 @@ THD = Form(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
 
 
 class RaceNote(NamedTuple):
-    """Something to know about what was run: `where` names the modules that it is about."""
+    """A note about what was run: `where` names the modules that it is about."""
 
     text: str
     where: str
@@ -114,7 +114,7 @@ class RaceSetting:
 
 @dataclass(frozen=True)
 class RacedSchedule:
-    """Something to race. `prepare` gets the setting and, for peers, a process group that nobody else uses.
+    """A candidate to race. `prepare` gets the setting and, for peers, a process group that no other candidate uses.
 
     It raises NotRun, NotInstalled, or whatever else goes wrong, and does so on all ranks or on none.
     """

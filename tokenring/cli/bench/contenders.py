@@ -1,4 +1,4 @@
-"""The schedules that race where nobody says: the best member of each family that fits, and auto."""
+"""The schedules that race if none are named: the best member of each family that fits, and auto."""
 
 from __future__ import annotations
 

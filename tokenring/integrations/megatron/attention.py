@@ -80,7 +80,9 @@ class TokenRingAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **more: Any,
     ) -> torch.Tensor:
-        """Return out [s, b, np · hn] of query [s, b, np, hn], key, value [s, b, ng, hn]; packed: [t, np · hn] of [t, ...].
+        """Return out [s, b, np · hn] of query [s, b, np, hn], key and value [s, b, ng, hn]; if packed, [t, np · hn].
+
+        Packed inputs are [t, np or ng, hn].
 
         Raises UnsupportedError for masks and biases that cannot be split, ConfigurationError for documents that cannot.
         """
@@ -117,7 +119,7 @@ class TokenRingAttention(torch.nn.Module):
 
     @property
     def _training(self) -> bool:
-        """Tell whether a backward pass follows: also where Megatron recomputes, and has gradients off in forward."""
+        """True if a backward pass follows: also where Megatron recomputes, and has gradients off in forward."""
         return self.training or torch.is_grad_enabled()
 
     def _contexts_of_call(self, packed_seq_params: Any) -> Contexts:
@@ -130,7 +132,7 @@ class TokenRingAttention(torch.nn.Module):
         return self._others[group]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **more: Any) -> None:
-        """Load nothing: checkpoints of models with TransformerEngine's attention have a state of it here; we have none."""
+        """Load nothing: checkpoints of models with TransformerEngine's attention have a state of it, this class none."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest, **more)
 

@@ -84,7 +84,7 @@ class Contexts:
             cp.close()
 
     def release(self) -> None:
-        """Give back buffers and connections, so that the next call makes them anew. All ranks of the group call it together."""
+        """Give back buffers and connections; the next call makes them anew. All ranks of the group call it together."""
         self.close()
         self._by_schedule.clear()
         self._for_sizes.clear()
@@ -158,7 +158,7 @@ def _nominal(request: Request, ranks: int) -> Request:
 
 
 def _fitting(name: str, request: Request, cp: ContextParallel) -> str:
-    """Return the schedule itself if its pieces divide these documents, else it without pieces, else one that always fits."""
+    """Return the schedule if its pieces divide these documents, else it without pieces, else one that always fits."""
     size = request.workload
     layout = make_layout(cp.layout, cp.world_size, size.q_length)
     for each in (name, name.partition("/pieces")[0]):

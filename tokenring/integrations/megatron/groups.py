@@ -31,7 +31,7 @@ def kept(group: LayerGroup | KeptGroup) -> KeptGroup:
 
 
 def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> LayerGroup:
-    """Return the context-parallel group of a layer. Raises ConfigurationError if there is none of the configured size."""
+    """Return the context-parallel group of a layer. Raises ConfigurationError if none of the configured size exists."""
     wanted: int = config.context_parallel_size
     if wanted == 1:  # also where another part of the model has a group
         return SELF

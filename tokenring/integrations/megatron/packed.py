@@ -61,7 +61,7 @@ class Packing:
 
     @cached_property
     def real_rows(self) -> torch.Tensor:
-        """Return booleans [t] of the tokens held here: True where a token is not padding."""
+        """Booleans [t] of the tokens held here: True where a token is not padding."""
         rows = [torch.arange(0)]
         for length, real in zip(self.padded, self.real, strict=True):
             rows.append(self._positions(length) < real)
@@ -128,7 +128,7 @@ def attend_packed(
 
 
 class LastPacking:
-    """The packing read last: all layers of a step get the same, and reading one waits for the device."""
+    """The packing that was read last: all layers of a step get the same one, and reading one waits for the device."""
 
     def __init__(self) -> None:
         self._tensors: tuple[Any, ...] = ()  # they live on here: an address alone could be another tensor's by now

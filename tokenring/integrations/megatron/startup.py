@@ -25,7 +25,7 @@ class Announcer:
         self._said: set[tuple[object, ...]] = set()
 
     def announce(self, cp: ContextParallel, request: Request) -> None:
-        """Log a kind of call, once; all ranks of the group call this after each call, and probe together if there is need."""
+        """Log a kind of call, once. All ranks of the group call this after each call, and probe together if need be."""
         key = (cp.schedule, request.workload, request.mask)
         if key in self._said or not _has_rank_0(cp):
             return
@@ -58,7 +58,7 @@ def described(cp: ContextParallel, request: Request) -> str:
 
 
 def _topology(cp: ContextParallel, device: torch.device) -> Topology | None:
-    """Return the topology that was given, else one that is probed, from this machine's cache if it can; None: unknown."""
+    """Return the topology that was given, else what a probe finds, or this machine's cache of it; None: unknown."""
     if cp.topology is not None:
         return cp.topology if isinstance(cp.topology, Topology) else None
     if device.type == "cpu":

@@ -17,7 +17,7 @@ NAMES = tuple(".".join(map(str, each)) for each in (OLDEST, NEWEST))
 
 
 def check_version() -> str:
-    """Return Megatron-core's version. Raises UnsupportedError for an unknown one, BackendUnavailable if it is missing."""
+    """Return Megatron-core's version. Raises UnsupportedError for an unknown one, BackendUnavailable for none."""
     try:
         from megatron.core import __version__
     except ImportError as error:
@@ -39,7 +39,10 @@ def check_known(version: str) -> None:
 
 
 def warn_if_not_run(version: str) -> None:
-    """Warn at rank 0, once in a process, of a version in the range that no test runs. After the process group is made."""
+    """Warn at rank 0, once in a process, of a version in the range that no test runs.
+
+    It is called after the process group is made.
+    """
     if _minor(version) not in RUN and (not dist.is_initialized() or dist.get_rank() == 0):
         _warn(version)
 

@@ -1,4 +1,4 @@
-"""Comparison of a schedule of ours with an attention that is there already: is enough time saved to replace it?"""
+"""Comparison of a schedule of ours with an attention that is there already: whether it saves enough to replace it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def saves_too_little(
 ) -> bool:
     """Tell whether the planner's choice saves less than the share `worth` of the time of `own`.
 
-    own: our name for what is there already.
-
-    whose: what is said of that, as "MindSpeed's own". All ranks of the group ask together, and rank 0 says it.
+    own: our name for what is there already; whose: its name in the log, as "MindSpeed's own". All ranks of the group
+    call this together, and rank 0 logs the result.
     """
     plan = contexts.context(schedule, request.device).agreed_plan(request)
     own_plan = contexts.context(f"auto:{own}", request.device).agreed_plan(request)
