@@ -141,7 +141,7 @@ class CapturedAttention:
             return self._launch(self._forward, given), self._launches
 
     def launch_backward(self, launch: int, dout: torch.Tensor) -> Tensors:
-        """Return dq, dk and dv of a forward, for the caller to keep. Raises ConfigurationError for an old forward."""
+        """Return dq, dk, dv of a forward, the caller's to keep and add to. Raises ConfigurationError for an old one."""
         assert self._backward is not None  # only calls that were captured with it are differentiable
         if launch != self._launches:
             raise ConfigurationError(

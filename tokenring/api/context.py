@@ -184,7 +184,7 @@ class ContextParallel(Standing):
 
     @property
     def transport(self) -> Transport | None:
-        """The transport, made at the first use by all ranks together; None for one rank. "auto": "hccl" for NPUs."""
+        """The transport, made at the first use by all ranks; None for one rank. "auto" among NPUs alone: "hccl"."""
         return self.transport_for(None)
 
     def transport_for(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:

@@ -25,7 +25,7 @@ TOLD = "_tokenring_told"  # of an error that passes through several calls, as in
 class refusing:
     """A guard around this rank's own checks of a call on which all ranks are about to agree.
 
-    An error of the checks is sent to all ranks: this rank raises it, every other one a Disagreement with rank and reason.
+    An error of the checks is sent to all ranks: this one raises it, every other a Disagreement with rank and reason.
     """
 
     __slots__ = ("_cp", "_direction", "_given")

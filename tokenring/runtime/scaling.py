@@ -23,7 +23,7 @@ def checked_scale(given: object, head_dim: int) -> float:
 
     q and k of ordinary size (1 in each of D dimensions) have q·k up to D. The largest scale is where such scores reach
     2²⁴: beyond, rounding them in fp32 changes probabilities by a factor of e, and gradients, which compute them again,
-    overflow.
+    grow without bound.
     """
     if given is None:
         return 1 / math.sqrt(head_dim)

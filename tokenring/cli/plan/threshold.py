@@ -116,10 +116,7 @@ def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask:
 
 
 def _dividing(name: str, tokens: int, ranks: int) -> int:
-    """Return so many tokens a rank, or a few more, that both chunks of a rank divide into a schedule's pieces.
-
-    Seven rings, for one, need seven.
-    """
+    """Return the next number of tokens a rank whose two chunks divide into a schedule's pieces, such as seven rings."""
     scheme = parse(name).make(ranks)
     parts = CHUNKS * lcm(scheme.q_pieces, scheme.kv_pieces)
     return -(-tokens // parts) * parts

@@ -132,7 +132,7 @@ class TokenRingAttention(torch.nn.Module):
         return self._others[group]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **more: Any) -> None:
-        """Load nothing: checkpoints of models with TransformerEngine's attention have a state of it, this class none."""
+        """Load nothing: checkpoints of models with TransformerEngine's attention have a state of it, ours has none."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest, **more)
 
