@@ -96,7 +96,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 
 
 def _imported(module: str) -> ModuleType:
-    """A module of ours. Raises BackendUnavailable, in one sentence, where torch cannot be imported."""
+    """Import a module of ours. Raises BackendUnavailable, in one sentence, if torch cannot be imported."""
     try:
         return importlib.import_module(module)
     except (ImportError, RuntimeError) as error:  # what torch loads by itself, as torch_npu, may raise either
@@ -109,7 +109,7 @@ def _imported(module: str) -> ModuleType:
 
 
 class _Package(ModuleType):
-    """This package, whose public names come when they are wanted."""
+    """This package, whose public names are imported at their first use."""
 
     def __getattr__(self, name: str) -> object:
         if name not in _HOMES:

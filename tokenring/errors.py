@@ -37,7 +37,7 @@ class UnsupportedError(TokenRingError, NotImplementedError):
 
 
 class NotPicklable(UnsupportedError, PicklingError):
-    """What stands for the group and the memory of this process, and cannot be saved."""
+    """An object that stands for the group and the memory of this process, and cannot be saved."""
 
 
 class ScheduleError(TokenRingError, ValueError):
@@ -79,6 +79,6 @@ MOST_SAID = 300  # characters of an error that another's message holds
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """What an error says, in one line (of up to `most` characters); its type where it says nothing."""
+    """Return an error's text in one line (of up to `most` characters); its type where it has no text."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if most is None or len(text) <= most else f"{text[: most - 2]} …"

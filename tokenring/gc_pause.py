@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way."""
+"""A pause of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Inside, nothing is collected: proofs and plans make much that lives until their end, and clocks run elsewhere."""
+    """Collect nothing inside the block: proofs and plans make much that lives to the end, and clocks run elsewhere."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Why torch or torch_npu cannot be imported: what an error says, in a sentence, and what to do about it."""
+"""Failures to import torch or torch_npu: the error in one sentence, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SHORT = 160
 
 
 class Explained(NamedTuple):
-    """What is wrong, and what to do."""
+    """An explanation of a failure: what is wrong, and what to do."""
 
     what: str
     advice: str
 
 
 def explain(text: str, set_env: str | None = None) -> Explained:
-    """Of an error's text, as torch_npu or the loader wrote it. set_env: the script of a CANN that is installed."""
+    """Explain an error's text, as torch_npu or the loader wrote it. set_env: the script of a CANN that is installed."""
     if found := NO_LIBRARY.search(text):
         return _no_library(found[1], set_env)
     if "ERR00007" in text or "Two accelerators cannot be used" in text:
@@ -59,7 +59,7 @@ def _no_library(name: str, set_env: str | None) -> Explained:
 
 
 def ended_by(code: int) -> str:
-    """An exit code as words."""
+    """Return an exit code as words."""
     if code < 0:
         name = SIGNALS.get(-code)
         return f"it ends the process by signal {-code}" + (f" ({name})" if name else "")
@@ -67,7 +67,7 @@ def ended_by(code: int) -> str:
 
 
 def last_line(text: str) -> str:
-    """The line of a traceback that says what it is, or the last one that says anything.
+    """Return the line of a traceback that names the error, or the last one that is not empty.
 
     A chain of errors ends in torch's own sentence about the autoload, which tells nothing: the one before counts.
     """
@@ -86,7 +86,7 @@ def _short(text: str) -> str:
 
 
 def import_failure(error: BaseException) -> str | None:
-    """One sentence for an error of `import torch` that is known; None for any other, which speaks for itself."""
+    """Return a sentence for an error of `import torch` that is known; None for any other, which explains itself."""
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return "torch is not installed: pip install torch (README.md says which versions)"
     chain = list(_chain(error))
@@ -112,7 +112,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def version_of(package: str) -> str | None:
-    """As installed; None: it is not."""
+    """Return the version of a package as installed; None: it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -120,7 +120,7 @@ def version_of(package: str) -> str | None:
 
 
 def wanted_torch(package: str) -> str | None:
-    """What an installed package says that torch must be, such as "==2.13.0.*"; None: it says nothing."""
+    """Return the torch that an installed package requires, such as "==2.13.0.*"; None: it has no requirement."""
     try:
         wanted = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def wanted_torch(package: str) -> str | None:
 
 
 def mismatch(package: str, version: str, wants: str | None, torch: str) -> str | None:
-    """Why a vendor's package and a torch do not go together; None: they do, as far as versions tell.
+    """Return why a vendor's package and a torch do not go together; None: they do, as far as versions show.
 
     A vendor's package is built for one release of torch: by what it requires, else by its own number.
     """
@@ -148,5 +148,5 @@ def mismatch(package: str, version: str, wants: str | None, torch: str) -> str |
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """2.13 of "2.13.0+cpu"; the patch is left out, as post-releases change it."""
+    """Return the release of a version, (2, 13) of "2.13.0+cpu"; the patch is left out, as post-releases change it."""
     return tuple(int(part) for part in re.findall(r"[0-9]+", version.partition("+")[0])[:2])

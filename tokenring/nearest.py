@@ -1,4 +1,4 @@
-"""Did you mean ...? The known name that is nearest to one that is none."""
+"""Suggestions for misspelt names (did you mean ...?): the known name that is nearest to one that is unknown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LONGEST = 80  # characters of what was written: nobody means a name by more
 
 
 def nearest(written: object, known: Iterable[str]) -> str | None:
-    """The known name most like what was written, in whatever case; None where none is like it."""
+    """Return the known name most like what was written, in whatever case; None where none is like it."""
     if not isinstance(written, str) or not 0 < len(written) <= LONGEST:
         return None
     from difflib import get_close_matches  # only where something went wrong
@@ -22,6 +22,6 @@ def nearest(written: object, known: Iterable[str]) -> str | None:
 
 
 def hint(written: object, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error's sentence: "; did you mean ring?", or nothing. prefix: what is written before a name."""
+    """Return the end of an error's sentence: "; did you mean ring?", or nothing. prefix: stands before a name."""
     found = nearest(written, known)
     return "" if found is None else f"; did you mean {prefix}{found}?"

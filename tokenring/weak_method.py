@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def weakly(method: Callable[P, T]) -> Callable[P, T]:
-    """A bound method, for its own object to hold: whoever drops the object then frees it at once.
+    """Return a bound method that does not keep its object alive, for the object itself to hold.
 
-    With a cycle, memory, connections and threads would stay until the garbage collector comes by.
+    With a cycle, memory, connections and threads would stay until the garbage collector runs.
     """
     weak = weakref.WeakMethod(method)
 

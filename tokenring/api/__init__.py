@@ -1,1 +1,1 @@
-"""What users call: attention, its context, sharding, capture, compilation."""
+"""The functions and classes that users call: attention, its context, sharding, capture, compilation."""

@@ -1,4 +1,4 @@
-"""What users give to ContextParallel: checks that say what was asked, what there is, and what to do."""
+"""Checks of ContextParallel's arguments, whose errors say what was asked, what there is, and what to do."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ MOST_SECONDS = 1e9  # above, clocks overflow
 
 
 def check_schedule_name(name: object) -> None:
+    """Raise ConfigurationError unless this is the name of a schedule, or "auto", alone or with families."""
     from tokenring.schedule.families.registry import FAMILIES, family_of, forms, is_known, parse
 
     if not isinstance(name, str):
@@ -43,7 +44,7 @@ def check_schedule_name(name: object) -> None:
 
 
 def check_schedule(given: object, pieces: object, world_size: int) -> None:
-    """A schedule, by name or itself, for so many ranks, in so many pieces. Raises ConfigurationError."""
+    """Raise ConfigurationError unless this schedule, by name or itself, fits so many ranks and pieces."""
     from tokenring.ir.schedule_data import ScheduleData
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.families.registry import misfit
@@ -66,7 +67,7 @@ def check_schedule(given: object, pieces: object, world_size: int) -> None:
 
 
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:
-    """The schedule as ranks compare it; of the user's own, all that is in it. made: what a Scheme makes for a call."""
+    """Return the schedule as ranks compare it; of the user's own, all its content. made: makes that of a Scheme."""
     from tokenring.planner.choosing.plan import Plan
     from tokenring.runtime.agreement import named_digest
     from tokenring.schedule.schedule import Schedule
@@ -84,6 +85,7 @@ def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Sche
 
 
 def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
+    """Raise ConfigurationError unless the schedule was made for the layouts and the mask of the call."""
     for what, made, wanted in (
         ("q layout", schedule.q_layout, q_layout),
         ("kv layout", schedule.kv_layout, kv_layout),
@@ -100,6 +102,7 @@ def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask
 
 
 def check_transport(given: object, rank: int, world_size: int) -> None:
+    """Raise ConfigurationError unless this is a transport's name, or a transport in which this rank is the group's."""
     from tokenring.backends.interfaces import Transport, faults_of
     from tokenring.lowering.backend_names import TRANSPORTS
 
@@ -122,6 +125,7 @@ def check_transport(given: object, rank: int, world_size: int) -> None:
 
 
 def check_name(what: str, given: object, known: Collection[str], more: str) -> None:
+    """Raise ConfigurationError unless `given` is "auto" or known. what: the argument; more: what else to choose."""
     choice = f"choose one of auto, {', '.join(known)}{more}"
     if not isinstance(given, str):
         raise ConfigurationError(f"{what} is of type {type(given).__name__}; {choice}")
@@ -130,6 +134,7 @@ def check_name(what: str, given: object, known: Collection[str], more: str) -> N
 
 
 def seconds_limit(given: object) -> float:
+    """Return a time limit as seconds. Raises ConfigurationError unless it is a number in the allowed range."""
     number = isinstance(given, Real) and not isinstance(given, bool)
     if not number or not LEAST_SECONDS <= float(cast(float, given)) <= MOST_SECONDS:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The function that users call."""
+"""The functions that users call: attention, and the plan of a call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def attention(
     bias: object = None,
     order: Order | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over the sequence that the ranks of `cp` hold together; differentiable.
+    """Compute exact attention over the sequence that the ranks of `cp` hold together; differentiable.
 
     q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv.
     mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &; or its text, such
@@ -93,7 +93,7 @@ def attend(
     training: bool,
     is_causal: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of `attention`, for a caller that knows what gradients being off does not say.
+    """Return out and lse of `attention`, for a caller that knows what gradients being off does not say.
 
     training: whether a backward pass follows; also in the forward pass of a checkpoint, which is done again with
     gradients on and should take the same schedule then.
@@ -117,7 +117,7 @@ def prepared(
     training: bool | None = None,
     is_causal: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:
-    """`call_inputs` and `make_request` of a call that all ranks make: what they raise on one, all hear."""
+    """Return the `call_inputs` and the `make_request` of a call that all ranks make; their errors reach all ranks."""
     check_context(cp)
     with refusing(cp, "forward", q, k, v):
         q, k, v = call_inputs(q, k, v, cp)
@@ -128,7 +128,7 @@ def prepared(
 def attend_as(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of a request that `make_request` made, of these `call_inputs`."""
+    """Return out and lse for a request that `make_request` made from these `call_inputs`."""
     out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -137,7 +137,7 @@ def plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None, *,
     order: Order | None = None, is_causal: bool | None = None,
 ) -> Plan:  # fmt: skip
-    """The schedule that `attention` takes for these tensors, with the reason and what else there was."""
+    """Return the schedule that `attention` takes for these tensors, with the reason and the other candidates."""
     q, k, v = in_order(q, k, v, order)
     q, k, v = call_inputs(q, k, v, cp)
     found = cp.plan(make_request(q, k, v, cp, mask, None, is_causal=is_causal))
@@ -148,7 +148,7 @@ def plan(
 def ordered(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, order: Order | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lay out as [B, T, H, D] what a call gives in this order; an order that one rank refuses, all hear of."""
+    """Lay out as [B, T, H, D] the inputs of a call in this order; the error for a wrong order reaches all ranks."""
     if order is None:
         return q, k, v
     if torch.compiler.is_compiling():
@@ -158,7 +158,7 @@ def ordered(
 
 
 def _unsupported(features: dict[str, object]) -> str | None:
-    """What was asked for and is not computed here, and why."""
+    """Return the sentence about a feature that was asked for and is not computed here, and why; None: there is none."""
     advice = {
         "dropout_p": "its mask cannot be the same under every split; set it to 0",
         "softcap": "no kernel here computes it; use a model without logit soft-capping",

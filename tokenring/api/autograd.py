@@ -1,4 +1,4 @@
-"""Where autograd meets the executor."""
+"""The autograd function of attention, and the passes that it runs on the executor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AttentionFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32."""
+        """Return out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32; save what backward needs."""
         with cp.turn:
             with refusing(cp, "forward", q):
                 q, k, v = (_rows_packed(x) for x in (q, k, v))
@@ -45,6 +45,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return dq, dk and dv. Raises UnsupportedError for a gradient of lse, and for several gradients at once."""
         dout, dlse = grads
         cp, request = ctx.cp, ctx.request
         with refusing(cp, "backward", dout, dlse):
@@ -66,13 +67,14 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
+        """Raise UnsupportedError: forward mode is not computed here."""
         raise UnsupportedError(FORWARD_MODE)
 
 
 def run_forward(
     executor: Executor, trace: Trace | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """out [B, T, Hq, D] in q's dtype, lse [B, Hq, T] fp32, and the bytes that backward wants besides, if any.
+    """Return out [B, T, Hq, D] in q's dtype, lse [B, Hq, T] fp32, and the bytes that backward wants besides, if any.
 
     All are memory of their own. Raises what the transport raises.
     """
@@ -98,7 +100,7 @@ def run_backward(
     lse: torch.Tensor,
     kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made."""
+    """Return dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made."""
     with beginning(executor.transport):
         own = {"q": q, "k": k, "v": v, "dout": dout}
         given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
@@ -111,7 +113,7 @@ def run_backward(
 
 
 class OwnTensors(dict[str, torch.Tensor]):
-    """The call's tensors; delta [B, H, T] is worked out when the first instruction asks for it."""
+    """The call's tensors; delta [B, H, T] is computed when the first instruction asks for it."""
 
     def __missing__(self, name: str) -> torch.Tensor:
         if name != "delta":
@@ -121,13 +123,16 @@ class OwnTensors(dict[str, torch.Tensor]):
 
 
 def _rows_packed(x: torch.Tensor) -> torch.Tensor:
-    """Kernels take any strides, but want the elements of a row side by side, and with the sign that they have."""
+    """Return x, or a copy with the elements of each row side by side and their signs resolved, as kernels need them."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.resolve_neg() if x.is_neg() else x
 
 
 def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, T, H, D] in the caller's dtype, contiguous, in memory of its own; a view could not be changed in place."""
+    """Return the result [B, T, H, D] in the caller's dtype, contiguous, in memory of its own.
+
+    A view could not be changed in place.
+    """
     if result.dtype == dtype:
         return result.contiguous().data
     return torch.empty_like(result, dtype=dtype, memory_format=torch.contiguous_format).copy_(result)

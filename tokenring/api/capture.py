@@ -40,7 +40,7 @@ def capture(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
     scale: float | None = None, *, order: Order | None = None, is_causal: bool | None = None,
 ) -> CapturedAttention:  # fmt: skip
-    """tokenring.attention for inputs like these, captured: a call then costs the launch of a graph.
+    """Capture tokenring.attention for inputs like these: a call then costs the launch of a graph.
 
     q, k, v as in `attention`; their values do not matter. Where one of them requires a gradient and gradients are
     enabled, backward is captured too. All ranks capture together: they agree on the call here, and not again when it is
@@ -58,7 +58,7 @@ def capture(
 
 
 class CapturedAttention:
-    """What `capture` gives: called with q, k and v, it returns (out, lse)."""
+    """A captured call: called with q, k and v, it returns (out, lse)."""
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike,
@@ -99,7 +99,7 @@ class CapturedAttention:
             raise
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [B, T, Hq, D] and lse [B, Hq, T], in the capture's memory until the next call; differentiable.
+        """Return out [B, T, Hq, D] and lse [B, Hq, T], in the capture's memory until the next call; differentiable.
 
         Raises ConfigurationError for tensors of other sizes, dtypes or devices, for gradients that were not captured,
         or when the context was closed; in backward, where the capture was called again since.
@@ -135,13 +135,13 @@ class CapturedAttention:
         return tuple(x.detach() for x in which.outputs)
 
     def launch_forward(self, given: Tensors) -> tuple[Tensors, int]:
-        """out and lse; the number of the launch."""
+        """Launch the forward graph; return (out, lse), and the number of the launch."""
         with self._cp.turn:
             self._launches += 1
             return self._launch(self._forward, given), self._launches
 
     def launch_backward(self, launch: int, dout: torch.Tensor) -> Tensors:
-        """dq, dk and dv of a forward, the caller's to keep and add to. Raises ConfigurationError for an old one."""
+        """Return dq, dk, dv of a forward, the caller's to keep and add to. Raises ConfigurationError for an old one."""
         assert self._backward is not None  # only calls that were captured with it are differentiable
         if launch != self._launches:
             raise ConfigurationError(
@@ -191,7 +191,7 @@ def _check_capturable(device: DeviceRuntime, transport: Transport | None) -> Non
 
 
 def _forward(device: DeviceRuntime, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
-    """The graph, and what backward wants besides its results."""
+    """Capture a forward pass; return its graph, and the bytes that backward wants besides its results."""
     q, k, v = inputs
     _warm_up(device, executor, lambda: run_forward(executor, None, q, k, v))
     with device.capture() as graph:
@@ -212,7 +212,7 @@ def _backward(device: DeviceRuntime, executor: Executor, forward: _Graph, kept: 
 
 
 def _warm_up(device: DeviceRuntime, executor: Executor, call: Any) -> None:
-    """On a stream of its own, as torch asks of what is then captured."""
+    """Make some calls on a new stream, as torch asks of what is then captured."""
     stream = device.new_stream()
     stream.wait_stream(device.current_stream())
     with device.on(stream):
@@ -223,6 +223,6 @@ def _warm_up(device: DeviceRuntime, executor: Executor, call: Any) -> None:
 
 
 def _forget(executor: Executor) -> None:
-    """The stream of a capture is no stream to wait for, nor is one outside for a capture."""
+    """Forget the last call's stream: outside no call waits for a capture's stream, nor a capture for one outside."""
     if executor.streams is not None:
         executor.streams.forget()

@@ -1,4 +1,4 @@
-"""What torch.compile sees of a call: two operators, tokenring::attention and its backward, that it does not look into.
+"""Calls under torch.compile: two operators, tokenring::attention and its backward, that it does not look into.
 
 Their arguments are tensors, numbers and the name of the context; masks travel as the numbers they consist of, so that
 graphs stay right when these change. Eager calls do not come here.
@@ -55,7 +55,7 @@ def traced_attention(
     scale: float | None,
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break.
+    """Return (out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break.
 
     read: the mask, or what is wrong with it, which the operator refuses when it runs, on all ranks.
     """
@@ -154,7 +154,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | No
 
 
 def _whole(ctx: Any) -> Sequence[torch.Tensor]:
-    """What backward wants; out and lse are computed again where the caller has changed them in place."""
+    """Return all that backward needs; out and lse are computed again where the caller has changed them in place."""
     if not ctx.changes.found() or (ctx.traced is not None and ctx.traced[1].found()):
         saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
         return saved
@@ -201,10 +201,10 @@ def _mask(low: int | None, high: int | None, cu_seqlens: Bounds) -> Mask:
 
 
 def _ticket(kept: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """[1] uint8, with the kept bytes behind it."""
+    """Return a ticket, uint8 [1], whose storage holds the kept bytes behind its own."""
     return torch.empty(1, dtype=torch.uint8, device=device) if kept is None else kept[:1]
 
 
 def _kept(ticket: torch.Tensor) -> torch.Tensor:
-    """All bytes behind a ticket."""
+    """Return all bytes behind a ticket."""
     return ticket.as_strided((ticket.untyped_storage().nbytes(),), (1,))

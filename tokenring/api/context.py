@@ -70,8 +70,8 @@ class ContextParallel(Standing):
         a Scheme or Schedule of your own, or a Plan. None: what TOKENRING_SCHEDULE says, else "auto".
     topology: what joins the ranks, for "auto": a Topology, or an Interconnect. None: probed at the first call on
         accelerators; on a CPU, what docs/planner.md says is assumed.
-    tensor_parallel: how many neighbours share the heads, each in a group of its own; "auto" reckons with these groups'
-        part of shared wires, and from 2 on with that of data-parallel groups, ranks lying as in Megatron (tensor
+    tensor_parallel: how many neighbours share the heads, each in a group of its own; "auto" counts these groups' part
+        of shared wires, and from 2 on also that of data-parallel groups, with ranks ordered as in Megatron (tensor
         parallelism fastest, then context, then data). topology may then be that of all ranks that share heads.
     memory_limit_bytes: of each rank, for buffers, connections and what forward keeps: "auto" chooses what fits, over a
         mode of transport "auto" with fewer connections where that is faster.
@@ -142,7 +142,8 @@ class ContextParallel(Standing):
 
     def close(self) -> None:
         """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
-        A transport that was given stays open, for whoever made it to close. A `with` closes at its end.
+
+        A transport that was given stays open: its maker closes it. A `with` closes at its end.
         """
         self._closed = True
         self._executor.cache_clear()
@@ -159,7 +160,7 @@ class ContextParallel(Standing):
         self.close()
 
     def check_open(self) -> None:
-        """Raises ConfigurationError once this is closed, or its group destroyed."""
+        """Raise ConfigurationError once this is closed, or its group destroyed."""
         if self._closed:
             raise ConfigurationError(
                 "this ContextParallel was closed; make another one, or close it after the last call"
@@ -173,24 +174,21 @@ class ContextParallel(Standing):
         return None if self._group is None else self._group()
 
     def layout_for(self, length: int) -> Layout:
-        """The layout of a sequence of this length. Raises ConfigurationError when it does not divide."""
+        """Return the layout of a sequence of this length. Raises ConfigurationError if the length does not divide."""
         return make_layout(self.layout, self.world_size, length)
 
     @property
     def _is_alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """True if there is no other rank to agree with."""
         return self.world_size == 1 and (self._transport is None or isinstance(self._transport, str))
 
     @property
     def transport(self) -> Transport | None:
-        """The transport, made when first needed; None for one rank. All ranks must get here together.
-
-        "auto" is what suits the group: a group of NPUs alone gets "hccl".
-        """
+        """The transport, made at the first use by all ranks; None for one rank. "auto" among NPUs alone: "hccl"."""
         return self.transport_for(None)
 
     def transport_for(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
-        """The transport for tensors on this device; "auto" is another one for those on NPUs. None: before any are seen.
+        """Return the transport for tensors on this device; "auto" takes another for NPUs. None: before any are seen.
 
         size: of the first call, where known: by its messages "auto" chooses. All ranks must get here together.
         """
@@ -209,7 +207,7 @@ class ContextParallel(Standing):
         return self._made_here[name]
 
     def made_transport(self, device: torch.device | None) -> Transport | None:
-        """The transport for tensors on this device, where there is one already."""
+        """Return the transport for tensors on this device, if there is one already."""
         if not isinstance(self._transport, str):
             return self._transport
         return None if self._is_alone else self._made_here.get(self._transport_name(device))
@@ -221,10 +219,10 @@ class ContextParallel(Standing):
         return automatic(self._group, device) if self._transport == "auto" else self._transport
 
     def speaker(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
-        """By what the ranks agree on a call of tensors on this device: its transport, made where there is none yet.
+        """Return the transport by which ranks agree on a call of tensors on this device, made where there is none yet.
 
-        Where a rank alone has tensors on another device, the others are at the one by which they agreed last. All
-        ranks must get here together. None: there is nobody to agree with, or no way to it any more.
+        Where one rank has tensors on another device than the others, it is the transport by which they agreed last.
+        All ranks must get here together. None: no other rank is there, or none can be reached any more.
         """
         if self._group is not None and not self._group.lives:
             return None
@@ -235,31 +233,31 @@ class ContextParallel(Standing):
         return self.made_transport(device) or self._spoken or self.transport_for(device, size)
 
     def _carrier(self, request: Request) -> Transport | None:
-        """What moves the messages of a call: the transport, in the mode that its plan needs."""
+        """Return the transport that moves the messages of a call, in the mode that its plan needs."""
         transport, mode = self.transport_for(request.device, request.workload), self.plan(request).transport
         return transport.in_mode(mode) if mode and transport is not None and transport.target.modal else transport
 
     def plan(self, request: Request) -> Plan:
-        """The schedule for a call, and why: what the ranks agreed on at the first call, else what this rank would take.
+        """Return the schedule for a call, and why: as agreed at the first call, else what this rank would take.
 
         On accelerators without a topology the first plan probes, which all ranks do together.
         """
         return self._agreed.get(request) or self._plan(request)
 
     def executor(self, request: Request, direction: Pass) -> Executor:
-        """What runs a pass of a call on this rank. Raises ConfigurationError if ranks differ in what they ask for."""
+        """Return the executor of a pass on this rank. Raises ConfigurationError if ranks ask for different calls."""
         transport = self._begin(request, direction)
         with beginning(transport):
             return self._bound(request, direction)
 
     def agreed_plan(self, request: Request) -> Plan:
-        """The schedule of a call that need not be made: all ranks ask together, and get the same answer."""
+        """Return the plan of a call that need not be made: all ranks ask together, and get the same answer."""
         with self.turn:
             settle(self._begin(request, "forward"))
             return self.plan(request)
 
     def _begin(self, request: Request, direction: Pass) -> Transport | None:
-        """Begin to agree on what all ranks have to, before a pass; the transport, where there are several ranks."""
+        """Begin to agree on a pass with all ranks; return the transport, if there are several ranks."""
         with refusing(self, direction, request.device):
             self.check_open()
             if self._is_alone:
@@ -277,7 +275,7 @@ class ContextParallel(Standing):
         return transport
 
     def _bound(self, request: Request, direction: Pass) -> Executor:
-        """The executor of a pass, on the memory that the pool has now."""
+        """Return the executor of a pass, on the memory that the pool has now."""
         pool = self.pool(request.device)
         before = pool.data
         made = self._executor(request, direction)
@@ -293,7 +291,7 @@ class ContextParallel(Standing):
             self._trace.events.append(Event(self.rank, direction, 0, Agree(), began, perf_counter()))
 
     def pool(self, device: torch.device) -> Pool:
-        """The buffer pool of a device: all programs share it, since one runs at a time."""
+        """Return the buffer pool of a device: all programs share it, since one runs at a time."""
         from tokenring.runtime.pool import Pool
 
         if device not in self._pools:
@@ -311,9 +309,11 @@ class ContextParallel(Standing):
 
     @property
     def active_trace(self) -> Trace | None:
+        """The trace to which calls made now add their events; None: none is active."""
         return self._trace
 
     def kernel(self, device: torch.device) -> AttentionKernel:
+        """Return the kernel that computes the tiles of calls with tensors on this device."""
         from tokenring.backends.registry import make_kernel
 
         return make_kernel(self.kernel_name, device)
@@ -351,7 +351,7 @@ class ContextParallel(Standing):
 
     @property
     def _plans(self) -> bool:
-        """Whether the schedule is chosen here."""
+        """True if the schedule is chosen here."""
         return isinstance(self.schedule, str) and self.schedule.partition(":")[0] == "auto"
 
     @cached_property
@@ -367,7 +367,7 @@ class ContextParallel(Standing):
         return self.layout_for(size.q_length), self.layout_for(size.kv_length)
 
     def _plan_together(self, transport: Transport, request: Request) -> None:
-        """Rank 0 plans, all take its word. Raises ConfigurationError, on every rank, where nothing fits."""
+        """Take rank 0's plan on all ranks. Raises ConfigurationError, on every rank, where nothing fits."""
         self.kernel(request.device)  # raises where there is none, before others wait for a plan
         agreed = self._planner.together(transport, request, self._layouts(request), lambda: self._plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike

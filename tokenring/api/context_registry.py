@@ -14,14 +14,14 @@ _contexts: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def new_handle(cp: object) -> str:
-    """A name for a context, no other's in this process. A text, which torch.compile never takes for a size."""
+    """Return a new name for a context, unique in this process: a text, which torch.compile never takes for a size."""
     handle = f"cp{next(_numbers)}"
     _contexts[handle] = cp
     return handle
 
 
 def context_of(handle: str) -> Any:
-    """The context. Raises ConfigurationError when nobody holds it any more."""
+    """Return the context of a handle. Raises ConfigurationError if the context was freed."""
     found = _contexts.get(handle)
     if found is None:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""What a call is given, checked, and as a request."""
+"""Inputs of a call: their checks, and the request that they make."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_request(
     training: bool | None = None,
     is_causal: bool | None = None,
 ) -> Request:
-    """What a call asks for; checks that everything fits together. training None: whether gradients are on."""
+    """Return a call's request, after checks that everything fits together. training None: if gradients are on."""
     training = torch.is_grad_enabled() if training is None else training
     differentiable = any(x.requires_grad for x in (q, k, v))
     return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable)
@@ -40,7 +40,7 @@ def request_of(
     training: bool,
     differentiable: bool,
 ) -> Request:
-    """The same, where autograd's mode was another one when the call was made, as in a compiled graph."""
+    """Return a call's request where autograd's mode was another one when the call was made, as in a compiled graph."""
     mask = Full() if mask is None else mask
     workload = _workload(q, k, v, cp, mask)
     return Request(workload, mask, checked_scale(scale, q.shape[-1]), training, q.device, differentiable)
@@ -49,7 +49,7 @@ def request_of(
 def call_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v as they are computed with, under autocast too; checks that they and cp are what they should be."""
+    """Return q, k and v in the dtype that they are computed with, under autocast too; checks their types and cp's."""
     check_context(cp)
     check_types(q, k, v)
     check_tensors(q, k, v)
@@ -57,7 +57,7 @@ def call_inputs(
 
 
 def check_context(cp: object) -> None:
-    """Raise ConfigurationError for what is no ContextParallel."""
+    """Raise ConfigurationError unless this is a ContextParallel."""
     if not isinstance(cp, ContextParallel):
         raise ConfigurationError(
             f"cp is of type {type(cp).__name__}; make a ContextParallel, once, and give it to every call"
@@ -65,14 +65,14 @@ def check_context(cp: object) -> None:
 
 
 def check_types(*qkv: object) -> None:
-    """Raise ConfigurationError for what is no tensor."""
+    """Raise ConfigurationError unless these are tensors."""
     found = [type(x).__name__ for x in qkv if not isinstance(x, torch.Tensor)]
     if found:
         raise ConfigurationError(f"q, k and v must be tensors [B, T, H, D]; one is of type {found[0]}")
 
 
 def check_tensors(*qkv: torch.Tensor) -> None:
-    """Raises UnsupportedError for tensors that have no dense data to compute with."""
+    """Raise UnsupportedError for tensors that have no dense data to compute with."""
     for x in qkv:
         check_tensor("attention", x)
     if sparse := [x.layout for x in qkv if x.layout != torch.strided]:
@@ -80,7 +80,7 @@ def check_tensors(*qkv: torch.Tensor) -> None:
 
 
 def under_autocast(x: torch.Tensor) -> torch.Tensor:
-    """What scaled_dot_product_attention does under autocast."""
+    """Return x in the dtype to which scaled_dot_product_attention casts it under autocast."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x

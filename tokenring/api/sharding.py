@@ -1,4 +1,4 @@
-"""Between whole sequences and the parts that ranks hold."""
+"""Sharding: from whole sequences to the parts that ranks hold, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each po
 
 
 def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
-    """This rank's part of a whole tensor that every rank holds, along the sequence dimension `dim`.
+    """Return this rank's part of a whole tensor that every rank holds, along the sequence dimension `dim`.
 
     Differentiable: the gradient of the whole tensor is zero where other ranks hold the positions.
     Raises ConfigurationError when the length does not divide.
@@ -33,7 +33,7 @@ def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
 
 
 def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """The global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
+    """Return the global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
     _check_context("positions", cp)
     layout = cp.layout_for(seq_len)
     try:
@@ -44,7 +44,7 @@ def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | No
 
 
 def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
-    """The whole tensor on every rank, in sequence order, from each rank's part.
+    """Return the whole tensor on every rank, in sequence order, from each rank's part.
 
     Differentiable: a rank's gradient is the sum over all ranks of what their copies of the whole got
     (so a loss that every rank computes in full counts once for each rank).
@@ -62,19 +62,20 @@ def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
 
 
 def _held(layout: Layout, rank: int, device: torch.device | str | None) -> torch.Tensor:
-    """The global position of each of the rank's tokens."""
+    """Return the global position of each of the rank's tokens: int64 [T]."""
     return torch.tensor(layout.positions(rank), dtype=torch.int64, device=device)
 
 
 def _places(layout: Layout, device: torch.device) -> torch.Tensor:
-    """Where each position lies when all ranks' parts are laid end to end."""
+    """Return the place of each position when all ranks' parts are laid end to end: int64 [length]."""
     return torch.argsort(torch.tensor(split_order(layout), dtype=torch.int64, device=device))
 
 
 def _once(make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
-    """What `make` gives, made once for all calls and not to be changed: on the host it takes a list of all positions.
+    """Return the tensor that `make` gives, made once for all calls; it must not be changed.
 
-    Anew where what is made would be no tensor to keep: while torch.compile or another mode traces.
+    On the host, making it takes a list of all positions. It is made anew while torch.compile or another mode traces:
+    what is made then would be no tensor to keep.
     """
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return make(*args)
@@ -91,7 +92,7 @@ def _kept(make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
 
 
 def _sequence_dim(what: str, x: torch.Tensor, cp: ContextParallel, dim: int) -> int:
-    """`dim` counted from 0; checks that there is one, and that the rest is what it should be."""
+    """Return `dim` counted from 0; checks that x has such a dimension, and that x and cp are of the right types."""
     _check_context(what, cp)
     if not isinstance(x, torch.Tensor):
         raise ConfigurationError(f"{what} wants a tensor; got one of type {type(x).__name__}")
@@ -132,7 +133,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The gradient of _Gather, which is that of this: so derivatives of any order are right."""
+    """The gradient of _Gather, whose gradient _Gather is: so derivatives of any order are right."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, cp: ContextParallel, dim: int) -> torch.Tensor:
@@ -169,7 +170,7 @@ def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> 
 
 
 class _refusing_parts(refusing):
-    """The same of what a rank brings to unshard: ranks hear it where they compare parts."""
+    """A guard around a rank's checks of its part for unshard: all ranks get its errors where they compare parts."""
 
     def __init__(self, cp: ContextParallel) -> None:
         super().__init__(cp, "forward")

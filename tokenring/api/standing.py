@@ -1,4 +1,4 @@
-"""What stands for this process: shown by what users call, copied as itself, never pickled."""
+"""Objects bound to this process: shown by the names that users call, copied as themselves, never pickled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenring.errors import NotPicklable
 
 
 class Shown(type):
-    """Shows in help() and dir() what users call, without what the rest of the package does."""
+    """A metaclass that shows in help() and dir() only the names that users call."""
 
     def __dir__(cls) -> Iterable[str]:
         hidden = {name for each in cls.__mro__ for name in vars(each).get("_internal", ())}
@@ -17,7 +17,7 @@ class Shown(type):
 
 
 class Standing(metaclass=Shown):
-    """A thing of this process alone. _internal: the names in it that are the package's."""
+    """An object of this process alone. _internal: those of its names that only the package uses."""
 
     _internal: ClassVar[frozenset[str]] = frozenset()
 
@@ -28,7 +28,7 @@ class Standing(metaclass=Shown):
         return self
 
     def __deepcopy__(self, memo: object) -> Standing:
-        """Itself: copies of a model, as for averaged weights, compute with the same ranks and buffers."""
+        """Return the object itself: copies of a model, as for averaged weights, share its ranks and buffers."""
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

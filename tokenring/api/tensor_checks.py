@@ -1,4 +1,4 @@
-"""Tensors that are none to compute with here: refused before anything of theirs is looked at."""
+"""Checks for tensors that cannot be computed with here: refused before anything of theirs is looked at."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAITS_BY_ITSELF = "AsyncCollectiveTensor"  # what functional collectives give, a
 
 
 def check_tensor(what: str, x: torch.Tensor) -> None:
-    """Raises UnsupportedError for a tensor whose data are not at hand; `what` is done with it."""
+    """Raise UnsupportedError for a tensor whose data are not at hand. what: what is done with the tensor."""
     try:
         found = unusable(x)
     except Exception as error:  # of a kind that refuses to be asked
@@ -27,7 +27,7 @@ def check_tensor(what: str, x: torch.Tensor) -> None:
 
 
 def unusable(x: torch.Tensor) -> str | None:
-    """What a tensor is that cannot be computed with, why, and what to do; None: it can be."""
+    """Return why a tensor cannot be computed with, and what to do; None: it can be."""
     if type(x) not in PLAIN and (found := _unusable_type(x)) is not None:
         return found
     if x.is_nested:
@@ -44,7 +44,7 @@ def unusable(x: torch.Tensor) -> str | None:
 
 
 def unsharded(x: torch.Tensor) -> str | None:
-    """The same of tensors that are only indexed, which need no data for it."""
+    """Return why a tensor cannot even be indexed, for which it needs no data; None: it can be."""
     for each in type(x).__mro__ if type(x) not in PLAIN else ():
         if each.__name__ in ("DTensor", "NestedTensor"):
             return _named(each.__name__)
@@ -52,7 +52,10 @@ def unsharded(x: torch.Tensor) -> str | None:
 
 
 def _unusable_type(x: torch.Tensor) -> str | None:
-    """By name, so that nothing need be imported to tell: who has such a tensor has imported it."""
+    """Return why a tensor of its type cannot be computed with; None: it can.
+
+    Types go by their names, so that nothing is imported to compare: whoever has such a tensor has imported its type.
+    """
     names = [each.__name__ for each in type(x).__mro__]
     for name in BY_NAME:
         if name in names:

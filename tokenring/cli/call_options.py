@@ -1,4 +1,4 @@
-"""The attention call that a command runs on ranks, as options: of bench and of trace."""
+"""The options of an attention call that a command runs on ranks: of bench and of trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenring.nearest import hint
 
 
 def add_call_options(parser: argparse.ArgumentParser) -> None:
-    """Which ranks, and which attention call."""
+    """Add the options that say which ranks run, and which attention call."""
     add = parser.add_argument
     add("--ranks", type=int, metavar="P", help="start so many processes on this machine, with one thread each")
     add_seq(parser, ("--seq-len",), default=4096, help=f"tokens of the whole sequence (4k), {SIZES_TEXT}")
@@ -21,7 +21,7 @@ def add_call_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_report_options(parser: argparse.ArgumentParser, what: str, drawn: str) -> None:
-    """What is printed and written. --json FILE, which once was the only way to a file, still writes it."""
+    """Add the options of what is printed and written. --json FILE, once the only way to a file, still writes it."""
     add = parser.add_argument
     add("--json", nargs="?", const=PRINTED, metavar="FILE", help=f"print {what} as JSON, or write it to FILE")
     add("--save", metavar="FILE", help="write the JSON to a file, and print the table")
@@ -29,7 +29,7 @@ def add_report_options(parser: argparse.ArgumentParser, what: str, drawn: str) -
 
 
 def with_printed(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, where `printed` says that JSON is to be printed, and `json` names a file or nothing."""
+    """Return the options with `printed` set if JSON is to be printed; `json` then names a file or is None."""
     options.printed = options.json == PRINTED
     if options.printed:
         options.json = None
@@ -37,7 +37,7 @@ def with_printed(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """The options of a call by name, in order. Raises ConfigurationError for what no rank could run."""
+    """Return the options of a call by name, in order. Raises ConfigurationError for a call that no rank could run."""
     import torch
 
     from tokenring.lowering.backend_names import TRANSPORTS

@@ -32,7 +32,7 @@ def main(
     err: TextIO | None = None,
     stdin: TextIO | None = None,
 ) -> int:
-    """Run one command; returns the exit code. `out`, `err` and `stdin` stand in for the process's own."""
+    """Run one command; return the exit code. `out`, `err` and `stdin` stand in for the process's own."""
     out, err, stdin = out or sys.stdout, err or sys.stderr, stdin or sys.stdin
     arguments = sys.argv[1:] if argv is None else argv
     try:
@@ -99,7 +99,7 @@ def _run(argv: list[str], stdin: TextIO) -> int:
 
 
 def svg_printed(argv: list[str]) -> list[str]:
-    """The arguments, where an --svg before what is no picture's file prints: once it took none."""
+    """Return the arguments, with an --svg that no .svg file follows changed to print: --svg once took no file."""
     after = [*argv[1:], ""]
     return [
         f"--svg={PRINTED}" if each == "--svg" and not after[at].lower().endswith(".svg") else each
@@ -200,7 +200,7 @@ def _read(options: argparse.Namespace, stdin: TextIO) -> Schedule:
 
 
 def _form(options: argparse.Namespace) -> Callable[[Schedule, argparse.Namespace], str]:
-    """What writes the form that is asked for, by an option or by the file's name. Raises ConfigurationError."""
+    """Return the function that writes the form asked for by an option or the file's name. Raises ConfigurationError."""
     asked = ".json" if options.json else ".svg" if options.svg else None
     found = check_suffix("--output", options.output, *FORMS)
     if asked and found and asked != found:
@@ -219,7 +219,7 @@ def _picture(schedule: Schedule, options: argparse.Namespace) -> str:
 
 
 def _report(schedule: Schedule, options: argparse.Namespace) -> str:
-    """The grid, and what one pass costs."""
+    """Return the grid, and the cost of one pass."""
     workload = _workload(schedule, options)
     lines = [f"{name:9} {text}" for name, text in _summary(schedule, workload, options)]
     return plain_lines("\n".join([str(schedule), "", f"{options.direction_of} pass", *lines])) + "\n"
@@ -258,7 +258,7 @@ def _summary(schedule: Schedule, workload: Workload, options: argparse.Namespace
 
 
 def _exchanges(schedule: Schedule, options: argparse.Namespace) -> Iterable[tuple[str, str]]:
-    """What transports with collectives move as one operation; nothing is said where there is none."""
+    """Return what transports with collectives move as one operation; nothing where there is none."""
     from tokenring.lowering.exchanges import exchanges
     from tokenring.lowering.storage import storage_of
 
@@ -289,7 +289,7 @@ FORMS: Mapping[str, Callable[[Schedule, argparse.Namespace], str]] = {
 
 
 def _si(number: int) -> str:
-    """Three or four digits and a decimal prefix: 1.05 M."""
+    """Return three or four digits and a decimal prefix: 1.05 M."""
     value, prefix = float(number), ""
     for larger in "kMGTPE":
         if value < 1000:

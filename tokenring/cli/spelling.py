@@ -1,4 +1,4 @@
-"""One spelling of one thing in all commands; what a command once called otherwise goes on working, unsaid."""
+"""One spelling of each option in all commands; former spellings go on working, without being shown in help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def also(parser: argparse._ActionsContainer, action: argparse.Action, *names: st
 
 
 def tokens(text: str) -> int:
-    """A number of tokens: 4096, 4k, 1M."""
+    """Read a number of tokens: 4096, 4k, 1M. Raises ArgumentTypeError if it is none, or too large."""
     if text.isdecimal() and int(text) > LARGEST:
         raise argparse.ArgumentTypeError(f"{text} is too large: {LARGEST} at most")
     try:
@@ -36,17 +36,17 @@ def tokens(text: str) -> int:
 
 
 def dtype(text: str) -> str:
-    """A dtype's short name, by either of its names."""
+    """Return a dtype's short name, from either of its names."""
     return LONG_DTYPES.get(text, text)
 
 
 def add_seq(parser: argparse._ActionsContainer, was: tuple[str, ...] = (), **how: Any) -> None:
-    """The length of the whole sequence."""
+    """Add the option of the length of the whole sequence."""
     also(parser, parser.add_argument("--seq", type=tokens, metavar="N", **how), *was)
 
 
 def add_heads(parser: argparse._ActionsContainer, heads: int, dim: int, kind: str) -> None:
-    """The heads, their dimension and the dtype of a call."""
+    """Add the options of the heads, their dimension, the dtype and the batch of a call."""
     add = parser.add_argument
     add("--heads", type=int, default=heads, metavar="N", help=f"query heads ({heads})")
     add("--kv-heads", type=int, metavar="N", help="kv heads (as many as query heads)")
@@ -56,12 +56,12 @@ def add_heads(parser: argparse._ActionsContainer, heads: int, dim: int, kind: st
 
 
 def add_dtype(parser: argparse._ActionsContainer, kind: str) -> None:
-    """The dtype, by its short name; torch's is understood."""
+    """Add the option of the dtype, by its short name; torch's name is understood."""
     parser.add_argument("--dtype", type=dtype, choices=tuple(DTYPES), default=kind, help=f"({kind})")
 
 
 def add_passes(parser: argparse._ActionsContainer) -> None:
-    """Forward alone, or what training does."""
+    """Add the option of the passes: forward alone, or forward and backward as in training."""
     parser.add_argument("--pass", dest="passes", choices=("forward", "training"), default="training",
         help="forward alone, or forward and backward (training)")  # fmt: skip
     parser.add_argument("--forward-only", dest="passes", action="store_const", const="forward",
@@ -69,7 +69,7 @@ def add_passes(parser: argparse._ActionsContainer) -> None:
 
 
 def check_counts(options: argparse.Namespace) -> None:
-    """Raise ConfigurationError, by the option's name, for a size of a call that is below 1."""
+    """Raise ConfigurationError, with the option's name, if a size of a call is below 1."""
     for name in ("seq", "heads", "kv_heads", "dim", "batch"):
         value = getattr(options, name, None)
         if isinstance(value, int) and value < 1:

@@ -1,1 +1,1 @@
-"""Where other projects' training code meets our attention. Each sub-package imports its project only when used."""
+"""Integrations into other projects' training code. Each sub-package imports its project only when used."""

@@ -1,4 +1,4 @@
-"""What MindSpeed-LLM, which builds on MindSpeed, does in its own way, as far as our feature must know it.
+"""Differences of MindSpeed-LLM, which builds on MindSpeed, as far as our feature must know them.
 
 Its features take the place of MindSpeed's list as a whole when its adaptor is imported; its attention reads more of the
 configuration, and its multi-latent attention is a subclass of whatever stands at Megatron's DotProductAttention.
@@ -23,7 +23,7 @@ CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → whi
 
 
 def keep_last(manager: Any, feature: Any) -> None:
-    """Puts a feature last in MindSpeed's list, and last again whenever another list takes its place."""
+    """Put a feature last in MindSpeed's list, and last again whenever another list takes its place."""
     manager.FEATURES_LIST.append(feature)
     replace_list = getattr(manager, "set_features_list", None)
     if replace_list is None:
@@ -37,22 +37,22 @@ def keep_last(manager: Any, feature: Any) -> None:
 
 
 def registered(patch_manager: Any, target: str) -> Any:
-    """The class that MindSpeed's patches put at a target until now; None: there is none, or none is told.
+    """Return the class that MindSpeed's patches have put at a target so far; None: there is none, or none is known.
 
-    Of one of ours, which a second application of all features finds there, the class that it replaced.
+    A second application of all features finds one of ours there; then the class that ours replaced is returned.
     """
     found = getattr(getattr(patch_manager, "patches_info", {}).get(target), "patch_func", None)
     return getattr(found, "replaces", found)
 
 
 def check_whole(query: object, key: object) -> None:
-    """Raises UnsupportedError for the lists that --mla-fa-divide-qk makes."""
+    """Raise UnsupportedError for the lists that --mla-fa-divide-qk makes."""
     if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor)):
         raise UnsupportedError("query and key in parts (rope apart) are not supported: leave out --mla-fa-divide-qk")
 
 
 def as_subclasses_expect(attention: Any) -> None:
-    """What its attentions read and set beside what Megatron's have, and the scale that it takes from its config."""
+    """Set what MindSpeed-LLM's attentions read beside what Megatron's have, and the scale that its config gives."""
     config = attention.config
     if scalar := getattr(config, "query_pre_attn_scalar", None):
         attention.softmax_scale = scalar**-0.5

@@ -1,4 +1,4 @@
-"""Before a rank uses anything of another, all make sure that they are about to do the same thing.
+"""Agreement of all ranks on a call, before any of them uses anything of another.
 
 Each call exchanges 32 bytes: the digest of a description of the call. Only if digests differ do the
 descriptions travel, so that the error can name rank, field and values; every rank raises it. A rank that
@@ -28,28 +28,28 @@ class Disagreement(ConfigurationError):
 
 @dataclass(frozen=True)
 class Description:
-    """What a rank is about to do, field by field."""
+    """One rank's description of the call that it is about to make, field by field, with its digest."""
 
     fields: tuple[tuple[str, str], ...]
     digest: bytes
 
     @staticmethod
     def of(fields: dict[str, object]) -> Description:
-        """Fields must print alike on all ranks."""
+        """Make a description with its SHA-256 digest; the fields must print alike on all ranks."""
         texts = tuple((name, str(value)) for name, value in fields.items())
         return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest())
 
 
 def named_digest(some: Layout | Schedule) -> str:
-    """A name, and what tells apart those that share it."""
+    """Return the name of a layout or schedule with a digest that tells apart those that share the name."""
     text = some.to_json() if isinstance(some, Schedule) else repr(some)
     return f"{some.name!r} ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def agree(transport: Transport, mine: Description) -> None:
-    """Raises Disagreement, on every rank, if any rank's description differs; PeerLost.
+    """Make sure that all ranks make the same call. Raises Disagreement, on every rank, if they do not; PeerLost.
 
-    Where messages of calls that differ never meet, this only begins, and `settle` raises.
+    Where messages of calls that differ never meet, this only begins the exchange, and `settle` raises.
     """
 
     def judge(digests: list[bytes]) -> None:
@@ -64,14 +64,14 @@ def agree(transport: Transport, mine: Description) -> None:
 
 
 def settle(transport: Transport | None) -> None:
-    """The end of `agree`, where that has only begun. Raises what it raises."""
+    """Finish the exchange that `agree` has only begun, if so. Raises what `agree` raises."""
     if transport is not None and transport.target.deferring:
         transport.settle()
 
 
 @contextmanager
 def beginning(transport: Transport | None) -> Iterator[None]:
-    """From `agree` until the program of the call runs. Errors of our own are raised by all ranks, if these agree."""
+    """Guard the part of a call between `agree` and its program: all ranks raise our errors, if the ranks agree."""
     try:
         yield
     except TokenRingError:
@@ -84,7 +84,7 @@ def beginning(transport: Transport | None) -> Iterator[None]:
 
 
 def _difference(descriptions: list[dict[str, str]]) -> str:
-    """What ranks refused; else each field in which they differ, with the values and who has them."""
+    """Return the reasons of ranks that refused; else each field in which ranks differ, with its values and ranks."""
     if any(REFUSED in fields for fields in descriptions):
         return refusals([fields.get(REFUSED) for fields in descriptions])
     names = dict.fromkeys(name for fields in descriptions for name in fields)
@@ -99,7 +99,7 @@ def _difference(descriptions: list[dict[str, str]]) -> str:
 
 
 def refusals(texts: Sequence[str | None]) -> str:
-    """What each rank refused, as the others say it; None: it did not."""
+    """Return the sentence that names each reason with the ranks that refused for it; None: the rank did not refuse."""
     found = [f"{_ranks(texts, text)} refused: {text}" for text in dict.fromkeys(texts) if text is not None]
     return f"{'; '.join(found)}. So no rank made the call"
 

@@ -10,11 +10,11 @@ from tokenring.sequence.workload import Workload
 
 
 def holding(kernel: AttentionKernel, program: Program, workload: Workload, device: torch.device) -> AttentionKernel:
-    """The kernel with the masks of all tiles of a program, where it has any: whoever holds it holds them."""
+    """Return a kernel that holds the masks of all tiles of a program, if it uses any; they live as long as it does."""
     patches = dict.fromkeys(each.patch for each in program.instructions if isinstance(each, Attend))
     return held(kernel, Tiles(tuple(patches), program.direction, workload.head_dim, workload.dtype, device))
 
 
 def held(kernel: AttentionKernel, tiles: Tiles) -> AttentionKernel:
-    """The same for some tiles."""
+    """Return a kernel that holds the masks of these tiles, if it uses any; they live as long as it does."""
     return kernel.holding(tiles) if isinstance(kernel, MaskingKernel) else kernel

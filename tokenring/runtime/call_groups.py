@@ -1,4 +1,4 @@
-"""Which kernel calls go together: those of one tile, where the kernel computes several patches in one call.
+"""Grouping of kernel calls: those of one tile go together, where the kernel computes several patches in one call.
 
 Packed documents leave a tile with one patch for each document; on accelerators so many small calls cost more than
 their arithmetic. What is computed, and where it goes, stays as lowering has said it.
@@ -17,7 +17,7 @@ MOST_TOGETHER = 512  # whose operands, lists of lengths and results one call is 
 
 
 def together(instructions: Iterable[Instruction], kernel: AttentionKernel) -> Iterator[Together]:
-    """The instructions in their order: kernel calls that go together in one tuple, others in one each."""
+    """Yield the instructions in order, in tuples: kernel calls that go together in one, all others alone."""
     run: list[Attend] = []  # of one tile, each beyond the one before
     for instruction in instructions:
         if isinstance(instruction, Attend) and isinstance(kernel, PackingKernel):
@@ -33,7 +33,7 @@ def together(instructions: Iterable[Instruction], kernel: AttentionKernel) -> It
 
 
 def _packed(run: list[Attend], kernel: AttentionKernel) -> Iterator[Together]:
-    """A run, cut where the kernel takes no more."""
+    """Yield a run in parts that the kernel takes, in order."""
     at = 0
     while at < len(run):
         count = _most(run[at : at + MOST_TOGETHER], kernel)
@@ -42,7 +42,10 @@ def _packed(run: list[Attend], kernel: AttentionKernel) -> Iterator[Together]:
 
 
 def _most(run: list[Attend], kernel: AttentionKernel) -> int:
-    """How many from the first on the kernel takes. By doubling, then halving: what it takes, it takes fewer of."""
+    """Return the number of patches, from the first on, that the kernel takes in one call.
+
+    Searches by doubling, then by halving: of what a kernel takes it takes fewer, too.
+    """
     if not isinstance(kernel, PackingKernel):
         return 1
 
@@ -60,7 +63,7 @@ def _most(run: list[Attend], kernel: AttentionKernel) -> int:
 
 
 def patches(attends: tuple[Attend, ...]) -> tuple[Patch, ...]:
-    """Their patches, from the corner of the first."""
+    """Return the patches of kernel calls, shifted to start at the corner of the first."""
     first = attends[0]
     return tuple(
         each.patch.shifted(each.q.start - first.q.start, each.kv.start - first.kv.start) for each in attends
@@ -68,12 +71,12 @@ def patches(attends: tuple[Attend, ...]) -> tuple[Patch, ...]:
 
 
 def spanned(first: Span, last: Span) -> Span:
-    """From the first row of one to the last of the other."""
+    """Return the span from the first row of one span to the last of the other."""
     return first._replace(stop=last.stop)
 
 
 def _follows(before: Attend, attend: Attend) -> bool:
-    """Of the same tile, with rows and columns that all lie beyond those of the one before."""
+    """Tell whether a call is of the same tile, with all its rows and columns beyond those of the one before."""
     kept = (before.kept_q and before.kept_q.slot) == (attend.kept_q and attend.kept_q.slot)
     return (
         kept

@@ -1,4 +1,4 @@
-"""What runs a call needs to know of who makes it: the context that users hold, as the runtime sees it."""
+"""The maker of a call as the runtime sees it: the context that users hold."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Caller(Protocol):
     turn: Turn
 
     def kernel(self, device: torch.device) -> AttentionKernel:
-        """What computes the tiles of calls with tensors on this device."""
+        """Return the kernel that computes the tiles of calls with tensors on this device."""
 
     def made_transport(self, device: torch.device | None) -> Transport | None:
-        """The transport for tensors on this device, where there is one already."""
+        """Return the transport for tensors on this device, if there is one already."""
 
     def speaker(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
-        """By what the ranks agree on a call of tensors on this device; None: there is nobody to agree with."""
+        """Return the transport by which ranks agree on a call of tensors on this device; None: this rank is alone."""

@@ -1,4 +1,4 @@
-"""Binds the collectives of a program, and its bundles: posts that go as one, and handles that their messages share."""
+"""Collectives of a program bound to a transport, and its bundles: posts sent as one, handles that messages share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ Data = Callable[[ActiveCall], torch.Tensor]  # a message's bytes, wherever they 
 
 
 def connect(transport: Transport, schedule: ScheduleData, direction: Pass, device: torch.device) -> None:
-    """All that the programs of a pass need, on all ranks alike. Raises ConfigurationError, PeerLost.
+    """Prepare all links and groups that the programs of a pass need, on all ranks alike.
 
-    Those that were not proved with the schedule are before the first of them runs: raises ScheduleError.
+    Programs that were not proved with the schedule are proved before the first of them runs.
+    Raises ConfigurationError, PeerLost, and ScheduleError if that proof fails.
     """
     needed = contacts(schedule, transport.target, (direction,))
     transport.prepare(needed.links, device)
@@ -47,7 +48,7 @@ class Collectives:
         return message in self._of
 
     def bind(self, post: Send | Recv, data: Data) -> Step:
-        """Nothing for a post before the last of its collective, which then begins."""
+        """Return a step that does nothing; for the last post of a collective, one that begins the collective."""
         found = self._of[post.message]
         self._bound[found].append((post, data))
         if len(self._bound[found]) < len(found.messages):
@@ -60,7 +61,7 @@ class Collectives:
 
 
 class _Shared:
-    """What the messages of a collective wait for: whichever is waited for first."""
+    """The handle that all messages of a collective share: the first wait for any of them waits for all."""
 
     def __init__(self, parts: list[Work]) -> None:
         self._parts = parts
@@ -72,7 +73,7 @@ class _Shared:
 
 
 def _bundled(bundle: Collective, bound: Sequence[tuple[Send | Recv, Data]], transport: Transport, views: Views) -> Step:
-    """Copies messages together and sends them, or receives them; whichever is waited for first waits for all."""
+    """Copy messages together and send them as one, or receive them as one; the first wait for any waits for all."""
     whole, at = views.bundle(bundle), 0
     parts: list[tuple[torch.Tensor, Data]] = []
     for each, data in bound:
@@ -121,11 +122,11 @@ def _step(collective: Collective, bound: Sequence[tuple[Send | Recv, Data]], tra
 
 
 def _cut(call: ActiveCall, some: list[Data], count: int) -> list[torch.Tensor]:
-    """All bytes for or from one rank in so many equal parts; each lies in one message."""
+    """Cut all bytes for or from one rank into `count` equal parts; each part lies in one message."""
     whole = [data(call) for data in some]
     size = sum(each.numel() for each in whole) // count
     return [each[start : start + size] for each in whole for start in range(0, each.numel(), size)]
 
 
 def _nothing(call: ActiveCall) -> None:
-    """For a post that goes with a later one."""
+    """Do nothing, for a post that goes with a later one."""

@@ -1,4 +1,4 @@
-"""Which derivatives of attention there are: the first, backward. Others are refused where torch lets us hear of them.
+"""Derivatives of attention: the first, backward. Others are refused where torch lets us detect them.
 
 With `create_graph=True` a backward pass is recorded. It may be, for second derivatives of what else is in the model:
 only going through attention again is refused, by a node that the pass leaves on its results.
@@ -40,7 +40,7 @@ Gradients = tuple[torch.Tensor, ...]
 
 
 class _First(torch.autograd.Function):
-    """What a backward pass computes, with a node on it that refuses to go on."""
+    """A backward pass as an autograd node, which refuses to be differentiated itself."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Gradients], *depends: torch.Tensor) -> Gradients:
@@ -56,7 +56,7 @@ class _First(torch.autograd.Function):
 
 
 def first(compute: Callable[[], Gradients], *depends: torch.Tensor) -> Gradients:
-    """What `compute` gives in a backward pass. depends: on what a second derivative would be taken by."""
+    """Return what `compute` gives in a backward pass; a node on it refuses a second derivative by `depends`."""
     if not torch.is_grad_enabled():  # this pass is not recorded
         return compute()
     made: Gradients = _First.apply(compute, *depends)  # type: ignore[no-untyped-call]
@@ -64,29 +64,29 @@ def first(compute: Callable[[], Gradients], *depends: torch.Tensor) -> Gradients
 
 
 def refuse_batched(dout: torch.Tensor) -> None:
-    """Raises UnsupportedError in a backward pass for several gradients at once."""
+    """Raise UnsupportedError in a backward pass for several gradients at once."""
     refuse_transforms()
     if torch._C._functorch.is_legacy_batchedtensor(dout):
         raise UnsupportedError(BATCHED)
 
 
 def refuse_recorded() -> None:
-    """Raises UnsupportedError in a backward pass that is recorded, where nothing is held that could refuse later."""
+    """Raise UnsupportedError in a backward pass that is recorded, where nothing is held that could refuse later."""
     refuse_transforms()
     if torch.is_grad_enabled():
         raise UnsupportedError(RECORDED)
 
 
 def refuse_transforms() -> None:
-    """Raises UnsupportedError inside torch.func's transforms, whose tensors are wrappers, and before ranks talk."""
+    """Raise UnsupportedError inside torch.func's transforms, whose tensors are wrappers, before any exchange."""
     if torch._C._are_functorch_transforms_active():  # what autograd.Function.apply asks
         raise UnsupportedError(TRANSFORM)
 
 
 def refuse_tangents(*operands: torch.Tensor) -> None:
-    """Raises UnsupportedError where an operand of a compiled call carries a forward-mode derivative, or may carry one.
+    """Raise UnsupportedError if an operand of a compiled call carries a forward-mode derivative, or may carry one.
 
-    Below autograd, where graphs that need no gradients are run, nobody can see; then any call inside a `dual_level`.
+    Below autograd, where graphs that need no gradients are run, tangents are hidden: any call in a `dual_level` raises.
     """
     try:
         duals = [forward_ad.unpack_dual(x) for x in operands]  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What a call is to all ranks, who must agree on it."""
+"""The description of a call on which all ranks must agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def describe(cp: Caller, request: Request, direction: Pass, schedule: str, planned: bool) -> Description:
-    """What all ranks must agree on. schedule: as text, with all that is in it. planned: whether it is chosen here."""
+    """Describe all that ranks must agree on. schedule: as text, with all its content. planned: if it is chosen here."""
     transport = cp.made_transport(request.device)
     most = None if transport is None else transport.target.most_connections  # by this rank's environment
     return Description.of(
@@ -38,7 +38,10 @@ def describe(cp: Caller, request: Request, direction: Pass, schedule: str, plann
 
 
 def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
-    """Why the call is not computed or merged here, in which ranks may differ by what is installed; None: it is."""
+    """Return the reason why this rank cannot compute or merge the call; None: it can.
+
+    Ranks may differ in it by what is installed on them.
+    """
     from tokenring.backends.merging.mergers import merge_refusal
     from tokenring.backends.registry import kernel_refusal
 

@@ -1,4 +1,4 @@
-"""One call at a time: threads that share a context, or its transport, are told apart."""
+"""Mutual exclusion of calls: one call at a time among threads that share a context, or its transport."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tokenring.errors import ConfigurationError
 
 
 class Turn:
-    """Held by a thread while it uses what calls share, such as buffers and exchanges; the same one may enter it again.
+    """A lock held while a thread uses what calls share, such as buffers and exchanges; its thread may enter it again.
 
     What counts is overlap, not which thread it is: backward may run in one of autograd's.
     """
 
     def __init__(self, waits: bool = False) -> None:
-        """waits: for another thread to end its call; else a second thread is refused at once."""
+        """Make a turn. waits: a second thread waits for the first to end its call; else it is refused at once."""
         self._lock, self._waits, self._holder = threading.RLock(), waits, 0
 
     def __enter__(self) -> None:
@@ -38,17 +38,20 @@ _turns: WeakKeyDictionary[Transport, Turn] = WeakKeyDictionary()
 
 
 def turn_of(transport: str | Transport | None, world_size: int) -> Turn:
-    """The turn of a context: its transport's, if it was given one. At one rank no order is wrong, so threads wait."""
+    """Return the turn of a context: its transport's, if it was given one.
+
+    At one rank any order of calls is right, so threads wait instead of being refused.
+    """
     if transport is None or isinstance(transport, str):
         return Turn(waits=world_size == 1)
     return _turns.setdefault(transport, Turn(waits=world_size == 1))
 
 
 def share_turn(transport: Transport, turn: Turn) -> None:
-    """For contexts that are going to be given this transport."""
+    """Register the turn of a transport, for contexts that will be given this transport."""
     _turns[transport] = turn
 
 
 def _name(ident: int) -> str:
-    """Without making a Thread for one of autograd's, which has none."""
+    """Return a thread's name, without making a Thread for one of autograd's, which has none."""
     return next((each.name for each in threading.enumerate() if each.ident == ident), f"number {ident}")

@@ -108,7 +108,7 @@ class Executor:
         return ranged(self.steps, range_names(*self._named_by))
 
     def result(self, call: ActiveCall, kind: Kind, name: str) -> torch.Tensor:
-        """A field of the rank's own result: [B, T, H, D] or, for lse, [B, H, T].
+        """Return a field of the rank's own result: [B, T, H, D] or, for lse, [B, H, T].
 
         In fp32 it is the caller's to keep; else it lies in the pool, in fp32, until the next run.
         """
@@ -117,7 +117,7 @@ class Executor:
         return made.permute(1, 2, 0) if made.dim() == 3 else made.transpose(0, 1)
 
     def _new_outputs(self, call: ActiveCall) -> None:
-        """Memory for results that no kernel makes in one piece."""
+        """Allocate memory for results that no kernel makes in one piece."""
         size = self.views.workload
         for slot, spec in enumerate(self.program.slots):
             if not spec.output or slot in self.adopted:
@@ -134,7 +134,7 @@ class Executor:
 
 
 class _Binder:
-    """Makes instructions into functions. Apart from the executor: they hold it, and must not hold who holds them."""
+    """Turns instructions into functions. Apart from the executor: it holds the functions, which must not hold it."""
 
     def __init__(
         self, views: Views, transport: Transport | None, kernel: AttentionKernel, scale: float, forward: bool
@@ -145,7 +145,7 @@ class _Binder:
         self.collectives = Collectives(self.views, transport)
 
     def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
-        """A step for each; kernel calls that go together are made at the first of them."""
+        """Return a step for each instruction; kernel calls that go together are made at the first of them."""
         steps: list[Step] = []
         for group in together(instructions, self.kernel):
             packed = [each for each in group if isinstance(each, Attend)] if len(group) > 1 else []
@@ -204,7 +204,7 @@ class _Binder:
     def _fixed(
         self, span: Span, make: Callable[[torch.Tensor | None], torch.Tensor]
     ) -> Callable[[ActiveCall], torch.Tensor]:
-        """A view that is made once, or for each call if it lies in memory of the call."""
+        """Return a getter of a view that is made once, or for each call if it lies in memory of the call."""
         slot = span.slot
         if self.program.slots[slot].kept:
             return lambda call: make(call.kept[slot])
@@ -212,7 +212,7 @@ class _Binder:
         return lambda call: view
 
     def _field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
-        """[rows, B, heads, D], or [rows, B, heads]: a field of a span, wherever it lies."""
+        """Return a getter of a span's field, wherever it lies: [rows, B, heads, D], or [rows, B, heads]."""
         slot, spec = span.slot, self.program.slots[span.slot]
         if not spec.output:
             return self._fixed(span, lambda kept: self.views.field(span, name, kept))
@@ -238,7 +238,7 @@ class _Binder:
     # ---------- tiles
 
     def _operand(self, span: Span, name: str, kind: Kind) -> Callable[[ActiveCall], torch.Tensor]:
-        """A kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
+        """Return a getter of a kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
         if span.slot != OWN:
             return self._fixed(span, lambda kept: heads_first(self.views.field(span, name, kept)))
         low, high = self.head_range(kind, span.heads)
@@ -262,7 +262,7 @@ class _Binder:
         return attend_tile
 
     def _attend_packed(self, attends: tuple[Attend, ...]) -> Step:
-        """Several patches of a tile, in one kernel call."""
+        """Bind several patches of a tile to one kernel call."""
         assert isinstance(self.kernel, PackingKernel)  # else nothing goes together
         parts, (kernel, scale) = patches(attends), folded(self.kernel, self.scale)
         operands = self._operands(attends[0], attends[-1])
@@ -278,7 +278,7 @@ class _Binder:
         return attend_patches
 
     def _operands(self, first: Attend, last: Attend) -> Operands:
-        """What a kernel is given for the rows and columns from one call to another of the same tile."""
+        """Return the getter of a kernel's operands: the rows and columns from one call to another of the same tile."""
         q_span, kv_span = spanned(first.q, last.q), spanned(first.kv, last.kv)
         kept_q = spanned(first.kept_q, last.kept_q) if first.kept_q and last.kept_q else q_span
         q = self._operand(kept_q, "q", "q")
@@ -294,7 +294,7 @@ class _Binder:
         return lambda call: ((dout(call), q(call), k(call), v(call), lse(call), delta(call)), {})
 
     def _sink(self, attend: Attend, result: Result) -> Sink:
-        """Puts rows of a kernel's result where they belong."""
+        """Return a function that writes rows of a kernel's result to where they belong."""
         whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
         rows = slice(result.start, result.start + result.into.rows)
         if self._adopts(result, whole):
@@ -310,7 +310,7 @@ class _Binder:
         return lambda call, made: accept(call, [rows_first(each[:, :, rows]) for each in made[which]])
 
     def _adopts(self, result: Result, rows: int) -> bool:
-        """Whether a kernel makes the whole of an output before anything else does."""
+        """Tell whether a kernel makes the whole of an output before anything else writes to it."""
         spec = self.program.slots[result.into.slot]
         low, high = self.head_range(spec.kind, result.into.heads)
         all_heads = high - low == self.views.record(result.into.slot).heads
@@ -380,4 +380,4 @@ class _Binder:
 
 
 def _nothing(call: ActiveCall) -> None:
-    """For a kernel call that went with an earlier one."""
+    """Do nothing, for a kernel call that went with an earlier one."""

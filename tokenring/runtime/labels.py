@@ -1,4 +1,4 @@
-"""What instructions are called in traces and profiles: attend q0×kv4, send kv0,kv7 to 1, wait kv4 from 3."""
+"""Names of instructions in traces and profiles: attend q0×kv4, send kv0,kv7 to 1, wait kv4 from 3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Names:
         self.posts = {each.message: each for each in instructions if isinstance(each, (Send, Recv))}
 
     def of(self, instruction: Instruction | Agree, tile: str = "") -> str:
-        """A few words. tile: of a kernel call, where it is known."""
+        """Return a name of a few words. tile: of a kernel call, where it is known."""
         match instruction:
             case Agree():
                 return "agree"
@@ -36,25 +36,25 @@ class Names:
         return type(instruction).__name__.lower()
 
     def awaited(self, wait: Wait, rank: str = "") -> str:
-        """The message that is waited for, and its other end; `rank` stands before the number."""
+        """Return the blocks of the message that is waited for, and its peer; `rank` stands before the peer's number."""
         post = self.posts[wait.message]
         peer = f"from {rank}{post.src}" if isinstance(post, Recv) else f"to {rank}{post.dst}"
         return f"{blocks(post)} {peer}"
 
 
 def blocks(post: Send | Recv) -> str:
-    """The blocks of a message, without the step that its label begins with."""
+    """Return the blocks of a message, without the step that its label begins with."""
     return post.label.partition(", ")[2] or post.label
 
 
 def tiles(schedule: ScheduleData, rank: int, supports: Supports) -> list[str]:
-    """The tile of each kernel call of a rank, in order."""
+    """Return the tile of each kernel call of a rank, in order."""
     mine = sorted((tile for tile in schedule.tiles if tile.rank == rank), key=lambda tile: tile.step)
     return [tile_text(schedule, tile) for tile in mine for _ in calls(storage_of(schedule), tile, supports)]
 
 
 def range_names(schedule: ScheduleData, program: Program, supports: Supports) -> list[str]:
-    """Of each step that an executor has, as profilers show it: "tokenring forward 2: attend q0×kv4"."""
+    """Return the name of each step of an executor, as profilers show it: "tokenring forward 2: attend q0×kv4"."""
     names, calls_of = Names(program.instructions), iter(tiles(schedule, program.rank, supports))
     found = []
     for instruction, step in zip(program.instructions, program.steps, strict=True):

@@ -1,4 +1,4 @@
-"""What transports want to know of a program beside its single messages: where they all go, and which go together."""
+"""Groups of messages, which transports want to know beside single messages: where all go, which go together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def placed(transport: Transport | None, views: Views, instructions: Sequence[Instruction]) -> Callable[[], object]:
-    """Tell the ranks where the messages of a program go; gives what is to be called whenever it begins.
+    """Send the ranks the places of a program's messages; return what is to be called whenever the program begins.
 
-    A collective call where the transport is one of these.
+    This is a collective call where the transport is a placing one.
     """
     if transport is None or not transport.target.placing:
         return lambda: None
@@ -31,7 +31,7 @@ def placed(transport: Transport | None, views: Views, instructions: Sequence[Ins
 def grouped(
     transport: Transport | None, instructions: Sequence[Instruction], steps: list[Callable[[T], None]]
 ) -> list[Callable[[T], None]]:
-    """The steps of instructions, where posts that stand in a row begin to move at the last of them."""
+    """Return the steps, where posts that stand in a row begin to move at the last of them."""
     if transport is None or not transport.target.grouping:
         return steps
     made = list(steps)
@@ -41,7 +41,7 @@ def grouped(
 
 
 def last_posts(instructions: Sequence[Instruction]) -> list[int]:
-    """Where rows of posts on one channel end that have nothing but copies into what is sent between them.
+    """Return the positions where rows of posts on one channel end; only copies into what is sent stand inside rows.
 
     Of one channel, so that rows follow each other in the order of posts that all ranks share: groups of both channels
     at once would begin in an order that depends on how each rank's rows happen to be cut.
@@ -62,7 +62,7 @@ def last_posts(instructions: Sequence[Instruction]) -> list[int]:
 def settled(
     transport: Transport | None, instructions: Sequence[Instruction], steps: list[Callable[[T], None]]
 ) -> list[Callable[[T], None]]:
-    """The steps of instructions, of which the first that waits for a message makes sure that all ranks agree."""
+    """Return the steps, of which the first that waits for a message also makes sure that all ranks agree."""
     at = next((at for at, each in enumerate(instructions) if isinstance(each, Wait)), None)
     if at is None or transport is None or not transport.target.deferring:
         return steps

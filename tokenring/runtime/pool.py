@@ -22,7 +22,7 @@ Allocate = Callable[[int], "torch.Tensor | None"]
 
 
 class Pool:
-    """Bytes that only grow. `high_water_bytes` is the end of the furthest view ever given out.
+    """A buffer pool whose bytes only grow. `high_water_bytes` is the end of the furthest view ever given out.
 
     allocate: where peers write into the pool, gives memory that they can reach, or None while what
     it gave last is enough for all ranks; a collective call.
@@ -36,7 +36,7 @@ class Pool:
 
     @staticmethod
     def of(transport: Transport | None, device: torch.device) -> Pool:
-        """A pool of its own; where peers write into it, the transport's one, since growing it is a collective call."""
+        """Return a new pool; where peers write into it, the transport's only one: growing it is a collective call."""
         if transport is None or not transport.target.one_sided:
             return Pool(device)
         if transport.pool is None:
@@ -45,10 +45,11 @@ class Pool:
 
     @property
     def one_sided(self) -> bool:
+        """True if peers write into the pool."""
         return self._allocate is not None
 
     def reserve(self, nbytes: int) -> None:
-        """At least so many bytes; views given out before a growth stay on the old memory."""
+        """Grow the pool to at least so many bytes; views given out before a growth stay on the old memory."""
         if self._allocate is not None:
             grown = self._allocate(nbytes)
             self.data = self.data if grown is None else grown
@@ -56,6 +57,7 @@ class Pool:
             self.data = torch.empty(nbytes, dtype=torch.uint8, device=self.data.device)
 
     def touch(self, end: int) -> None:
+        """Raise `high_water_bytes` to `end`, if it is lower."""
         self.high_water_bytes = max(self.high_water_bytes, end)
 
 
@@ -90,19 +92,23 @@ class Views:
         self.base = pool.data
 
     def record(self, slot: int) -> Record:
+        """Return the record that the rows of a slot hold."""
         spec = self.program.slots[slot]
         records = self.forward_records if spec.kept else self.records
         return records(spec.kind, spec.full_precision, spec.all_heads)
 
     def message(self, span: Span, kept: torch.Tensor | None = None) -> torch.Tensor:
-        """The bytes of a span, contiguous."""
+        """Return the bytes of a span, contiguous: uint8, rows · record bytes."""
         size = self.record(span.slot).nbytes
         start, base = self._start(span.slot, kept)
         self._touch(span, kept)
         return base[start + span.start * size : start + span.stop * size]
 
     def landing(self, span: Span) -> torch.Tensor | None:
-        """Where a message for a kept slot lands, if peers cannot write into kept memory themselves."""
+        """Return the bytes where a message for a kept slot arrives; None if it arrives in the slot itself.
+
+        Peers that write into the pool cannot reach kept memory, so the message lands in the pool first.
+        """
         if span.slot not in self._landings:
             return None
         size, start = self.record(span.slot).nbytes, self._landings[span.slot]
@@ -110,13 +116,13 @@ class Views:
         return self.base[start + span.start * size : start + span.stop * size]
 
     def bundle(self, bundle: Collective) -> torch.Tensor:
-        """The bytes of a bundle, contiguous."""
+        """Return the bytes of a bundle, contiguous."""
         start, stop = self._bundles[bundle]
         self.pool.touch(start + aligned(stop - start))
         return self.base[start:stop]
 
     def field(self, span: Span, name: str, kept: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, B, heads, D], or [rows, B, heads] for a statistic: the span's rows and head group."""
+        """Return a field of a span's rows and head group: [rows, B, heads, D], or [rows, B, heads] for a statistic."""
         record = self.record(span.slot)
         field = record.field(name)
         start, base = self._start(span.slot, kept)
@@ -129,27 +135,28 @@ class Views:
         return whole[:, :, low:high]
 
     def whole(self, slot: int, name: str) -> torch.Tensor:
-        """All rows and heads of a slot."""
+        """Return a field of all rows and heads of a slot."""
         record = self.record(slot)
         rows = self.program.slots[slot].rows
         self._touch(Span(slot, 0, rows), None)
         return _strided(self.base, self.offsets[slot], rows, record, record.field(name), self.workload)
 
     def scratch(self, rows: int, heads: int) -> torch.Tensor:
-        """[2, rows, B, heads] fp32 for merging."""
+        """Return the memory for merging: [2, rows, B, heads] fp32."""
         count = 2 * rows * self.workload.batch * heads
         self.pool.touch(self._scratch_at + aligned(4 * count))
         flat = self.base[self._scratch_at : self._scratch_at + 4 * count].view(torch.float32)
         return flat.view(2, rows, self.workload.batch, heads)
 
     def new_kept(self, device: torch.device) -> torch.Tensor | None:
-        """Memory for what forward keeps for backward, uint8; None where that is nothing."""
+        """Allocate memory for what forward keeps for backward, uint8; None where it keeps nothing."""
         return torch.empty(self.kept_bytes, dtype=torch.uint8, device=device) if self.kept_bytes else None
 
     def kept_slots_in(self, kept: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """The slots that lie in it. Their numbers differ between the passes, their order and sizes do not.
+        """Return the slots that lie in kept memory, by their numbers in this program.
 
-        Raises UnsupportedError where it is not what forward made.
+        Numbers differ between the passes, the order and sizes of slots do not.
+        Raises UnsupportedError if the memory is not what forward made.
         """
         if not self.kept_bytes:
             return {}
@@ -170,12 +177,13 @@ class Views:
 
 
 class Landed:
-    """A message of which each part (where it lies, where it belongs) is copied when all has arrived."""
+    """A message whose parts (where each lies, where it belongs) are copied when all has arrived."""
 
     def __init__(self, handle: Work, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._handle, self._parts = handle, parts
 
     def wait(self) -> None:
+        """Wait until the message has arrived, then copy its parts."""
         self._handle.wait()
         for landing, into in self._parts:
             into.copy_(landing)
@@ -196,10 +204,10 @@ def _strided(
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[S, B, H, ...] → [B, H, S, ...]"""
+    """Return a view with heads first: [S, B, H, ...] → [B, H, S, ...]."""
     return x.permute(1, 2, 0, 3) if x.dim() == 4 else x.permute(1, 2, 0)
 
 
 def rows_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, ...] → [S, B, H, ...]"""
+    """Return a view with rows first: [B, H, S, ...] → [S, B, H, ...]."""
     return x.permute(2, 0, 1, 3) if x.dim() == 4 else x.permute(2, 0, 1)

@@ -19,7 +19,7 @@ from tokenring.runtime.trace import Event, Trace
 
 
 def profiling() -> bool:
-    """Whether a profiler of torch is at work."""
+    """Tell whether a profiler of torch is at work."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
@@ -31,7 +31,7 @@ def run_steps(
     call: ActiveCall,
     trace: Trace | None,
 ) -> None:
-    """All steps of a program, in order; named: the same in ranges, where a profiler is at work."""
+    """Run all steps of a program, in order. named: the same steps in ranges, taken while a profiler is at work."""
     if named is None:
         _loop(program, instructions, steps, call, trace)
         return
@@ -58,7 +58,7 @@ def _loop(
 
 
 def ranged(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
-    """The steps, each in a range of its name."""
+    """Return the steps, each in a range of its name."""
     return [_ranged(step, name) for step, name in zip(steps, names, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What one rank refuses, all ranks hear: it speaks where the others tell of the call that they are about to make."""
+"""Refusals: a rank that refuses a call sends its reason in the exchange where the others describe the call."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ TOLD = "_tokenring_told"  # of an error that passes through several calls, as in
 
 
 class refusing:
-    """This rank's own checks of a call on which all ranks are about to agree.
+    """A guard around this rank's own checks of a call on which all ranks are about to agree.
 
-    What they raise, all hear: this rank raises it, every other one a Disagreement that names rank and reason.
+    An error of the checks is sent to all ranks: this one raises it, every other a Disagreement with rank and reason.
     """
 
     __slots__ = ("_cp", "_direction", "_given")
 
     def __init__(self, cp: Caller, direction: Pass, *given: object) -> None:
-        """given: the call's tensors, or its device; by it ranks that have not spoken yet find the same transport."""
+        """Guard a pass. given: the call's tensors or device, by which ranks without a transport find the same one."""
         self._cp, self._direction, self._given = cp, direction, given
 
     def __enter__(self) -> None:
-        """Nothing: calls that pass cost nothing."""
+        """Do nothing: calls that pass cost nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
@@ -66,7 +66,7 @@ def tell(cp: Caller, error: BaseException, speak: Callable[[], object]) -> None:
 
 
 def _device(given: tuple[object, ...]) -> torch.device | None:
-    """An accelerator before the CPU: on some rank a tensor was left behind there."""
+    """Return the device of a call's tensors: an accelerator before the CPU, where some rank left a tensor behind."""
     devices = [each if isinstance(each, torch.device) else getattr(each, "device", None) for each in given]
     found = [each for each in devices if isinstance(each, torch.device) and each.type != "meta"]
     return next((each for each in found if each.type != "cpu"), found[0] if found else None)

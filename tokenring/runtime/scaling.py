@@ -19,11 +19,11 @@ LEAST = torch.finfo(torch.float32).tiny  # below, kernels that scale in fp32 may
 WHOLE = 2**24  # from here on neighbours in fp32 are whole numbers apart
 
 def checked_scale(given: object, head_dim: int) -> float:
-    """The scale as a number; None is 1/√D. Raises ConfigurationError.
+    """Return the scale as a number; None is 1/√D. Raises ConfigurationError if it is not a finite number, or too large.
 
     q and k of ordinary size (1 in each of D dimensions) have q·k up to D. The largest scale is where such scores reach
-    2²⁴: beyond, rounding them in fp32 changes probabilities by a factor of e, and gradients, which work them out anew,
-    run out of all bounds.
+    2²⁴: beyond, rounding them in fp32 changes probabilities by a factor of e, and gradients, which compute them again,
+    grow without bound.
     """
     if given is None:
         return 1 / math.sqrt(head_dim)
@@ -51,7 +51,7 @@ def _most(head_dim: int) -> str:
 
 
 def folded(kernel: Any, scale: float) -> tuple[Any, float]:
-    """What computes with this scale: a kernel, and the positive scale to give it."""
+    """Return a kernel that computes with this scale, and the positive scale to give it."""
     if scale >= LEAST:
         return kernel, scale
     sign = -1.0 if scale <= -LEAST else 0.0

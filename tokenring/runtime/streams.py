@@ -35,29 +35,35 @@ class Streams:
 
     @staticmethod
     def of(device: DeviceRuntime) -> Streams | None:
-        """None on a device without streams."""
+        """Make the streams of a device; None if it has none."""
         return None if device.current_stream() is None else Streams(device)
 
     def of_channel(self, channel: str) -> Any:
-        """The stream on which a channel's messages are posted."""
+        """Return the stream on which a channel's messages are posted."""
         if channel not in self._of_channel:
             self._of_channel[channel] = self.device.new_stream(high_priority=True)
         return self._of_channel[channel]
 
     def begin(self) -> None:
-        """A call begins on the current stream: not before the one before it is done, wherever that ran."""
+        """Begin a call on the current stream, after the call before it is done, on whatever stream that ran."""
         current = self.device.current_stream()
         if self._computing is not None and self._computing != current:
             current.wait_stream(self._computing)
         self._computing = current
 
     def forget(self) -> None:
-        """The host has waited for everything: the next call may begin at once, as one that is captured must."""
+        """Forget the last call's stream, after the host has waited for everything: the next call may begin at once.
+
+        A call that is captured must begin so.
+        """
         self._computing = None
 
 
 def on_streams(steps: Sequence[Step[C]], instructions: Sequence[Instruction], streams: Streams) -> list[Step[C]]:
-    """The steps, with posts on their channels' streams, and what these wait for; the last waits for all of them."""
+    """Return the steps, with posts on their channels' streams after the events that these need.
+
+    The last step waits for all of these streams.
+    """
     waits = post_waits(instructions)
     events = {at: streams.device.new_event() for at in set(waits.values())}
     found = list(steps)
@@ -76,7 +82,7 @@ def on_streams(steps: Sequence[Step[C]], instructions: Sequence[Instruction], st
 
 
 def post_waits(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """For each post that must wait: the last instruction before it that its rows need done, or START.
+    """Return, for each post that must wait, the last instruction before it that its rows need done, or START.
 
     A post whose stream has waited for that one, or a later one, need not. Rows count with all their head groups.
     """
@@ -103,7 +109,7 @@ def post_waits(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 def _touches(instruction: Instruction, posts: dict[int, Send | Recv]) -> list[tuple[Span, bool]]:
-    """The rows that an instruction of the computing stream reads (False) or writes (True)."""
+    """Return the rows that an instruction of the computing stream reads (False) or writes (True)."""
     match instruction:
         case Pack() | Fill():
             found = [(instruction.into, True)]

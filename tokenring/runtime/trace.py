@@ -1,4 +1,4 @@
-"""What happened when: one event for each instruction of a traced call."""
+"""Traces of calls: one event for each instruction, with its times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenring.lowering.program import Attend, Instruction, Wait
 
 @dataclass(frozen=True)
 class Agree:
-    """Before a program's first instruction: the ranks tell each other what they are about to do.
+    """The exchange before a program's first instruction: the ranks tell each other what they are about to do.
 
     They wait for the answer here, or at the first wait for a message (`target.deferring`).
     """
@@ -29,6 +29,7 @@ class Event(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """The time that the instruction took."""
         return self.ended_seconds - self.began_seconds
 
 
@@ -39,7 +40,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
 
     def split_seconds(self) -> dict[str, float]:
-        """Time in kernels, in waits for messages or other ranks (exposed), and in everything else."""
+        """Return the seconds in kernels, in waits for messages or other ranks (exposed), and in everything else."""
         compute = sum(event.seconds for event in self.events if isinstance(event.instruction, Attend))
         exposed = sum(event.seconds for event in self.events if isinstance(event.instruction, (Wait, Agree)))
         total = sum(event.seconds for event in self.events)

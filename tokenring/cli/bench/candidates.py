@@ -1,4 +1,4 @@
-"""What can be raced: how each cuts the sequence, and the call that is timed.
+"""Candidates of the race: the cut of the sequence that each wants, and the call that is timed.
 
 B batch, T local tokens, H heads, D head dim.
 """
@@ -42,12 +42,12 @@ class NotRun(Exception):
 
 
 class NotInstalled(Exception):
-    """The message says how to install it."""
+    """A peer that is not installed; the message says how to install it."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a candidate wants its tensors: from BTHD, and back to it. Neither is timed."""
+    """The form in which a candidate wants its tensors: from BTHD, and back to it. Neither conversion is timed."""
 
     into: Change
     back: Change
@@ -59,7 +59,7 @@ THD = Form(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
 
 
 class RaceNote(NamedTuple):
-    """Something to know about what was run: `where` names the modules that it is about."""
+    """A note about what was run: `where` names the modules that it is about."""
 
     text: str
     where: str
@@ -80,12 +80,13 @@ class Runner:
 
     @property
     def takes_part(self) -> bool:
+        """True if this rank holds tokens for the candidate."""
         return self.positions.numel() > 0
 
 
 @dataclass
 class RaceSetting:
-    """What candidates get to know: the case, and this rank of so many."""
+    """The setting that candidates get: the case, and this rank of so many."""
 
     case: RaceCase
     rank: int
@@ -93,26 +94,27 @@ class RaceSetting:
 
     @cached_property
     def mask(self) -> Mask:
+        """The mask of the case."""
         return parse_mask(self.case.mask)
 
     @cached_property
     def transport(self) -> str | Transport:
-        """One for all schedules. All ranks must get here together."""
+        """The transport that all schedules share. All ranks must get here together."""
         made = tr.ContextParallel(transport=self.case.transport, timeout_seconds=WAIT_SECONDS)
         return made.transport or self.case.transport
 
     def is_plain(self) -> bool | None:
-        """Whether the mask is causal (True) or full (False); None: neither."""
+        """Return True for the causal mask, False for the full one, None for any other."""
         return {"causal": True, "full": False}.get(str(self.mask))
 
     def positions(self, layout: str) -> torch.Tensor:
-        """This rank's, in a layout by name. Raises ConfigurationError when the length does not divide."""
+        """Return this rank's positions in a layout: int64 [T]. Raises ConfigurationError if the length does not fit."""
         return torch.tensor(make_layout(layout, self.ranks, self.case.seq_len).positions(self.rank), dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class RacedSchedule:
-    """Something to race. `prepare` gets the setting and, for peers, a process group that nobody else uses.
+    """A candidate to race. `prepare` gets the setting and, for peers, a process group that no other candidate uses.
 
     It raises NotRun, NotInstalled, or whatever else goes wrong, and does so on all ranks or on none.
     """
@@ -124,7 +126,7 @@ class RacedSchedule:
 
 
 def our_candidates(case: RaceCase) -> list[RacedSchedule]:
-    """One for each schedule that is asked for."""
+    """Return a candidate for each schedule that is asked for."""
     return [
         RacedSchedule(name, OURS, lambda setting, group, name=name: _schedule_runner(setting, name), tr.__version__)  # type: ignore[misc]
         for name in case.schedules
@@ -132,7 +134,7 @@ def our_candidates(case: RaceCase) -> list[RacedSchedule]:
 
 
 def emulated(shape: Shape, tflops: float | None) -> Interconnect:
-    """The links, and what ranks on one machine do with them: kernels that sleep, or compute on its cores."""
+    """Return the links as an interconnect, with ranks on one machine: kernels that sleep, or compute on its cores."""
     machine = computing_machine(CPU, shape) if tflops is None else sleeping_machine(tflops, shape)
     return interconnect_of_shape(shape, machine)
 
@@ -171,21 +173,21 @@ def _schedule_runner(setting: RaceSetting, name: str) -> Runner:
 
 
 def _load(fabric: EmulatedFabric, moved: list[dict[tuple[int, int], int]]) -> Load:
-    """The most loaded wire's seconds, of one pass after the other; the wire of the longest."""
+    """Return the load of passes one after the other: their heaviest wires' seconds, and the heaviest of them."""
     loads = [load for each in moved if (load := heaviest(fabric, each)) is not None]
     longest = max(loads, key=lambda load: load.seconds, default=Load("none", 0.0))
     return Load(longest.wire, sum(load.seconds for load in loads))
 
 
 def _shapes_only(case: RaceCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of the right sizes, without memory of their own."""
+    """Return q, k and v of the right sizes, without memory of their own."""
     one = torch.zeros((), dtype=getattr(torch, case.dtype))
     q, k = (one.expand(case.batch, tokens, heads, case.head_dim) for heads in (case.heads, case.kv_heads))
     return q, k, k
 
 
 def one_process() -> RacedSchedule:
-    """torch's plain kernel over the whole sequence: rank 0 alone, with a thread for each rank."""
+    """Return the candidate of torch's plain kernel over the whole sequence: rank 0 alone, one thread for each rank."""
     return RacedSchedule("one process", ONE, _one_process_runner, torch.__version__)
 
 
@@ -214,6 +216,6 @@ def _one_process_runner(setting: RaceSetting, group: Any) -> Runner:
 
 
 def flops(case: RaceCase, causal: bool) -> float:
-    """Of forward (4 for each pair, head and dimension) and backward (10), or of forward alone."""
+    """Return the operations of forward (4 for each pair, head and dimension) and backward (10), or of forward alone."""
     pairs = case.seq_len * (case.seq_len + 1) / 2 if causal else case.seq_len**2
     return (14 if case.backward else 4) * case.batch * case.heads * case.head_dim * pairs

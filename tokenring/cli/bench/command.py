@@ -1,4 +1,4 @@
-"""The command: what the user asks, and what becomes of the report."""
+"""The command `tokenring bench`: its options, and the table, picture and files of its report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULE = "tokenring.cli.bench.worker"
 
 
 def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
-    """Run the benchmark; returns the exit code: 0, 1 (something of ours is wrong), 130 (interrupted).
+    """Run the benchmark; return the exit code: 0, 1 (something of ours is wrong), 130 (interrupted).
 
     Raises ConfigurationError for options that do not fit.
     """
@@ -74,7 +74,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _case(started: bool, options: argparse.Namespace, ranks: int) -> RaceCase:
-    """The options as a case. Raises ConfigurationError for what no rank could run."""
+    """Return the options as a case. Raises ConfigurationError for options that no rank could run."""
     from tokenring.cli.bench.contenders import contenders
     from tokenring.cli.bench.peers import PEERS
 
@@ -89,7 +89,7 @@ def _case(started: bool, options: argparse.Namespace, ranks: int) -> RaceCase:
 
 
 def _schedules(text: str) -> list[str]:
-    """Schedules separated by commas, each once; whether they fit is found out when they are made. None for "all"."""
+    """Read schedules separated by commas, each once; none for "all". Making them shows later whether they fit."""
     if text == "all":
         return []
     names = list(dict.fromkeys(text.split(",")))
@@ -103,7 +103,7 @@ def _schedules(text: str) -> list[str]:
 
 
 def _names(option: str, text: str, words: Mapping[str, list[str]], known: list[str]) -> list[str]:
-    """Names separated by commas, each once; or a word that stands for several."""
+    """Read names separated by commas, each once; or a word that stands for several."""
     if text in words:
         return words[text]
     names = list(dict.fromkeys(text.split(",")))

@@ -1,4 +1,4 @@
-"""Which schedules race where nobody says: the best member of each family that fits, and auto."""
+"""The schedules that race if none are named: the best member of each family that fits, and auto."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_RANKS = 16  # above, planning takes too long for a default: what needs no p
 
 
 def contenders(case: RaceCase, ranks: int) -> list[str]:
-    """The best member of each of the `MOST` best families, in the registry's order, then auto.
+    """Return the best member of each of the `MOST` best families, in the registry's order, then auto.
 
     Best is what the planner predicts, in one memory that all ranks share where links are not emulated. With `pieces`
     only what can move so, and no auto. Where nothing can be planned for, schemes without parameters: they say why.
@@ -44,7 +44,7 @@ def contenders(case: RaceCase, ranks: int) -> list[str]:
 
 
 def _ranked(case: RaceCase, ranks: int, size: Workload, layout: Layout) -> Sequence[str]:
-    """All schedules that fit, the fastest first."""
+    """Return all schedules that fit, the fastest first."""
     if not 1 < ranks <= MOST_RANKS:
         return [name for name, family in FAMILIES.items() if family.takes(0)]
     net, machine = _where(case, ranks, size.dtype)
@@ -74,7 +74,7 @@ def _fits(name: str, case: RaceCase, size: Workload, layout: Layout) -> bool:
 
 
 def _best_of_families(ranked: Sequence[str]) -> list[str]:
-    """The first of each family, of the first `MOST`; in the order of the registry."""
+    """Return the first member of each family, of the first `MOST` families, in the order of the registry."""
     first: dict[str, str] = {}
     for name in ranked:
         first.setdefault(parse(name).family.name, name)

@@ -22,7 +22,7 @@ PARTS = ("link_gbit", "uplink_gbit", "half_duplex_uplink", "node_fabric", "nic_p
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which links, and how fast kernels are."""
+    """Add the options of links, and of the speed of kernels on them."""
     group = parser.add_argument_group("emulated links (docs/emulate.md)", "on one machine with Linux, as root")
     add = group.add_argument
     add("--emulate", choices=[*SHAPES], help="join the ranks by really shaped links of this shape")
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace, ranks: int, started: bool) -> dict[str, object]:
-    """What a case says of emulation. Raises ConfigurationError for what does not fit."""
+    """Return the fields of a case about emulation. Raises ConfigurationError for options that do not fit."""
     given = {name: getattr(options, name) for name in PARTS}
     if options.emulate is None:
         stray = [name for name in (*PARTS, "compute") if getattr(options, name) not in (None, False)]
@@ -55,7 +55,7 @@ def check_options(options: argparse.Namespace, ranks: int, started: bool) -> dic
 
 
 def start(case: RaceCase, ranks: int, module: str, arguments: list[str]) -> AbstractContextManager[Running]:
-    """Ranks of this case: on emulated links, if it has some."""
+    """Start ranks for this case: on emulated links, if it has some."""
     if case.emulate is None:
         return start_torchrun(case, ranks, module, arguments)
     return _start_emulated(case.emulate, module, arguments)

@@ -34,7 +34,7 @@ _kernel: AttentionKernel = CpuFlash()
 
 @contextmanager
 def computing_with(kernel: AttentionKernel) -> Iterator[None]:
-    """Inside, stand in for the package even where it is importable, and compute with this kernel."""
+    """Stand in for the package inside the block, even where it is importable, and compute with this kernel."""
     global _kernel
     before, replaced = _kernel, _modules()
     _kernel = kernel
@@ -49,7 +49,7 @@ def computing_with(kernel: AttentionKernel) -> Iterator[None]:
 
 
 def install() -> bool:
-    """Put the stand-in into sys.modules, unless the real package is importable; returns whether it is there now."""
+    """Put the stand-in into sys.modules, unless the real package is importable; return whether it is there now."""
     if _is_there():
         return True
     try:
@@ -65,7 +65,7 @@ def _is_there() -> bool:
 
 
 def _modules() -> dict[str, ModuleType]:
-    """Of the package, whichever it is."""
+    """Return the modules of the package, real or stand-in, by name."""
     return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "flash_attn"}
 
 
@@ -84,7 +84,7 @@ def _put() -> None:
 
 
 def patch_function(module: ModuleType, name: str, replacements: Mapping[str, str]) -> list[str]:
-    """Define a function of a module again with its text changed; returns those texts that were found in it."""
+    """Define a function of a module again with its text changed; return those texts that were found in it."""
     source = inspect.getsource(getattr(module, name))
     found = [old for old in replacements if old in source]
     for old in found:
@@ -100,7 +100,7 @@ def patch_function(module: ModuleType, name: str, replacements: Mapping[str, str
 def flash_attn_forward(
     q_BTHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """out [B, T, H, D] in q's dtype and lse [B, H, T]."""
+    """Return out [B, T, H, D] in q's dtype and lse [B, H, T]."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSHD, v_BSHD))
     (cols, patch), *others = _tiles(q.shape[2], k.shape[2], causal)
     out, lse = _kernel.forward(q, k[:, :, cols], v[:, :, cols], patch=patch, scale=scale)
@@ -122,7 +122,7 @@ def flash_attn_backward(
     scale: float,
     causal: bool,
 ) -> None:
-    """dq, dk and dv, written into `results`."""
+    """Write dq, dk and dv into `results`."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout_BTHD, q_BTHD, k_BSHD, v_BSHD, out_BTHD))
     dq, dk, dv = (x.transpose(1, 2) for x in results)
     for index, (cols, patch) in enumerate(_tiles(q.shape[2], k.shape[2], causal)):
@@ -134,7 +134,7 @@ def flash_attn_backward(
 
 
 def _tiles(rows: int, cols: int, causal: bool) -> list[tuple[slice, Patch]]:
-    """What a call computes: one tile, or where kv begins before q, a full one and a triangle."""
+    """Return the tiles of a call: one tile, or where kv begins before q, a full one and a triangle."""
     if not causal:
         return [(slice(0, cols), Patch(0, rows, 0, cols))]
     before = cols - rows
@@ -151,7 +151,7 @@ def _tiles(rows: int, cols: int, causal: bool) -> list[tuple[slice, Patch]]:
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """The stand-in has none of these; flash-attn spells "none" in several ways."""
+    """Raise UnsupportedError for options that the stand-in lacks; flash-attn spells "none" in several ways."""
     for name in ("dropout_p", "softcap", "alibi_slopes", "block_table", "leftpad_k", "seqused_k"):
         if options.get(name):
             raise UnsupportedError(f"the stand-in flash_attn has no {name}: leave it out, or install flash_attn")
@@ -185,7 +185,7 @@ def _flash_attn_varlen_forward(
     block_table: Tensor | None = None, leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
-    """q [tokens, H, D]; lse [H, tokens]."""
+    """Return out [tokens, H, D] and lse [H, tokens] of packed sequences; q, k, v [tokens, H, D]."""
     _refuse(locals())
     parts = [
         flash_attn_forward(q[None, rows], k[None, cols], v[None, cols], softmax_scale, causal)
@@ -211,7 +211,7 @@ def _flash_attn_varlen_backward(
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
-    """The rows and columns of each packed sequence."""
+    """Return the rows and columns of each packed sequence."""
     bounds = [cu_seqlens.tolist() for cu_seqlens in (cu_seqlens_q, cu_seqlens_k)]
     rows, cols = ([slice(a, b) for a, b in pairwise(each)] for each in bounds)
     return list(zip(rows, cols, strict=True))
@@ -238,6 +238,7 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Return out [B, T, H, D] of q [B, T, H, D] and k, v [B, S, H, D]. Raises UnsupportedError for what it lacks."""
     _refuse(locals() | {"window_size_left": window_size[0], "window_size_right": window_size[1]})
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out: Tensor = _FlashAttention.apply(q, k, v, scale, causal)  # type: ignore[no-untyped-call]

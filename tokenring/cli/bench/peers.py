@@ -46,7 +46,7 @@ PATCHES = {  # text in a backward: (what it becomes, why)
 
 @contextlib.contextmanager
 def sleeping_instead(tflops: float | None) -> Iterator[None]:
-    """Inside, peers' kernels sleep as those of our schedules do; None: they compute."""
+    """Let peers' kernels sleep inside the block, as those of our schedules do; None: they compute."""
     if tflops is None:
         yield
         return
@@ -55,7 +55,7 @@ def sleeping_instead(tflops: float | None) -> Iterator[None]:
 
 
 def peer_candidates(names: list[str]) -> list[RacedSchedule]:
-    """The candidates of these libraries; one that is not installed has a single one that says so."""
+    """Return the candidates of these libraries; one that is not installed has a single candidate, which says so."""
     found: list[RacedSchedule] = []
     for name in names:
         if find_spec(PACKAGES[name]) is None:
@@ -68,7 +68,7 @@ def peer_candidates(names: list[str]) -> list[RacedSchedule]:
 
 
 def _version(name: str) -> str | None:
-    """None where it can be imported but was not installed as a package."""
+    """Return a package's version; None if it can be imported but was not installed as a package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -84,7 +84,7 @@ def _missing(name: str, setting: RaceSetting, group: Any) -> Runner:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """What a peer prints or warns of while it is imported is not our output."""
+    """Keep out of our output what a peer prints or warns of while it is imported."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -114,7 +114,7 @@ def _ring_flash_attn() -> dict[str, Prepare]:
 
 
 def _ring_flash_module(name: str) -> tuple[ModuleType, list[RaceNote]]:
-    """ring_flash_attn.<name>, without the package's __init__: that needs transformers for its adapters."""
+    """Import ring_flash_attn.<name> without the package's __init__, which needs transformers for its adapters."""
     notes = [RaceNote(STAND_IN, "ring_flash_attn")] if flash_attn_cpu.install() else []
     if "ring_flash_attn" not in sys.modules:
         spec = find_spec("ring_flash_attn")
@@ -125,7 +125,7 @@ def _ring_flash_module(name: str) -> tuple[ModuleType, list[RaceNote]]:
 
 
 def _patch(module: ModuleType, function: str) -> list[RaceNote]:
-    """Mend a backward; notes of what was mended. A second time there is nothing left to mend."""
+    """Mend a backward function; return notes of what was mended, by this call or an earlier one."""
     if not hasattr(module, "_tokenring_notes"):
         found = flash_attn_cpu.patch_function(module, function, {old: new for old, (new, _) in PATCHES.items()})
         module.__dict__["_tokenring_notes"] = [RaceNote(PATCHES[old][1], module.__name__) for old in found]
@@ -146,7 +146,7 @@ def _ring_flash(name: str, layout: str, setting: RaceSetting, group: Any) -> Run
 
 
 def ring_flash_function(name: str) -> tuple[Callable[..., Any], tuple[RaceNote, ...]]:
-    """A function of ring-flash-attn by its module, made ready for CPUs, and what had to be changed for it."""
+    """Return a function of ring-flash-attn by its module, made ready for CPUs, and notes of what was changed for it."""
     module, notes = _ring_flash_module(name)
     return getattr(module, f"{name}_func"), tuple(notes + _patch(module, f"{name}_backward"))
 
@@ -194,7 +194,7 @@ def _ulysses(setting: RaceSetting, group: Any) -> Runner:
 
 
 def _usp(degree: int, setting: RaceSetting, group: Any) -> Runner:
-    """Ulysses among `degree` neighbours, a ring across: zigzag when causal, as yunchang's own examples take it."""
+    """Prepare Ulysses among `degree` neighbours and a ring across: zigzag if causal, as in yunchang's own examples."""
     causal, case, ranks = _causal(setting), setting.case, setting.ranks
     if ranks % degree or ranks == degree:
         raise NotRun(f"{ranks} ranks are not several groups of {degree}")
@@ -219,7 +219,7 @@ def _usp(degree: int, setting: RaceSetting, group: Any) -> Runner:
 
 
 def _usp_positions(setting: RaceSetting, degree: int, kind: str) -> torch.Tensor:
-    """A group of neighbours has what one rank of the ring would have; each a part of it, in order."""
+    """Return this rank's positions: neighbours have those of one rank of the ring, each a part of them, in order."""
     groups, length = setting.ranks // degree, setting.case.seq_len
     layout = make_layout("zigzag" if kind == "zigzag" else "contiguous", groups, length)
     group, place = divmod(setting.rank, degree)

@@ -32,7 +32,7 @@ RULES = [".whisker { stroke-width: 1.3 } .dot { stroke: #77828e; stroke-width: 0
 
 
 def to_svg(report: RaceReport) -> str:
-    """The picture."""
+    """Return the picture of a report as SVG."""
     return "\n".join(_Picture(report).lines()) + "\n"
 
 

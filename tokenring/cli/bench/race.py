@@ -1,4 +1,4 @@
-"""How candidates are timed: in turns, all ranks starting together, and the slowest rank counts."""
+"""The race: candidates are timed in turns, all ranks starting together, and the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class _Lane:
         return self.runner is not None
 
     def stop(self, status: str, reason: str) -> None:
-        """Out of the race: what was measured so far does not count."""
+        """Take the candidate out of the race: what was measured so far does not count."""
         self.runner, self.inputs = None, []
         self.entry = replace(self.entry, status=status, reason=reason, forward_s=[], call_s=[])
 
 
 def order(count: int, turn: int) -> list[int]:
-    """Who starts when in a round: over `count` rounds everyone follows everyone else equally often.
+    """Return the order in which candidates start in a round: over `count` rounds each follows each other equally often.
 
     That is a balanced Latin square (Williams 1949); an odd number of candidates needs the reversed one too.
     """
@@ -59,7 +59,7 @@ def order(count: int, turn: int) -> list[int]:
 def race(
     setting: RaceSetting, candidates: list[RacedSchedule], tell: Tell
 ) -> tuple[list[Entry], str | None, list[str]]:
-    """All entries, what results were compared with (None: they were not), and notes.
+    """Return all entries, the dtype of the reference they were compared with (None: they were not), and notes.
 
     Every rank calls it, with the same candidates.
     """
@@ -92,7 +92,7 @@ def race(
 
 
 def _notes(lanes: list[_Lane]) -> list[str]:
-    """Each once, with all the modules that it is about."""
+    """Return each note once, with all the modules that it is about."""
     where: dict[str, dict[str, None]] = {}
     for lane in lanes:
         for note in lane.runner.notes if lane.runner else ():
@@ -101,7 +101,7 @@ def _notes(lanes: list[_Lane]) -> list[str]:
 
 
 def make_inputs(case: RaceCase) -> list[torch.Tensor]:
-    """q, k, v and dout over the whole sequence, [B, S, H, D]; the same on every rank."""
+    """Make q, k, v and dout over the whole sequence, [B, S, H, D]; the same on every rank."""
     generator = torch.Generator().manual_seed(SEED)
     return [
         torch.randn(case.batch, case.seq_len, heads, case.head_dim, generator=generator).to(getattr(torch, case.dtype))
@@ -137,7 +137,7 @@ def _prepare(setting: RaceSetting, candidate: RacedSchedule, inputs_BSHD: list[t
 
 @contextmanager
 def _own_warnings(kind: str) -> Iterator[None]:
-    """A peer's warnings, of torch's old names say, are not ours to give: where they are errors, they would end it."""
+    """Silence a peer's warnings, of torch's old names say: where warnings are errors, they would end the candidate."""
     with warnings.catch_warnings():
         if kind == PEER:
             warnings.simplefilter("ignore")
@@ -145,7 +145,7 @@ def _own_warnings(kind: str) -> Iterator[None]:
 
 
 def _agree(setting: RaceSetting, lane: _Lane, status: str, reason: str) -> None:
-    """What stopped it on one rank stops it on all; the lowest rank's reason counts."""
+    """Stop a candidate on all ranks if it stopped on one; the lowest rank's reason counts."""
     found: list[Any] = [None] * setting.ranks
     if setting.ranks > 1:
         dist.all_gather_object(found, (status, reason))
@@ -157,7 +157,7 @@ def _agree(setting: RaceSetting, lane: _Lane, status: str, reason: str) -> None:
 
 
 def _take_turn(setting: RaceSetting, lane: _Lane, wanted: dict[str, torch.Tensor] | None, counts: bool) -> None:
-    """One call on all ranks; with `wanted` its results are compared, and with `counts` its times kept."""
+    """Make one call on all ranks; with `wanted` its results are compared, and with `counts` its times kept."""
     assert lane.runner is not None
     found: list[torch.Tensor] = []
     times, problem = (0.0, 0.0), ""
@@ -184,7 +184,7 @@ def _take_turn(setting: RaceSetting, lane: _Lane, wanted: dict[str, torch.Tensor
 
 
 def _start(setting: RaceSetting) -> float | None:
-    """Returns when all ranks may begin; the moment, if they have agreed on one.
+    """Wait until all ranks may begin; return the moment, if they have agreed on one.
 
     Over emulated links a barrier's last messages are late, and who gets them late would have less to wait for. But
     all ranks there share a clock, and begin at one moment, when no message is on its way any more.
@@ -203,7 +203,7 @@ def _start(setting: RaceSetting) -> float | None:
 def timed_call(
     runner: Runner, inputs: list[torch.Tensor], backward: bool, began: float | None, device: DeviceRuntime
 ) -> tuple[float, float, list[torch.Tensor]]:
-    """Seconds until the end of forward, seconds until the end, and the results. The device's clock waits for it."""
+    """Return the seconds to the end of forward, those to the end, and the results. The device's clock waits for it."""
     *leaves, dout = inputs
     gradients: tuple[torch.Tensor, ...] = ()
     with torch.set_grad_enabled(backward), _threads(runner.threads):
@@ -229,7 +229,7 @@ def _compare(setting: RaceSetting, lane: _Lane, found: list[torch.Tensor], wante
 
 
 def _told(error: Exception) -> str:
-    """An error of tokenring says all there is to say; others get their kind."""
+    """Return an error's text; errors that are not tokenring's begin with their kind."""
     return f"{type(error).__name__}: {short(error)}"
 
 

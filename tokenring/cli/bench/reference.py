@@ -23,7 +23,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 def reference_dtype(case: RaceCase) -> torch.dtype:
-    """float64, unless that takes too long."""
+    """Return the dtype of the reference: float64, unless that takes too long."""
     work = 14.0 * case.batch * case.heads * case.head_dim * case.seq_len**2
     return torch.float64 if work <= FLOAT64_FLOPS else torch.float32
 
@@ -31,7 +31,7 @@ def reference_dtype(case: RaceCase) -> torch.dtype:
 def reference(
     inputs_BSHD: Sequence[torch.Tensor], mask: Mask, backward: bool, rank: int, ranks: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """out and, with backward, dq, dk, dv, [B, S, H, D] each, on every rank.
+    """Return out and, with backward, dq, dk, dv, [B, S, H, D] each, on every rank.
 
     inputs: q, k, v and dout. Every rank computes some heads; the sum over ranks puts them together.
     """
@@ -57,7 +57,7 @@ def reference(
 def _one_head(
     q_MSD: torch.Tensor, k_SD: torch.Tensor, v_SD: torch.Tensor, dout_MSD: torch.Tensor, mask: Mask, backward: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, dq [M, S, D]; dk, dv [S, D]. The gradients stay 0 without backward."""
+    """Return out, dq [M, S, D] and dk, dv [S, D] of one kv head. The gradients stay 0 without backward."""
     length, scale = q_MSD.shape[1], 1 / math.sqrt(q_MSD.shape[2])
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q_MSD, q_MSD, k_SD, v_SD))
     for start in range(0, length, BLOCK_ROWS):
@@ -78,7 +78,7 @@ def _one_head(
 
 
 def visible(mask: Mask, start: int, stop: int, length: int) -> tuple[slice, torch.Tensor]:
-    """The columns that rows [start, stop) see anything of, and booleans [rows, columns]."""
+    """Return the columns that rows [start, stop) see anything of, and booleans [rows, columns]."""
     region = mask.region(Positions(start, stop), Positions(0, length))
     first, last = min((p.col0 for p in region), default=0), max((p.col1 for p in region), default=1)
     seen = torch.zeros(stop - start, last - first, dtype=torch.bool)
@@ -92,7 +92,7 @@ def visible(mask: Mask, start: int, stop: int, length: int) -> tuple[slice, torc
 def errors(
     found: Mapping[str, torch.Tensor], wanted_BSHD: Mapping[str, torch.Tensor], positions: torch.Tensor, ranks: int
 ) -> dict[str, float]:
-    """Relative Frobenius errors over all ranks, of what each found for its positions [B, T, H, D]."""
+    """Return relative Frobenius errors over all ranks, of what each found for its positions [B, T, H, D]."""
     sums = torch.zeros(len(wanted_BSHD), 2, dtype=torch.float64)
     for row, (name, whole) in enumerate(wanted_BSHD.items()):
         if positions.numel():

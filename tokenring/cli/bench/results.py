@@ -1,4 +1,4 @@
-"""What a benchmark was asked and what it found; as JSON in docs/bench.md. Seconds throughout."""
+"""Cases and reports of a benchmark; as JSON in docs/bench.md. Seconds throughout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERROR_LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # above, a 
 
 @dataclass(frozen=True)
 class RaceCase:
-    """What is computed, by whom, and how often."""
+    """A case of the benchmark: the call that is computed, by which schedules and peers, and how often."""
 
     seq_len: int
     heads: int
@@ -39,14 +39,14 @@ class RaceCase:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> RaceCase:
-        """The case whose values asdict gave."""
+        """Return the case whose values asdict gave."""
         shape = values.get("emulate")
         return cls(**{**values, "emulate": None if shape is None else Shape(**shape)})
 
 
 @dataclass(frozen=True)
 class RaceMachine:
-    """Where it ran. `cores` are those that rank 0 may use."""
+    """The machines on which it ran. `cores` are those that rank 0 may use."""
 
     processor: str
     cores: int
@@ -79,19 +79,22 @@ class Entry:
 
     @property
     def was_timed(self) -> bool:
+        """True if the candidate has times."""
         return bool(self.call_s)
 
     @property
     def median_s(self) -> float:
+        """The median of the whole call's times."""
         return statistics.median(self.call_s)
 
     @property
     def forward_median_s(self) -> float:
+        """The median of the forward pass's times."""
         return statistics.median(self.forward_s)
 
     @property
     def quartiles_s(self) -> tuple[float, float]:
-        """The first and the third."""
+        """The first and the third quartile of the whole call's times."""
         if len(self.call_s) < 2:
             return self.call_s[0], self.call_s[0]
         first, _, third = statistics.quantiles(self.call_s, n=4, method="inclusive")
@@ -99,13 +102,16 @@ class Entry:
 
     @property
     def worst_error(self) -> float:
-        """NaN is worse than any number, and what was not compared."""
+        """The largest error; NaN, which is worse than any number, also for what was not compared."""
         return max(self.errors.values(), key=lambda error: (math.isnan(error), error), default=math.nan)
 
 
 @dataclass(frozen=True)
 class RaceReport:
-    """All of it. `reference`: what results were compared with (None: they were not); `notes`: what else to know."""
+    """A whole report of a benchmark.
+
+    `reference`: the dtype of what results were compared with (None: they were not); `notes`: what else to know.
+    """
 
     case: RaceCase
     machine: RaceMachine
@@ -115,12 +121,12 @@ class RaceReport:
 
     @property
     def ranked(self) -> list[Entry]:
-        """The fastest first; then those without times."""
+        """The entries, the fastest first; then those without times."""
         return sorted(self.entries, key=lambda entry: entry.median_s if entry.was_timed else math.inf)
 
     @property
     def base(self) -> Entry | None:
-        """What ratios refer to: the fastest peer that is right; without one, the fastest of ours; None: nothing ran."""
+        """The entry to which ratios refer: the fastest right peer; else the fastest right one of ours; None: none."""
         for kind in (PEER, OURS):
             right = [entry for entry in self.ranked if entry.kind == kind and entry.status == MEASURED]
             if right:
@@ -128,11 +134,11 @@ class RaceReport:
         return None
 
     def ratio(self, entry: Entry) -> float | None:
-        """The median as a multiple of the base's; None where there is no right result to compare."""
+        """Return the median as a multiple of the base's; None where there is no right result to compare."""
         return entry.median_s / self.base.median_s if self.base and entry.status == MEASURED else None
 
     def complaint(self) -> str | None:
-        """None, or what is wrong with those of ours."""
+        """Return the sentence about those of our entries that are wrong; None: none is."""
         ours = [entry for entry in self.entries if entry.kind == OURS]
         for entry in ours:
             if entry.status in (WRONG, FAILED):
@@ -142,7 +148,7 @@ class RaceReport:
         return None
 
     def reasons(self) -> list[str]:
-        """Why entries have no times, or wrong ones; one text for all that share a reason."""
+        """Return why entries have no times, or wrong ones; one text for all that share a reason."""
         names: dict[tuple[str, str | None], list[str]] = {}
         for entry in self.entries:
             if entry.status != MEASURED:
@@ -150,7 +156,7 @@ class RaceReport:
         return [f"{status}: {', '.join(found)}: {reason}" for (status, reason), found in names.items()]
 
     def to_json(self) -> str:
-        """Versioned; NaN is null."""
+        """Return the report as JSON, with a format version; NaN is null."""
         values = {"format": FORMAT, **asdict(self)}
         for entry in values["entries"]:
             entry["errors"] = {name: _finite(error) for name, error in entry["errors"].items()}
@@ -158,7 +164,7 @@ class RaceReport:
 
     @classmethod
     def from_json(cls, text: str) -> RaceReport:
-        """The report that to_json wrote."""
+        """Read the report that to_json wrote."""
         values: dict[str, Any] = json.loads(text)
         for entry in values["entries"]:
             entry["errors"] = {name: math.nan if error is None else error for name, error in entry["errors"].items()}

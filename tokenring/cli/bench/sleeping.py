@@ -32,14 +32,17 @@ class Sleeping:
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None: it takes every head dim and dtype."""
         return None
 
     def supports_patch(self, patch: Patch) -> str | None:
+        """Return None: it takes every patch."""
         return None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros for out and lse [B, H, S] after the time that forward takes at the kernel's rate."""
         began = time.perf_counter()
         batch, heads, rows, dim = q.shape
         out, lse = _zeros(q), torch.zeros(batch, rows, heads).transpose(1, 2)
@@ -59,6 +62,7 @@ class Sleeping:
         patch: Patch,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return zeros for dq, dk and dv after the time that backward takes at the kernel's rate."""
         began = time.perf_counter()
         batch, heads, _, dim = q.shape
         made = _zeros(q), _zeros(k), _zeros(v)
@@ -66,7 +70,7 @@ class Sleeping:
         return made
 
     def _sleep(self, began: float, flops: float) -> None:
-        """Until a moment. By what one sleep was too long the next are shorter, within limits: nothing runs for free."""
+        """Sleep until the operations would be done; what a sleep was too long shortens the next ones, within limits."""
         end = began + flops / self.flops_per_s - self._overslept
         if (left := end - time.perf_counter()) > 0:
             time.sleep(left)
@@ -81,10 +85,11 @@ class SleepingContext(ContextParallel):
         self._sleeping = Sleeping(tflops)
 
     def kernel(self, device: torch.device) -> Sleeping:
+        """Return the sleeping kernel, for any device."""
         return self._sleeping
 
 
 def _zeros(like_BHSD: torch.Tensor) -> torch.Tensor:
-    """fp32, with heads inside rows, as torch's own kernel returns it."""
+    """Return zeros in fp32, with heads inside rows, as torch's own kernel returns them."""
     batch, heads, rows, dim = like_BHSD.shape
     return torch.zeros(batch, rows, heads, dim).transpose(1, 2)

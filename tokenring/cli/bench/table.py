@@ -1,4 +1,4 @@
-"""A report as text."""
+"""A benchmark's report as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAP = "  "
 
 
 def case_text(case: RaceCase) -> str:
-    """forward and backward, 4,096 tokens, 8 heads of 64, float32, causal"""
+    """Describe a case: forward and backward, 4,096 tokens, 8 heads of 64, float32, causal."""
     passes = "forward and backward" if case.backward else "forward"
     heads = f"{case.heads} heads of {case.head_dim}"
     if case.kv_heads != case.heads:
@@ -24,14 +24,14 @@ def case_text(case: RaceCase) -> str:
 
 
 def machine_text(machine: RaceMachine) -> str:
-    """2 ranks, one thread each; AMD EPYC, 2 cores; torch 2.13.0"""
+    """Describe the machine: 2 ranks, one thread each; AMD EPYC, 2 cores; torch 2.13.0."""
     where = f"{machine.processor}, {count(machine.cores, 'core')}"
     hosts = f" on {count(machine.hosts, 'host')}" if machine.hosts > 1 else ""
     return f"{count(machine.ranks, 'rank')}{hosts}, one thread each; {where}; torch {machine.torch}"
 
 
 def emulation_text(case: RaceCase) -> str | None:
-    """emulated links: switch, ports of 0.1 Gbit/s; kernels sleep as if each rank had 0.05 TFLOP/s"""
+    """Describe emulated links, or None: switch, ports of 0.1 Gbit/s; kernels sleep as if each rank had 0.05 TFLOP/s."""
     if case.emulate is None:
         return None
     sleeping = f"; kernels sleep as if each rank had {case.compute_tflops:g} TFLOP/s" if case.compute_tflops else ""
@@ -39,19 +39,19 @@ def emulation_text(case: RaceCase) -> str | None:
 
 
 def count(number: int, noun: str) -> str:
-    """2 ranks"""
+    """Return a number with its noun in the right form: 2 ranks."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def what_text(entry: Entry) -> str:
-    """What it is, with the version of a peer."""
+    """Return what an entry is, with the version of a peer."""
     if entry.kind == PEER and entry.version:
         return entry.what.replace("peer", f"peer {entry.version.partition('+')[0]}", 1)
     return entry.what
 
 
 def bytes_text(size: int) -> str:
-    """Three digits and a decimal unit: 12.6 MB."""
+    """Return a size in three digits and a decimal unit: 12.6 MB."""
     value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
@@ -61,7 +61,7 @@ def bytes_text(size: int) -> str:
 
 
 def table(report: RaceReport, ink: Ink) -> str:
-    """The whole report."""
+    """Return the whole report as text."""
     timed = [entry for entry in report.ranked if entry.was_timed]
     where = filter(None, [machine_text(report.machine), emulation_text(report.case)])
     lines = [ink.bold(f"tokenring bench: {case_text(report.case)}"), *map(ink.pale, where), ""]
@@ -94,7 +94,7 @@ def _grid(timed: Sequence[Entry], report: RaceReport, ink: Ink) -> list[str]:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Two columns of words, the others of numbers."""
+    """Return a line of the table: two columns of words, the others of numbers."""
     return GAP.join(
         cell.ljust(width) if column < 2 else cell.rjust(width)
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
@@ -119,7 +119,7 @@ def _cells(entry: Entry, report: RaceReport) -> list[str]:
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds with a sensible number of digits."""
+    """Return milliseconds with a sensible number of digits."""
     value = 1e3 * seconds
     return f"{value:,.{0 if value >= 999.5 else 1 if value >= 9.995 else 2}f}"
 
@@ -157,7 +157,7 @@ def _checked(report: RaceReport) -> str:
 
 
 def _wires(report: RaceReport) -> list[str]:
-    """What is said of emulated links."""
+    """Return the legend about emulated links."""
     if report.case.emulate is None:
         return []
     text = "wire: what the most loaded wire of the links needs for its bytes alone, one pass after the other"

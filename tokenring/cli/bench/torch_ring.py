@@ -25,7 +25,7 @@ _backward: Operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @contextmanager
 def computing_with(kernel: AttentionKernel) -> Iterator[None]:
-    """Inside, the ring's operators are this kernel's."""
+    """Make the ring's operators compute with this kernel inside the block."""
     global _forward, _backward
     before = _forward, _backward
 
@@ -52,7 +52,7 @@ def _patch(q_BHTD: torch.Tensor, k_BHSD: torch.Tensor, causal: bool) -> Patch:
 
 
 def _ring(causal: bool, rotate: str) -> Any:
-    """torch's module, set to balance causal work over head and tail chunks and to rotate as asked."""
+    """Return torch's module, set to balance causal work over head and tail chunks and to rotate as asked."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     _attention._cp_options.enable_load_balance = causal
@@ -86,6 +86,6 @@ class _Ring(torch.autograd.Function):
 def attend(
     q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, v_BHTD: torch.Tensor, group: Any, causal: bool, rotate: str
 ) -> torch.Tensor:
-    """out [B, H, T, D] of this rank's tokens: head and tail chunks when causal, neighbours when not."""
+    """Return out [B, H, T, D] of this rank's tokens: head and tail chunks when causal, neighbours when not."""
     out: torch.Tensor = _Ring.apply(q_BHTD, k_BHTD, v_BHTD, group, causal, rotate)  # type: ignore[no-untyped-call]
     return out

@@ -23,12 +23,12 @@ from tokenring.launch.command import Tell, process_group, quiet, serve
 
 
 def main(argv: list[str]) -> int:
-    """Run this rank; returns the exit code."""
+    """Run this rank; return the exit code."""
     return serve(partial(run, RaceCase.of(json.loads(argv[0]))))
 
 
 def run(case: RaceCase, tell: Tell) -> RaceReport | None:
-    """The benchmark, on the processes that torchrun has started; the report is at rank 0."""
+    """Run the benchmark on the processes that torchrun has started; return the report at rank 0, None elsewhere."""
     torch.set_num_threads(1)
     with process_group(WAIT_SECONDS):
         setting = RaceSetting(case, dist.get_rank(), dist.get_world_size())
@@ -44,7 +44,7 @@ def run(case: RaceCase, tell: Tell) -> RaceReport | None:
 
 
 def machine_of(ranks: int) -> RaceMachine:
-    """Where the ranks of this group run; all of them call it."""
+    """Return the machines on which the ranks of this group run; all of them call it."""
     hosts: list[Any] = [None] * ranks
     dist.all_gather_object(hosts, socket.gethostname())
     return RaceMachine(processor(), cores(), len(set(hosts)), ranks, torch.__version__)

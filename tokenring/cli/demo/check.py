@@ -1,4 +1,4 @@
-"""Is the split model the same model? Loss and every gradient of one batch, against one unsplit process."""
+"""Comparison of the split model with one unsplit process: loss and every gradient of one batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenring.cli.demo.train import gradients, loss_share, sum_over_ranks
 
 
 def check(model: Transformer, whole: TextBatch, part: TextBatch, attend: Attention) -> Checked | None:
-    """Compare the model on `part` of each rank with the model on the `whole` batch; the answer is at rank 0.
+    """Compare the model on `part` of each rank with the model on the `whole` batch; return the result at rank 0.
 
     attend: the split attention. The reference is torch's own attention over the whole sequence, at
     rank 0 alone, while the other ranks wait.
@@ -46,5 +46,5 @@ def _backward(model: Transformer, batch: TextBatch, attend: Attention, length: i
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     return float((found - wanted).norm() / wanted.norm())

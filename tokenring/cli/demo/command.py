@@ -1,4 +1,4 @@
-"""The command: what the user asks, the order in which results are shown, and the exit code."""
+"""The command `tokenring demo`: its options, the order in which results are shown, and the exit code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORKER = "tokenring.cli.demo.worker"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; returns the exit code: 0, 1 (something is wrong), 130 (interrupted).
+    """Run the demo; return the exit code: 0, 1 (something is wrong), 130 (interrupted).
 
     Raises ConfigurationError for options that do not fit.
     """
@@ -70,7 +70,7 @@ class Demo:
         self.phase = f"starting {options.ranks} ranks"
 
     def run(self) -> None:
-        """All of it. Raises Interrupted and CommandFailed, with every process ended."""
+        """Run all ranks and show their results. Raises Interrupted and CommandFailed, with every process ended."""
         options, say = self.options, self.console.say
         began = time.monotonic()
         say(self.console.ink.bold(headline(options.ranks, options.seq, options.layout)))
@@ -87,7 +87,7 @@ class Demo:
         say("   " + self.console.ink.pale(f"everything together took {time.monotonic() - began:.0f} s"))
 
     def take(self, line: str) -> Failed | None:
-        """Show what a line of a rank says, until one has failed."""
+        """Show the result in a rank's line, until a rank has failed; return the failure if the line reports one."""
         result = from_line(line)
         if isinstance(result, Failed):
             self.failed = True
@@ -97,12 +97,12 @@ class Demo:
         return None
 
     def wait(self, seconds: float) -> None:
-        """Nothing new, so long after the start."""
+        """Show that nothing new has come, so many seconds after the start."""
         if not self.losses:
             self.console.status(f"   {self.phase} … {seconds:.0f} s")
 
     def show(self, result: Result) -> None:
-        """Say what a result says; raises CommandFailed if it is not as it should be."""
+        """Print a result. Raises CommandFailed if it is not as it should be."""
         match result:
             case Started():
                 self._started(result)

@@ -1,4 +1,4 @@
-"""How training shows on a console."""
+"""The console of the demo, with the progress of training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ PLAIN_LINES = 8  # of progress, where there is no terminal
 
 
 class DemoConsole(console.Console):
-    """One that shows how far training is."""
+    """A console that shows how far training is."""
 
     def progress(self, done: int, total: int, loss: float, tokens_per_second: float, seconds_left: float) -> None:
-        """A bar on a terminal, and some lines elsewhere."""
+        """Show a bar on a terminal, and some lines elsewhere."""
         if self.live:
             self.status("   " + progress_bar(done, total, loss, tokens_per_second, seconds_left))
         elif is_landmark(done, total):
@@ -20,7 +20,7 @@ class DemoConsole(console.Console):
 
 
 def progress_bar(done: int, total: int, loss: float, tokens_per_second: float, seconds_left: float) -> str:
-    """━━━━━━━━━━────────── 12/24   loss 2.913   3,204 tokens/s   0:34 left"""
+    """Return a bar: ━━━━━━━━━━────────── 12/24   loss 2.913   3,204 tokens/s   0:34 left."""
     filled = BAR_WIDTH * done // total
     bar = "━" * filled + "─" * (BAR_WIDTH - filled)
     minutes, seconds = divmod(round(seconds_left), 60)
@@ -29,10 +29,10 @@ def progress_bar(done: int, total: int, loss: float, tokens_per_second: float, s
 
 
 def progress_line(done: int, total: int, loss: float, tokens_per_second: float) -> str:
-    """step 12/24   loss 2.913   3,204 tokens/s"""
+    """Return a line: step 12/24   loss 2.913   3,204 tokens/s."""
     return f"step {done:{len(str(total))}}/{total}   loss {loss:.3f}   {tokens_per_second:,.0f} tokens/s"
 
 
 def is_landmark(done: int, total: int) -> bool:
-    """Whether a step gets a line of its own: the first, the last, and some at equal distances."""
+    """Tell whether a step gets a line of its own: the first, the last, and some at equal distances."""
     return done in (1, total) or done * PLAIN_LINES // total > (done - 1) * PLAIN_LINES // total

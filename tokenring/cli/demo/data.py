@@ -14,14 +14,14 @@ VOCABULARY = 256  # tokens are bytes
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Tokens [1, T], the token after each of them [1, T], and where each stands in the whole sequence [T]."""
+    """Tokens [1, T], the token after each of them [1, T], and the position of each in the whole sequence [T]."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
 
     def shard(self, cp: tr.ContextParallel) -> TextBatch:
-        """This rank's part of a whole batch.
+        """Return this rank's part of a whole batch.
 
         Targets are cut like tokens: the token after a rank's last one is another rank's.
         """
@@ -41,14 +41,14 @@ class Text:
         self._generator = torch.Generator().manual_seed(seed)
 
     def batch(self) -> TextBatch:
-        """The next window, whole."""
+        """Return the next window, whole."""
         start = int(torch.randint(self.tokens.numel() - self.length, (), generator=self._generator))
         window = self.tokens[None, start : start + self.length + 1]
         return TextBatch(window[:, :-1], window[:, 1:], torch.arange(self.length))
 
 
 def text_tokens() -> torch.Tensor:
-    """The help topics of this Python, some 500 kB of English: int64 [bytes]."""
+    """Return the help topics of this Python, some 500 kB of English: int64 [bytes]."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics))

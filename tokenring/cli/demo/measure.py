@@ -29,7 +29,7 @@ class _Observed:
 
 
 def measure(config: ModelConfig, length: int, cp: tr.ContextParallel) -> DemoMeasured:
-    """Run and observe one call on all ranks together; every rank gets the same answer."""
+    """Run and observe one call on all ranks together; return the same result on every rank."""
     q, k, v = _inputs(config, length // cp.world_size)
     plan = tr.plan(q, k, v, cp, tr.Causal())
     observed = _all_ranks(_observe(q, k, v, cp), cp)
@@ -60,7 +60,7 @@ def measure(config: ModelConfig, length: int, cp: tr.ContextParallel) -> DemoMea
 
 
 def _stretch(events: list[Event], start: float) -> Stretch:
-    """From the first instruction to the last."""
+    """Return the time from the first instruction to the last."""
     began, ended = (round(each - start, 9) for each in (events[0].began_seconds, events[-1].ended_seconds))
     return Stretch(events[0].rank, events[0].direction, began, ended)
 

@@ -1,6 +1,6 @@
-"""A small decoder-only transformer, as the field builds them: RMSNorm before each part, rotary positions,
-grouped-query attention, SwiGLU.
+"""A small decoder-only transformer, as the field builds them.
 
+It has RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
 How attention is computed is an argument, so one model runs split over ranks and whole on one.
 B batch, T tokens held here, H heads, D head dim, E model width.
 """
@@ -31,6 +31,7 @@ class ModelConfig:
 
     @property
     def width(self) -> int:
+        """The width of the residual stream, q_heads · head_dim."""
         return self.q_heads * self.head_dim
 
 
@@ -51,6 +52,7 @@ class TransformerBlock(nn.Module):
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x_BTE: torch.Tensor, angles_TD: torch.Tensor, attend: Attention) -> torch.Tensor:
+        """Return the residual stream [B, T, E] after attention and SwiGLU; angles_TD as `rotary_angles` makes them."""
         normal = self.attention_norm(x_BTE)
         q, k, v = (part(normal).unflatten(-1, (-1, self.head_dim)) for part in (self.query, self.key, self.value))
         mixed = attend(rotate(q, angles_TD), rotate(k, angles_TD), v)
@@ -61,7 +63,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A model with bytes in, and logits of the next byte out."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class Transformer(nn.Module):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def forward(self, tokens_BT: torch.Tensor, positions_T: torch.Tensor, attend: Attention) -> torch.Tensor:
-        """Logits [B, T, vocabulary]. positions_T: where each token stands in the whole sequence."""
+        """Return logits [B, T, vocabulary]. positions_T: the position of each token in the whole sequence."""
         angles_TD = rotary_angles(positions_T, self.config.head_dim)
         x_BTE = self.embedding(tokens_BT)
         for block in self.blocks:
@@ -83,7 +85,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """Equal on all ranks. Embeddings of size 1: normalised ones tell bytes apart from the first step on."""
+        """Set equal weights on all ranks. Embeddings have size 1: normalised, they tell bytes apart from the start."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 continue
@@ -98,20 +100,20 @@ class Transformer(nn.Module):
 
 
 def rotary_angles(positions_T: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Angle of each position and pair of head elements: [T, D / 2]."""
+    """Return the angle of each position and pair of head elements: [T, D / 2]."""
     frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     return (positions_T.double()[:, None] * frequencies).float()
 
 
 def rotate(x_BTHD: torch.Tensor, angles_TD: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on the two halves of each head."""
+    """Apply rotary positions to the two halves of each head."""
     cos, sin = angles_TD.cos()[:, None], angles_TD.sin()[:, None]
     first, second = x_BTHD.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention by torch alone, on the whole sequence: what the split one is compared with."""
+    """Compute causal attention by torch alone, on the whole sequence: the split one is compared with it."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""What the demo says, as text made from results."""
+"""The demo's text, made from results."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PARTS = {  # of a call's time: what a reader calls it, and how the bar shows it
 
 
 def headline(ranks: int, tokens: int, layout: str) -> str:
-    """What is run."""
+    """Return the line that says what is run."""
     return f"tokenring demo: a transformer on one sequence of {tokens:,} tokens, split over {_ranks(ranks)} ({layout})"
 
 
 def setting(started: Started, machine: str) -> str:
-    """The model, the text and the machine."""
+    """Describe the model, the text and the machine."""
     return (
         f"{started.parameters:,} parameters in {started.layers} layers, {started.q_heads} query heads on "
         f"{started.kv_heads} kv heads of {started.head_dim}, fp32; bytes of English, {started.text_bytes:,} of them\n"
@@ -43,12 +43,12 @@ def setting(started: Started, machine: str) -> str:
 
 
 def section(number: int, title: str, ink: Ink) -> str:
-    """A heading."""
+    """Return a heading."""
     return f"\n{ink.bold(f'{number}  {title}')}"
 
 
 def check_text(checked: Checked, ranks: int, ink: Ink) -> str:
-    """The comparison with one process."""
+    """Describe the comparison with one process."""
     name, error = checked.worst
     count = len(checked.gradient_errors)
     rows = [
@@ -64,7 +64,7 @@ def check_text(checked: Checked, ranks: int, ink: Ink) -> str:
 
 
 def training_text(losses: Sequence[float], tokens: int, seconds: float, steps: int, ink: Ink) -> str:
-    """How far the loss fell."""
+    """Return how far the loss fell, in how many steps and how many seconds."""
     first, last = first_and_last(losses)
     done = len(losses)
     stopped = "" if done == steps else f" of {steps} (time was up)"
@@ -77,14 +77,14 @@ def training_text(losses: Sequence[float], tokens: int, seconds: float, steps: i
 
 
 def schedule_text(measured: DemoMeasured) -> str:
-    """Which schedule, and why."""
+    """Return the schedule, and why it was chosen."""
     why = textwrap.wrap(measured.reason, WIDTH - 14)
     lines = [f"   schedule   {measured.schedule}", f"   why        {why[0] if why else ''}"]
     return "\n".join([*lines, *(f"{'':14}{line}" for line in why[1:])])
 
 
 def bytes_text(measured: DemoMeasured, ink: Ink) -> str:
-    """A matrix of links for each pass."""
+    """Return a matrix of links for each pass."""
     matrices = [link_matrix(each, ink) for each in measured.passes]
     equal = measured.complaint() is None
     legend = "✓ counted by the transport, equal to the schedule's prediction to the byte"
@@ -94,7 +94,7 @@ def bytes_text(measured: DemoMeasured, ink: Ink) -> str:
 
 
 def link_matrix(each: Pass, ink: Ink) -> str:
-    """Bytes that each rank sent to each other in one pass."""
+    """Return the bytes that each rank sent to each other in one pass, as lines."""
     cells = [
         [_cell(wanted, found) for wanted, found in zip(predicted, counted, strict=True)]
         for predicted, counted in zip(each.predicted_bytes, each.counted_bytes, strict=True)
@@ -122,7 +122,7 @@ def _paint_cell(cell: str, ink: Ink) -> str:
 
 
 def split_text(measured: DemoMeasured, ranks: int, cores: int, ink: Ink) -> str:
-    """Where the time went, in each pass."""
+    """Return the parts of the time of each pass."""
     lines = [f"   {f'time, mean of {_ranks(ranks)}':<26}" + "".join(f"{each.name:>20}" for each in measured.passes)]
     totals = [sum(each.split_seconds.values()) for each in measured.passes]
     for part, (name, glyph) in PARTS.items():
@@ -143,7 +143,7 @@ def _time_cell(seconds: float, total: float) -> str:
 
 
 def stacked_bar(split_seconds: dict[str, float]) -> str:
-    """The parts of a pass as one bar; its glyphs are shared out so that they always fill it."""
+    """Return the parts of a pass as one bar; its glyphs are shared out so that they always fill it."""
     total = sum(split_seconds.values())
     text, until = "", 0.0
     for part, (_, glyph) in PARTS.items():
@@ -154,7 +154,7 @@ def stacked_bar(split_seconds: dict[str, float]) -> str:
 
 
 def timeline(measured: DemoMeasured, title: str) -> Timeline:
-    """What the picture of the call shows."""
+    """Return the timeline that the picture of the call shows."""
     heading = "One attention call on every rank, forward and backward"
     about = [f"schedule {measured.schedule} · {title}"]
     ranks = len(measured.passes[0].counted_bytes)

@@ -1,4 +1,4 @@
-"""What ranks report to the process that shows it: one line of JSON each, and what must hold of it."""
+"""Results that ranks report to the process that shows them: one line of JSON each, and what must hold of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDS = 3  # so many steps at either end are averaged for that
 
 @dataclass(frozen=True)
 class Started:
-    """The ranks have found each other."""
+    """The start of the ranks, which have found each other: the model, the text and the torch that they use."""
 
     parameters: int
     layers: int
@@ -41,15 +41,16 @@ class Checked:
 
     @property
     def loss_error(self) -> float:
+        """The relative error of the split loss."""
         return abs(self.split_loss - self.whole_loss) / abs(self.whole_loss)
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The parameter whose gradient differs most; NaN is worse than any number."""
+        """The parameter whose gradient differs most, and its error; NaN is worse than any number."""
         return max(self.gradient_errors.items(), key=lambda item: (math.isnan(item[1]), item[1]))
 
     def complaint(self) -> str | None:
-        """None, or what is wrong."""
+        """Return what is wrong; None: nothing is."""
         name, error = self.worst
         if not self.loss_error <= LOSS_LIMIT:  # so that NaN is refused
             return (
@@ -80,7 +81,7 @@ class Pass:
     split_seconds: dict[str, float]
 
     def complaint(self) -> str | None:
-        """None, or the first link that carried other bytes than predicted."""
+        """Return the first link that carried other bytes than predicted; None: there is none."""
         for src, (predicted, counted) in enumerate(zip(self.predicted_bytes, self.counted_bytes, strict=True)):
             for dst, (wanted, found) in enumerate(zip(predicted, counted, strict=True)):
                 if wanted != found:
@@ -100,7 +101,7 @@ class DemoMeasured:
     messages: list[TracedMessage]
 
     def complaint(self) -> str | None:
-        """None, or what was counted otherwise than predicted."""
+        """Return what was counted otherwise than predicted; None: nothing was."""
         return next((text for each in self.passes if (text := each.complaint())), None)
 
 
@@ -109,12 +110,12 @@ KINDS: dict[str, type[Result]] = {kind.__name__: kind for kind in (Started, Chec
 
 
 def to_line(result: Result) -> str:
-    """The result as a line of text."""
+    """Return the result as a line of text."""
     return PREFIX + json.dumps([type(result).__name__, asdict(result)])
 
 
 def from_line(line: str) -> Result | None:
-    """The result in a line that to_line wrote; None for any other line."""
+    """Read the result in a line that to_line wrote; return None for any other line."""
     if not line.startswith(PREFIX):
         return None
     kind, values = json.loads(line.removeprefix(PREFIX))
@@ -127,13 +128,13 @@ def from_line(line: str) -> Result | None:
 
 
 def first_and_last(losses: Sequence[float]) -> tuple[float, float]:
-    """The mean loss of the first steps, and of the last."""
+    """Return the mean loss of the first steps, and of the last."""
     first, last = losses[:ENDS], losses[-ENDS:]
     return sum(first) / len(first), sum(last) / len(last)
 
 
 def training_complaint(losses: Sequence[float]) -> str | None:
-    """None, or that the loss did not fall."""
+    """Return the sentence that the loss did not fall; None: it did."""
     first, last = first_and_last(losses)
     if first - last >= LEAST_FALL:
         return None

@@ -20,13 +20,13 @@ LARGEST_NORM = 1.0  # gradients are clipped to it
 
 
 def split_attention(cp: tr.ContextParallel, mask: tr.Mask | None = None) -> Attention:
-    """Attention over the whole sequence, for a model that holds this rank's part of it; causal by default."""
+    """Return attention over the whole sequence, for a model that holds this rank's part of it; causal by default."""
     seen = tr.Causal() if mask is None else mask
     return lambda q, k, v: tr.attention(q, k, v, cp, mask=seen)
 
 
 def loss_share(model: Transformer, batch: TextBatch, attend: Attention, whole_length: int) -> torch.Tensor:
-    """This part's share of the mean cross-entropy over the whole sequence; the shares of all ranks add up to it."""
+    """Return this part's share of the mean cross-entropy over the whole sequence; all ranks' shares add up to it."""
     logits = model(batch.tokens, batch.positions, attend)
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum") / whole_length
 
@@ -43,7 +43,7 @@ def sum_over_ranks(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def gradients(model: Transformer) -> list[torch.Tensor]:
-    """The gradients of all parameters, in their order."""
+    """Return the gradients of all parameters, in their order."""
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -55,7 +55,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 
     def step(self, number: int, part: TextBatch, whole_length: int) -> float:
-        """One update, the same on every rank; returns the loss of the whole sequence before it."""
+        """Make one update, the same on every rank; return the loss of the whole sequence before it."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(number, self.steps)
         self.optimizer.zero_grad()
@@ -70,7 +70,7 @@ class Trainer:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """A short linear warm-up, then a cosine down to a tenth; steps count from 0."""
+    """Return the rate: a short linear warm-up, then a cosine down to a tenth; steps count from 0."""
     warm = min(1.0, (step + 1) / WARM_UP_STEPS)
     cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
     return LEARNING_RATE * warm * (LEAST_RATE + (1 - LEAST_RATE) * cosine)

@@ -26,7 +26,7 @@ WAIT_SECONDS = 120.0  # for other ranks: one process computes the reference mean
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run this rank; returns the exit code."""
+    """Run this rank; return the exit code."""
     end_with_parent()
     torch.set_num_threads(1)
     options = _options(argv)
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, rank: int) -> None:
-    """The check, the training and the measurement; rank 0 reports."""
+    """Run the check, the training and the measurement; rank 0 reports."""
     cp = tr.ContextParallel(layout=options.layout, schedule=options.schedule, timeout_seconds=WAIT_SECONDS)
     cp.layout_for(options.seq)  # a length that does not divide is refused before anything is said
     config = ModelConfig(vocabulary=VOCABULARY)
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, rank: int) -> None:
 
 
 def report(result: Result) -> None:
-    """A line for the process that shows it."""
+    """Print a line for the process that shows it."""
     report_line(to_line(result))
 
 
@@ -81,7 +81,7 @@ def _started(config: ModelConfig, model: Transformer, text_bytes: int) -> Starte
 
 
 def _any_rank(here: bool) -> bool:
-    """Ranks must agree when to stop; their clocks do not."""
+    """Tell whether this holds on any rank: ranks must agree when to stop, and their clocks do not."""
     votes = torch.tensor([float(here)])
     sum_over_ranks([votes])
     return bool(votes.item())

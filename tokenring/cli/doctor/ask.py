@@ -1,4 +1,4 @@
-"""Ask a process of its own, with a time limit: what it imports may raise, end the process, or never come back."""
+"""Questions to a process of its own, with a time limit: what it imports may raise, end the process, or never return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CODE = (
 
 @dataclass
 class Answer:
-    """What a probe said before it ended. failed: part → what went wrong there; ending: why the process ended early."""
+    """A probe's answer before it ended. failed: part → what went wrong there; ending: why the process ended early."""
 
     said: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def ask(probe: str, environment: Mapping[str, str], seconds: float) -> Answer:
 
 
 def _take(answer: Answer, line: str) -> None:
-    """One line: a part, whether it went well, and what it found or why not."""
+    """Read one line: a part, whether it went well, and what it found or why not."""
     try:
         part, well, value = json.loads(line)
     except ValueError:  # cut by the time limit

@@ -1,4 +1,4 @@
-"""CANN as its files say: where it lies and which version it is. Nothing of it is run."""
+"""CANN according to its files: its folder and version. Nothing of it is run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 16
 
 
 def find_cann(environment: Mapping[str, str], roots: tuple[str, ...] | None = None) -> Cann | None:
-    """The CANN that this environment uses, else one that is installed; None: none is found."""
+    """Return the CANN that this environment uses, else one that is installed; None: none is found."""
     if roots is None:
         roots = ("/usr/local", environment.get("HOME", "/root"))
     named = [environment[name] for name in HOMES if environment.get(name)]
@@ -27,12 +27,12 @@ def find_cann(environment: Mapping[str, str], roots: tuple[str, ...] | None = No
 
 
 def is_sourced(environment: Mapping[str, str]) -> bool:
-    """Whether set_env.sh was run in this shell."""
+    """Tell whether set_env.sh was run in this shell."""
     return any(environment.get(name) for name in HOMES)
 
 
 def set_env_of(cann: Cann) -> str:
-    """The script that makes this CANN known to a shell."""
+    """Return the path of the script that sets this CANN up in a shell."""
     folder = Path(cann.folder)
     for place in (folder / "set_env.sh", folder.parent / "set_env.sh"):
         if place.is_file():

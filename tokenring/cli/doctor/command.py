@@ -1,5 +1,8 @@
-"""`tokenring doctor`: the command. Exit codes, as docs/doctor.md has them: 0 a report, whatever it says; 2 a wrong
-option, or a file that cannot be written; 130 interrupted."""
+"""`tokenring doctor`: the command.
+
+Exit codes, as docs/doctor.md has them: 0 a report, whatever it says; 2 a wrong option, or a file that cannot be
+written; 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from tokenring.errors import ConfigurationError
 
 
 def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Examine this machine and print or write the report; return the exit code. Raises ConfigurationError."""
     options = read_options(_parser().parse_args, argv)
     if isinstance(options, int):
         return options

@@ -1,4 +1,4 @@
-"""The examination: what the probes say, what files and variables say, and what follows from it."""
+"""The examination: the answers of the probes, files and variables, and what follows from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REGISTERS = "torch.backends"  # the group of entry points that `import torch` lo
 
 
 def examine(environment: Mapping[str, str] = os.environ, seconds: float = SECONDS) -> Findings:
-    """All that there is to say. Raises nothing: a part that fails is a problem in the findings."""
+    """Examine this machine. Raises nothing: a part that fails is a problem in the findings."""
     found = Findings(__version__, platform.python_version(), f"{platform.system()} {platform.machine()}")
     answers: dict[str, Answer] = {}
     for part in (_files, _ask_all, _torch, _torch_npu, _devices, _missing):
@@ -54,7 +54,7 @@ def _files(found: Findings, answers: dict[str, Answer], environment: Mapping[str
 
 
 def _ask_all(found: Findings, answers: dict[str, Answer], environment: Mapping[str, str], seconds: float) -> None:
-    """All probes at once: most of their time is reading files."""
+    """Run all probes at once: most of their time is reading files."""
     wanted: dict[str, Mapping[str, str]] = {"torch": {**environment, **OFF}}
     if _has("torch_npu"):
         wanted["torch_npu"] = {**environment, **OFF}
@@ -66,7 +66,7 @@ def _ask_all(found: Findings, answers: dict[str, Answer], environment: Mapping[s
 
 
 def _has(package: str) -> bool:
-    """Installed, or at least to be found."""
+    """Tell whether a package is installed, or at least found."""
     if say.version_of(package) is not None:
         return True
     with suppress(ImportError, ValueError):
@@ -75,7 +75,7 @@ def _has(package: str) -> bool:
 
 
 def _registered() -> list[str]:
-    """Packages that `import torch` will load."""
+    """Return the packages that `import torch` loads by itself."""
     return sorted({each.value.partition(":")[0].partition(".")[0] for each in entry_points(group=REGISTERS)})
 
 
@@ -135,7 +135,7 @@ def _transferred(answers: dict[str, Answer]) -> bool:
 
 
 def _why(answer: Answer, part: str, set_env: str | None) -> say.Explained:
-    """What went wrong in a part: its own error, or how the process ended."""
+    """Explain why a part failed: by its own error, or by how the process ended."""
     if part in answer.failed:
         return say.explain(say.last_line(answer.failed[part]), set_env)
     told = say.last_line(answer.printed)
@@ -162,7 +162,7 @@ def _devices(found: Findings, answers: dict[str, Answer], environment: Mapping[s
 
 
 def _lacks_npu(found: Findings) -> str:
-    """All that is missing for HCCL, which comes with torch_npu and CANN."""
+    """Return all that is missing for HCCL, which comes with torch_npu and CANN."""
     npu = found.torch_npu
     if npu.installed is None and npu.imports is None:
         lacks = ["torch_npu is not installed"]
@@ -180,7 +180,7 @@ def _choice(told: dict[str, Any]) -> DefaultChoice:
 
 
 def _missing(found: Findings, answers: dict[str, Answer], environment: Mapping[str, str], seconds: float) -> None:
-    """What an Ascend machine would need beside what is there."""
+    """Add problems for all that an Ascend machine would need beside what is there."""
     kinds = {each.type for each in found.accelerators}
     has_npus = bool(_npus_seen())
     if has_npus and not found.torch_npu.installed:
@@ -208,7 +208,7 @@ PURPOSE: Mapping[str, str] = {"transport": "moves", "kernel": "computes attentio
 
 
 def _npus_seen(folder: str = "/dev") -> list[str]:
-    """The device files of NPUs, which are there without any package."""
+    """Return the device files of NPUs, which are there without any package."""
     with suppress(OSError):
         return sorted(name for name in os.listdir(folder) if name.startswith("davinci") and name[7:].isdigit())
     return []

@@ -1,4 +1,4 @@
-"""What an examination finds, as values; JSON has the same names (docs/doctor.md)."""
+"""The findings of an examination, as values; JSON has the same names (docs/doctor.md)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ FORMAT, VERSION = "tokenring-doctor/1", 1
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong or missing: which part it is about, what it is, and what to do. hurts: it stops that
-    part from working; else it is a warning."""
+    """Something that is wrong or missing: which part it is about, what it is, and what to do.
+
+    hurts: it stops that part from working; else it is a warning.
+    """
 
     about: str
     what: str
@@ -46,7 +48,7 @@ class Option:
 
 @dataclass(frozen=True)
 class DefaultChoice:
-    """What "auto" takes for tensors on a device. None: nothing here serves them, `others` says why."""
+    """The choice of "auto" for tensors on a device. None: nothing here serves them, `others` says why."""
 
     device: str
     transport: Option | None
@@ -73,7 +75,7 @@ class TorchNpu:
 
 @dataclass(frozen=True)
 class Cann:
-    """CANN as its files say: version (None: they do not) and folder."""
+    """CANN according to its files: version (None: they have none) and folder."""
 
     version: str | None
     folder: str
@@ -105,5 +107,5 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """With "format" and "version" first, indented, ending in a newline."""
+        """Return JSON with "format" and "version" first, indented, ending in a newline."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=2) + "\n"

@@ -1,6 +1,6 @@
-"""What is asked in a process of its own: `main(NAME)` prints one line for each part, as soon as it knows.
+"""Probes, which run in a process of their own: `main(NAME)` prints one line for each part, as soon as it knows.
 
-Of what follows a part that fails only those parts are left out that need it; each failure is told with its error.
+If a part fails, only the later parts that need it are left out; each failure is printed with its error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD_DIM, SIDE = 128, 4096  # of the call that kernels are asked about
 
 
 def main(probe: str) -> None:
-    """Run one of PROBES. What the imported packages print goes elsewhere than our lines, which are whole."""
+    """Run one of PROBES. Output of the imported packages goes elsewhere than our lines, which are whole."""
     for part, function in PROBES[probe]:
         try:
             _say(part, True, function())
@@ -78,7 +78,7 @@ def _devices(kind: str) -> dict[str, Any]:
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """None where the device does not tell."""
+    """Return what the function returns; None if the device cannot answer."""
     try:
         return function()
     except Exception:
@@ -86,7 +86,7 @@ def _attempt(function: Callable[[], Any]) -> Any:
 
 
 def _transfer() -> bool:
-    """Whether torch.cuda stands for torch.npu: a tensor that is made "on cuda" says what it is on."""
+    """Tell whether torch.cuda stands for torch.npu: a tensor made "on cuda" has the device that it is really on."""
     import torch
 
     if "torch_npu.contrib.transfer_to_npu" in sys.modules:
@@ -96,7 +96,7 @@ def _transfer() -> bool:
 
 
 def _operators() -> list[dict[str, Any]]:
-    """Each operator with its arguments, from its schema; None where there is none."""
+    """Return each operator with its arguments, from its schema; None where there is none."""
     import torch
 
     found = []
@@ -118,7 +118,7 @@ def _choices(kinds: tuple[str, ...]) -> Callable[[], list[dict[str, Any]]]:
 
 
 def _choice(kind: str) -> dict[str, Any]:
-    """What the registry takes for tensors of a kind, and why not the others."""
+    """Return what the registry takes for tensors of a kind, and why not the others."""
     import torch
 
     from tokenring.backends import registry
@@ -136,7 +136,7 @@ def _choice(kind: str) -> dict[str, Any]:
 
 
 def _elsewhere() -> list[dict[str, str]]:
-    """Each transport for CUDA tensors where there are no CUDA devices, and all that it lacks."""
+    """Return each transport for CUDA tensors where there are no CUDA devices, with all that it lacks."""
     from tokenring.backends.devices import has_device
     from tokenring.backends.transports.auto_cuda import unavailable
 
@@ -150,7 +150,7 @@ def _elsewhere() -> list[dict[str, str]]:
 
 
 def _merge(device: Any) -> dict[str, str]:
-    """What would merge partial results there, and why nothing faster would."""
+    """Return the merger of partial results there, and why none that is faster serves."""
     from tokenring.backends.merging.mergers import choose_merger
 
     try:
@@ -161,7 +161,7 @@ def _merge(device: Any) -> dict[str, str]:
 
 
 def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
-    """The kernel that "auto" takes, and what is to be said of each other one."""
+    """Return the kernel that "auto" takes, and a reason for each other one."""
     from tokenring.backends import registry
     from tokenring.lowering.backend_names import KERNELS
 
@@ -189,7 +189,7 @@ def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
 
 
 def _places(made: Any, kind: str) -> dict[str, str]:
-    """Kernels in the order in which a bf16 tile goes to them, each with the reason for its place."""
+    """Return kernels in the order in which a bf16 tile goes to them, each with the reason for its place."""
     import torch
 
     picks = getattr(made, "tried_picks", None)

@@ -14,7 +14,7 @@ MAX_CELL = 300
 
 
 def report(found: Findings) -> str:
-    """The whole report, ending in a newline."""
+    """Return the whole report, ending in a newline."""
     blocks = [
         [_sentence(found)],
         _installed(found),
@@ -66,7 +66,7 @@ def _columns(lines: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _table(choices: Sequence[DefaultChoice]) -> list[str]:
-    """What would be used for tensors on each device."""
+    """Return the lines of the defaults for tensors on each device."""
     lines: list[str] = ["used by default for tensors on"] if choices else []
     for each in choices:
         parts = [("transport", each.transport), ("kernel", each.kernel)]
@@ -81,7 +81,7 @@ def _table(choices: Sequence[DefaultChoice]) -> list[str]:
 
 
 def _operators(found: Findings) -> list[str]:
-    """Which attention operators there are, with the arguments that differ between releases."""
+    """Return a line for each attention operator, with the arguments that differ between releases."""
     if not found.operators:
         return []
     return ["operators of torch_npu", *(f"  {_operator(each)}" for each in found.operators)]

@@ -32,7 +32,7 @@ Check = Callable[[str, Mapping[str, str]], "str | None"]  # of a value, in an en
 
 
 def variables(environment: Mapping[str, str]) -> list[Variable]:
-    """Those that matter and are set, by name, with a warning where the value hurts."""
+    """Return the variables that matter and are set, by name, with a warning where the value hurts."""
     chosen = sorted(name for name in environment if name.startswith(PREFIXES) or name in NAMES)
     return [Variable(name, environment[name], _warning(name, environment)) for name in chosen]
 

@@ -1,1 +1,1 @@
-"""`tokenring plan`: which schedule, and why."""
+"""`tokenring plan`: the fastest schedule for a workload, and why it is."""

@@ -1,4 +1,4 @@
-"""`tokenring plan`: which schedule is fastest for a workload on a topology, how long it takes, and why.
+"""`tokenring plan`: the fastest schedule for a workload on a topology, the time that it takes, and why.
 
 Exit codes: 0 a plan; 2 a wrong option, a file that cannot be read, or nothing that fits.
 """
@@ -26,6 +26,7 @@ SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",)}
 
 
 def main(argv: list[str]) -> int:
+    """Plan, and print and write what the options ask for; return the exit code. Raises ConfigurationError."""
     options = read_options(_parser().parse_args, argv)
     if isinstance(options, int):
         return options
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int:
-    """One schedule alone: what it costs, and where the time goes."""
+    """Print one schedule alone: what it costs, and where the time goes."""
     schedule = make(asked.call, options.explain)
     prediction = predict(schedule, asked.call.setting, record=True)
     console.say(explained(options.explain, schedule, prediction, asked, call_bound(asked.call)))
@@ -75,7 +76,7 @@ def _timeline(path: str, name: str, call: CallToPlan) -> None:
 
 
 def _sweep(options: argparse.Namespace, console: Console) -> int:
-    """Which schedule wins at which length."""
+    """Print, and draw if asked, which schedule wins at which length. Raises ConfigurationError for a wrong range."""
     stray = [name for name in ("json", "save", "timeline", "explain") if getattr(options, name) not in (None, False)]
     if stray:
         raise ConfigurationError(f"--{stray[0]} is for one plan, and --sweep makes one for every length: leave one out")

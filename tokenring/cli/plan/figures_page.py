@@ -32,7 +32,7 @@ MODEL_HEAD = ("model", "", "q heads", "kv heads", "head dim", "layers", "mask", 
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page as Markdown."""
     parts = [HEAD.format(max_hosts=MAX_HOSTS), _table(["grade", ""], GRADES.items())]
     parts += [
         "## Machines\n",
@@ -84,7 +84,7 @@ def _device(device: DeviceFigures) -> list[str]:
 
 
 def _device_sources() -> Iterator[list[str]]:
-    """Figures of a device that share a source in one row."""
+    """Yield rows of a device's figures, those that share a source in one row."""
     for device in DEVICES.values():
         found: dict[tuple[str, str], list[str]] = {}
         for name, figure in device.figures().items():

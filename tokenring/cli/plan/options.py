@@ -1,4 +1,4 @@
-"""What `tokenring plan` is asked, as a call to plan for."""
+"""The options of `tokenring plan`, as a call to plan for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {"forward": ("forward",), "training": ("fo
 
 @dataclass(frozen=True)
 class Asked:
-    """A call to plan for, and what it is part of."""
+    """A call to plan for, with the names and sizes that it was derived from."""
 
     call: CallToPlan
     topology: str
@@ -46,7 +46,7 @@ class Asked:
 
 
 def ask(options: argparse.Namespace) -> Asked:
-    """The options as a call. Raises ConfigurationError for what cannot be planned."""
+    """Return the options as a call. Raises ConfigurationError for what cannot be planned."""
     dtype = DTYPES[options.dtype]
     name, notes = several_hosts(options.topology, options.ranks)
     net, machine = where(name, dtype, options)
@@ -76,7 +76,7 @@ def ask(options: argparse.Namespace) -> Asked:
 
 
 def _transport(asked: str | None, machine: Machine) -> str | None:
-    """The transport that was asked for, else the one that such devices have; None: nothing is known of it."""
+    """Return the transport that was asked for, else the one of such devices; None: none is known for them."""
     if asked is not None:
         check_name("transport", asked, TRANSPORTS, "")
     own = machine.transport
@@ -89,9 +89,9 @@ def _transport(asked: str | None, machine: Machine) -> str | None:
 
 
 def several_hosts(name: str, ranks: int | None) -> tuple[str, tuple[str, ...]]:
-    """The topology that a name means with so many ranks, and a note where that says more than the name.
+    """Return the topology that a name means with so many ranks, and a note where that says more than the name.
 
-    Of one machine's preset a multiple of its ranks is so many of these machines over their NICs.
+    For one machine's preset, a multiple of its ranks means so many of these machines over their NICs.
     """
     if not name.startswith(PREFIX) or "*" in name or ranks is None:
         return name, ()
@@ -104,7 +104,7 @@ def several_hosts(name: str, ranks: int | None) -> tuple[str, tuple[str, ...]]:
 
 
 def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[Interconnect, Machine]:
-    """The interconnect of a topology by its name, and what its ranks compute with."""
+    """Return the interconnect of a topology by its name, and the machine with which its ranks compute."""
     if name.startswith(PREFIX):
         net = replace(interconnect_of(preset(name)), name=name.removeprefix(PREFIX))
         return net, _machine(options, dtype, lambda: machine_of_preset(name, dtype))
@@ -115,7 +115,7 @@ def where(name: str, dtype: torch.dtype, options: argparse.Namespace) -> tuple[I
 
 
 def _machine(options: argparse.Namespace, dtype: torch.dtype, known: Callable[[], Machine]) -> Machine:
-    """What was asked to be reckoned with; else what is known of the topology. Raises ConfigurationError."""
+    """Return the machine that options ask for; else the topology's. Raises ConfigurationError if they conflict."""
     asked = [name for name in ("tflops", "device", "rates") if getattr(options, name) is not None]
     if len(asked) > 1:
         raise ConfigurationError(f"--{asked[0]} and --{asked[1]} both say how fast kernels are: leave one out")
@@ -130,7 +130,7 @@ def _machine(options: argparse.Namespace, dtype: torch.dtype, known: Callable[[]
 
 
 def _with_rates(known: Callable[[], Machine], rates: Rates) -> Machine:
-    """What is known of the topology, but for how fast kernels are."""
+    """Return the topology's machine, with these rates of kernels."""
     try:
         return replace(known(), rates=rates)
     except TokenRingError:  # nothing is known of these accelerators, and nothing but a message's cost is needed
@@ -138,7 +138,7 @@ def _with_rates(known: Callable[[], Machine], rates: Rates) -> Machine:
 
 
 def _table(options: argparse.Namespace) -> Rates:
-    """The rates of --rates FILE. Raises ConfigurationError where it is of other calls."""
+    """Return the rates of --rates FILE. Raises ConfigurationError if they are of another dtype or head dim."""
     key, rates = read_table(Path(options.rates))
     if (key.dtype, key.head_dim) != (str(DTYPES[options.dtype]).removeprefix("torch."), options.dim):
         raise ConfigurationError(
@@ -149,7 +149,7 @@ def _table(options: argparse.Namespace) -> Rates:
 
 
 def first_ranks(net: Interconnect, ranks: int | None) -> Interconnect:
-    """The first so many ranks. Raises ConfigurationError if there are not so many."""
+    """Return the interconnect of the first so many ranks. Raises ConfigurationError if it has fewer."""
     if ranks is None or ranks == net.world_size:
         return net
     if not 1 <= ranks <= net.world_size:

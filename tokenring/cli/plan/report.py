@@ -22,7 +22,7 @@ ONE_CALL = "one attention call (of one layer)"
 
 
 def table(plan: Plan | Forecast, asked: Asked, candidates: Sequence[Candidate], everything: bool = False) -> str:
-    """The candidates, best first, with why each loses. candidates: the plan's, with the baseline."""
+    """Return the candidates as a table, best first, with why each loses. candidates: the plan's, with the baseline."""
     rows, says = candidate_table(candidates, everything, "; --all shows them")
     lines = [heading(asked), plan.reason, "", *rows]
     best, others = candidates[0], [each for each in candidates if each.predicted_seconds is None]
@@ -36,7 +36,7 @@ def table(plan: Plan | Forecast, asked: Asked, candidates: Sequence[Candidate], 
 
 
 def with_baseline(plan: Plan | Forecast, call: CallToPlan) -> list[Candidate]:
-    """The plan's candidates, where a plain ring is simulated in any case: everybody knows what it does."""
+    """Return the plan's candidates, with a plain ring simulated in any case: everybody knows it."""
     found = [each for each in plan.candidates if each.name != BASELINE or each.predicted_seconds is not None]
     if any(each.name == BASELINE for each in found):
         return found
@@ -67,14 +67,14 @@ def _ring(call: CallToPlan, plan: Plan | Forecast) -> Candidate:
 
 
 def connections_text(name: str, connections: int, connection_bytes: int, asked: Asked) -> str:
-    """What of a schedule's memory is its connections'."""
+    """Return the sentence that says how much of a schedule's memory is of its connections."""
     of = "two ranks or of all that exchange" if asked.call.setting.target.collectives else "two ranks"
     count = f"{connections} communicator{'s' if connections > 1 else ''}"
     return f"of the memory of {name}, {mb_text(connection_bytes)} are those of {count} of {of}"
 
 
 def heading(asked: Asked) -> str:
-    """What is planned for."""
+    """Return the lines that say for what call and machine the plan is."""
     setting = asked.call.setting
     passes = " + ".join(setting.passes)
     text = f"{ONE_CALL}, {passes}: {workload_text(setting.workload)}, {asked.call.mask}, "
@@ -89,13 +89,14 @@ def heading(asked: Asked) -> str:
 
 
 def workload_text(workload: Workload) -> str:
+    """Describe a workload: batch 1, 4,096 tokens, 8:8 heads × 64, bfloat16."""
     heads = f"{workload.q_heads}:{workload.kv_heads} heads × {workload.head_dim}"
     dtype = str(workload.dtype).removeprefix("torch.")
     return f"batch {workload.batch}, {workload.q_length:,} tokens, {heads}, {dtype}"
 
 
 def explained(name: str, schedule: Schedule, found: Prediction, asked: Asked, bound: Bound) -> str:
-    """One schedule: where its time goes, pass by pass, and what its busiest wires carry."""
+    """Explain one schedule: where its time goes, pass by pass, and what its busiest wires carry."""
     setting = asked.call.setting
     lines = [
         heading(asked),

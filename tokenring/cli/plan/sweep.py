@@ -1,4 +1,4 @@
-"""Which schedule wins at which length: a table and a picture."""
+"""Sweeps over lengths: a table and a picture of which schedule wins where."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ class Point:
 
     @property
     def winner(self) -> str:
+        """The fastest schedule at this length."""
         return next(iter(self.seconds))
 
 
 def sweep(
     options: argparse.Namespace, first: int, last: int, status: Callable[[str], None]
 ) -> tuple[list[Point], dict[int, str]]:
-    """Plans at every power of two from the first length to the last; and why there is none at some lengths.
+    """Plan at every power of two from the first length to the last; return the plans, and why some lengths have none.
 
-    Raises ConfigurationError where there is none at any.
+    Raises ConfigurationError if no length has one.
     """
     if first > last:
         raise ConfigurationError(f"--sweep {options.sweep}: the first length is the larger one")
@@ -72,7 +73,7 @@ def _point(options: argparse.Namespace, tokens: int) -> Point:
 
 
 def length_text(tokens: int) -> str:
-    """1048576 as 1M."""
+    """Return a number of tokens in short: 1048576 as 1M."""
     for letter, size in reversed(SIZES.items()):
         if tokens % size == 0:
             return f"{tokens // size}{letter}"
@@ -80,7 +81,7 @@ def length_text(tokens: int) -> str:
 
 
 def sweep_table(points: Sequence[Point], skipped: Mapping[int, str]) -> str:
-    """A line a length, also of those that were not planned for."""
+    """Return a table with a line for each length, also for those that were not planned for."""
     lines = {tokens: f"{length_text(tokens):>8}  not planned: {why}" for tokens, why in skipped.items()}
     for point in points:
         best, *rest = point.seconds.items()
@@ -92,7 +93,7 @@ def sweep_table(points: Sequence[Point], skipped: Mapping[int, str]) -> str:
 
 
 def sweep_svg(points: Sequence[Point], options: argparse.Namespace) -> str:
-    """Time over length, both in logarithms, of what wins somewhere and of what comes near."""
+    """Draw time over length, both in logarithms, of what wins somewhere and of what comes near."""
     names = _names(points)
     low = min(min(point.seconds.values()) for point in points)
     high = max(point.seconds[name] for point in points for name in names if name in point.seconds)
@@ -122,7 +123,7 @@ def sweep_svg(points: Sequence[Point], options: argparse.Namespace) -> str:
 
 
 def _names(points: Sequence[Point]) -> list[str]:
-    """Winners first, then those that are nearest to them."""
+    """Return the winners, then the schedules that are nearest to them: CURVES in all, at most."""
     winners = list(dict.fromkeys(point.winner for point in points))
     others: dict[str, list[float]] = {}
     for point in points:

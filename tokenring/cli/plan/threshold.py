@@ -47,10 +47,11 @@ class Place:
 
     @property
     def title(self) -> str:
+        """The preset's name, with where its context parallelism lies."""
         return f"{self.name}, {'over NICs' if self.over_nics else 'in the node'}"
 
     def network(self) -> tuple[Interconnect, int]:
-        """The group's interconnect, and over how many ranks the heads are spread."""
+        """Return the group's interconnect, and the number of ranks over which the heads are spread."""
         if not self.over_nics:
             return interconnect_of(preset(self.name)), 1
         tensor = PRESETS[self.name].server.count
@@ -58,11 +59,12 @@ class Place:
 
 
 def places() -> list[Place]:
+    """Return all presets, each in the node and over NICs."""
     return [Place(name, over_nics) for over_nics in (False, True) for name in PRESETS]
 
 
 def thresholds(place: Place, model: ModelHeads, families: Sequence[str] = SHOWN) -> dict[str, int | None]:
-    """Of each family the fewest tokens a rank with its best member; None where no length up to 1M a rank is enough.
+    """Return for each family the fewest tokens a rank with its best member; None where no length up to 1M is enough.
 
     A family is left out where it does not fit the heads or the ranks. Raises ConfigurationError where the heads do
     not split over the node.
@@ -88,7 +90,7 @@ def _members(net: Interconnect, model: ModelHeads, tensor: int) -> Iterator[str]
 def _fewest(
     place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, known: int | None
 ) -> int | None:
-    """The first of POINTS that is enough, if there is one below what is known to be; else that. By bisection."""
+    """Return the first of POINTS that is enough, if it is below the known one; else the known one. By bisection."""
 
     def enough(tokens: int) -> bool:
         return share(place, net, model, tensor, mask, name, tokens) >= SHARE
@@ -100,7 +102,10 @@ def _fewest(
 
 
 def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask: Mask, name: str, tokens: int) -> float:
-    """What part of the time kernels take, with so many tokens a rank, or the next number that its pieces divide."""
+    """Return the part of the time that kernels take, from 0 to 1, with so many tokens a rank.
+
+    If the schedule's pieces do not divide that number, the next one that they divide is taken.
+    """
     length = _dividing(name, tokens, net.world_size) * net.world_size
     machine = _machine(place.name, model.dtype)
     workload = heads_of_group(model.workload(length), tensor)
@@ -111,7 +116,7 @@ def share(place: Place, net: Interconnect, model: ModelHeads, tensor: int, mask:
 
 
 def _dividing(name: str, tokens: int, ranks: int) -> int:
-    """So many tokens a rank or a few more, that both chunks of a rank divide into a schedule's pieces: seven rings."""
+    """Return the next number of tokens a rank whose two chunks divide into a schedule's pieces, such as seven rings."""
     scheme = parse(name).make(ranks)
     parts = CHUNKS * lcm(scheme.q_pieces, scheme.kv_pieces)
     return -(-tokens // parts) * parts
@@ -125,7 +130,7 @@ def _machine(name: str, dtype: torch.dtype) -> Machine:
 def table(
     chosen: Sequence[Place], models: Sequence[ModelHeads], families: Sequence[str], status: Callable[[str], None]
 ) -> Iterator[str]:
-    """Markdown, a table a place."""
+    """Yield the lines of a Markdown table for each place."""
     for place in chosen:
         yield f"\n### {place.title}\n"
         yield "| model | " + " | ".join(families) + " |"
@@ -148,7 +153,7 @@ def _cell(found: dict[str, int | None], family: str) -> str:
 
 
 def _names(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Names separated by commas. Raises ConfigurationError for those that are none."""
+    """Read names separated by commas. Raises ConfigurationError for those that are unknown."""
     names, all_names = text.split(","), list(known)
     if unknown := [name for name in names if name not in all_names]:
         raise ConfigurationError(f"{option} {text}: {unknown[0]!r} is none of {', '.join(all_names)}")
@@ -156,6 +161,7 @@ def _names(option: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the table of the places and models that are asked for; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tokenring.cli.plan.threshold", description=__doc__)
     parser.add_argument("--presets", default=",".join(PRESETS), metavar="NAMES")
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAMES")

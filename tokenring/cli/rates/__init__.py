@@ -1,1 +1,1 @@
-"""`tokenring rates`: what kernels and transports reach on this machine."""
+"""`tokenring rates`: the speed of kernels and transports on this machine."""

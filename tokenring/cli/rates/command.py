@@ -1,7 +1,7 @@
-"""`tokenring rates`: measure what this machine's kernel does, once, for the planner.
+"""`tokenring rates`: measure the speed of this machine's kernel, once, for the planner.
 
 Where "auto" chooses among several kernels (CUDA) each of them is measured, and from then on the choice goes by their
-tables. With --transports it runs on ranks, and measures what moves messages (transfers_command).
+tables. With --transports it runs on ranks, and measures what moves messages (transports).
 
 Exit codes: 0 measured and kept; 2 a wrong option, or a device or kernel that is not there.
 """
@@ -32,6 +32,7 @@ MOST = {"dim": 4096, "threads": 4096, "seconds": 3600}
 
 
 def main(argv: list[str]) -> int:
+    """Measure and keep rates; return the exit code. Raises ConfigurationError and BackendUnavailable."""
     if "--transports" in argv:
         from tokenring.cli.rates.transports import main as transfers_main  # it runs on ranks, as bench does
 
@@ -79,7 +80,7 @@ def _measure(kind: str, options: argparse.Namespace, console: Console) -> None:
 
 
 def candidates(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
-    """The kernels among which this one chooses by their tables, which are measured before it is."""
+    """Return the kernels among which this one chooses by their tables, which are measured before it is."""
     return kernel.kernels(head_dim, dtype) if isinstance(kernel, Choosing) else []
 
 
@@ -95,7 +96,7 @@ def _measure_one(kernel: AttentionKernel, device: torch.device, options: argpars
 
 
 def _show(measured: Kept, options: argparse.Namespace, console: Console, after: str = "\n") -> None:
-    """The table and where it was kept; nothing where JSON alone is asked for."""
+    """Print the table and where it was kept; nothing where JSON alone is asked for."""
     found, key, path = measured
     if not options.json:
         where = "not kept: there is no home folder" if path is None else f"kept in {path}"
@@ -103,7 +104,7 @@ def _show(measured: Kept, options: argparse.Namespace, console: Console, after: 
 
 
 def table(rates: Rates) -> list[str]:
-    """Rates as text, a line for each tile."""
+    """Return rates as text, a line for each tile."""
     forward, backward = dict(rates.forward), dict(rates.backward)
     lines = [f"{'tile':>13}  {'forward':>8}  {'backward':>8}  TFLOP/s"]
     for side in sorted({*forward, *backward}):

@@ -1,4 +1,4 @@
-"""`tokenring rates --transports`: what messages take over each transport among which "auto" chooses.
+"""`tokenring rates --transports`: the time of messages over each transport among which "auto" chooses.
 
 Exit codes: 0 measured and kept; 1 a rank failed, or there are no two transports to choose among; 2 a wrong option;
 130 interrupted.
@@ -22,7 +22,7 @@ MODULE = "tokenring.cli.rates.transports_worker"
 
 
 def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Measure, report and keep; returns the exit code."""
+    """Measure, report and keep; return the exit code."""
     command = Command("rates", MODULE, _options, _case, TransportMeasured.from_json, {}, _show, {})
     return command.main(argv, environment)
 

@@ -40,7 +40,7 @@ ROUND_SECONDS, MOST_STEPS = 0.02, 50  # in a row between two readings of the clo
 
 @dataclass(frozen=True)
 class TransportCase:
-    """What is asked of the ranks. seconds: no larger messages once a step takes this long."""
+    """The measurement that ranks are asked for. seconds: no larger messages once a step takes this long."""
 
     kind: str
     seconds: float
@@ -48,28 +48,30 @@ class TransportCase:
 
 @dataclass(frozen=True)
 class TransportMeasured:
-    """What rank 0 comes back with. left_out: of each transport that cannot be used, why."""
+    """The result of a measurement, at rank 0. left_out: why each transport that cannot be used was left out."""
 
     key: TransportKey
     transfers: Transfers
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """Return the result as JSON."""
         return json.dumps([to_json(self.key, self.transfers), self.left_out])
 
     @staticmethod
     def from_json(text: str) -> TransportMeasured:
+        """Read the result that to_json wrote."""
         document, left_out = json.loads(text)
         return TransportMeasured(*from_json(document), left_out)
 
 
 def main(argv: list[str]) -> int:
-    """Run this rank; returns the exit code."""
+    """Run this rank; return the exit code."""
     return serve(partial(run, TransportCase(**json.loads(argv[0]))))
 
 
 def run(case: TransportCase, tell: Tell) -> TransportMeasured | None:
-    """The measurement, on the processes that torchrun has started; rank 0 has it."""
+    """Run the measurement on the processes that torchrun has started; return the result at rank 0, None elsewhere."""
     torch.set_num_threads(1)
     with process_group(WAIT_SECONDS):
         assert dist.group.WORLD is not None
@@ -77,7 +79,10 @@ def run(case: TransportCase, tell: Tell) -> TransportMeasured | None:
 
 
 def measure(group: ProcessGroup, case: TransportCase, tell: Tell = quiet) -> TransportMeasured | None:
-    """Seconds of a ring's step over each transport among which "auto" chooses; at rank 0. All ranks call it."""
+    """Measure the seconds of a ring's step over each transport that "auto" may choose; return the result at rank 0.
+
+    All ranks call it together.
+    """
     device = _own_device(case.kind)
     made: dict[str, Transport] = {}
     left_out: dict[str, str] = {}
@@ -95,7 +100,7 @@ def measure(group: ProcessGroup, case: TransportCase, tell: Tell = quiet) -> Tra
 
 
 def _own_device(kind: str) -> torch.device:
-    """This rank's, which is made the current one: the only one that it sees, or the one of its local rank."""
+    """Make this rank's device the current one and return it: the only one it sees, or the one of its local rank."""
     if kind == "cpu":
         return torch.device("cpu")
     module = getattr(torch, kind)
@@ -115,7 +120,7 @@ def _domain(kind: str, group: ProcessGroup, left_out: Mapping[str, str]) -> Doma
 def samples_of(
     transports: Mapping[str, Transport], device: torch.device, limit_seconds: float, tell: Tell = quiet
 ) -> dict[str, tuple[Sample, ...]]:
-    """Of each transport, whose rounds alternate: what disturbs one disturbs the other as well."""
+    """Return samples of each transport, whose rounds alternate: what disturbs one disturbs the other as well."""
     steps = {name: _Step(transport, device) for name, transport in transports.items()}
     found: dict[str, list[Sample]] = {name: [] for name in steps}
     for at, nbytes in enumerate(SIZES):
@@ -141,7 +146,7 @@ class _Step:
         transport.prepare([(each, (each + 1) % ranks, REQUESTS) for each in range(ranks)], device)
 
     def prepare(self, nbytes: int) -> None:
-        """Memory for such messages, and how many steps make a round: after some that are not counted."""
+        """Allocate memory for such messages, and set how many steps make a round, after some that are not counted."""
         self._pool.reserve(nbytes)
         self._into = self._pool.data[:nbytes]
         self._data = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
@@ -151,13 +156,13 @@ class _Step:
         self.seconds()
 
     def _bind(self, steps: int) -> None:
-        """So many steps are a program, of which some transports tell the other ranks."""
+        """Make so many steps one program, and send the other ranks its places where the transport asks for that."""
         self._steps, transport = steps, self._transport
         if transport.target.placing:
             self._placement = transport.place([(self._before, REQUESTS, self._into)] * steps)
 
     def seconds(self) -> float:
-        """Of a step among as many as are bound: on the slowest rank, so that all have the same answer."""
+        """Return the seconds of a step, over as many as are bound: the slowest rank's, so that all return the same."""
         transport = self._transport
         transport.exchange(b"", "the start of a round")
         began = self._clock()

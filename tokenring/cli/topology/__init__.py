@@ -1,1 +1,1 @@
-"""`tokenring topology`: what links the accelerators, as read (`command`) or as measured (`measure`)."""
+"""`tokenring topology`: the links of the accelerators, as read (`command`) or as measured (`measure`)."""

@@ -1,4 +1,4 @@
-"""`tokenring topology`: what links the accelerators of this machine, or of dumps from others.
+"""`tokenring topology`: the links of this machine's accelerators, or of those in dumps from others.
 
 Exit codes, as docs/topology.md has them: 0 a report, also where there are no accelerators; 1 nobody reads it; 2 a file
 that cannot be read or written, or a wrong option; 130 interrupted.
@@ -23,6 +23,7 @@ from tokenring.topology.report.text import report
 
 
 def main(argv: list[str]) -> int:
+    """Print or write the report; return the exit code. Raises TopologyError and ConfigurationError."""
     if "--measure" in argv:
         from tokenring.cli.topology.measure import main as measure_main  # it runs on ranks, as bench does
 

@@ -1,4 +1,4 @@
-"""`tokenring topology --measure`: what the user asks, and what becomes of the facts."""
+"""The command `tokenring topology --measure`: its options, and the output of the measured facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULE = "tokenring.topology.measure.worker"
 
 
 def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Measure and report; returns the exit code: 0, 1 (a rank failed), 130 (interrupted)."""
+    """Measure and report; return the exit code: 0, 1 (a rank failed), 130 (interrupted)."""
     outputs = {"save": LinksMeasured.to_json, "svg": _picture, "html": _page}
     command = Command("topology", MODULE, _options, _case, LinksMeasured.from_json, outputs, _show, SUFFIXES)
     return command.main(argv, environment)

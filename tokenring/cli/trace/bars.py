@@ -1,4 +1,4 @@
-"""From the events of a traced call to bars and messages: what each instruction was, in words, on one clock."""
+"""Bars and messages from the events of a traced call: each instruction in words, on one clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGITS = 9  # of seconds
 
 @dataclass(frozen=True)
 class Known:
-    """What events do not say themselves; all of it may be left out.
+    """Facts that events do not hold themselves; all of them may be left out.
 
     span_bytes: of a message; tiles: the name of each kernel call, in order; made: when each kernel call was
     done, for those whose results are then written or merged in the same instruction.
@@ -37,14 +37,14 @@ class Known:
 
 
 def bars(events: Sequence[Event], start: float, known: Known | None = None) -> list[Bar]:
-    """The bars of one pass at one rank. `start` is taken from all times."""
+    """Return the bars of one pass at one rank. `start` is subtracted from all times."""
     return list(_Words(events, known or Known()).bars(start))
 
 
 def messages(
     passes: Sequence[Sequence[Event]], start: Sequence[float], known: Sequence[Known] = ()
 ) -> list[TracedMessage]:
-    """The messages of one pass, from the events and the start of each rank.
+    """Return the messages of one pass, from the events and the start of each rank.
 
     Those between two ranks on one channel keep their order: the n-th sent is the n-th received.
     """
@@ -76,7 +76,7 @@ class _Arrival:
 
 
 def _arrivals(events: Sequence[Event], start: float) -> Iterator[_Arrival]:
-    """In the order in which the receives were posted."""
+    """Yield the arrivals in the order in which the receives were posted."""
     waits = {event.instruction.message: event for event in events if isinstance(event.instruction, Wait)}
     for event in events:
         if isinstance(event.instruction, Recv):
@@ -86,7 +86,7 @@ def _arrivals(events: Sequence[Event], start: float) -> Iterator[_Arrival]:
 
 
 class _Words:
-    """What is said of the instructions of one pass at one rank."""
+    """The words for the instructions of one pass at one rank."""
 
     def __init__(self, events: Sequence[Event], known: Known) -> None:
         self.events, self.known = events, known
@@ -125,7 +125,7 @@ class _Words:
         )
 
     def label(self, instruction: Instruction | Agree, tile: str) -> str:
-        """What it is, in a sentence."""
+        """Describe an instruction in a sentence."""
         match instruction:
             case Agree():
                 return "wait until all ranks agree on the call"
@@ -149,7 +149,7 @@ class _Words:
         return "release a buffer"
 
     def details(self, instruction: Instruction | Agree) -> dict[str, int | str]:
-        """Numbers to go with it: rows, bytes, peers."""
+        """Return the numbers of an instruction: rows, bytes, peers."""
         match instruction:
             case Attend():
                 return {"rows": instruction.patch.rows, "columns": instruction.patch.cols}
@@ -172,7 +172,7 @@ class _Words:
 
 
 def _cut(bar: Bar, at: float, tile: str) -> Iterator[Bar]:
-    """Where an instruction is a kernel call and then the writing or merging of what it made."""
+    """Yield two bars where an instruction is a kernel call and then the writing or merging of its result."""
     yield replace(bar, ended=at)
     label, name = (f"{what} of {tile}".removesuffix(" of ") for what in ("write or merge the result", "merge result"))
     yield replace(bar, kind="merge", label=label, name=name, short="", began=at, details={"rows": bar.details["rows"]})

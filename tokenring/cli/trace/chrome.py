@@ -18,7 +18,7 @@ Entry = dict[str, Any]
 
 
 def to_chrome(traced: Traced) -> str:
-    """The document of a traced call."""
+    """Return the JSON document of a traced call."""
     about = {
         "schedule": traced.schedule,
         "call": f"{case_text(traced.case)}, layout {traced.case.layout}",
@@ -31,7 +31,7 @@ def to_chrome(traced: Traced) -> str:
 
 
 def chrome(timeline: Timeline, about: Mapping[str, str], beside: Timeline | None = None) -> str:
-    """The document of a timeline, and what it says of itself. Times are in microseconds, as the format has it.
+    """Return the JSON document of a timeline, with facts about it. Times are in microseconds, as the format has it.
 
     beside: a simulation of the same; its ranks are processes of their own, below the others.
     """
@@ -66,7 +66,7 @@ def _names(timeline: Timeline, what: str) -> Iterator[Entry]:
 
 
 def _steps(timeline: Timeline) -> Iterator[Entry]:
-    """Passes, and inside them their steps."""
+    """Yield the passes, and inside them their steps."""
     for stretch in timeline.stretches:
         yield _span(stretch.direction, "pass", stretch.rank, "steps", stretch.began, stretch.ended)
     for span in spans(timeline.stretches, timeline.bars):
@@ -90,7 +90,7 @@ def _span(name: str, category: str, rank: int, lane: str, began: float, ended: f
 
 
 def _message(number: int, message: TracedMessage) -> Iterator[Entry]:
-    """On its way as a span of its own, and as an arrow from the post of the send to the wait at the receiver."""
+    """Yield a message as a span of its own, and as an arrow from the post of the send to the wait at the receiver."""
     sent, received = _us(message.sent), _us(message.received)
     name = f"{message.label}: {message.src} to {message.dst}"
     flight = {"name": name, "cat": "message", "id": number, "pid": message.src, "tid": NUMBERS["moves"]}

@@ -1,4 +1,4 @@
-"""The command: what the user asks, and what becomes of the trace."""
+"""The command `tokenring trace`: its options, and the table, picture and files of the trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULE = "tokenring.cli.trace.worker"
 
 
 def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
-    """Trace a call; returns the exit code: 0, 1 (something went wrong), 130 (interrupted).
+    """Trace a call; return the exit code: 0, 1 (something went wrong), 130 (interrupted).
 
     Raises ConfigurationError for options that do not fit.
     """
@@ -66,7 +66,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _case(options: argparse.Namespace, ranks: int) -> RaceCase:
-    """The options as a case. Raises ConfigurationError for what no rank could run."""
+    """Return the options as a case. Raises ConfigurationError for options that no rank could run."""
     from tokenring.api.arguments import check_schedule_name
 
     call = check_call(options, ranks)

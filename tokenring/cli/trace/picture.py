@@ -1,4 +1,4 @@
-"""What every rank did when, as a self-contained SVG: one row a rank, all on one clock."""
+"""A timeline of all ranks as a self-contained SVG: one row a rank, all on one clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LINES = {"rule": ("#dfe4e9", "#2c333b"), "step": ("#66707b", "#9aa5b1"), "messag
 
 @dataclass(frozen=True)
 class Timeline:
-    """What is drawn. `stretches` are the passes, at each rank."""
+    """A timeline to draw. `stretches` are the passes, at each rank."""
 
     heading: str
     about: Sequence[str]  # lines below it
@@ -56,12 +56,12 @@ class Timeline:
 
 
 def to_svg(timeline: Timeline, beside: Timeline | None = None) -> str:
-    """The picture. beside: a simulation of the same, drawn below at the same scale."""
+    """Return the picture as SVG. beside: a simulation of the same, drawn below at the same scale."""
     return "\n".join(_page(timeline, beside)) + "\n"
 
 
 def timeline_of(traced: Traced) -> Timeline:
-    """A traced call, with what it was and where it ran."""
+    """Return the timeline of a traced call, with its sizes and where it ran."""
     passes = "forward and backward" if traced.case.backward else "forward"
     about = [
         f"{case_text(traced.case).partition(', ')[2]}, layout {traced.case.layout}: {ms(traced.seconds)} ms",
@@ -72,7 +72,7 @@ def timeline_of(traced: Traced) -> Timeline:
 
 
 def simulation_of(traced: Traced) -> Timeline | None:
-    """What the planner expected of a traced call."""
+    """Return the timeline that the planner expected of a traced call; None for one rank."""
     if (expected := traced.simulated) is None:
         return None
     heading = f"Simulated: {ms(sum(expected.seconds(each) for each in PASSES))} ms on {expected.source}"
@@ -101,7 +101,7 @@ def _page(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:
 
 
 def _shortened(text: str) -> str:
-    """What fits into a line."""
+    """Return the text, cut to what fits into a line."""
     most = int((WIDTH - 2 * MARGIN) / (1.3 * CHARACTER))
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -124,7 +124,7 @@ class _Drawing:
         return left + seconds / self.end * (self.right - left)
 
     def y(self, rank: int) -> float:
-        """The top of a rank's lane."""
+        """Return the top of a rank's lane."""
         return self.top + rank * ROW + (ROW - LANE) / 2 + 3
 
     def lines(self) -> Iterator[str]:
@@ -138,12 +138,12 @@ class _Drawing:
             yield from self._row(rank, list(bars))
 
     def _stretch(self, stretch: Stretch) -> str:
-        """The ground of one pass at one rank."""
+        """Draw the ground of one pass at one rank."""
         left, right = self.x(stretch.began), self.x(stretch.ended)
         return box(left, self.top + stretch.rank * ROW, right - left, ROW, stretch.direction)
 
     def _passes(self) -> Iterator[str]:
-        """Their names, each over the middle of its grounds."""
+        """Draw the names of passes, each over the middle of its grounds."""
         for direction in dict.fromkeys(each.direction for each in self.timeline.stretches):
             these = [each for each in self.timeline.stretches if each.direction == direction]
             left, right = (self.x(mean(times)) for times in zip(*((e.began, e.ended) for e in these), strict=True))
@@ -161,7 +161,7 @@ class _Drawing:
         yield text_at(self.right + SHARE, self.top - 10, "in attention", 11, "grey", "end")
 
     def _message(self, message: TracedMessage) -> str:
-        """From where it was posted to where its receiver had it, between the lanes."""
+        """Draw a message from where it was posted to where its receiver had it, between the lanes."""
         down = message.dst > message.src
         x1, x2 = self.x(message.sent), self.x(message.received)
         y1 = self.y(message.src) + (LANE if down else 0)
@@ -183,7 +183,7 @@ class _Drawing:
         yield text_at(self.right + SHARE, y + LANE / 2 + 5, f"{share:.0%}", 13, anchor="end")
 
     def _steps(self, bars: Sequence[Bar], y: float) -> Iterator[str]:
-        """Where steps begin, with their numbers above the lane."""
+        """Draw the beginnings of steps, with their numbers above the lane."""
         for _, step in groupby(bars, key=lambda bar: (bar.direction, bar.step)):
             inside = list(step)
             left, right = self.x(inside[0].began), self.x(inside[-1].ended)

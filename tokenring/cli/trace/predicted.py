@@ -17,7 +17,7 @@ LABELS = {"kernel": "attention of {}", "copy": "{}", "wait": "waiting for {}"}
 
 
 def timeline(name: str, setting: Setting, prediction: Prediction) -> Timeline:
-    """Of a prediction that was recorded; its passes one after another."""
+    """Return the timeline of a prediction that was recorded; its passes follow one another."""
     stretches: list[Stretch] = []
     bars: list[Bar] = []
     messages: list[TracedMessage] = []
@@ -46,7 +46,7 @@ def _message(span: TimeSpan, direction: Pass, at: float) -> TracedMessage:
 
 
 def drawn(path: str, made: Timeline, about: Sequence[str] = ()) -> str:
-    """The timeline as a file of this name wants it: SVG, or a trace for Perfetto and chrome://tracing."""
+    """Return the timeline in the format of a file of this name: SVG, or a trace for Perfetto and chrome://tracing."""
     if path.lower().endswith(".json"):
         return chrome(made, {"schedule": made.heading, "prediction": "; ".join([*made.about, *about])})
     return to_svg(made)

@@ -1,4 +1,4 @@
-"""What a traced call consists of, on one clock: seconds since the first rank began."""
+"""The record of a traced call, on one clock: seconds since the first rank began."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class Bar:
 
     @property
     def seconds(self) -> float:
+        """The time from its beginning to its end."""
         return self.ended - self.began
 
 
 @dataclass(frozen=True)
 class TracedMessage:
-    """From when it was posted until its receiver had waited for it; `waited`: when that wait began."""
+    """A message, from its post until its receiver had waited for it; `waited`: when that wait began."""
 
     src: int
     dst: int
@@ -56,7 +57,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The same call as the planner expects it, on a clock of its own. source: with what figures."""
+    """A simulation of the call as the planner expects it, on a clock of its own. source: where its figures are from."""
 
     source: str
     stretches: list[Stretch]
@@ -64,7 +65,7 @@ class Simulated:
     messages: list[TracedMessage]
 
     def seconds(self, direction: str) -> float:
-        """Of a pass; 0 where there was none."""
+        """Return the time of a pass: the slowest rank's; 0 where there was none."""
         return max((each.ended - each.began for each in self.stretches if each.direction == direction), default=0.0)
 
 
@@ -94,13 +95,16 @@ class Traced:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return self.machine.ranks
 
     def to_json(self) -> str:
+        """Return the record as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Traced:
+        """Read the record that to_json wrote."""
         values = json.loads(text)
         values["case"], values["machine"] = RaceCase(**values["case"]), RaceMachine(**values["machine"])
         if values["simulated"] is not None:
@@ -109,6 +113,6 @@ class Traced:
 
 
 def _timed(values: dict[str, Any]) -> dict[str, Any]:
-    """What was done when, from JSON."""
+    """Return the values with stretches, bars and messages as objects."""
     kinds: dict[str, Any] = {"stretches": Stretch, "bars": Bar, "messages": TracedMessage}
     return values | {name: [kind(**each) for each in values[name]] for name, kind in kinds.items()}

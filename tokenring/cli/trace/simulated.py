@@ -1,4 +1,4 @@
-"""The same call as the planner sees it: its programs simulated, to be shown beside what was measured."""
+"""The simulation of a traced call by the planner, to be shown beside what was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenring.sequence.request import Request
 
 
 def simulated(cp: ContextParallel, request: Request) -> Simulated | None:
-    """What `schedule="auto"` would expect of this schedule here; None for one rank. All ranks call it together."""
+    """Simulate a call's schedule as `schedule="auto"` would; return None for one rank. All ranks call it together."""
     if cp.world_size == 1:
         return None
     planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)

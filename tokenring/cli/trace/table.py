@@ -27,7 +27,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Spent:
-    """What a rank spent in one step of a pass; step None: before the first instruction, and after the last."""
+    """The time that a rank spent in one step of a pass; step None: before the first instruction, and after the last."""
 
     rank: int
     direction: Pass
@@ -36,6 +36,7 @@ class Spent:
 
     @property
     def total(self) -> float:
+        """The time of all parts."""
         return sum(self.seconds.values())
 
     @property
@@ -57,7 +58,7 @@ class TracedSpan:
 
 
 def spans(stretches: Iterable[Stretch], all_bars: Sequence[Bar]) -> list[TracedSpan]:
-    """The steps, each from the end of the one before."""
+    """Return the steps, each from the end of the one before."""
     found = []
     for stretch in stretches:
         bars = [each for each in all_bars if (each.rank, each.direction) == (stretch.rank, stretch.direction)]
@@ -70,7 +71,7 @@ def spans(stretches: Iterable[Stretch], all_bars: Sequence[Bar]) -> list[TracedS
 
 
 def spent(traced: Traced) -> list[Spent]:
-    """All that every rank spent; what is said of one rank and pass adds up to its stretch."""
+    """Return all that every rank spent; the entries of one rank and pass add up to its stretch."""
     steps = [Spent(each.rank, each.direction, each.step, _parts(each)) for each in spans(traced.stretches, traced.bars)]
     for stretch in traced.stretches:
         inside = sum(each.total for each in steps if (each.rank, each.direction) == (stretch.rank, stretch.direction))
@@ -91,7 +92,7 @@ def _parts(span: TracedSpan) -> dict[str, float]:
 
 
 def table(traced: Traced, ink: Ink) -> str:
-    """The whole report."""
+    """Return the whole report as text."""
     everything = spent(traced)
     lines = [*_heading(traced, ink)]
     for direction in PASSES:
@@ -122,7 +123,7 @@ def _heading(traced: Traced, ink: Ink) -> Iterator[str]:
 
 
 def _expected(traced: Traced, simulated: Simulated) -> str:
-    """Each pass as it was simulated, and what it took."""
+    """Describe each pass as it was simulated, and what it took."""
     parts = []
     for direction in dict.fromkeys(each.direction for each in traced.stretches):
         took = max(each.ended - each.began for each in traced.stretches if each.direction == direction)
@@ -155,14 +156,14 @@ class _Grid:
         yield f"{'share':<8}{left}        {right}"
 
     def _line(self, name: str, at_ranks: Sequence[Spent]) -> str:
-        """One step; ranks that have no such step count as 0 in the mean."""
+        """Return the line of one step; ranks that have no such step count as 0 in the mean."""
         left, right = ("".join(f"{1e3 * each:>7.{self.digits}f}" for each in side) for side in self._sides(at_ranks))
         own = [each.own for each in at_ranks]
         rank = _slowest(at_ranks).rank
         return f"{name:<8}{left}   {rank:>4} {right}{1e6 * sum(own) / self.ranks:>9,.0f}{1e6 * max(own):>9,.0f}"
 
     def _sides(self, at_ranks: Sequence[Spent]) -> tuple[list[float], list[float]]:
-        """The mean and the slowest rank's: each part, and the total."""
+        """Return the mean over ranks and the slowest rank's seconds: each part, and the total."""
         slowest = _slowest(at_ranks)
         means = [sum(each.seconds[part] for each in at_ranks) / self.ranks for part in PARTS]
         return [*means, sum(means)], [*(slowest.seconds[part] for part in PARTS), slowest.total]
@@ -185,7 +186,7 @@ def _shares(values: Sequence[float]) -> list[float]:
 
 
 def to_json(traced: Traced) -> str:
-    """What the table sums up, rank by rank."""
+    """Return as JSON what the table sums up, rank by rank."""
     steps = [{"rank": e.rank, "pass": e.direction, "step": e.step, "seconds": _rounded(e)} for e in spent(traced)]
     values = {
         "format": FORMAT,
@@ -204,7 +205,7 @@ def to_json(traced: Traced) -> str:
 
 
 def _simulated(traced: Traced) -> dict[str, object] | None:
-    """Seconds of each pass, and with what figures."""
+    """Return the seconds of each simulated pass, and the source of its figures."""
     if (expected := traced.simulated) is None:
         return None
     directions = dict.fromkeys(each.direction for each in expected.stretches)

@@ -69,7 +69,7 @@ class _Round:
 
 @dataclass
 class _Rank:
-    """What rank 0 gets to know from each rank. known: by pass, as far as it is not of one call only."""
+    """One rank's record as rank 0 gets it: its clock, its round, and for each pass what the events do not hold."""
 
     clock: str
     round: _Round
@@ -79,12 +79,12 @@ class _Rank:
 
 
 def main(argv: list[str]) -> int:
-    """Run this rank; returns the exit code."""
+    """Run this rank; return the exit code."""
     return serve(partial(run, RaceCase(**json.loads(argv[0]))))
 
 
 def run(case: RaceCase, tell: Tell) -> Traced | None:
-    """The trace, on the processes that torchrun has started; rank 0 gets it."""
+    """Run the trace on the processes that torchrun has started; return it at rank 0, None elsewhere."""
     torch.set_num_threads(1)
     with process_group(WAIT_SECONDS):
         machine = machine_of(dist.get_world_size())
@@ -100,13 +100,14 @@ def _traced(case: RaceCase, tell: Tell) -> dict[str, Any] | None:
 
 
 class Clocked(ContextParallel):
-    """Notes when each kernel call was done: what follows in the same instruction is the executor's."""
+    """A context that notes when each kernel call was done: what follows in the same instruction is the executor's."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.made: list[float] = []
 
     def kernel(self, device: torch.device) -> AttentionKernel:
+        """Return the kernel for tensors on this device, which notes when each of its calls was done."""
         return _ClockedKernel(super().kernel(device), self.made)
 
 
@@ -137,7 +138,7 @@ class _ClockedKernel:
 
 
 def trace(case: RaceCase, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
-    """All rounds; rank 0 gets the fields of Traced that are not about case and machine."""
+    """Trace all rounds; return the fields of Traced that are not about case and machine at rank 0, None elsewhere."""
     mask = parse_mask(case.mask)
     inputs = _inputs(case, cp)
     rounds = []
@@ -161,7 +162,7 @@ def trace(case: RaceCase, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
 
 
 def _inputs(case: RaceCase, cp: Clocked) -> list[torch.Tensor]:
-    """q, k, v and dout of this rank."""
+    """Return q, k, v and dout of this rank."""
     positions = torch.tensor(cp.layout_for(case.seq_len).positions(cp.rank), dtype=torch.int64)
     inputs = [x.index_select(1, positions) for x in make_inputs(case)]
     for x in inputs[:3]:
@@ -191,7 +192,7 @@ def _round(inputs: Sequence[torch.Tensor], cp: Clocked, mask: Mask, backward: bo
 
 
 def _slowest(seconds: list[float]) -> list[float]:
-    """The slowest rank's time in each round."""
+    """Return the slowest rank's time in each round."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return [round(each, 9) for each in times.tolist()]
@@ -208,7 +209,7 @@ def _rank(chosen: _Round, cp: Clocked, request: Request) -> _Rank:
 
 
 def _span_bytes(executor: Executor) -> dict[Span, int]:
-    """The bytes of what is packed, sent and received."""
+    """Return the bytes of the spans that are packed, sent and received."""
     spans = (
         getattr(instruction, name)
         for instruction in executor.program.instructions
@@ -219,7 +220,7 @@ def _span_bytes(executor: Executor) -> dict[Span, int]:
 
 
 def _merges(executor: Executor) -> list[bool]:
-    """Whether what a kernel call made is then written or merged, and not taken over as it is; for each, in order."""
+    """Tell for each kernel call, in order, if its results are then written or merged, and not adopted as they are."""
     return [
         any(not result.first or result.into.slot not in executor.adopted for result in instruction.results)
         for instruction in executor.program.instructions
@@ -231,7 +232,7 @@ def _merges(executor: Executor) -> list[bool]:
 
 
 def _joined(at_ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """All ranks on one clock: their own, if they share one, or set by the barrier."""
+    """Put all ranks on one clock: their own, if they share one, or clocks set by the barrier."""
     one_clock = len({each.clock for each in at_ranks}) == 1
     zeros = [0.0 if one_clock else each.round.zero for each in at_ranks]
     first = min(each.round.passes[0].began - zero for each, zero in zip(at_ranks, zeros, strict=True))

@@ -1,4 +1,4 @@
-"""What a layer or a call asks for that cannot be done: refused by its name in Megatron, with what to do."""
+"""Checks of layers and calls: what cannot be done is refused by its name in Megatron, with what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOGITS = "the largest attention logit is not computed here"
 
 
 def check_layer(config: Any, attention_type: str, attention_dropout: float | None) -> None:
-    """Raises UnsupportedError for what no schedule computes."""
+    """Raise UnsupportedError for a layer that no schedule computes."""
     dropout = config.attention_dropout if attention_dropout is None else attention_dropout
     if dropout:
         raise UnsupportedError(
@@ -40,7 +40,7 @@ def check_layer(config: Any, attention_type: str, attention_dropout: float | Non
 
 
 def _records_attention(config: Any) -> bool:
-    """Whether Megatron is to make CUDA graphs that have attention in them."""
+    """Tell whether Megatron is to make CUDA graphs that have attention in them."""
     graphs = [getattr(config, name, None) for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")]
     scope = getattr(config, "cuda_graph_scope", "full")
     parts = {getattr(part, "name", part) for part in (scope if isinstance(scope, list) else [scope])}
@@ -48,7 +48,7 @@ def _records_attention(config: Any) -> bool:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for options that ContextParallel does not take."""
+    """Raise ConfigurationError for options that ContextParallel does not take."""
     if unknown := [name for name in options if name not in OPTIONS]:
         raise ConfigurationError(
             f"TokenRingAttention got {', '.join(unknown)}; known are {', '.join(OPTIONS)}, schedule, any_version; "
@@ -57,7 +57,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_call(attention_bias: Any, more: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError for arguments of a call that would change its result."""
+    """Raise UnsupportedError for arguments of a call that would change its result."""
     if attention_bias is not None:
         raise UnsupportedError(
             "attention_bias is not supported: only masks of positions can be split (causal, windows, packed documents)"
@@ -67,7 +67,7 @@ def check_call(attention_bias: Any, more: Mapping[str, Any]) -> None:
 
 
 def check_shapes(q: torch.Tensor, k: torch.Tensor, ranks: int) -> None:
-    """Raises UnsupportedError where keys are more than queries, as with a cache, and the sequence is split.
+    """Raise UnsupportedError if keys are more than queries, as with a cache, and the sequence is split.
 
     q [s, b, np, hn], k [s', b, ng, hn].
     """
@@ -79,7 +79,7 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, ranks: int) -> None:
 
 
 def check_cut(query: torch.Tensor, config: Any) -> None:
-    """Raises ConfigurationError where every rank holds the whole sequence. query [s / cp, b, np, hn]."""
+    """Raise ConfigurationError if every rank holds the whole sequence. query [s / cp, b, np, hn]."""
     length, ranks = getattr(config, "seq_length", None), int(config.context_parallel_size)
     if length is not None and query.shape[0] * ranks > length:
         raise ConfigurationError(

@@ -80,7 +80,9 @@ class TokenRingAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **more: Any,
     ) -> torch.Tensor:
-        """out [s, b, np · hn] of query [s, b, np, hn], key and value [s, b, ng, hn]; of packed [t, ...], [t, np · hn].
+        """Return out [s, b, np · hn] of query [s, b, np, hn], key and value [s, b, ng, hn]; if packed, [t, np · hn].
+
+        Packed inputs are [t, np or ng, hn].
 
         Raises UnsupportedError for masks and biases that cannot be split, ConfigurationError for documents that cannot.
         """
@@ -117,7 +119,7 @@ class TokenRingAttention(torch.nn.Module):
 
     @property
     def _training(self) -> bool:
-        """Whether a backward pass follows: also where Megatron recomputes, and has gradients off in forward."""
+        """True if a backward pass follows: also where Megatron recomputes, and has gradients off in forward."""
         return self.training or torch.is_grad_enabled()
 
     def _contexts_of_call(self, packed_seq_params: Any) -> Contexts:
@@ -130,16 +132,17 @@ class TokenRingAttention(torch.nn.Module):
         return self._others[group]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **more: Any) -> None:
-        """Checkpoints of models with TransformerEngine's attention have a state of it here; we have none."""
+        """Load nothing: checkpoints of models with TransformerEngine's attention have a state of it, ours has none."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest, **more)
 
     def extra_repr(self) -> str:
+        """Return the schedule and the layer's number, for the module's repr."""
         return f"schedule={self.schedule!r}, layer_number={self.layer_number}"
 
 
 def with_one_head_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v with zeros up to the largest head dim, which change no logit; out has zeros there, too.
+    """Return q, k and v with zeros up to the largest head dim, which change no logit; out has zeros there, too.
 
     For multi-latent attention, whose values are narrower than its keys; the zeros travel with the rest.
     """

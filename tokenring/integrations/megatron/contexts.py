@@ -1,4 +1,4 @@
-"""What the layers of a model share: for each group a transport, and a ContextParallel for each schedule.
+"""Contexts that the layers of a model share: for each group a transport, and a ContextParallel for each schedule.
 
 Megatron makes layers one by one, from a class or a spec: all they have in common is their group. So what they share is
 kept here by group and options, for as long as the group lives. Not as long as a layer: Python's collector frees the
@@ -31,7 +31,7 @@ _KEPT: dict[tuple[KeptGroup, object], Contexts] = {}
 
 
 def contexts_of(group: LayerGroup | KeptGroup, options: Mapping[str, Any]) -> Contexts:
-    """What all layers of this group with these options share; `options` are those of ContextParallel."""
+    """Return the contexts that all layers of this group with these options share; `options` are ContextParallel's."""
     group = kept(group)
     key = (group, tuple((name, _identity(options[name])) for name in sorted(options)))
     if key not in _KEPT:
@@ -53,7 +53,7 @@ def release_contexts(group: LayerGroup | None = None) -> None:
 
 
 def _lives(group: KeptGroup) -> bool:
-    """Whether torch.distributed still has the group."""
+    """Tell whether torch.distributed still has the group."""
     return isinstance(group, str) or group.lives
 
 
@@ -75,7 +75,7 @@ class Contexts:
         self._announcer = Announcer()
 
     def __deepcopy__(self, memo: object) -> Contexts:
-        """Itself, as of a ContextParallel: copies of a layer share what layers share."""
+        """Return the object itself, as a ContextParallel does: copies of a layer share what layers share."""
         return self
 
     def close(self) -> None:
@@ -84,14 +84,17 @@ class Contexts:
             cp.close()
 
     def release(self) -> None:
-        """The same, but the next call makes them anew. All ranks of the group get there together."""
+        """Give back buffers and connections; the next call makes them anew. All ranks of the group call it together."""
         self.close()
         self._by_schedule.clear()
         self._for_sizes.clear()
         self.packings = LastPacking()
 
     def context(self, schedule: str, device: torch.device | None = None) -> ContextParallel:
-        """The ContextParallel of a schedule. All ranks of the group get here together. Raises ConfigurationError."""
+        """Return the ContextParallel of a schedule, made at the first use. Raises ConfigurationError.
+
+        All ranks of the group get here together.
+        """
         if self.ranks == 1:
             schedule = ALWAYS_FITS
         if schedule not in self._by_schedule:
@@ -115,7 +118,7 @@ class Contexts:
         training: bool,
         any_length: bool = False,
     ) -> torch.Tensor:
-        """out [B, T, Hq, D] of tokens that this rank holds.
+        """Return out [B, T, Hq, D] of tokens that this rank holds.
 
         training: as in tokenring.api.attention.attend. any_length: B documents, where each step brings ones of other
         lengths; "auto" does not plan for each of these, but once for all sizes up to the next power of two.
@@ -133,11 +136,11 @@ class Contexts:
         return out
 
     def announce(self, schedule: str, request: Request) -> None:
-        """Rank 0 logs once what is planned for this kind of call. All ranks of the group get here, after planning."""
+        """Log at rank 0, once, the plan for this kind of call. All ranks of the group get here, after planning."""
         self._announcer.announce(self.context(schedule, request.device), request)
 
     def _for_size(self, schedule: str, nominal: Request, request: Request) -> ContextParallel:
-        """What computes a call of about this size: what was planned for the size goes by its name."""
+        """Return the context that computes a call of about this size, by the schedule that was planned for the size."""
         cp = self.context(schedule, request.device)
         if not schedule.startswith("auto"):
             return cp
@@ -147,7 +150,7 @@ class Contexts:
 
 
 def _nominal(request: Request, ranks: int) -> Request:
-    """The call that stands for all of about its size: sizes up to the next power of two, without padding."""
+    """Return the call that stands for all of about its size: sizes up to the next power of two, without padding."""
     size = request.workload
     length = _power_of_two(size.q_length, 2 * ranks)
     size = replace(size, batch=_power_of_two(size.batch, 1), q_length=length, kv_length=length)
@@ -155,7 +158,7 @@ def _nominal(request: Request, ranks: int) -> Request:
 
 
 def _fitting(name: str, request: Request, cp: ContextParallel) -> str:
-    """The schedule itself if its pieces divide these documents, else without pieces, else one that always fits."""
+    """Return the schedule if its pieces divide these documents, else it without pieces, else one that always fits."""
     size = request.workload
     layout = make_layout(cp.layout, cp.world_size, size.q_length)
     for each in (name, name.partition("/pieces")[0]):
@@ -165,14 +168,14 @@ def _fitting(name: str, request: Request, cp: ContextParallel) -> str:
 
 
 def _power_of_two(number: int, unit: int) -> int:
-    """The least unit · 2^n that is no less."""
+    """Return the least unit · 2^n that is not less than the number."""
     while unit < number:
         unit *= 2
     return unit
 
 
 def _identity(value: object) -> object:
-    """The value where it can be compared, else which object it is."""
+    """Return the value if it can be hashed, else the identity of the object."""
     try:
         hash(value)
     except TypeError:

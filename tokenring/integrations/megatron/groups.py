@@ -1,8 +1,8 @@
-"""Which ranks hold a sequence together, as each version of Megatron-core says it.
+"""Groups of ranks that hold a sequence together, as each version of Megatron-core gives them.
 
 0.12 has groups in parallel_state only; 0.13 and 0.14 hand layers a `model_comm_pgs`, later ones a `pg_collection`.
 A call may bring a group of its own (hybrid context parallelism). A group that is missing is an error: None would
-mean the world, which under tensor parallelism gives wrong results without a word.
+mean the world, which under tensor parallelism gives wrong results without an error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SELF: Literal["self"] = "self"  # this rank alone
 
 
 def kept(group: LayerGroup | KeptGroup) -> KeptGroup:
-    """The group of a layer, as what outlives calls may have it: so that torch can destroy it."""
+    """Return the group of a layer as what outlives calls may hold it: so that torch can destroy it."""
     return group if isinstance(group, str) else held(group)
 
 
 def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> LayerGroup:
-    """The context-parallel group of a layer. Raises ConfigurationError where there is none of the configured size."""
+    """Return the context-parallel group of a layer. Raises ConfigurationError if none of the configured size exists."""
     wanted: int = config.context_parallel_size
     if wanted == 1:  # also where another part of the model has a group
         return SELF
@@ -54,7 +54,10 @@ def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> Laye
 
 
 def group_of_call(own: LayerGroup | KeptGroup, packed_seq_params: Any) -> LayerGroup | KeptGroup:
-    """The group that a call brings in its packed_seq_params, else the layer's own."""
+    """Return the group that a call brings in its packed_seq_params, else the layer's own.
+
+    Raises ConfigurationError if local_cp_size is larger than 1 and cp_group is None.
+    """
     group: ProcessGroup | None = getattr(packed_seq_params, "cp_group", None)
     if group is not None:
         return SELF if dist.get_world_size(group) == 1 else group

@@ -1,4 +1,4 @@
-"""What Megatron says about who sees whom, as one of our masks."""
+"""Masks of Megatron's layers and calls, as masks of ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IGNORED_TENSOR = ("causal", "no_mask")  # Megatron's loader makes one for causal
 
 
 def mask_of_call(mask_type: Any, attention_mask: Any, packed: bool, window: tuple[int, int] | None) -> Mask:
-    """The mask of a layer's call, without the cut into documents.
+    """Return the mask of a layer's call, without the cut into documents.
 
     mask_type: an AttnMaskType, of which the name counts: its numbers differ between versions. window: positions
     before and after that a token sees, -1 for all, as config.window_size. Raises UnsupportedError.
@@ -34,7 +34,7 @@ def mask_of_call(mask_type: Any, attention_mask: Any, packed: bool, window: tupl
 
 
 def window_of_layer(config: Any, layer_number: int) -> tuple[int, int] | None:
-    """The layer's config.window_size, unless config.window_attn_skip_freq gives it full attention.
+    """Return the layer's config.window_size, unless config.window_attn_skip_freq gives it full attention; else None.
 
     layer_number counts from 1. A frequency n: every n-th layer is full; a list: for each layer, whether it is windowed.
     """

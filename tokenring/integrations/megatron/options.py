@@ -23,7 +23,7 @@ SCHEDULE = "--tokenring-schedule"
 
 
 class Flag(NamedTuple):
-    """How an option is said on the command line; read: its value, from (flag, text, args)."""
+    """The command-line flag of an option; read: returns the option's value, from (flag, text, args)."""
 
     metavar: str
     help: str
@@ -64,7 +64,10 @@ def _name(flag: str, text: str, what: str, known: Mapping[str, str]) -> str:
 
 
 def _topology(flag: str, text: str, args: Any) -> Topology:
-    """Of the file's first ranks that share a sequence and its heads: tensor parallelism fastest, as Megatron has it."""
+    """Return the topology of the file's first ranks that share a sequence and its heads. Raises ConfigurationError.
+
+    Tensor parallelism is fastest in the order of ranks, as Megatron has it.
+    """
     from tokenring.planner.machines.topology_file import read_topology
     from tokenring.topology.ranks import Topology
 
@@ -100,12 +103,12 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def flag_of(option: str) -> str:
-    """Such as --tokenring-timeout-seconds."""
+    """Return the flag of an option, such as --tokenring-timeout-seconds."""
     return f"--tokenring-{option.replace('_', '-')}"
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds --tokenring-schedule and a flag for each option; for Megatron-LM's `extra_args_provider`."""
+    """Add --tokenring-schedule and a flag for each option; for Megatron-LM's `extra_args_provider`."""
     group = parser.add_argument_group("tokenring")
     group.add_argument(SCHEDULE, default="auto", metavar="NAME", help="auto, auto:ring,usp, or one by name, as usp/4")
     add_options(group)
@@ -113,25 +116,25 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def add_options(group: Any) -> None:
-    """Adds a flag for each option. Their values stay text until they are read, so that errors are ours."""
+    """Add a flag for each option. Their values stay text until they are read, so that errors are ours."""
     for option, flag in FLAGS.items():
         group.add_argument(flag_of(option), default=None, metavar=flag.metavar, help=flag.help)
 
 
 def options_of(args: Any) -> dict[str, Any]:
-    """The schedule and options that these flags say, for `use_tokenring`. Raises ConfigurationError."""
+    """Return the schedule and options that these flags give, for `use_tokenring`. Raises ConfigurationError."""
     schedule = getattr(args, "tokenring_schedule", "auto")
     check_schedule_name(schedule)
     return {"schedule": schedule, **options_said(args)}
 
 
 def options_said(args: Any) -> dict[str, Any]:
-    """The options whose flags were given. Raises ConfigurationError for values that are none."""
+    """Return the options whose flags were given. Raises ConfigurationError for wrong values."""
     return {name: FLAGS[name].read(flag_of(name), str(text), args) for name, text in flags_said(args).items()}
 
 
 def flags_said(args: Any) -> dict[str, object]:
-    """The options whose flags were given, as they were."""
+    """Return the options whose flags were given, with their values as given."""
     given = {name: getattr(args, f"tokenring_{name}", None) for name in FLAGS}
     return {name: text for name, text in given.items() if text is not None}
 
@@ -140,10 +143,10 @@ def flags_said(args: Any) -> dict[str, object]:
 
 
 def framework_seconds(config: Any, group: LayerGroup) -> float | None:
-    """How long the training framework lets ranks wait for each other; None where it says nothing.
+    """Return how long the training framework lets ranks wait for each other, in seconds; None: it has no such limit.
 
-    By --distributed-timeout-minutes, of MindSpeed's config or Megatron-LM's arguments; else by the group itself, which
-    Megatron-core makes with it.
+    The limit is --distributed-timeout-minutes, of MindSpeed's config or Megatron-LM's arguments; else the group's own,
+    which Megatron-core sets with it.
     """
     minutes = getattr(config, "distributed_timeout_minutes", None)
     if minutes is None:
@@ -153,13 +156,13 @@ def framework_seconds(config: Any, group: LayerGroup) -> float | None:
 
 
 def _megatron_args() -> Any:
-    """Megatron-LM's, where it is at work."""
+    """Return Megatron-LM's arguments; None where it is not at work."""
     held = sys.modules.get("megatron.training.global_vars")
     return getattr(held, "_GLOBAL_ARGS", None)
 
 
 def _group_seconds(group: LayerGroup) -> float | None:
-    """Of the first backend that tells."""
+    """Return the time limit of the group's first backend that has one; None: none has."""
     for device in getattr(group, "_device_types", ()):
         try:
             limit = group._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]

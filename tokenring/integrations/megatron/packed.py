@@ -38,15 +38,16 @@ class Packing:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Tokens of each document on one rank."""
+        """The tokens of each document on one rank."""
         return tuple(length // self.ranks for length in self.padded)
 
     @property
     def has_padding(self) -> bool:
+        """True if any document has padding."""
         return self.padded != self.real
 
     def alike(self, mask: Mask) -> dict[tuple[int, Mask], list[int]]:
-        """Documents that go as one batch, longest first: by padded length, and by the mask of one document.
+        """Return the documents that go as one batch, longest first: by padded length, and by the mask of one document.
 
         A mask that looks back only needs no padding in it: no token sees what comes after it.
         """
@@ -60,21 +61,21 @@ class Packing:
 
     @cached_property
     def real_rows(self) -> torch.Tensor:
-        """Which of the tokens held here are none of the padding: booleans [t]."""
+        """Booleans [t] of the tokens held here: True where a token is not padding."""
         rows = [torch.arange(0)]
         for length, real in zip(self.padded, self.real, strict=True):
             rows.append(self._positions(length) < real)
         return torch.cat([each.bool() for each in rows])
 
     def _positions(self, length: int) -> torch.Tensor:
-        """Where the tokens that this rank holds of a document stand in it."""
+        """Return the positions in a document of the tokens that this rank holds of it."""
         if self.ranks == 1 or length == 0:
             return torch.arange(length)
         return torch.tensor(zigzag(self.ranks, length).positions(self.rank))
 
 
 def packing_of(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
-    """The documents that packed_seq_params describes, of which `tokens` tokens are held here.
+    """Return the documents that packed_seq_params describes, of which `tokens` tokens are held here.
 
     Reads cu_seqlens_q, and cu_seqlens_q_padded where it is set. Raises ConfigurationError for documents that cannot be
     cut or are more than there is, UnsupportedError where keys and values are packed otherwise than queries.
@@ -108,7 +109,7 @@ def packing_of(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
 def attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, mask: Mask, attend: Attend
 ) -> torch.Tensor:
-    """Attention of each document to itself. q [t, Hq, D], k, v [t, Hkv, D]; out [t, Hq, D].
+    """Compute attention of each document to itself. q [t, Hq, D], k, v [t, Hkv, D]; returns out [t, Hq, D].
 
     Padding, inside documents and after the last, gets out 0 and no gradient. mask: of one document.
     """
@@ -127,7 +128,7 @@ def attend_packed(
 
 
 class LastPacking:
-    """The packing read last: all layers of a step get the same, and reading one waits for the device."""
+    """The packing that was read last: all layers of a step get the same one, and reading one waits for the device."""
 
     def __init__(self) -> None:
         self._tensors: tuple[Any, ...] = ()  # they live on here: an address alone could be another tensor's by now
@@ -135,7 +136,7 @@ class LastPacking:
         self._packing: Packing | None = None
 
     def of(self, params: Any, rank: int, ranks: int, tokens: int) -> Packing:
-        """As packing_of."""
+        """Return `packing_of` these arguments; the one read last, if they are unchanged."""
         tensors = tuple(getattr(params, name, None) for name in (*_names("q"), *_names("kv")))
         key = (*map(_version, tensors), rank, ranks, tokens)
         same = key == self._key and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
@@ -150,7 +151,7 @@ def _names(of: str) -> tuple[str, str]:
 
 
 def _bounds(params: Any, of: str) -> tuple[list[int], list[int]]:
-    """The ends of documents without and with padding, from 0 on."""
+    """Return the ends of documents without and with padding, from 0 on. Raises ConfigurationError if they are wrong."""
     plain, padded = (getattr(params, name, None) for name in _names(of))
     if plain is None and padded is None:
         raise ConfigurationError(f"packed_seq_params of format thd without cu_seqlens_{of}: give the documents' ends")
@@ -165,7 +166,10 @@ def _bounds(params: Any, of: str) -> tuple[list[int], list[int]]:
 
 
 def _version(x: torch.Tensor | None) -> object:
-    """Changes when the tensor does; at every call where that cannot be seen, as of tensors made in inference mode."""
+    """Return a value that changes when the tensor does.
+
+    Where a change cannot be seen, as of tensors made in inference mode, the value is new at every call.
+    """
     if x is None:
         return None
     return object() if x.is_inference() else x._version

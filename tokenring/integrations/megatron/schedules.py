@@ -1,4 +1,4 @@
-"""Which schedule a layer gets: its `cp_comm_type`, where that says one, else what the spec says."""
+"""Schedules of layers: a layer's `cp_comm_type`, where that names one, else the spec's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A2A_P2P = "a2a+p2p"
 
 
 def schedule_of_layer(cp_comm_type: Any, schedule: str, config: Any) -> str:
-    """The name of the schedule. Raises ConfigurationError for a cp_comm_type that names none.
+    """Return the name of the layer's schedule. Raises ConfigurationError for a cp_comm_type that names none.
 
     cp_comm_type: a name of ours ("ring", "auto:usp,ulysses"), or one of Megatron's: p2p leaves it to `schedule`,
     all_gather is "all-gather-kv", a2a "ulysses", a2a+p2p USP, by config.hierarchical_context_parallel_sizes if set.
@@ -37,7 +37,7 @@ def schedule_of_layer(cp_comm_type: Any, schedule: str, config: Any) -> str:
 
 
 def per_layer(names: Iterable[str]) -> list[str]:
-    """A cp_comm_type for each layer of the model: `config.cp_comm_type = per_layer(["ring", "ulysses", ...])`.
+    """Return a cp_comm_type for each layer of the model: `config.cp_comm_type = per_layer(["ring", "ulysses", ...])`.
 
     Megatron-core 0.12 to 0.16 look up entry n for layer n, counted from 1: with a plain list each layer would get the
     next one's, and the last an IndexError. Of this list each gets its own, in every version.

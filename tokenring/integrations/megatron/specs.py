@@ -1,4 +1,4 @@
-"""Putting our attention into Megatron's layer specs."""
+"""Changes of Megatron's layer specs, which put our attention into them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHER_ATTENTION = ("cross_attention",)  # keys of another sequence: stays what i
 
 
 def use_tokenring(spec: Any, schedule: str = "auto", *, any_version: bool = False, **options: Any) -> Any:
-    """The same spec with our attention as core_attention of every self-attention in it; the given one stays as it is.
+    """Return the spec with our attention as core_attention of every self-attention in it; the given one is unchanged.
 
     spec: a ModuleSpec of a layer or a block, a TransformerBlockSubmodules, or a list of them.
     schedule: for layers whose cp_comm_type does not name one.
@@ -42,7 +42,7 @@ def use_tokenring(spec: Any, schedule: str = "auto", *, any_version: bool = Fals
 
 
 def _with_attention(part: Any, attention: Any) -> Any:
-    """A part of a spec with every core_attention in it replaced; the part itself where there is none."""
+    """Return a part of a spec with every core_attention in it replaced; the part itself where there is none."""
     if isinstance(part, (list, tuple)):
         new = [_with_attention(each, attention) for each in part]
         return type(part)(new) if any(a is not b for a, b in zip(new, part, strict=True)) else part

@@ -1,4 +1,4 @@
-"""What rank 0 logs when training starts: what joins the ranks, and the schedule of each kind of layer."""
+"""Log of rank 0 when training starts: what joins the ranks, and the schedule of each kind of layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LOG = logging.getLogger("tokenring")
 
 
 class Announcer:
-    """Logs once what is said of a group, and once of each kind of call."""
+    """A logger of one line for a group, and one for each kind of call."""
 
     def __init__(self) -> None:
         self._said: set[tuple[object, ...]] = set()
 
     def announce(self, cp: ContextParallel, request: Request) -> None:
-        """Called after each call, by all ranks of the group. Where there is something to probe, they do it together."""
+        """Log a kind of call, once. All ranks of the group call this after each call, and probe together if need be."""
         key = (cp.schedule, request.workload, request.mask)
         if key in self._said or not _has_rank_0(cp):
             return
@@ -39,7 +39,7 @@ class Announcer:
 
 
 def verdict_of(topology: Topology) -> str:
-    """The topology in one sentence."""
+    """Describe the topology in one sentence."""
     if topology.graph is None or topology.verdict is None:
         return topology.name
     from tokenring.topology.report.text import sentence
@@ -48,7 +48,7 @@ def verdict_of(topology: Topology) -> str:
 
 
 def described(cp: ContextParallel, request: Request) -> str:
-    """The kind of layer, and its plan."""
+    """Describe the kind of layer, and its plan."""
     size, plan = request.workload, cp.plan(request)
     dtype = str(size.dtype).removeprefix("torch.")
     heads = f"{size.q_heads} query and {size.kv_heads} kv heads of {size.head_dim}"
@@ -58,7 +58,7 @@ def described(cp: ContextParallel, request: Request) -> str:
 
 
 def _topology(cp: ContextParallel, device: torch.device) -> Topology | None:
-    """What was given, else what is found; a probe is found again in this machine's cache. None: nobody knows."""
+    """Return the topology that was given, else what a probe finds, or this machine's cache of it; None: unknown."""
     if cp.topology is not None:
         return cp.topology if isinstance(cp.topology, Topology) else None
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Which versions of Megatron-core these modules know."""
+"""Versions of Megatron-core that these modules know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = tuple(".".join(map(str, each)) for each in (OLDEST, NEWEST))
 
 
 def check_version() -> str:
-    """The version. Raises UnsupportedError for one that we do not know, BackendUnavailable without Megatron-core."""
+    """Return Megatron-core's version. Raises UnsupportedError for an unknown one, BackendUnavailable for none."""
     try:
         from megatron.core import __version__
     except ImportError as error:
@@ -29,7 +29,7 @@ def check_version() -> str:
 
 
 def check_known(version: str) -> None:
-    """Raises UnsupportedError unless this is the text of a version in the range."""
+    """Raise UnsupportedError unless this is the text of a version in the range."""
     found = _minor(version)
     if found is None or not OLDEST <= found <= NEWEST:
         raise UnsupportedError(
@@ -39,7 +39,10 @@ def check_known(version: str) -> None:
 
 
 def warn_if_not_run(version: str) -> None:
-    """Rank 0 warns, once in a process, of a version in the range that no test runs. After the process group is made."""
+    """Warn at rank 0, once in a process, of a version in the range that no test runs.
+
+    It is called after the process group is made.
+    """
     if _minor(version) not in RUN and (not dist.is_initialized() or dist.get_rank() == 0):
         _warn(version)
 

@@ -1,4 +1,4 @@
-"""Whether a schedule of ours saves enough to take the place of an attention that is there already."""
+"""Comparison of a schedule of ours with an attention that is there already: whether it saves enough to replace it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ LOG = logging.getLogger("tokenring")
 def saves_too_little(
     contexts: Contexts, schedule: str, request: Request, own: str, worth: float, whose: str
 ) -> bool:
-    """Whether the planner's choice saves less than a share of the time of `own`, our name for what is there already.
+    """Tell whether the planner's choice saves less than the share `worth` of the time of `own`.
 
-    whose: what is said of that, as "MindSpeed's own". All ranks of the group ask together, and rank 0 says it.
+    own: our name for what is there already; whose: its name in the log, as "MindSpeed's own". All ranks of the group
+    call this together, and rank 0 logs the result.
     """
     plan = contexts.context(schedule, request.device).agreed_plan(request)
     own_plan = contexts.context(f"auto:{own}", request.device).agreed_plan(request)
@@ -37,6 +38,6 @@ def saves_too_little(
 
 
 def seconds_of(plan: Plan, name: str) -> float:
-    """What the planner predicts for a schedule; inf where it was not simulated, because it cannot win."""
+    """Return the planner's predicted seconds of a schedule; inf where it was not simulated, because it cannot win."""
     found = {each.name: each.predicted_seconds for each in plan.candidates}[name]
     return math.inf if found is None else found

@@ -23,7 +23,7 @@ WORTH = 0.05  # of the time of MindSpeed's own algorithm: predictions are not go
 
 
 def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -> type[TokenRingAttention]:
-    """A class for one of Megatron's attentions. own: the class that it replaces; schedule, options: of our flags."""
+    """Make a class for one of Megatron's attentions. own: the class it replaces; schedule, options: of our flags."""
     found: dict[tuple[str, Request], bool] = {}  # by schedule and kind of call, of all layers: whether own stays
 
     class MindSpeedTokenRingAttention(TokenRingAttention):
@@ -55,7 +55,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             packed_seq_params: Any = None,
             **more: Any,
         ) -> torch.Tensor:
-            """As TokenRingAttention. Raises ConfigurationError, too, for a sequence that was not cut."""
+            """Compute as TokenRingAttention does. Raises ConfigurationError, too, for a sequence that was not cut."""
             check_call(attention_bias, more)
             check_whole(query, key)
             call = query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
@@ -80,7 +80,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
 
 
 def own_stays(contexts: Contexts, schedule: str, request: Request, config: Any) -> bool:
-    """Whether the planner's choice saves too little; all ranks of the group ask together, and rank 0 says it."""
+    """Tell whether the planner's choice saves too little; all ranks of the group ask together, and rank 0 logs it."""
     window = int(getattr(config, "cp_window_size", 1))
     own = "ring" if window == 1 else f"double-ring/{window}"  # our schedules that do what MindSpeed does
     return saves_too_little(contexts, schedule, request, own, WORTH, "MindSpeed's own")

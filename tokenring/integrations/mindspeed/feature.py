@@ -1,4 +1,4 @@
-"""What MindSpeed applies: a feature with our flags, their checks, and the patches of Megatron's attention."""
+"""The feature that MindSpeed applies: our flags, their checks, and the patches of Megatron's attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KNOWN = "it knows those for Megatron-core 0.12.1 and 0.14 to 0.16, and core_r0.1
 
 
 def register() -> None:
-    """Adds the feature to MindSpeed's; calling it again changes nothing.
+    """Add the feature to MindSpeed's; calling it again changes nothing.
 
     Raises ConfigurationError when MindSpeed has applied its features already, BackendUnavailable when it is missing, a
     placeholder, broken, or of a release that lacks what this needs.
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def _surface() -> tuple[Any, type[Any]]:
-    """MindSpeed's manager with its list of features, and the class of which they are."""
+    """Return MindSpeed's manager with its list of features, and the class of which they are."""
     try:
         package = import_module("mindspeed.features_manager")
     except Exception as error:
@@ -94,7 +94,7 @@ def _feature(base: type[Any]) -> Any:
 
 
 def replace_attention(patch_manager: Any, schedule: str, options: dict[str, Any]) -> None:
-    """Puts our attention over whatever MindSpeed, or MindSpeed-LLM, put in place of Megatron's."""
+    """Put our attention over whatever MindSpeed, or MindSpeed-LLM, put in place of Megatron's."""
     from tokenring.integrations.mindspeed.attention import attention_class
 
     is_whole, made = find_spec(WHOLE) is not None, dict[Any, Any]()  # by the class that is replaced

@@ -1,4 +1,4 @@
-"""The flags of the feature, and what of MindSpeed's and Megatron's does not go with them.
+"""The flags of the feature, and the flags of MindSpeed and Megatron that conflict with them.
 
 args: those of the command line, or a TransformerConfig, into which MindSpeed puts all of them.
 """
@@ -31,7 +31,7 @@ CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → whi
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """To MindSpeed's parser, and by MindSpeed to Megatron's."""
+    """Add the flags to MindSpeed's parser, and through MindSpeed to Megatron's."""
     group = parser.add_argument_group("tokenring")
     group.add_argument(
         "--context-parallel-attention",
@@ -50,22 +50,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def is_asked(args: Any) -> bool:
-    """Whether our attention is to run."""
+    """Tell whether our attention is to run."""
     return getattr(args, "context_parallel_attention", None) == "tokenring" and ranks(args) > 1
 
 
 def ranks(args: Any) -> int:
-    """Of the context-parallel group: text until Megatron has parsed its own flags."""
+    """Return the size of the context-parallel group, which is text until Megatron has parsed its own flags."""
     return int(getattr(args, "context_parallel_size", 1))
 
 
 def is_auto(schedule: str) -> bool:
-    """Whether the planner chooses."""
+    """Tell whether the planner chooses the schedule."""
     return schedule.partition(":")[0] == "auto"
 
 
 def check_arguments(args: Any) -> None:
-    """Raises ConfigurationError for flags that conflict, and for values that are unknown or do not fit."""
+    """Raise ConfigurationError for flags that conflict, and for values that are unknown or do not fit."""
     name = getattr(args, "tokenring_schedule", "auto")
     said = {SCHEDULE: name} if name != "auto" else {}
     said |= {flag_of(option): value for option, value in flags_said(args).items()}
