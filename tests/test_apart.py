@@ -58,7 +58,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[list[
     def run(said: list[bytes], times: int = 1) -> tuple[list[list[bytes]], Counter[int]]:
         wire, heard = Wire(len(said)), [[b""]] * len(said)
         failed: list[Exception] = []
-        monkeypatch.setattr(apart, "Lines", lambda control, group: Ends(wire, control.rank))
+        monkeypatch.setattr(apart, "PeerSockets", lambda control, group: Ends(wire, control.rank))
 
         def one(rank: int) -> None:
             control = Alone(rank, len(said))

@@ -80,7 +80,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[An
             def gather(self, what: str, text: str) -> list[str]:
                 return meet(self.rank, text)
 
-        monkeypatch.setattr(lines, "Meeting", Meeting)
+        monkeypatch.setattr(lines, "StoreGather", Meeting)
         threads = [threading.Thread(target=one, args=(rank,), daemon=True, name=str(rank)) for rank in range(ranks)]
         for thread in threads:
             thread.start()

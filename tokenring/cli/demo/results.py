@@ -119,7 +119,7 @@ def from_line(line: str) -> Result | None:
     if not line.startswith(PREFIX):
         return None
     kind, values = json.loads(line.removeprefix(PREFIX))
-    if kind == "Measured":
+    if kind == DemoMeasured.__name__:
         values["passes"] = [Pass(**each) for each in values["passes"]]
         values["stretches"] = [Stretch(**each) for each in values["stretches"]]
         values["bars"] = [Bar(**each) for each in values["bars"]]
