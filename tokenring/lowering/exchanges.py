@@ -64,7 +64,7 @@ def _all_messages(storage: Storage, direction: Pass) -> Iterable[Message]:
 
 
 def _key(message: Message, uses: Uses) -> tuple[object, ...] | None:
-    """Return what messages of one exchange share, the step in which they are used with it; None: it is in none."""
+    """Return what messages of one exchange share, with the step in which they are used; None: it is in none."""
     steps = {step for step, _ in points(message, uses)}
     if len(steps) != 1:
         return None

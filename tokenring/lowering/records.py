@@ -1,4 +1,4 @@
-"""Records: the tensors of a block, interleaved, so that one record holds all of one token.
+"""Records, of which blocks are made: one record for each token, with every tensor of the block in it.
 
 Records of neighbouring tokens are neighbours in memory, so any run of tokens, of chunks or of
 pieces is one contiguous message whatever it carries, and kernels read it in place, strided.

@@ -15,7 +15,7 @@ class _State:
 
 
 class Slots:
-    """Hands out slots; emits the waits that make reuse safe.
+    """Slots of a program: hands them out and emits the waits that make reuse safe.
 
     A slot whose last send was posted in the step before, or `patience` steps earlier than that, is
     waited for and reused; otherwise a new slot is made: this is how a ring needs two slots and a

@@ -136,7 +136,7 @@ class Rendezvous:
         return [] if meeting is None else [meeting]
 
     def _meet_all(self, a: Rank, together: Collective, key: Key) -> list[MessagePairing]:
-        """Return the messages of a collective; none until it stands first at all its ranks, whole."""
+        """Return the pairings of a collective's messages; none until it stands first at all its ranks, whole."""
         members = [self.ranks[rank] for rank in together.ranks]
         if not all(self._has_come(member, together, key) for member in members):
             return []

@@ -141,7 +141,7 @@ def Causal() -> Mask:
 def SlidingWindow(left: int, right: int = 0) -> Mask:
     """Return the mask in which a position sees `left` positions before it and `right` after it, inclusive.
 
-    -1 is unbounded. Raises ConfigurationError for other negative sizes, and for what is no integer.
+    -1 is unbounded. Raises ConfigurationError for sizes that are no integers, below -1 or too large.
     """
     sizes = [as_integer(left), as_integer(right)]
     if any(size is None or not -1 <= size <= LIMIT for size in sizes):

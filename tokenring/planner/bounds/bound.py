@@ -37,7 +37,7 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """With everything hidden behind everything."""
+        """Seconds of the bound, with everything hidden behind everything."""
         return max(self.compute_seconds, self.transfer_seconds)
 
 

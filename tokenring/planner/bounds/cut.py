@@ -43,10 +43,10 @@ def foreign_bytes(workload: Workload, share: float, parts: Sequence[float]) -> f
 
 @lru_cache(maxsize=64)
 def work_bytes(workload: Workload, share: float, group: int, ranks: int) -> float:
-    """Return the bytes into a group of ranks, on average over groups that are all ranks, which compute equally much.
+    """Return the bytes into a group of ranks, averaged over groups that together are all ranks.
 
-    share: of all (query, key) pairs, how many are visible. A head of one batch entry has nothing in common with that
-    of another: both count as heads.
+    Each rank computes equally much. share: of all (query, key) pairs, how many are visible. A head of one batch entry
+    has nothing in common with that of another: both count as heads.
     """
     part = Fraction(group, ranks)
     q_bytes, kv_bytes = row_bytes(workload)

@@ -51,9 +51,9 @@ def is_even(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
 
 
 def most_of_own_rows(mask: Mask, q_layout: Layout, kv_length: int) -> float:
-    """Return how many times the average the rank sees that sees most, of the pairs that a rank's own queries see.
+    """Return the most pairs that one rank's own queries see, as a multiple of the average over ranks.
 
-    Judged by the ranks at the ends and some between them.
+    By the ranks at the ends and some between them.
     """
     average = visible_pairs(mask, q_layout.length, kv_length) / q_layout.world_size
     everything = Positions(0, kv_length)

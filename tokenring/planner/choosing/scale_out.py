@@ -93,7 +93,7 @@ class Figures:
         return Figures(**{name: max(0.0, mine[name] + (other[name] - mine[name]) * times) for name in mine})
 
     def and_then(self, after: Figures) -> Figures:
-        """Return both passes one after the other; memory is the larger's. Connections are those of both anyway."""
+        """Return figures of both passes, one after the other; memory is the larger's, connections are of both."""
         mine, other = vars(self), vars(after)
         added = {name: mine[name] + other[name] for name in mine}
         return Figures(**{**added, **{name: max(mine[name], other[name]) for name in HELD}})
@@ -269,7 +269,7 @@ def needed(name: str, task: Task) -> HeldBytes:
 
 
 def _worlds(name: str, task: Task, few_hosts: int) -> tuple[list[_World], float]:
-    """Return worlds of all hosts, or of a few and twice as many, and how far all are from the few in steps of these."""
+    """Return worlds of all hosts, or a few and twice as many, and how far all are from the few in steps of the few."""
     net = task.setting.interconnect
     hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
     scheme = parse(name).make(net.world_size)

@@ -73,7 +73,7 @@ class Nics:
 
 @dataclass(frozen=True)
 class Server:
-    """`slot`: of each accelerator and NIC into the PCIe tree. dies: accelerators in one package."""
+    """A server. slot: of each accelerator and NIC into the PCIe tree. dies: accelerators in one package."""
 
     count: int
     prefix: str

@@ -76,7 +76,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Setting:
-    """For what a schedule is to be judged."""
+    """The setting in which a schedule is judged: a workload and its passes, on an interconnect and a machine."""
 
     workload: Workload
     interconnect: Interconnect

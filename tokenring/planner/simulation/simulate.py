@@ -145,7 +145,7 @@ class Simulation:
         return min(1.0, self.cores / len(self.working)) if self.working else 1.0
 
     def _progress(self, seconds: float) -> None:
-        """Do so many seconds of each piece of work."""
+        """Do so many seconds of each piece of work, and go on with what has ended."""
         # What passes between two moments that are one as floats: else it would never end.
         least = max(EPSILON_SECONDS, 1e-15 * self.now)
         for each in self.working:
@@ -205,7 +205,7 @@ class Simulation:
             self._at_time(self.now + self.messages.latency_seconds, queue[0].dst, queue[0])
 
     def _handle(self, transfer: Transfer) -> None:
-        """Put what is left of a transfer, whose latency has passed, as work on the shared cores."""
+        """Put the handling of a transfer, whose latency has passed, on the shared cores as work."""
         seconds = self.messages.handling_seconds + transfer.nbytes / (self.messages.handling_gbs * 1e9)
         if seconds > 0:
             self.working.append(_Work(seconds, self.now, transfer.dst, transfer=transfer))

@@ -99,6 +99,6 @@ def mesh(world_size: int, workload: Workload | None, local: int) -> Iterator[Num
 
 
 def multi_ring(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:
-    """Yield the parameters of multi-ring, none but its name, from three ranks on: fewer have one ring."""
+    """Yield the empty parameters of multi-ring from three ranks on: fewer have one ring."""
     if world_size > 2 and (world_size % 2 or world_size <= LARGEST_SEARCH) and hamiltonian(world_size) is not None:
         yield ()

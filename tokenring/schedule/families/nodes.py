@@ -37,7 +37,7 @@ def usp(world_size: int, heads: int) -> Scheme:
 
 
 def double_ring(world_size: int, local: int) -> Scheme:
-    """Make a scheme of KV rings inside nodes, and from node to node; gradients are added up before they cross."""
+    """Make KV rings inside each node, and from node to node; gradients are added up in a node before they cross."""
     nodes = _nodes(world_size, local)
 
     def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:

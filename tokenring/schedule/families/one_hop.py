@@ -18,7 +18,7 @@ def to(rank: int, origin: BlockOrigin, step: int = 0, due: int = 0) -> tuple[Hop
 
 
 def ulysses(world_size: int, waves: int = 1) -> Scheme:
-    """Make Ulysses of `waves` head groups of everything a rank; one is exchanged while the one before is computed."""
+    """Make Ulysses with `waves` head groups a rank; one is exchanged while the one before is computed."""
     return replace(uneven(world_size, world_size * waves), name="ulysses")
 
 
