@@ -69,13 +69,12 @@ def part_of(rows: list[Row]) -> list[Row]:
 
 
 def aspects(row: Row) -> set[tuple[Any, ...]]:
-    """Pairs of circumstances, and the family at these ranks and with each but its mask: not its members one by one."""
+    """Pairs of circumstances, and the family with each but its mask: not its members one by one."""
     case, transport, streams = row
     family = parse(case.schedule).family.name
-    ways = {"mask": case.mask_name, "dtype": case.dtype, "transport": transport, "streams": streams}
-    apart = [(family, *each) for each in ways.items() if each[0] != "mask"]
-    found: set[tuple[Any, ...]] = {(family, case.ranks), *apart}
-    found |= {(which, *each) for which in (case.ranks, case.layout) for each in ways.items()}
+    ways = {"mask": case.mask_name, "dtype": case.dtype, "transport": transport, "streams": streams,
+            "layout": case.layout, "ranks": case.ranks}  # fmt: skip
+    found: set[tuple[Any, ...]] = {(family, name, way) for name, way in ways.items() if name != "mask"}
     return found | {(*one, *other) for one, other in combinations(ways.items(), 2)}
 
 

@@ -2,9 +2,9 @@
 
     monkeypatch.setattr(sys, "executable", warm)  # the fixture `warm` is the path of a file that is run as a Python is
 
-What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments) gets a process with its own arguments,
-environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes it along.
-A test whose subject is how a process starts needs a real one.
+What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments; `-u` before it) gets a process with its own
+arguments, environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes
+it along. A test whose subject is how a process starts or how the interpreter ends needs a real one.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ def ended(arguments: list[str]) -> int:
 
 def run(arguments: list[str]) -> None:
     """As Python does with these arguments."""
+    while arguments[0] == "-u":  # streams end up whole in any case
+        arguments = arguments[1:]
     flag, *rest = arguments
     if flag == "-c":
         sys.argv = ["-c", *rest[1:]]
