@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,10 +15,17 @@ import pytest
 import torch
 from ranks import Here, RankPools
 from test_examples import FOLDER, output_of
+from warm import warm_python
 
 import tokenring as tr
 
 IN_LINES = FOLDER / "torchrun_20_lines.py"
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[str]:
+    with warm_python() as python:
+        yield python
 
 
 def error_of(said: str) -> float:
@@ -43,23 +51,23 @@ def test_twenty_lines_are_no_more() -> None:
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("cp", [2, 4])
-def test_fsdp_on_a_mesh(cp: int, tmp_path: Path) -> None:
-    said = output_of(FOLDER / "fsdp2_device_mesh.py", 4, "--cp", str(cp), "--seq", "256", TMPDIR=str(tmp_path))
+def test_fsdp_on_a_mesh(cp: int, tmp_path: Path, warm: str) -> None:
+    said = output_of(warm, FOLDER / "fsdp2_device_mesh.py", 4, "--cp", str(cp), "--seq", "256", TMPDIR=str(tmp_path))
     assert f"data parallel {4 // cp} × context parallel {cp}, ContextParallel(" in said
     assert error_of(said) < 2e-6
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_a_joint_sequence_that_divides_by_nothing(tmp_path: Path) -> None:
-    assert error_of(output_of(FOLDER / "diffusion_transformer.py", 3, TMPDIR=str(tmp_path))) < 2e-6
+def test_a_joint_sequence_that_divides_by_nothing(tmp_path: Path, warm: str) -> None:
+    assert error_of(output_of(warm, FOLDER / "diffusion_transformer.py", 3, TMPDIR=str(tmp_path))) < 2e-6
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_with_transformers_itself(tmp_path: Path) -> None:
+def test_with_transformers_itself(tmp_path: Path, warm: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: the example ran with its own model")
-    said = output_of(FOLDER / "huggingface_model.py", 2, TMPDIR=str(tmp_path))
+    said = output_of(warm, FOLDER / "huggingface_model.py", 2, TMPDIR=str(tmp_path))
     assert "LlamaForCausalLM" in said and error_of(said) < 2e-6
 
 
