@@ -417,6 +417,6 @@ class Rounds:
     def found(self, drop: Collection[int] = ()) -> list[str]:
         return races(self.log, self.threads, drop)
 
-    def missed(self, drops: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    def missed(self, drops: Sequence[Collection[int]]) -> list[frozenset[int]]:
         """Those without which nothing is found."""
         return [frozenset(each) for each in without_races(self.log, self.threads, drops)]
