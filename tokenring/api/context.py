@@ -320,7 +320,7 @@ class ContextParallel(Standing):
 
     def _make_plan(self, request: Request) -> Plan:
         from tokenring.backends.registry import modes_of
-        from tokenring.planner.choosing.memory_fallback import within_connections
+        from tokenring.planner.choosing.connections import within_connections
         from tokenring.planner.choosing.plan import Plan
         from tokenring.schedule.pieces import named_schedule
 

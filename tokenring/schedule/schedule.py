@@ -6,9 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
-from tokenring.ir import json as interchange
 from tokenring.ir import schedule_data as ir
-from tokenring.ir import text, text_parse
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.backend_names import PLANNED_WITH, kernel_class, transport_target
 from tokenring.lowering.target import IDEAL
@@ -63,20 +61,28 @@ class Schedule(ir.ScheduleData):
 
     def to_json(self) -> str:
         """Return the schedule as documented JSON (docs/schedule-json.md)."""
+        from tokenring.ir import json as interchange
+
         return interchange.to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Schedule:
         """Return the schedule that to_json wrote. Raises ScheduleError."""
+        from tokenring.ir import json as interchange
+
         return Schedule.of(interchange.from_json(_text("from_json", text)))
 
     def __str__(self) -> str:
-        return text.to_text(self)
+        from tokenring.ir.text import to_text
+
+        return to_text(self)
 
     @staticmethod
     def parse(text: str) -> Schedule:
         """Return the schedule that str() printed. Raises ScheduleError."""
-        return Schedule.of(text_parse.parse_text(_text("parse", text)))
+        from tokenring.ir.text_parse import parse_text
+
+        return Schedule.of(parse_text(_text("parse", text)))
 
 
 def _text(reader: str, given: object) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tokenring.display.units import mb_text, time_text
-from tokenring.schedule.families.meanings import meanings
 
 COLUMNS = ("schedule", "time", "compute", "exposed", "worst wire", "memory", "× bound")
 SHOWN = 12
@@ -69,6 +68,8 @@ def table(candidates: Sequence[Candidate], everything: bool = False, rest: str =
     lines += _choice(simulated[0], simulated)
     if hidden := len(rows) - len(shown):
         lines.append(f"{hidden} more were simulated and are slower{rest}")
+    from tokenring.schedule.families.meanings import meanings  # only what is printed needs it
+
     return lines, _legend(meanings(each.name for each in (*shown, *ties)))
 
 

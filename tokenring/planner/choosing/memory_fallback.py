@@ -9,20 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
-
-import torch
+from typing import TypeVar
 
 from tokenring.errors import ConfigurationError, MemoryLimitError
-from tokenring.lowering.footprint import most_connected
 from tokenring.lowering.target import Target
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.select import SAME, mb_text, time_text
 from tokenring.planner.simulation.predict import Setting
-
-if TYPE_CHECKING:
-    from tokenring.launch.groups import Held
 
 P = TypeVar("P", Plan, Forecast)
 
@@ -69,28 +63,6 @@ def within_limit(
     reason = f"{best.reason}; {_why(mode, best, found[0], limit)}"
     reason += f" ({setting.target.why_few_connections})" if few else ""
     return replace(best, transport=mode, reason=reason)
-
-
-def within_connections(plan: Plan, asked: object, group: Held | None, device: torch.device) -> Plan:
-    """Return a plan that was not chosen here, over the first mode of transport "auto" in which it keeps to a limit.
-
-    The plan itself where there is no limit, where it keeps to it anyway, and where it does so in no mode: then the
-    transport refuses it. asked: for which transport.
-    """
-    from tokenring.backends.registry import automatic, modes_of
-    from tokenring.lowering.backend_names import transport_target
-
-    modes = modes_of(asked, group, device)
-    if not modes or group is None:
-        return plan
-    target = transport_target(automatic(group, device))
-    most = target.most_connections
-    if most is None or most_connected(plan.schedule, target) <= most:
-        return plan
-    mode = next((name for name, each in modes.items() if most_connected(plan.schedule, each) <= most), None)
-    if mode is None:
-        return plan
-    return replace(plan, transport=mode, reason=f"{plan.reason}; over transport {mode!r}: {target.why_few_connections}")
 
 
 def excluded(candidates: tuple[Candidate, ...], limit_bytes: int | None) -> bool:
