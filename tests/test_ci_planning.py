@@ -82,7 +82,7 @@ def test_plans_that_take_too_long(
 
 def test_what_is_set_over_the_bound(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Causal masks in the layout that balances them; only full masks can attain the bound."""
-    made = script("over_bound.py", monkeypatch)
+    made = script("bound_gap.py", monkeypatch)
     monkeypatch.setattr(made, "MODELS", dict(list(made.MODELS.items())[:1]))
     layouts: list[str] = []
 
