@@ -30,7 +30,7 @@ from tokenring.sequence.request import Request
 
 CALL = (
     "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
-    "str? wrong"
+    "str? wrong=None"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -186,7 +186,7 @@ def _request(
     scale: float | None,
     training: bool,
     differentiable: bool,
-    wrong: str | None,
+    wrong: str | None = None,
 ) -> Request:
     check_tensors(q, k, v)
     if wrong is not None:
