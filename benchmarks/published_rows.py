@@ -27,7 +27,7 @@ from tokenring.planner.simulation.simulate import Outcome
 from tokenring.schedule import routes
 from tokenring.schedule.families.basic import GRADIENT_SLACK, at_key
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.routes import BlockOrigin, Hop
+from tokenring.schedule.routes import Hop, Origin
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import Scheme, build
 from tokenring.sequence.layout import Layout, Positions, make_layout
@@ -230,7 +230,7 @@ def _loongtrain(world: int, heads: int, around: int) -> Scheme:
     usp = parse(f"usp/{heads}").make(world)
     ring = parse(f"double-ring/{inner}").make(around)
 
-    def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
         group = origin.owner // heads
         here = group * heads + origin.heads
         first = () if here == origin.owner else (Hop(0, origin.owner, here),)
@@ -239,7 +239,7 @@ def _loongtrain(world: int, heads: int, around: int) -> Scheme:
         return (*first, *moved)
 
     def due(group: int) -> dict[int, int]:
-        return {hop.dst: hop.arrival for hop in ring.gather_kv(BlockOrigin(group, around))}
+        return {hop.dst: hop.arrival for hop in ring.gather_kv(Origin(group, around))}
 
     arrivals = [due(group) for group in range(around)]
     return replace(

@@ -14,7 +14,7 @@ from tokenring.planner.simulation.operations import Operation, SimulatedPost, op
 from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.planner.simulation.simulate import simulate
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.routes import BlockOrigin, Hop, direct
+from tokenring.schedule.routes import Hop, Origin, direct
 from tokenring.schedule.scheme import Pair, Scheme
 from tokenring.tables.rates import Messages
 
@@ -80,7 +80,7 @@ def test_both_directions_take_turns(hosts: int) -> None:
 def odd_host() -> Scheme:
     """Host 0 gets everything it needs straight, the others a detour."""
 
-    def gather(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather(origin: Origin) -> tuple[Hop, ...]:
         hops = direct(origin)
         return hops if origin.owner < LOCAL else tuple(hop._replace(step=hop.step + 1) for hop in hops)
 

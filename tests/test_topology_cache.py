@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tokenring.tables.kept_files import cache_folder
-from tokenring.topology.model.facts import Device, Facts, Link, Note, Origin
+from tokenring.topology.model.facts import Device, Facts, Link, Note, SourceOrigin
 from tokenring.topology.probing.cache import cached, fingerprint
 from tokenring.topology.sources import read
 
@@ -23,7 +23,7 @@ def dump(name: str) -> list[Facts]:
 
 def npus(*phy_ids: int) -> list[Facts]:
     devices = tuple(Device(f"d{i}", "accelerator", phy_id=i) for i in phy_ids)
-    return [Facts("links", devices, origin=Origin("made"))]
+    return [Facts("links", devices, origin=SourceOrigin("made"))]
 
 
 class Looks:
@@ -104,7 +104,7 @@ class TestCache:
         assert [note.rpartition(": ")[2] for note in notes_of(found)] == ["Not a directory", "File exists"]
 
     def test_a_tool_that_did_not_answer_is_asked_again(self, tmp_path: Path) -> None:
-        failed = Facts("devices", notes=(Note("nvidia-smi: no answer in 10 s"),), origin=Origin("made"))
+        failed = Facts("devices", notes=(Note("nvidia-smi: no answer in 10 s"),), origin=SourceOrigin("made"))
         look = Looks([failed, *npus(0)])
         for _ in range(2):
             cached(tmp_path, "host", "mark", look)
@@ -163,4 +163,4 @@ def big_machine() -> Facts:
     devices += [Device(f"NIC{i}", "nic", name=f"mlx5_{i}") for i in range(16)]
     names = [device.id for device in devices]
     links = [Link(a, b, "sys") for i, a in enumerate(names) for b in names[:i]]
-    return Facts("links", tuple(devices), tuple(links), origin=Origin("made"))
+    return Facts("links", tuple(devices), tuple(links), origin=SourceOrigin("made"))

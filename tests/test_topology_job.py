@@ -19,7 +19,7 @@ from test_topology_dumps import SHARED
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, PeerLost, TopologyError
-from tokenring.topology.model.facts import Device, Facts, Link, Origin
+from tokenring.topology.model.facts import Device, Facts, Link, SourceOrigin
 from tokenring.topology.model.graph import merge
 from tokenring.topology.probing.device_identity import Seat, host_names, physical_id, this_seat
 from tokenring.topology.probing.job import gather
@@ -143,7 +143,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: RankPools) -> None:
 
 def npus(*phy_ids: int, bus: str | None = None) -> list[Facts]:
     devices = [Device(f"d{i}", "accelerator", bus_id=bus, phy_id=i, die=i % 2) for i in phy_ids]
-    return [Facts("links", tuple(devices), origin=Origin("made"))]
+    return [Facts("links", tuple(devices), origin=SourceOrigin("made"))]
 
 
 class TestSeats:
@@ -177,7 +177,7 @@ class TestSeats:
         assert notes == ["ranks 0, 1 share d0: if that is not meant, each sets its device before the probe"]
 
     def test_only_devices_of_the_host_count(self) -> None:
-        facts = [replace(npus(0)[0], origin=Origin("made", host=host)) for host in ("a", "b")]
+        facts = [replace(npus(0)[0], origin=SourceOrigin("made", host=host)) for host in ("a", "b")]
         found = seated(merge(facts), [Seat("b", "", "npu", phy_id=0)], ["b"])
         assert found.devices == ("b:d0",)
 

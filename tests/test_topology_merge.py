@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenring.cli.main import main
-from tokenring.topology.model.facts import Device, Facts, Link, Measurement, Origin
+from tokenring.topology.model.facts import Device, Facts, Link, Measurement, SourceOrigin
 from tokenring.topology.model.graph import Graph, merge
 from tokenring.topology.model.schema import from_json, to_json
 from tokenring.topology.model.tree import pcie_links
@@ -24,7 +24,7 @@ def tool(*numbers: int, links: bool = True, host: str | None = None) -> Facts:
     """What NVML says of these GPUs of a machine with a switch."""
     devices = tuple(Device(f"GPU{i}", "accelerator", i, bus_id(number)) for i, number in enumerate(numbers))
     found = [Link(a.id, b.id, "nvlink", 18) for i, a in enumerate(devices) for b in devices[i + 1 :]]
-    return Facts("links", devices, tuple(found if links else ()), origin=Origin("NVML", host=host))
+    return Facts("links", devices, tuple(found if links else ()), origin=SourceOrigin("NVML", host=host))
 
 
 def tree(count: int, host: str | None = None) -> Facts:
@@ -32,7 +32,9 @@ def tree(count: int, host: str | None = None) -> Facts:
     bridges = [Device(f"pci{i}", "host-bridge", parent="NUMA0") for i in range(count)]
     gpus = [Device(bus_id(i), "accelerator", bus_id=bus_id(i), parent=f"pci{i}") for i in range(count)]
     devices = (Device("NUMA0", "numa", numa_node=0), *bridges, *gpus)
-    return Facts("pcie", devices, tuple(pcie_links(devices, host_bridges=True)), origin=Origin("sysfs", host=host))
+    return Facts(
+        "pcie", devices, tuple(pcie_links(devices, host_bridges=True)), origin=SourceOrigin("sysfs", host=host)
+    )
 
 
 def verdict_of(*facts: Facts) -> Verdict:

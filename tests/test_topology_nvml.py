@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tokenring.topology.model.facts import Device, Facts, Link, Origin
+from tokenring.topology.model.facts import Device, Facts, Link, SourceOrigin
 from tokenring.topology.model.graph import merge
 from tokenring.topology.model.verdict import classify
 from tokenring.topology.probing import nvml, probe
@@ -189,7 +189,7 @@ def tree(bus_ids: list[str]) -> Facts:
         Device(bus, "accelerator", bus_id=bus, vendor="nvidia", numa_node=i // 2) for i, bus in enumerate(bus_ids)
     ]
     nic = Device("0000:1b:00.0", "nic", bus_id="0000:1b:00.0", name="mlx5_0")
-    return Facts("pcie", (*devices, nic), (Link(bus_ids[0], nic.id, "pix"),), origin=Origin("sysfs"))
+    return Facts("pcie", (*devices, nic), (Link(bus_ids[0], nic.id, "pix"),), origin=SourceOrigin("sysfs"))
 
 
 def matrix(n: int) -> Facts:

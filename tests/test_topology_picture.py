@@ -17,7 +17,7 @@ from patience import patient
 
 from tokenring.cli.main import main
 from tokenring.display.safe_text import plain
-from tokenring.topology.model.facts import Device, Facts, Link, Note, Origin
+from tokenring.topology.model.facts import Device, Facts, Link, Note, SourceOrigin
 from tokenring.topology.model.graph import Graph, merge
 from tokenring.topology.model.nesting import Box, boxes
 from tokenring.topology.model.verdict import classify
@@ -52,7 +52,7 @@ def machine(count: int, links: int, nics: int = 0, host: str | None = None) -> F
     devices += [Device(f"NIC{i}", "nic", name=f"mlx5_{i}", gbs=50.0) for i in range(nics)]
     found = [Link(f"GPU{i}", f"GPU{j}", "nvlink", links) for i in range(count) for j in range(i)]
     found += [Link(f"GPU{i}", f"NIC{i * nics // count}", "pix") for i in range(count if nics else 0)]
-    return Facts("links", tuple(devices), tuple(found), origin=Origin("made", host=host))
+    return Facts("links", tuple(devices), tuple(found), origin=SourceOrigin("made", host=host))
 
 
 def hostile() -> Facts:
@@ -64,11 +64,11 @@ def hostile() -> Facts:
     nics = [Device(f"nic {text}", "nic", name=text) for text in HOSTILE]
     links = [Link(a, b, "nvlink", 4, label=a) for a in HOSTILE for b in HOSTILE if a < b]
     links += [Link(text, f"nic {text}", "pix") for text in HOSTILE]
-    return Facts("links", (*devices, *nics), tuple(links), notes=tuple(map(Note, HOSTILE)), origin=Origin("made"))
+    return Facts("links", (*devices, *nics), tuple(links), notes=tuple(map(Note, HOSTILE)), origin=SourceOrigin("made"))
 
 
 def on_host(facts: Facts, host: str) -> Facts:
-    return replace(facts, origin=Origin("made", host=host))
+    return replace(facts, origin=SourceOrigin("made", host=host))
 
 
 def drawn(graph: Graph) -> ElementTree.Element:

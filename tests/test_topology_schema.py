@@ -29,7 +29,7 @@ def document(name: str) -> dict[str, object]:
 
 
 def test_every_word_is_on_the_page() -> None:
-    kinds = [facts.Device, facts.Link, facts.Measurement, facts.Note, facts.Origin, facts.Facts]
+    kinds = [facts.Device, facts.Link, facts.Measurement, facts.Note, facts.SourceOrigin, facts.Facts]
     words = {field.name for kind in kinds for field in fields(kind)}
     words |= {*get_args(Class), *facts.LINK_KINDS, *get_args(facts.DeviceKind), *get_args(facts.Coverage)}
     words |= {*get_args(Confidence), *get_args(BandwidthSource), FORMAT}

@@ -15,7 +15,7 @@ from operator import mul
 from typing import NamedTuple
 
 
-class BlockOrigin(NamedTuple):
+class Origin(NamedTuple):
     """The start of a route: a unit of a kind, its owner, and the world."""
 
     owner: int
@@ -41,12 +41,12 @@ class Hop(NamedTuple):
         return self.due or self.step + 1
 
 
-Gather = Callable[[BlockOrigin], tuple[Hop, ...]]
+Gather = Callable[[Origin], tuple[Hop, ...]]
 Makers = Mapping[int, int]  # rank that made a partial → step of its last tile for that unit
-Return = Callable[[BlockOrigin, Makers], tuple[Hop, ...]]
+Return = Callable[[Origin, Makers], tuple[Hop, ...]]
 
 
-def stay(origin: BlockOrigin) -> tuple[Hop, ...]:
+def stay(origin: Origin) -> tuple[Hop, ...]:
     """Return no hops: nothing is gathered."""
     return ()
 
@@ -54,7 +54,7 @@ def stay(origin: BlockOrigin) -> tuple[Hop, ...]:
 def ring(direction: int) -> Gather:
     """Return the route round all ranks, each passing on what it received to rank + direction."""
 
-    def route(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def route(origin: Origin) -> tuple[Hop, ...]:
         world = origin.world_size
         at = [(origin.owner + direction * step) % world for step in range(world)]
         return tuple(Hop(step, at[step], at[step + 1]) for step in range(world - 1))
@@ -62,12 +62,12 @@ def ring(direction: int) -> Gather:
     return route
 
 
-def both_ways(origin: BlockOrigin) -> tuple[Hop, ...]:
+def both_ways(origin: Origin) -> tuple[Hop, ...]:
     """Return the hops round the ring: even pieces go towards rank + 1, odd ones towards rank - 1."""
     return ring(1 if origin.piece % 2 == 0 else -1)(origin)
 
 
-def direct(origin: BlockOrigin) -> tuple[Hop, ...]:
+def direct(origin: Origin) -> tuple[Hop, ...]:
     """Return the hops straight from the owner to every other rank, all at once; first pieces first.
 
     All hops are posted in the first step. They are due by piece, then by distance, so that a rank
@@ -80,7 +80,7 @@ def direct(origin: BlockOrigin) -> tuple[Hop, ...]:
     )
 
 
-def direct_fused(origin: BlockOrigin) -> tuple[Hop, ...]:
+def direct_fused(origin: Origin) -> tuple[Hop, ...]:
     """Return the hops of `direct`, due together by piece, from whichever rank: one kernel call takes them all."""
     world = origin.world_size
     return tuple(
@@ -88,7 +88,7 @@ def direct_fused(origin: BlockOrigin) -> tuple[Hop, ...]:
     )
 
 
-def all_to_all(origin: BlockOrigin) -> tuple[Hop, ...]:
+def all_to_all(origin: Origin) -> tuple[Hop, ...]:
     """Return the hops straight from the owner to every other rank, all needed together in the step after."""
     world = origin.world_size
     return tuple(Hop(0, origin.owner, (origin.owner + distance) % world) for distance in range(1, world))
@@ -102,11 +102,11 @@ def mesh(sizes: Sequence[int]) -> Gather:
     """
     strides = [prod(sizes[index + 1 :]) for index in range(len(sizes))]
 
-    def at(origin: BlockOrigin, distance: Sequence[int]) -> int:
+    def at(origin: Origin, distance: Sequence[int]) -> int:
         digits = zip(distance, strides, sizes, strict=True)
         return sum((origin.owner // stride + far) % size * stride for far, stride, size in digits)
 
-    def route(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def route(origin: Origin) -> tuple[Hop, ...]:
         hops = []
         for number, distance in enumerate(product(*map(range, sizes))):
             if number:
@@ -119,7 +119,7 @@ def mesh(sizes: Sequence[int]) -> Gather:
     return route
 
 
-def return_direct(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
+def return_direct(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
     """Return the hops by which each partial goes straight to the owner, as soon as it is made."""
     return tuple(Hop(step, rank, origin.owner) for rank, step in sorted(makers.items()) if rank != origin.owner)
 
@@ -127,7 +127,7 @@ def return_direct(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
 def follow(gather: Gather) -> Return:
     """Make the return route of a partial that follows its block round a ring, each rank adding its own, then home."""
 
-    def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
+    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
         chain = [hop.dst for hop in gather(origin)]
         hops = []
         step = 0
@@ -143,7 +143,7 @@ def follow(gather: Gather) -> Return:
 def reduce_back(gather: Gather) -> Return:
     """Make the return route back along the tree by which the block came; where branches meet partials are added up."""
 
-    def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
+    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
         parents = {hop.dst: hop.src for hop in gather(origin)}
         branches = defaultdict(list)
         for child, parent in parents.items():
@@ -168,7 +168,7 @@ def reduce_back(gather: Gather) -> Return:
 def reduce_inside(local: int) -> Return:
     """Make the return route of one partial a node of `local` ranks: a chain adds them up, in the order made."""
 
-    def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
+    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
         nodes: dict[int, list[int]] = defaultdict(list)
         for rank in sorted(makers, key=lambda rank: (makers[rank], rank)):
             if rank != origin.owner:

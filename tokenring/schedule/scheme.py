@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tokenring.ir.passes import fuse, keep_for_last, order, prune
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Kind, Move, Tile
-from tokenring.schedule.routes import BlockOrigin, Gather, Hop, Return, return_direct, stay
+from tokenring.schedule.routes import Gather, Hop, Origin, Return, return_direct, stay
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
@@ -97,8 +97,8 @@ def _units(schedule: Schedule, kind: Kind) -> Iterable[Block]:
                 yield Block(kind, chunk, heads, piece)
 
 
-def _origin(schedule: Schedule, block: Block) -> BlockOrigin:
-    return BlockOrigin(
+def _origin(schedule: Schedule, block: Block) -> Origin:
+    return Origin(
         schedule.owner(block),
         schedule.world_size,
         block.chunk,

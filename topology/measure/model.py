@@ -8,7 +8,17 @@ from itertools import pairwise
 
 from tokenring.topology.measure.lab import Flow, Lab, Race
 from tokenring.topology.measure.survey import Tables, totals
-from tokenring.topology.model.facts import PROCESS, Device, DeviceKind, Facts, Link, Measurement, Note, Origin, pairs
+from tokenring.topology.model.facts import (
+    PROCESS,
+    Device,
+    DeviceKind,
+    Facts,
+    Link,
+    Measurement,
+    Note,
+    SourceOrigin,
+    pairs,
+)
 from tokenring.topology.model.sanity import sound
 
 FORMAT = "measured"
@@ -104,7 +114,9 @@ def facts(model: Model, tables: Tables) -> Facts:
         for wire in model.wires
         if wire.gbs is not None and not {wire.a, wire.b} <= set(map(name, everyone))
     ]
-    found = Facts("links", tuple(devices), tuple(links), tuple(measured), tuple(_notes(model, tables)), Origin(FORMAT))
+    found = Facts(
+        "links", tuple(devices), tuple(links), tuple(measured), tuple(_notes(model, tables)), SourceOrigin(FORMAT)
+    )
     return sound(found)
 
 

@@ -10,7 +10,7 @@ from tokenring.topology.measure.infer import infer
 from tokenring.topology.measure.lab import OutOfTime, Tell, TransportLab
 from tokenring.topology.measure.model import FORMAT, Model, facts, process
 from tokenring.topology.measure.survey import Tables, survey
-from tokenring.topology.model.facts import Facts, Origin
+from tokenring.topology.model.facts import Facts, SourceOrigin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +31,7 @@ def measure(
     if not 0 < seconds < math.inf:
         raise ConfigurationError(f"measuring in {seconds:g} seconds: use more than 0, and a number")
     if transport is None or transport.world_size == 1:
-        return Facts("links", (process(0),), origin=Origin(FORMAT))
+        return Facts("links", (process(0),), origin=SourceOrigin(FORMAT))
     lab = TransportLab(transport, seconds, tell)
     tables = Tables(lab.ranks)
     try:

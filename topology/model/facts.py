@@ -105,7 +105,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Origin:
+class SourceOrigin:
     """The origin of facts: a format, a file, a host."""
 
     format: str  # the name in the registry: "nvidia-smi topo -m"
@@ -126,14 +126,14 @@ class Facts:
     links: tuple[Link, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     notes: tuple[Note, ...] = ()
-    origin: Origin | None = None
+    origin: SourceOrigin | None = None
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
         """The devices that are accelerators."""
         return tuple(device for device in self.devices if device.kind == "accelerator")
 
-    def of(self, origin: Origin) -> Facts:
+    def of(self, origin: SourceOrigin) -> Facts:
         """Return the facts with this origin."""
         return replace(self, origin=origin)
 

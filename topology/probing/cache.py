@@ -19,7 +19,7 @@ from pathlib import Path
 from tokenring._version import __version__
 from tokenring.errors import ConfigurationError, TopologyError
 from tokenring.tables.kept_files import cache_folder, write_whole
-from tokenring.topology.model.facts import Facts, Note, Origin
+from tokenring.topology.model.facts import Facts, Note, SourceOrigin
 from tokenring.topology.model.schema import MAX_CHARACTERS, from_json, to_json
 from tokenring.topology.sources import REGISTRY
 
@@ -97,7 +97,7 @@ def _is_whole(facts: Iterable[Facts]) -> bool:
 
 
 def _note(text: str) -> Facts:
-    return Facts("devices", notes=(Note(text),), origin=Origin("cache"))
+    return Facts("devices", notes=(Note(text),), origin=SourceOrigin("cache"))
 
 
 def _why(error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tokenring.errors import ConfigurationError, TokenRingError, TopologyError
 from tokenring.tables.kept_files import cache_folder
-from tokenring.topology.model.facts import Device, Facts, Note, Origin
+from tokenring.topology.model.facts import Device, Facts, Note, SourceOrigin
 from tokenring.topology.model.graph import Graph, merge
 from tokenring.topology.model.schema import from_json, to_json
 from tokenring.topology.probing.cache import cached, fingerprint
@@ -118,7 +118,7 @@ def _heard(rank: int, host: str, text: str) -> list[Facts]:
         facts = from_json(text, f"rank {rank}")
     except TokenRingError as error:
         raise TopologyError(f"rank {rank} says of {host} what cannot be read: {error}") from None
-    origin = Origin("this job", host=host)
+    origin = SourceOrigin("this job", host=host)
     itself = Facts("devices", (Device("host", "host", name=host, host=host),), origin=origin)
     return [itself, *(_of_host(each, host) for each in facts)]
 

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenring.topology.model.facts import Coverage, Device, Facts, Link, Note, Origin, normal_bus_id, pairs
+from tokenring.topology.model.facts import Coverage, Device, Facts, Link, Note, SourceOrigin, normal_bus_id, pairs
 from tokenring.topology.sources.nvswitch import HIDDEN, trunk
 
 MODULE = "pynvml"
@@ -55,7 +55,7 @@ def read_nvml(module: Any = None) -> Facts | None:
 
     NUMA nodes are left to sysfs: what NVML calls a GPU's node is that of its own memory (Grace Hopper).
     """
-    origin = Origin("NVML")
+    origin = SourceOrigin("NVML")
     try:
         module = module or importlib.import_module(MODULE)
     except ImportError:

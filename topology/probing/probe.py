@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from tokenring.errors import TopologyError
-from tokenring.topology.model.facts import Facts, Note, Origin
+from tokenring.topology.model.facts import Facts, Note, SourceOrigin
 from tokenring.topology.model.sanity import sound
 from tokenring.topology.probing.nvml import read_nvml
 from tokenring.topology.probing.sysfs import read_sysfs
@@ -58,7 +58,7 @@ def probe(
 
 def _ask(source: Source, run: Run, silent: set[str]) -> Facts | None:
     """Ask one tool; return None if it is not installed: that is no fact about the machine. silent: tools that hang."""
-    origin = Origin(source.name)
+    origin = SourceOrigin(source.name)
     tool, command = source.command[0], " ".join(source.command)
     try:
         if tool in silent:

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from tokenring.topology.model.facts import Device, DeviceKind, Facts, Note, Origin
+from tokenring.topology.model.facts import Device, DeviceKind, Facts, Note, SourceOrigin
 from tokenring.topology.model.pci import ACCELERATORS, VENDORS
 from tokenring.topology.model.tree import pcie_links
 
@@ -17,7 +17,7 @@ BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 def read_sysfs(root: Path = ROOT) -> Facts:
     """Read accelerators, NICs and what they hang from. No accelerator is an answer too."""
-    origin = Origin("sysfs")
+    origin = SourceOrigin("sysfs")
     try:
         addresses = sorted(path for path in os.listdir(root / "bus/pci/devices") if ADDRESS.fullmatch(path))
     except OSError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from tokenring.errors import TopologyError
-from tokenring.topology.model.facts import MAX_DEVICES, Facts, Origin
+from tokenring.topology.model.facts import MAX_DEVICES, Facts, SourceOrigin
 from tokenring.topology.model.sanity import sound, storable
 from tokenring.topology.sources.pasted import as_printed
 
@@ -108,4 +108,4 @@ def read(text: str, file: str | None = None, host: str | None = None) -> Facts:
         raise TopologyError(f"{source.name}: {error.message}", error.line, error.column, file) from None
     if len(facts.devices) > MAX_DEVICES:
         raise TopologyError(f"{source.name}: {len(facts.devices)} devices; at most {MAX_DEVICES}", 1, 1, file)
-    return facts.of(Origin(source.name, None if file is None else storable(file), host))
+    return facts.of(SourceOrigin(source.name, None if file is None else storable(file), host))

@@ -18,7 +18,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.ir.passes import fuse, order
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
 from tokenring.planner.interconnects.interconnect import Interconnect, Way
-from tokenring.schedule.routes import BlockOrigin, Gather, Hop, Return
+from tokenring.schedule.routes import Gather, Hop, Origin, Return
 from tokenring.schedule.scheme import Pair, Scheme
 from tokenring.sequence.layout import contiguous
 from tokenring.sequence.mask import Mask
@@ -97,9 +97,9 @@ def _is_even(scheme: Scheme, symmetry: Symmetry, probe: int) -> bool:
             if (near + by) % world != scheme.place(Pair(far, (kv + by) % world, there, 0, 0, world)):
                 return False
         for gather, pieces in ((scheme.gather_q, scheme.q_pieces), (scheme.gather_kv, scheme.kv_pieces)):
-            hops = gather(BlockOrigin(owner, world, owner, heads, 0, pieces))
+            hops = gather(Origin(owner, world, owner, heads, 0, pieces))
             moved = {hop._replace(src=(hop.src + by) % world, dst=(hop.dst + by) % world) for hop in hops}
-            if moved != set(gather(BlockOrigin(far, world, far, there, 0, pieces))):
+            if moved != set(gather(Origin(far, world, far, there, 0, pieces))):
                 return False
     return True
 
@@ -150,9 +150,9 @@ class _Folding:
                 for piece in range(pieces):
                     yield Block(kind, owner, heads, piece)
 
-    def _origin(self, block: Block) -> BlockOrigin:
+    def _origin(self, block: Block) -> Origin:
         pieces = self.scheme.q_pieces if block.kind == "q" else self.scheme.kv_pieces
-        return BlockOrigin(block.chunk, self.world, block.chunk, block.heads, block.piece, pieces)
+        return Origin(block.chunk, self.world, block.chunk, block.heads, block.piece, pieces)
 
     def _hops(self, kind: Kind, gather: Gather) -> dict[Block, tuple[Hop, ...]]:
         return {block: gather(self._origin(block)) for block in self._units(kind)}

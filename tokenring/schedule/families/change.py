@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tokenring.errors import ConfigurationError
-from tokenring.schedule.routes import BlockOrigin, Gather, Hop, Makers, Return, stay
+from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, stay
 from tokenring.schedule.scheme import Pair, Placement, Scheme
 
 
@@ -30,7 +30,7 @@ def arranged(scheme: Scheme, order: Sequence[int]) -> Scheme:
         return pair._replace(q_owner=part[pair.q_owner], kv_owner=part[pair.kv_owner])
 
     def gather(of: Gather) -> Gather:
-        def route(origin: BlockOrigin) -> tuple[Hop, ...]:
+        def route(origin: Origin) -> tuple[Hop, ...]:
             _check_size(scheme, order, origin.world_size)
             hops = of(origin._replace(owner=part[origin.owner]))
             return tuple(hop._replace(src=order[hop.src], dst=order[hop.dst]) for hop in hops)
@@ -38,7 +38,7 @@ def arranged(scheme: Scheme, order: Sequence[int]) -> Scheme:
         return stay if of is stay else route
 
     def back(of: Return) -> Return:
-        def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
+        def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
             hops = of(origin._replace(owner=part[origin.owner]), {part[rank]: makers[rank] for rank in makers})
             return tuple(hop._replace(src=order[hop.src], dst=order[hop.dst]) for hop in hops)
 
@@ -106,7 +106,7 @@ def in_pieces(scheme: Scheme, pieces: int) -> Scheme:
     )
 
 
-def _uncut(origin: BlockOrigin, pieces: int) -> BlockOrigin:
+def _uncut(origin: Origin, pieces: int) -> Origin:
     return origin._replace(piece=origin.piece // pieces, pieces=origin.pieces // pieces)
 
 
@@ -115,7 +115,7 @@ def _slower(gather: Gather, pieces: int, cut: bool) -> Gather:
     if gather is stay:
         return stay
 
-    def route(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def route(origin: Origin) -> tuple[Hop, ...]:
         late = origin.piece % pieces if cut else 0
         hops = gather(_uncut(origin, pieces) if cut else origin)
         return tuple(hop._replace(step=hop.step * pieces + late, due=hop.arrival * pieces + late) for hop in hops)
@@ -124,7 +124,7 @@ def _slower(gather: Gather, pieces: int, cut: bool) -> Gather:
 
 
 def _of_whole(back: Return, pieces: int) -> Return:
-    def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
+    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
         return back(_uncut(origin, pieces), makers)
 
     return route

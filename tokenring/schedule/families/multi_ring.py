@@ -6,7 +6,7 @@ from tokenring.schedule import routes
 from tokenring.schedule.families.basic import GRADIENT_SLACK, PARTIAL_SLACK, at_key, at_query
 from tokenring.schedule.families.cycles import Cycles, hamiltonian
 from tokenring.schedule.families.family import refuse
-from tokenring.schedule.routes import BlockOrigin, Gather, Hop
+from tokenring.schedule.routes import Gather, Hop, Origin
 from tokenring.schedule.scheme import Scheme
 
 
@@ -33,7 +33,7 @@ def _cycles(world_size: int, instead: str) -> Cycles:
 
 
 def _rings(cycles: Cycles) -> Gather:
-    def route(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def route(origin: Origin) -> tuple[Hop, ...]:
         if not cycles:
             return ()
         after, at, hops = cycles[origin.piece], origin.owner, []

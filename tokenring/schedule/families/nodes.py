@@ -6,7 +6,7 @@ from tokenring.schedule import routes
 from tokenring.schedule.families.basic import GRADIENT_SLACK, at_key, at_query
 from tokenring.schedule.families.family import refuse
 from tokenring.schedule.families.one_hop import to
-from tokenring.schedule.routes import BlockOrigin, Gather, Hop, Makers
+from tokenring.schedule.routes import Gather, Hop, Makers, Origin
 from tokenring.schedule.scheme import Pair, Scheme
 
 
@@ -19,10 +19,10 @@ def usp(world_size: int, heads: int) -> Scheme:
     """Make Ulysses in groups of `heads` neighbours; KV rings join the ranks that have the same heads."""
     groups = _nodes(world_size, heads, "group")
 
-    def here(origin: BlockOrigin) -> int:
+    def here(origin: Origin) -> int:
         return origin.owner // heads * heads + origin.heads
 
-    def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
         ring = [(here(origin) + step * heads) % world_size for step in range(groups)]
         around = [Hop(step + 1, ring[step], ring[step + 1]) for step in range(groups - 1)]
         return (*to(ring[0], origin), *around)
@@ -40,7 +40,7 @@ def double_ring(world_size: int, local: int) -> Scheme:
     """Make KV rings inside each node, and from node to node; gradients are added up in a node before they cross."""
     nodes = _nodes(world_size, local)
 
-    def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
         node, place = divmod(origin.owner, local)
         hops = []
         for turn in range(nodes):
@@ -61,14 +61,14 @@ def case_iii(world_size: int, local: int, direct: bool = False) -> Scheme:
     """Make a scheme with Q round (or straight) inside a node, KV from node to node; partials straight back inside."""
     nodes = _nodes(world_size, local)
 
-    def gather_q(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_q(origin: Origin) -> tuple[Hop, ...]:
         node, place = divmod(origin.owner, local)
         ring = [node * local + (place + step) % local for step in range(local)]
         if direct:
             return tuple(Hop(0, ring[0], ring[step], step) for step in range(1, local))
         return tuple(Hop(step, ring[step], ring[step + 1]) for step in range(local - 1))
 
-    def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
         ring = [(origin.owner + turn * local) % world_size for turn in range(nodes)]
         return tuple(Hop(turn * local, ring[turn], ring[turn + 1], (turn + 1) * local) for turn in range(nodes - 1))
 
@@ -99,7 +99,7 @@ def _through_relays(local: int) -> routes.Return:
     The relay sends it across.
     """
 
-    def route(origin: BlockOrigin, makers: Makers) -> tuple[Hop, ...]:
+    def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
         hops: list[Hop] = []
         for node in range(origin.world_size // local):
             relay = node * local + origin.owner % local

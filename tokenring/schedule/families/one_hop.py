@@ -6,13 +6,13 @@ from dataclasses import replace
 from math import gcd
 
 from tokenring.schedule.families.family import refuse
-from tokenring.schedule.routes import BlockOrigin, Hop
+from tokenring.schedule.routes import Hop, Origin
 from tokenring.schedule.scheme import Scheme
 
 KEEP = frozenset({"q", "kv"})
 
 
-def to(rank: int, origin: BlockOrigin, step: int = 0, due: int = 0) -> tuple[Hop, ...]:
+def to(rank: int, origin: Origin, step: int = 0, due: int = 0) -> tuple[Hop, ...]:
     """Return the hop straight to one rank, none if that is the owner."""
     return () if rank == origin.owner else (Hop(step, origin.owner, rank, due),)
 
@@ -48,11 +48,11 @@ def packed(world_size: int, groups: int) -> Scheme:
         """Return when a rank's head group is due: it computes one while the next is on its way."""
         return 1 + heads - first[rank]
 
-    def gather_q(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_q(origin: Origin) -> tuple[Hop, ...]:
         rank = rank_of(origin.heads, origin.owner)
         return to(rank, origin, due=due(origin.heads, rank))
 
-    def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
         ranks = (rank for rank in ranks_of(origin.heads) if rank != origin.owner)
         return tuple(Hop(0, origin.owner, rank, due(origin.heads, rank)) for rank in ranks)
 
@@ -78,7 +78,7 @@ def uneven(world_size: int, groups: int) -> Scheme:
         first = -(-rank_of(heads) * groups // world_size)
         return heads - first
 
-    def gather(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather(origin: Origin) -> tuple[Hop, ...]:
         return to(rank_of(origin.heads), origin, wave(origin.heads))
 
     return Scheme(
@@ -91,14 +91,14 @@ def tiles(world_size: int, queries: int, keys: int) -> Scheme:
     """Make the scheme in which rank (x, y) computes Q of all (x', y) with KV of all (x, y')."""
     refuse(queries * keys != world_size, f"{queries} × {keys} is not {world_size}")
 
-    def gather_q(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_q(origin: Origin) -> tuple[Hop, ...]:
         x, y = divmod(origin.owner, keys)
         return tuple(
             Hop(0, origin.owner, (x + far) % queries * keys + y, origin.piece * (queries - 1) + far)
             for far in range(1, queries)
         )
 
-    def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
         x, y = divmod(origin.owner, keys)
         return tuple(Hop(0, origin.owner, x * keys + (y + far) % keys, far) for far in range(1, keys))
 
@@ -110,11 +110,11 @@ def sub_sharded(world_size: int, heads: int, queries: int, keys: int) -> Scheme:
     product = heads * queries * keys
     refuse(product != world_size, f"{heads} × {queries} × {keys} is {product}, not {world_size}")
 
-    def gather_q(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_q(origin: Origin) -> tuple[Hop, ...]:
         first = (origin.heads * queries + origin.piece) * keys
         return tuple(Hop(0, origin.owner, rank) for rank in range(first, first + keys) if rank != origin.owner)
 
-    def gather_kv(origin: BlockOrigin) -> tuple[Hop, ...]:
+    def gather_kv(origin: Origin) -> tuple[Hop, ...]:
         first = origin.heads * queries * keys + origin.piece
         return tuple(
             Hop(0, origin.owner, rank) for rank in range(first, first + queries * keys, keys) if rank != origin.owner
