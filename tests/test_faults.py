@@ -31,8 +31,9 @@ def sample() -> list[Case]:
 
 def part_of(cases: list[Case]) -> list[Case]:
     """Each kind on both transports and once in each pass, by turns; and between machines."""
-    turned = [WAYS[0::3], WAYS[1:3]]  # of forward and backward, one on each transport
-    return [case for case in cases if case.transport == APART or way_of(case) in turned[KINDS.index(case.kind) % 2]]
+    one, other = WAYS[0::3], WAYS[1:3]  # of forward and backward, one on each transport
+    taken = {kind: one if kind in ("killed", "kernel fails") else other for kind in KINDS}
+    return [case for case in cases if case.transport == APART or way_of(case) in taken[case.kind]]
 
 
 def way_of(case: Case) -> tuple[str, str]:
