@@ -30,6 +30,7 @@ UNIT_BYTES = 4
 ROUNDS = 3
 CPU = torch.device("cpu")
 R = TypeVar("R", bound="Rounds")
+D = TypeVar("D", bound=Collection[int])
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -346,7 +347,7 @@ def races(log: Sequence[Action], threads: int, drop: Collection[int] = ()) -> li
     return made.found
 
 
-def without_races(log: Sequence[Action], threads: int, drops: Sequence[Collection[int]]) -> list[Collection[int]]:
+def without_races(log: Sequence[Action], threads: int, drops: Sequence[D]) -> list[D]:
     """Those of `drops` without which nothing is found: as by `races` for each, from where it differs to the first."""
     whole, gone, clean = Races(threads), 0, set[int]()
     for number, drop in sorted(enumerate(drops), key=lambda each: min(each[1])):
@@ -416,6 +417,6 @@ class Rounds:
     def found(self, drop: Collection[int] = ()) -> list[str]:
         return races(self.log, self.threads, drop)
 
-    def missed(self, drops: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    def missed(self, drops: Sequence[D]) -> list[D]:
         """Those without which nothing is found."""
-        return [frozenset(each) for each in without_races(self.log, self.threads, drops)]
+        return without_races(self.log, self.threads, drops)
