@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from typing import Any, TypeVar
 
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.target import Target
-from tokenring.runtime.call import ActiveCall
+from tokenring.lowering.target import Capabilities
+from tokenring.runtime.call import Call
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 
@@ -30,6 +30,7 @@ UNIT_BYTES = 4
 ROUNDS = 3
 CPU = torch.device("cpu")
 R = TypeVar("R", bound="Rounds")
+D = TypeVar("D", bound=Collection[int])
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -101,7 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.target = Target(one_sided=self.one_sided)
+        self.capabilities = Capabilities(early_receives=True, channels=2, one_sided=self.one_sided)
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self._alive: dict[int, torch.UntypedStorage] = {}  # so that no address comes twice
         self.current: Stream = self.new_stream()
@@ -189,7 +190,6 @@ class GroupRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.target = replace(self.target, grouping=True)
         self._open: dict[str, tuple[Handle, Stream, list[tuple[Access, str]]]] = {}
 
     def _message(self, data: torch.Tensor, writes: bool, channel: str, label: str) -> Handle:
@@ -347,7 +347,7 @@ def races(log: Sequence[Action], threads: int, drop: Collection[int] = ()) -> li
     return made.found
 
 
-def without_races(log: Sequence[Action], threads: int, drops: Sequence[Collection[int]]) -> list[Collection[int]]:
+def without_races(log: Sequence[Action], threads: int, drops: Sequence[D]) -> list[D]:
     """Those of `drops` without which nothing is found: as by `races` for each, from where it differs to the first."""
     whole, gone, clean = Races(threads), 0, set[int]()
     for number, drop in sorted(enumerate(drops), key=lambda each: min(each[1])):
@@ -404,7 +404,7 @@ class Rounds:
                 recorder.mark()
                 kept = executors["forward"].views.new_kept(CPU)
                 for executor in executors.values():
-                    executor.run(ActiveCall(own, executor.views.kept_slots_in(kept)))
+                    executor.run(Call(own, executor.views.kept_slots_in(kept)))
                     recorder.use(pool.data, "whatever else runs on the pool")
                 if kept is not None:
                     recorder.use(kept, "whoever gets the memory next")
@@ -417,6 +417,6 @@ class Rounds:
     def found(self, drop: Collection[int] = ()) -> list[str]:
         return races(self.log, self.threads, drop)
 
-    def missed(self, drops: Sequence[Collection[int]]) -> list[frozenset[int]]:
+    def missed(self, drops: Sequence[D]) -> list[D]:
         """Those without which nothing is found."""
-        return [frozenset(each) for each in without_races(self.log, self.threads, drops)]
+        return without_races(self.log, self.threads, drops)

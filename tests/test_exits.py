@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from machines import APART, transport_name
+from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools
 
 import tokenring as tr
@@ -91,7 +92,7 @@ def refused(group: Any, name: str) -> Kept:
 
 def lost(group: Any, name: str) -> Kept:
     """The error of a peer that does not come: the transport remembers that it is broken, not where it was found."""
-    cp = ContextParallel(group, transport=name, timeout_seconds=1.0)
+    cp = ContextParallel(group, transport=name, timeout_seconds=patient(1.0))
     calls(cp)
     if cp.rank == 0:
         with pytest.raises(PeerLost) as caught:
