@@ -37,7 +37,8 @@ from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask
 from tokenring.sequence.workload import Workload
 
-RENAMED = {"ScheduleData": "Schedule"}  # a class now → its name when the first digests were taken
+# What a class, or a format of JSON, is called now → its name when the first digests were taken.
+RENAMED = {"ScheduleData": "Schedule", "tokenring-plan/1": "tokenring plan"}
 DROPPED = ("Release",)
 RANKS = range(1, 9)
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
@@ -147,6 +148,10 @@ def said(made: ScheduleData, size: Workload, with_targets: bool) -> dict[str, An
     return content
 
 
+def _as_named_first(plan: dict[str, Any]) -> dict[str, Any]:
+    return {**plan, "format": RENAMED.get(plan["format"], plan["format"])}
+
+
 def plans() -> Iterator[tuple[str, Any]]:
     """Each preset's plan, as the command prints it in JSON."""
     for topology in TOPOLOGIES:
@@ -154,7 +159,8 @@ def plans() -> Iterator[tuple[str, Any]]:
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 code = cli(["plan", "--topology", f"preset:{topology}", "--dtype", "fp16", "--json", *call])
-            yield f"plan {topology} {' '.join(call)}", [code, json.loads(out.getvalue()) if not code else ""]
+            plan = "" if code else _as_named_first(json.loads(out.getvalue()))
+            yield f"plan {topology} {' '.join(call)}", [code, plan]
 
 
 def main() -> None:

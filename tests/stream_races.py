@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
 from typing import Any, TypeVar
 
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.target import Capabilities
-from tokenring.runtime.call import Call
+from tokenring.lowering.target import Target
+from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.capabilities = Capabilities(early_receives=True, channels=2, one_sided=self.one_sided)
+        self.target = Target(one_sided=self.one_sided)
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self._alive: dict[int, torch.UntypedStorage] = {}  # so that no address comes twice
         self.current: Stream = self.new_stream()
@@ -190,6 +190,7 @@ class GroupRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.target = replace(self.target, grouping=True)
         self._open: dict[str, tuple[Handle, Stream, list[tuple[Access, str]]]] = {}
 
     def _message(self, data: torch.Tensor, writes: bool, channel: str, label: str) -> Handle:
@@ -404,7 +405,7 @@ class Rounds:
                 recorder.mark()
                 kept = executors["forward"].views.new_kept(CPU)
                 for executor in executors.values():
-                    executor.run(Call(own, executor.views.kept_slots_in(kept)))
+                    executor.run(ActiveCall(own, executor.views.kept_slots_in(kept)))
                     recorder.use(pool.data, "whatever else runs on the pool")
                 if kept is not None:
                     recorder.use(kept, "whoever gets the memory next")
