@@ -9,10 +9,9 @@ and waits alone, so that what is only lucky counts as wrong. `drop` leaves out o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import cycle, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,16 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.target import Target
-from tokenring.runtime.call import ActiveCall
-from tokenring.runtime.executor import Executor
-from tokenring.runtime.pool import Pool
 
 UNIT_BYTES = 4
-ROUNDS = 3
 CPU = torch.device("cpu")
-R = TypeVar("R", bound="Rounds")
 D = TypeVar("D", bound=Collection[int])
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -381,43 +374,3 @@ def only_shared(log: Sequence[Action]) -> list[Action]:
         if action.what != "use" or shared:
             kept.append(Action(action.what, action.thread, action.other, shared, action.label))
     return kept
-
-
-@dataclass
-class Rounds:
-    """What forward and backward did, some times over; `rounds`: where each lies in the log; `channels`: their
-    streams' threads."""
-
-    log: list[Action]
-    threads: int
-    rounds: list[range]
-    channels: frozenset[int]
-
-    @classmethod
-    def of(
-        cls: type[R], executors: Mapping[Pass, Executor], pool: Pool, recorder: Recorder, own: dict[str, torch.Tensor],
-        current: Sequence[Stream] = (),
-    ) -> R:  # fmt: skip
-        """current: streams that are so in turn."""
-        with recorder:
-            for _, stream in zip(range(ROUNDS), cycle(current or [recorder.current]), strict=False):
-                recorder.current = stream
-                recorder.mark()
-                kept = executors["forward"].views.new_kept(CPU)
-                for executor in executors.values():
-                    executor.run(ActiveCall(own, executor.views.kept_slots_in(kept)))
-                    recorder.use(pool.data, "whatever else runs on the pool")
-                if kept is not None:
-                    recorder.use(kept, "whoever gets the memory next")
-        recorder.mark()
-        log = only_shared(recorder.log)
-        marks = [at for at, action in enumerate(log) if action.what == "mark"]
-        channels = frozenset(each.thread for each in pool.streams._of_channel.values()) if pool.streams else frozenset()
-        return cls(log, recorder.threads, [range(a, b) for a, b in pairwise(marks)], channels)
-
-    def found(self, drop: Collection[int] = ()) -> list[str]:
-        return races(self.log, self.threads, drop)
-
-    def missed(self, drops: Sequence[D]) -> list[D]:
-        """Those without which nothing is found."""
-        return without_races(self.log, self.threads, drops)

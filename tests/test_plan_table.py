@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from test_planner_command import FEW, SMALL, plan, printed
 
 import tokenring as tr
+from tokenring.display.units import time_text
 from tokenring.planner.choosing.candidates import Candidate, table
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.schedule.families.meanings import NUMBERS, OPTIONS_SAY, meanings
@@ -116,3 +118,8 @@ def test_json_has_what_it_had() -> None:
     code, text, _ = plan(*SMALL, "--schedules", "direct-kv", "--json")
     names = {each.name.partition("/")[0] for each in Plan.from_json(text).candidates}
     assert code == 0 and names == {"direct-kv"}
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.5e-6, "4.5 µs")])
+def test_times(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text

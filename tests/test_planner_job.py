@@ -116,7 +116,7 @@ def refused(here: Here, limit: int) -> str:
 def test_a_limit_that_nothing_meets_is_refused_everywhere(ranks: RankPools) -> None:
     """With one message; and the ranks go on."""
     said = ranks(RANKS)(refused, 64)
-    assert {text.split(";")[0] for text in said} == {"no schedule fits in 6.4e-05 MB a rank"}
+    assert {text.split(";")[0] for text in said} == {"no schedule fits in 64 B a rank"}
     assert len(set(said)) == 1
     assert all(text == "" for text in ranks(RANKS)(refused, 1 << 30))
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_races import CPU, GroupRecorder, Recorder, Rounds, behind_groups_again, orders
+from stream_races import CPU, GroupRecorder, Recorder, behind_groups_again, orders
+from stream_rounds import Rounds
 
 from tokenring import Causal, Workload
 from tokenring.backends.kernels.cpu_flash import CpuFlash

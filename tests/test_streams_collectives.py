@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_races import CPU, Access, Action, Recorder, Rounds
+from stream_races import CPU, Access, Action, Recorder
+from stream_rounds import Rounds
 
 from tokenring import Full, Workload
 from tokenring.backends.kernels.cpu_flash import CpuFlash
