@@ -30,6 +30,7 @@ UNIT_BYTES = 4
 ROUNDS = 3
 CPU = torch.device("cpu")
 R = TypeVar("R", bound="Rounds")
+D = TypeVar("D", bound=Collection[int])
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -227,6 +228,12 @@ class _Shadow:
             self.writer, self.written = (np.pad(x, (0, more)) for x in (self.writer, self.written))
             self.read = {thread: np.pad(x, (0, more)) for thread, x in self.read.items()}
 
+    def copy(self) -> _Shadow:
+        made = _Shadow()
+        made.writer, made.written = self.writer.copy(), self.written.copy()
+        made.read = {thread: x.copy() for thread, x in self.read.items()}
+        return made
+
     def unordered(self, access: Access, clock: Indices) -> bool:
         """Whether something that conflicts with it is not known to have happened before."""
         units = access.units
@@ -294,32 +301,71 @@ def behind_groups_again(log: Sequence[Action]) -> set[int]:
     return found
 
 
-def races(log: Sequence[Action], threads: int, drop: Collection[int] = ()) -> list[str]:
-    """What is used without an order; without the actions at `drop`."""
-    clocks: list[Indices] = [np.zeros(threads, np.int64) for _ in range(threads)]
-    recorded: dict[int, Indices] = {}
-    shadows: dict[int, _Shadow] = defaultdict(_Shadow)
-    found = []
-    for at, action in enumerate(log):
-        clock = clocks[action.thread]
-        if at in drop:
-            continue
+class Races:
+    """What is used without an order, as far as it was gone through."""
+
+    def __init__(self, threads: int) -> None:
+        self.found: list[str] = []
+        self._clocks: list[Indices] = [np.zeros(threads, np.int64) for _ in range(threads)]
+        self._recorded: dict[int, Indices] = {}
+        self._shadows: dict[int, _Shadow] = defaultdict(_Shadow)
+
+    def copy(self) -> Races:
+        """One that goes on from here by itself."""
+        made = Races(0)
+        made.found = list(self.found)
+        made._clocks = [x.copy() for x in self._clocks]
+        made._recorded = dict(self._recorded)  # these do not change
+        made._shadows = defaultdict(_Shadow, {storage: each.copy() for storage, each in self._shadows.items()})
+        return made
+
+    def go_on(self, action: Action) -> None:
+        clock = self._clocks[action.thread]
         if action.what == "use":
             clock[action.thread] += 1
             for access in action.accesses:
-                shadow = shadows[access.storage]
+                shadow = self._shadows[access.storage]
                 shadow.grow(int(access.units[-1]) + 1 if len(access.units) else 0)
                 if shadow.unordered(access, clock):
-                    found.append(f"{action.label} {'writes' if access.writes else 'reads'} too early")
+                    self.found.append(f"{action.label} {'writes' if access.writes else 'reads'} too early")
             for access in action.accesses:
-                shadows[access.storage].note(access, action.thread, int(clock[action.thread]))
+                self._shadows[access.storage].note(access, action.thread, int(clock[action.thread]))
         elif action.what == "record":
-            recorded[action.other] = clock.copy()
+            self._recorded[action.other] = clock.copy()
         elif action.what == "wait":
-            np.maximum(clock, recorded.get(action.other, clock), out=clock)  # one never recorded is none
+            np.maximum(clock, self._recorded.get(action.other, clock), out=clock)  # one never recorded is none
         elif action.what in ("fork", "join"):  # the thread goes on behind the other one
-            np.maximum(clock, clocks[action.other], out=clock)
-    return found
+            np.maximum(clock, self._clocks[action.other], out=clock)
+
+
+def races(log: Sequence[Action], threads: int, drop: Collection[int] = ()) -> list[str]:
+    """What is used without an order; without the actions at `drop`."""
+    made = Races(threads)
+    for at, action in enumerate(log):
+        if at not in drop:
+            made.go_on(action)
+    return made.found
+
+
+def without_races(log: Sequence[Action], threads: int, drops: Sequence[D]) -> list[D]:
+    """Those of `drops` without which nothing is found: as by `races` for each, from where it differs to the first."""
+    whole, gone, clean = Races(threads), 0, set[int]()
+    for number, drop in sorted(enumerate(drops), key=lambda each: min(each[1])):
+        for action in log[gone : min(drop)]:
+            whole.go_on(action)
+        gone = min(drop)
+        if not whole.found and not _finds(whole.copy(), log, gone, drop):
+            clean.add(number)
+    return [drop for number, drop in enumerate(drops) if number in clean]
+
+
+def _finds(made: Races, log: Sequence[Action], start: int, drop: Collection[int]) -> bool:
+    for at in range(start, len(log)):
+        if at not in drop:
+            made.go_on(log[at])
+            if made.found:
+                return True
+    return False
 
 
 def only_shared(log: Sequence[Action]) -> list[Action]:
@@ -370,3 +416,7 @@ class Rounds:
 
     def found(self, drop: Collection[int] = ()) -> list[str]:
         return races(self.log, self.threads, drop)
+
+    def missed(self, drops: Sequence[D]) -> list[D]:
+        """Those without which nothing is found."""
+        return without_races(self.log, self.threads, drops)

@@ -116,5 +116,5 @@ def test_no_wait_is_idle(name: str, ranks: int) -> None:
     for rank in (0, ranks - 1):
         recorded = record(name, ranks, rank)
         mutants = recorded.mutants()
-        idle = [[recorded.log[at] for at in each] for each in mutants if not recorded.found(each)]
+        idle = [[recorded.log[at] for at in each] for each in recorded.missed(mutants)]
         assert len(mutants) > 4 and not idle, f"{len(idle)} of {len(mutants)} are not found out: {idle[:5]}"
