@@ -32,6 +32,13 @@ def problems(found: dict[str, Any]) -> dict[str, str]:
     return {each["about"]: f"{each['what']} | {each['advice']}" for each in found["problems"]}
 
 
+def with_stub(folder: Path, version: str = "2.13.0") -> Path:
+    """With a torch of that version that imports at once: for what no real one is needed."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(STUB_TORCH.replace("2.13.0", version))
+    return folder
+
+
 # ---------- torch_npu, broken
 
 
@@ -68,9 +75,7 @@ def test_broken_torch_npu(name: str, tmp_path: Path) -> None:
 
 def test_torch_npu_that_hangs(tmp_path: Path) -> None:
     """The time limit ends it, and nothing of it is left."""
-    folder = torch_npu(tmp_path / "site", HANG)
-    (folder / "torch").mkdir()
-    (folder / "torch" / "__init__.py").write_text(STUB_TORCH)
+    folder = with_stub(torch_npu(tmp_path / "site", HANG))
     found = doctor(folder, "--seconds", "4")
     assert "it has not come back after 4 s" in problems(found)["torch_npu"]
     assert found["torch"] == "2.13.0"
@@ -88,7 +93,7 @@ def test_cann_that_is_installed_and_not_sourced(tmp_path: Path) -> None:
     (cann / "aarch64-linux").mkdir(parents=True)
     (cann / "aarch64-linux" / "ascend_toolkit_install.info").write_text("package_name=x\nversion=9.1.0\n")
     (cann / "set_env.sh").touch()
-    folder = torch_npu(tmp_path / "site", NO_CANN)
+    folder = with_stub(torch_npu(tmp_path / "site", NO_CANN))
     found = doctor(folder, HOME=str(home))
     assert found["cann"] == {"version": "9.1.0", "folder": str(cann)}
     assert f"not found in this shell | run: source {cann}/set_env.sh" in problems(found)["torch_npu"]
@@ -96,7 +101,8 @@ def test_cann_that_is_installed_and_not_sourced(tmp_path: Path) -> None:
 
 
 def test_versions_that_do_not_go_together(tmp_path: Path) -> None:
-    found = doctor(torch_npu(tmp_path / "site", NO_CANN, "2.7.1.post11", "==2.7.1+cpu"))
+    folder = torch_npu(tmp_path / "site", NO_CANN, "2.7.1.post11", "==2.7.1+cpu")
+    found = doctor(with_stub(folder, torch.__version__))
     assert problems(found)["versions"].startswith(
         f"torch_npu 2.7.1.post11 goes with torch 2.7, and this is torch {torch.__version__}"
     )

@@ -219,10 +219,10 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.M
     monkeypatch.setattr(gpu_child, "END_SECONDS", 0.2)
     monkeypatch.setattr(os, "killpg", lambda group, number: spared.append(group))
     command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"]
-    ended = gpu_child.run_child(command, os.environ, 5.0, lambda text: None)
+    ended = gpu_child.run_child(command, os.environ, 1.0, lambda text: None)
     kill(spared[0], 9)
     os.waitpid(spared[0], 0)
-    assert ended.wrong == f"no end within 5 s, and process {spared[0]} cannot be killed: the driver holds it"
+    assert ended.wrong == f"no end within 1 s, and process {spared[0]} cannot be killed: the driver holds it"
 
 
 def test_a_part_is_told_its_time(parts: Path) -> None:
@@ -252,7 +252,7 @@ def test_the_table_comes_with_every_part_failing(
         (parts / f"{names[-1]}.py").write_text(text)
     monkeypatch.setattr(gpu_report, "_device", lambda seconds: ("a device", ""))
     names.append(names.pop(0))  # the one that hangs is not the last, which is sure of most of the time
-    monkeypatch.setattr(gpu_report, "PARTS", dict.fromkeys(names, 1.0) | {names[-1]: 60.0})
+    monkeypatch.setattr(gpu_report, "PARTS", dict.fromkeys(names, 1.0) | {names[-1]: 72.0})
     monkeypatch.setattr(gpu_report, "BUDGET_SECONDS", 80.0)
     file = tmp_path / "table.json"
     assert gpu_report.main(["--only", ",".join(names), "--seconds", "80", "--output", str(file)]) == 1

@@ -294,7 +294,7 @@ def silent(here: Here, name: str, what: str) -> tuple[int | None, bool, str] | N
     error = lost(acts[what])
     use_again(transport, memory, error.rank)
     transport.close()
-    store.set(f"rank {here.rank} knows", b"")
+    store.set(f"rank {here.rank} knows", "")
     return error.rank, error.certain, str(error)
 
 

@@ -50,7 +50,7 @@ def test_what_it_is_given(warm: str, tmp_path: Path) -> None:
     made = run(warm, str(script), "a", "b", GIVEN="here")
     assert made.stdout.split("\n")[0] == f"{[str(script), 'a', 'b']} here {os.getcwd()} True {warm}"
     assert made.stderr == "said\n"
-    assert run(warm, "-m", "json.tool", "--help").stdout.startswith("usage:")
+    assert run(warm, "-u", "-m", "json.tool", "--help").stdout.startswith("usage:")
 
 
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"

@@ -2,9 +2,9 @@
 
     monkeypatch.setattr(sys, "executable", warm)  # the fixture `warm` is the path of a file that is run as a Python is
 
-What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments) gets a process with its own arguments,
-environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes it along.
-A test whose subject is how a process starts needs a real one.
+What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments; `-u` before it) gets a process with its own
+arguments, environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes
+it along. A test whose subject is how a process starts or how the interpreter ends needs a real one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -31,12 +32,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from patience import patient
+
 IMPORTED = (
     "numpy", "torch", "torch.distributed", "torch.utils.checkpoint", "tokenring.runtime.executor",
     "tokenring.backends.kernels.cpu_flash", "tokenring.planner.choosing.auto", "tokenring.proof.verify",
     "tokenring.cli.bench.reference",
 )  # fmt: skip
-START_SECONDS = 300.0  # for its imports, on a busy machine
+START_SECONDS = 60.0  # for its imports; see `patience`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 F_SETSIG = 10  # of fcntl.h
 CLIENT = """#!{python} -IS
@@ -66,7 +69,8 @@ def warm_python() -> Iterator[str]:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as server:
             try:
                 assert server.stdout is not None
-                assert server.stdout.readline() == b"ready\n", "the process that is forked has not started"
+                ready, _, _ = select.select([server.stdout], [], [], patient(START_SECONDS))
+                assert ready and server.stdout.readline() == b"ready\n", "the process to fork has not started"
                 yield str(client)
             finally:
                 server.terminate()
@@ -167,6 +171,8 @@ def ended(arguments: list[str]) -> int:
 
 def run(arguments: list[str]) -> None:
     """As Python does with these arguments."""
+    while arguments[0] == "-u":  # streams end up whole in any case
+        arguments = arguments[1:]
     flag, *rest = arguments
     if flag == "-c":
         sys.argv = ["-c", *rest[1:]]
