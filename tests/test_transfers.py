@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -233,6 +234,6 @@ def test_nothing_to_choose_among_is_not_kept(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = StringIO()
     one = TransportMeasured(KEY, Transfers({"gloo": rows((MB, 9.0))}), {"shm": "no room"})
-    assert _show(one, None, Console(out, StringIO(), {})) == 1  # type: ignore[arg-type]
+    assert _show(one, Namespace(json=False), Console(out, StringIO(), {})) == 1
     assert out.getvalue().startswith("shm is left out: no room") and "nothing to choose among" in out.getvalue()
     assert not (tmp_path / "tokenring").exists()

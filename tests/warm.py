@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -31,12 +32,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from patience import patient
+
 IMPORTED = (
     "numpy", "torch", "torch.distributed", "torch.utils.checkpoint", "tokenring.runtime.executor",
     "tokenring.backends.kernels.cpu_flash", "tokenring.planner.choosing.auto", "tokenring.proof.verify",
     "tokenring.cli.bench.reference",
 )  # fmt: skip
-START_SECONDS = 300.0  # for its imports, on a busy machine
+START_SECONDS = 60.0  # for its imports; see `patience`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 F_SETSIG = 10  # of fcntl.h
 CLIENT = """#!{python} -IS
@@ -66,7 +69,8 @@ def warm_python() -> Iterator[str]:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as server:
             try:
                 assert server.stdout is not None
-                assert server.stdout.readline() == b"ready\n", "the process that is forked has not started"
+                ready, _, _ = select.select([server.stdout], [], [], patient(START_SECONDS))
+                assert ready and server.stdout.readline() == b"ready\n", "the process to fork has not started"
                 yield str(client)
             finally:
                 server.terminate()
