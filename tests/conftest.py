@@ -19,8 +19,8 @@ from tokenring.launch.processes import ENDING_SIGNALS
 
 torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take many times longer
 
-# `make test` has two workers. These modules time things, shape links or break processes: the first worker has them
-# alone, one after another; all others go to the second, which has less right to the processor.
+# `make test` has three workers. These modules shape links, count processes or break them: the first worker has them
+# alone, one after another; all others go to the rest, which have less right to the processor.
 ALONE = frozenset({
     "ascend_device", "ascend_traps", "bench", "demo", "devices", "emulate", "errors", "faults", "groups", "hccl",
     "hccl_emulation", "hccl_life", "hccl_mutants", "leaks", "lines", "nccl", "packaging", "planner_job",
