@@ -1,4 +1,7 @@
-"""A rank that dies, stops, fails or leaves is named by all others, in time; nothing is left. ci/kills.py runs more."""
+"""A rank that dies, stops, fails or leaves is named by all others, in time; nothing is left.
+
+benchmarks/kill_ranks.py runs more.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The kernel "auto" where there are several: each tile is computed by the first that can, in the order of choice.py.
+"""The kernel "auto" where there are several: each tile is computed by the first that can, in the order of order.py.
 
 A kernel that is missing, that does not take the dtype or head dim, or that refuses a call for a reason that only the
 device knows (no cuDNN, a chip that it was not built for) gives way to the next one, and the log says so once, with the
 reason. What refused one kind of call is asked again for other kinds, until it has refused several. Errors that are no
 refusals, such as memory that ran out or a device that failed, are raised as they are.
 
-On a device a kernel is tried before a program is bound to it first (`trial.py`): one that raises or computes something
-else gives way as well, for all calls of that pass, head dim and dtype. Each rank chooses for itself; what they send
+On a device a kernel is tried before a program is bound to it first (`numeric_trial.py`): one that raises or computes
+something else gives way as well, for all calls of that pass, head dim and dtype. Each rank chooses for itself; what they send
 each other does not depend on it.
 
 A tile that the first one has to cut into more calls than another, such as a window for cuDNN, goes to that other one.

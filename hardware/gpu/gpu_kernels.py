@@ -166,7 +166,7 @@ def torchs_own(q: Any, k: Any, v: Any, dout: Any, patch: Patch, scale: float) ->
 
 
 def _rates(report: Report, kernels: dict[str, AttentionKernel], device: torch.device, length: int) -> None:
-    """One call over the sequence by each kernel: what the default order of choice.py is an opinion about."""
+    """One call over the sequence by each kernel: what the default order of order.py is an opinion about."""
     given = tuple(torch.randn(1, length, HEADS, DIM, device=device, dtype=torch.bfloat16) for _ in range(4))
     patch, size = Patch(0, length, 0, length, None, 0), f"{length >> 10}k, {HEADS} heads of {DIM}, bf16, causal"
     flops = HEADS * DIM * patch.pairs() / 1e12
