@@ -6,10 +6,8 @@ reason. What refused one kind of call is asked again for other kinds, until it h
 refusals, such as memory that ran out or a device that failed, are raised as they are.
 
 On a device a kernel is tried before a program is bound to it first (`numeric_trial.py`): one that raises or computes
-something else gives way as well, for all calls of that pass, head dim and dtype. Each rank chooses for itself; what they send
-each other does not depend on it.
-
-A tile that the first one has to cut into more calls than another, such as a window for cuDNN, goes to that other one.
+something else gives way as well, for all calls of that pass, head dim and dtype. Each rank chooses for itself; what
+they send each other does not depend on it.
 """
 
 from __future__ import annotations
