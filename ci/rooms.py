@@ -21,6 +21,7 @@ PACKAGE = "tokenring"
 
 def main(repo: Path = REPO) -> int:
     """Check a repository; returns the exit code: 0, or 1 where a contract is broken."""
+    repo = repo.resolve()
     with TemporaryDirectory() as folder:
         place = Path(folder)
         shutil.copytree(repo / PACKAGE, place / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))

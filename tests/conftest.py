@@ -95,7 +95,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The worker that has no module of ALONE steps back."""
+    """A worker steps back once it has a module that is not of ALONE."""
     if "PYTEST_XDIST_WORKER" in os.environ and module_of(item.path) not in ALONE:
         os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
 

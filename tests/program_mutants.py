@@ -158,7 +158,7 @@ def received_over_an_unused_result(program: Program) -> Iterator[Mutant]:
     for at, post in posts(program):
         use = last_read(program, post.span, at)
         if isinstance(post, Recv) and use is not None and isinstance(program.instructions[use], Merge):
-            says = f"overwrites rows .* of slot {post.span.slot}, which nobody has used|{NOTHING}"
+            says = f"overwrites rows .* of slot {post.span.slot}, which (?:nobody|are kept)|{NOTHING}"
             yield Mutant(drop(program, use), says, ranks=ANY)
 
 
@@ -246,7 +246,7 @@ def dropped_merge(program: Program) -> Iterator[Mutant]:
     """On the way as well, or into the slot that a partial is sent from."""
     for at, each in enumerate(program.instructions):
         if isinstance(each, Merge):
-            says = rf"{NOTHING}|{WITHOUT}|overwrites rows .*, which nobody has used.*{BLOCK}"
+            says = rf"{NOTHING}|{WITHOUT}|overwrites rows .*, which (?:nobody|are kept).*{BLOCK}"
             yield Mutant(drop(program, at), says, ranks=ANY)
 
 

@@ -30,7 +30,7 @@ TAKEN: list[tuple[dict[str, Any], tr.Mask]] = [
     ({"mask": tr.SlidingWindow(4, 4), "is_causal": False}, tr.SlidingWindow(4, 4)),
 ]
 USE = "use Full(), Causal(), SlidingWindow or Documents"
-DIFFER = "say different things: leave is_causal out; what both see is Causal() & the other mask"
+DIFFER = "say different things: leave is_causal out"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mask": "casual"}, "documents(0,end,...), joined by &; did you mean causal?"),
     ({"mask": "Causal"}, "did you mean causal?"),
@@ -41,6 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mask": True}, f"mask is of type bool; {USE}; is_causal=True says what that seems to mean"),
     ({"mask": 3}, f"mask is of type int; {USE}"),
     ({"mask": [4, 0]}, f"mask is of type list; {USE}"),
+    ({"mask": ([0, 7, 16],)}, f"mask is of type tuple; {USE}"),
     ({"is_causal": 1}, "is_causal is neither True nor False"),
     ({"mask": tr.Causal(), "is_causal": False}, DIFFER),
     ({"mask": tr.Full(), "is_causal": True}, DIFFER),

@@ -66,6 +66,11 @@ def test_says_where_the_choice_does_not_matter() -> None:
     )
     assert "would take as long" in table([BEST, candidate("ring", 2.0, "as fast")])[0][-1]
     assert not any("hardly" in line for line in table([BEST, RINGS])[0])
+    for ring in (
+        candidate("ring", 1.2, "-40%: 80 µs"),
+        candidate("ring", 2.02, "needs 2 GB a rank, more than the limit of 1 GB"),
+    ):
+        assert not any("hardly" in line for line in table([BEST, ring])[0])
     assert not any("hardly" in line for line in table([candidate("ring", 2.0, "the fastest"), *LOST])[0])
 
 

@@ -184,6 +184,24 @@ def test_work_aside() -> None:
         Background(wrong).result(20)
 
 
+def test_a_time_limit_of_the_work_itself_is_no_reason_to_wait_on() -> None:
+    """As of a file on a network: rank 0 must not say for ever that it still plans."""
+
+    def late() -> bytes:
+        raise TimeoutError("the file server")
+
+    class Told:
+        error: BaseException | None = None
+
+        def fail(self, error: BaseException) -> None:
+            self.error = error
+
+    told = Told()
+    with pytest.raises(TimeoutError, match="the file server"):
+        Planner._so_far(Background(late), told)  # type: ignore[arg-type]
+    assert isinstance(told.error, TimeoutError)
+
+
 def planned_passes(here: Here) -> list[str]:
     """Why, of an evaluation and of the first forward of a reentrant checkpoint: gradients are off in both."""
     cp = here.cp(schedule="auto")

@@ -108,7 +108,7 @@ def check_transport(given: object, rank: int, world_size: int) -> None:
 
     if given is None and world_size == 1:  # what `transport` says where there is one rank
         return
-    if not hasattr(given, "target"):  # which every transport has
+    if not hasattr(given, "target") and not hasattr(given, "send"):  # every transport has both
         check_name("transport", given, TRANSPORTS, ", or the `transport` of another ContextParallel")
         return
     if faults := faults_of(given):

@@ -203,8 +203,8 @@ class _Replay:
         for group, rows in rank.held[slot].items():
             if (group == heads or not spec.all_heads) and overlaps(rows, start, stop):
                 if spec.kept or spec.kind in RESULTS:
-                    text = f"overwrites rows {start} to {stop} of slot {slot}, which nobody has used{self._of(rank)}"
-                    raise rank.wrong(text)
+                    why = "which are kept for backward" if spec.kept else "which nobody has used"
+                    raise rank.wrong(f"overwrites rows {start} to {stop} of slot {slot}, {why}{self._of(rank)}")
                 empty(rows, start, stop)
 
     def _use(self, rank: Rank, span: Span) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -49,12 +49,14 @@ def _with_is_causal(mask: Mask | None, is_causal: object) -> tuple[Mask | None, 
         return None, "is_causal is neither True nor False: leave it out, or give one of these; other masks as mask=..."
     if mask is None:
         return (Causal() if is_causal else Full()), None
-    if (mask.high is not None and mask.high <= 0) is is_causal:
+    # A branch, since what a compiler makes of a comparison is no bool to compare with.
+    agrees = is_causal if mask.high is not None and mask.high <= 0 else not is_causal
+    if agrees:
         return mask, None
     shown = "this mask" if torch.compiler.is_compiling() else f"mask {mask}"  # which no compiler follows
     return None, (
-        f"is_causal={is_causal} and {shown} say different things: leave is_causal out; what both see is "
-        f"Causal() & the other mask"
+        f"is_causal={is_causal} and {shown} say different things: leave is_causal out"
+        + ("; what both see is Causal() & the other mask" if is_causal else "")
     )
 
 
@@ -77,5 +79,5 @@ def _no_mask(given: object) -> str:
         return f"{text}: {OF_TENSORS}"
     if isinstance(given, bool):
         return f"{text}; is_causal={given} says what that seems to mean"
-    sized = SIZED.get(given) if isinstance(given, Hashable) else None  # type: ignore[call-overload]
+    sized = next((text for kind, text in SIZED.items() if kind is given), None)
     return text if sized is None else f"{text}; this one wants its sizes: {sized}"

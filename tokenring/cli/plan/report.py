@@ -10,7 +10,7 @@ from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make
-from tokenring.planner.choosing.candidates import BASELINE, Candidate
+from tokenring.planner.choosing.candidates import BASELINE, DOES_NOT_FIT, Candidate
 from tokenring.planner.choosing.candidates import table as candidate_table
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.select import connected, wires_need
@@ -44,8 +44,12 @@ def with_baseline(plan: Plan | Forecast, call: CallToPlan) -> list[Candidate]:
         ring = _ring(call, plan)
     except ConfigurationError as error:  # of connections that the transport may not have
         ring = Candidate(BASELINE, None, None, None, None, None, None, f"does not fit: {error}")
-    simulated = sum(each.predicted_seconds is not None for each in found)
-    return [*found[:simulated], ring, *found[simulated:]]
+    # By its time, behind the plan, which stays first; without one, or where it does not fit, behind all simulated.
+    fits = ring.predicted_seconds is not None and DOES_NOT_FIT not in ring.reason
+    before = [each for each in found[1:] if each.predicted_seconds is not None
+              and not (fits and each.predicted_seconds > (ring.predicted_seconds or 0.0))]  # fmt: skip
+    at = 1 + len(before)
+    return [*found[:at], ring, *found[at:]]
 
 
 def _ring(call: CallToPlan, plan: Plan | Forecast) -> Candidate:
@@ -59,7 +63,7 @@ def _ring(call: CallToPlan, plan: Plan | Forecast) -> Candidate:
         why, of = wires_need(ring.wires), connected(ring.connections, ring.connection_bytes)
         found = Candidate(BASELINE, *cost, best.bound_seconds, why, *of)
     if limit is not None and (found.peak_bytes or 0) > limit:
-        why = f"needs {mb_text(found.peak_bytes or 0)} a rank, more than the limit of {mb_text(limit)}"
+        why = f"needs {mb_text(found.peak_bytes or 0)} a rank, {DOES_NOT_FIT} of {mb_text(limit)}"
     else:
         slower = (found.predicted_seconds or 0.0) / (best.predicted_seconds or 1.0) - 1
         why = f"{slower:+.0%}" + ("" if isinstance(plan, Forecast) else f": {found.reason}")

@@ -14,6 +14,7 @@ BASELINE = "ring"  # what everybody has: each other schedule is to be seen besid
 AS_FAST = "as fast"
 NEAR = 0.02  # of the time: what is no slower ties with the fastest
 FEW_TIES = 2  # so many are shown as rows; more in one line
+DOES_NOT_FIT = "more than the limit"  # in the reason of one that was simulated, but needs too much memory
 HARDLY = 0.05  # of the time: predictions are off by as much
 
 
@@ -99,10 +100,10 @@ def _reason(each: Candidate) -> str:
 def _choice(best: Candidate, simulated: Sequence[Candidate]) -> Iterator[str]:
     """Yield a line that says so where it does not matter which schedule is taken."""
     base = next((each for each in simulated[1:] if each.name == BASELINE), None)
-    if base is None or not base.predicted_seconds or not best.predicted_seconds:
+    if base is None or not base.predicted_seconds or not best.predicted_seconds or DOES_NOT_FIT in base.reason:
         return
     slower = base.predicted_seconds / best.predicted_seconds - 1
-    if slower <= HARDLY:
+    if abs(slower) <= HARDLY:
         how = "would take as long" if slower < HARDLY / 10 else f"would take {slower:.0%} longer"
         yield f"the choice hardly matters here: {BASELINE} {how}, no more than what predictions are off by"
 

@@ -180,9 +180,7 @@ class Planner:
     def _so_far(told: Background[bytes], transport: Transport) -> bytes:
         """Return the plan, or that rank 0 still plans: that may take longer than others may wait for a message."""
         try:
-            return told.result(STILL_SECONDS)
-        except TimeoutError:
-            return STILL_PLANNING
+            return told.result() if told.ended(STILL_SECONDS) else STILL_PLANNING
         except BaseException as error:  # such as Ctrl-C: the others wait for the word
             transport.fail(error)
             raise
