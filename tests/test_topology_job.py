@@ -135,7 +135,10 @@ def without_rank_1(here: Here) -> str | None:
 def test_a_rank_that_does_not_come_is_named(ranks: RankPools) -> None:
     with ranks.expendable(3) as pool:
         texts = pool(without_rank_1)
-    assert texts[0] is not None and texts[0].startswith("rank 1 of 3 did not come within ")
+    said = [texts[0] or "", texts[2] or ""]
+    assert all(text.startswith("rank 1") and " of 3 did not come" in text for text in said), said
+    # Who gives up first names rank 1 alone; for the other one, that rank may be gone by then, too.
+    assert any(text.startswith("rank 1 of 3 did not come within ") for text in said), said
 
 
 # ---------- seats
