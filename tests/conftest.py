@@ -14,6 +14,7 @@ import torch
 from ascend.ranks import NpuPools
 from patience import measured_stretch, patient, ran_and_waited, set_stretch
 from ranks import RankPools
+from warm import warm_python
 
 from tokenring.launch.processes import ENDING_SIGNALS
 
@@ -118,6 +119,13 @@ def npus() -> Iterator[NpuPools]:
         yield pools
     finally:
         pools.close()
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[str]:
+    """A Python that has torch already."""
+    with warm_python() as python:
+        yield python
 
 
 @pytest.fixture

@@ -6,23 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from mcore.versions import PINNED, folder, need
 from patience import patient
-from warm import warm_python
 
 FOLDER = Path(__file__).parent.parent / "examples"
 MEGATRON = FOLDER / "megatron_gpt.py"
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {MEGATRON, FOLDER / "reference_executor.py"})  # that one is no program
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[str]:
-    with warm_python() as python:
-        yield python
 
 
 def output_of(warm: str, example: Path, ranks: int, *arguments: str, **more: str) -> str:

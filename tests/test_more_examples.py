@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,17 +14,10 @@ import pytest
 import torch
 from ranks import Here, RankPools
 from test_examples import FOLDER, output_of
-from warm import warm_python
 
 import tokenring as tr
 
 IN_LINES = FOLDER / "torchrun_20_lines.py"
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[str]:
-    with warm_python() as python:
-        yield python
 
 
 def error_of(said: str) -> float:

@@ -8,13 +8,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from patience import patient
-from warm import warm_python
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "hardware" / "npu"))
@@ -146,12 +144,6 @@ class Ran(NamedTuple):
     code: int
     out: str
     document: dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[str]:
-    with warm_python() as python:
-        yield python
 
 
 def smoke(folder: Path, *options: str, seconds: float = 110, python: str = sys.executable) -> Ran:

@@ -15,21 +15,13 @@ from nets import BOTH, call, named, setting, two_node, workload
 from patience import patient
 
 import tokenring as tr
+from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.choosing import auto
 from tokenring.planner.choosing.auto import CallToPlan, first_names, make, plan_call, restricted
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.choosing.select import (
-    Judged,
-    Judgement,
-    Selection,
-    decide,
-    mb_text,
-    select,
-    time_text,
-    wires_need,
-)
+from tokenring.planner.choosing.select import Judged, Judgement, Selection, decide, select, wires_need
 from tokenring.planner.interconnects.interconnect import (
     Interconnect,
     LinkFabric,

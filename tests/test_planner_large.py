@@ -10,6 +10,7 @@ import pytest
 from nets import BOTH, call, clusters, named, setting, workload
 
 import tokenring as tr
+from tokenring.display.units import mb_text
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.bounds.mask_density import is_even, most_of_own_rows
@@ -17,7 +18,6 @@ from tokenring.planner.choosing import auto
 from tokenring.planner.choosing.auto import CallToPlan, forecast_call, plan_call, plan_or_forecast
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.scale_out import Figures, Task, figures
-from tokenring.planner.choosing.select import mb_text
 from tokenring.planner.simulation.predict import predict
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import make_layout

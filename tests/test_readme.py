@@ -10,27 +10,22 @@ from pathlib import Path
 
 import pytest
 from patience import patient
+from test_docs import example
 
 REPO = Path(__file__).resolve().parent.parent
 FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 README = (REPO / "README.md").read_text(encoding="utf-8")
 
 
-def program() -> str:
-    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
 def test_is_short() -> None:
     assert len(README.splitlines()) <= 150
-    assert len(program().splitlines()) <= 20
+    assert len(example("../README.md").splitlines()) <= 20
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.skipif(not FULL_GRID, reason="full grid"))])
 def test_program_runs_as_pasted(ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "split.py"
-    path.write_text(program(), encoding="utf-8")
+    path.write_text(example("../README.md"), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=patient(100))

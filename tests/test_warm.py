@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from patience import patient
 from warm import warm_python
 
 pytestmark = pytest.mark.timeout(300)  # one that imports torch, on a machine that is busy
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[str]:
-    with warm_python() as python:
-        yield python
 
 
 def run(python: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from tokenring.ir.schedule_data import PASSES
 from tokenring.tables.kept_files import cache_folder, keep_document
 from tokenring.tables.rates import Rates
 
-FORMAT, VERSION = "tokenring-rates/1", 1  # tables were kept without a format at first
+FORMAT, VERSION = "tokenring-rates/1", 1  # a table without a format is read as well
 
 
 @dataclass(frozen=True)

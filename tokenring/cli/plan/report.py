@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from tokenring.cli.plan.options import Asked
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make
-from tokenring.planner.choosing.candidates import BASELINE, DOES_NOT_FIT, Candidate
+from tokenring.planner.choosing.candidates import BASELINE, Candidate, over_limit
 from tokenring.planner.choosing.candidates import table as candidate_table
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.select import connected, wires_need
@@ -45,10 +46,9 @@ def with_baseline(plan: Plan | Forecast, call: CallToPlan) -> list[Candidate]:
     except ConfigurationError as error:  # of connections that the transport may not have
         ring = Candidate(BASELINE, None, None, None, None, None, None, f"does not fit: {error}")
     # By its time, behind the plan, which stays first; without one, or where it does not fit, behind all simulated.
-    fits = ring.predicted_seconds is not None and DOES_NOT_FIT not in ring.reason
-    before = [each for each in found[1:] if each.predicted_seconds is not None
-              and not (fits and each.predicted_seconds > (ring.predicted_seconds or 0.0))]  # fmt: skip
-    at = 1 + len(before)
+    limit = inf if call.memory_limit_bytes is None else call.memory_limit_bytes
+    last = inf if ring.predicted_seconds is None or (ring.peak_bytes or 0) > limit else ring.predicted_seconds
+    at = 1 + sum(each.predicted_seconds is not None and each.predicted_seconds <= last for each in found[1:])
     return [*found[:at], ring, *found[at:]]
 
 
@@ -63,7 +63,7 @@ def _ring(call: CallToPlan, plan: Plan | Forecast) -> Candidate:
         why, of = wires_need(ring.wires), connected(ring.connections, ring.connection_bytes)
         found = Candidate(BASELINE, *cost, best.bound_seconds, why, *of)
     if limit is not None and (found.peak_bytes or 0) > limit:
-        why = f"needs {mb_text(found.peak_bytes or 0)} a rank, {DOES_NOT_FIT} of {mb_text(limit)}"
+        why = over_limit(found.peak_bytes or 0, limit)
     else:
         slower = (found.predicted_seconds or 0.0) / (best.predicted_seconds or 1.0) - 1
         why = f"{slower:+.0%}" + ("" if isinstance(plan, Forecast) else f": {found.reason}")

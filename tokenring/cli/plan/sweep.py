@@ -9,9 +9,9 @@ from math import log10
 
 from tokenring.cli.plan.options import ask, several_hosts
 from tokenring.display.svg import box, opening, style, text_at
+from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.auto import plan_or_forecast
-from tokenring.planner.choosing.select import time_text
 from tokenring.sequence.sizes import SIZES
 
 CURVES = 6  # schedules that are drawn

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tokenring.cli.trace.chrome import chrome
 from tokenring.cli.trace.picture import Timeline, to_svg
 from tokenring.cli.trace.record import Bar, Stretch, TracedMessage
+from tokenring.display.units import time_text
 from tokenring.ir.schedule_data import Pass
-from tokenring.planner.choosing.select import time_text
 from tokenring.planner.simulation.predict import Prediction, Setting
 from tokenring.planner.simulation.simulate import TimeSpan
 

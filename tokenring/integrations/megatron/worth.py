@@ -7,10 +7,10 @@ import math
 
 import torch.distributed as dist
 
+from tokenring.display.units import time_text
 from tokenring.integrations.megatron.contexts import Contexts
 from tokenring.integrations.megatron.options import SCHEDULE
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.choosing.select import time_text
 from tokenring.sequence.request import Request
 
 LOG = logging.getLogger("tokenring")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from tokenring.display.units import mb_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.gc_pause import no_collection
 from tokenring.lowering.target import Target
@@ -22,7 +23,7 @@ from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.memory_limits import needs
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.scale_out import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
-from tokenring.planner.choosing.select import Judged, Judgement, Selection, decide, judge, mb_text
+from tokenring.planner.choosing.select import Judged, Judgement, Selection, decide, judge
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import good_order, node_sizes
 from tokenring.planner.simulation.predict import Setting

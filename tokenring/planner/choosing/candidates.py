@@ -14,7 +14,7 @@ BASELINE = "ring"  # what everybody has: each other schedule is to be seen besid
 AS_FAST = "as fast"
 NEAR = 0.02  # of the time: what is no slower ties with the fastest
 FEW_TIES = 2  # so many are shown as rows; more in one line
-DOES_NOT_FIT = "more than the limit"  # in the reason of one that was simulated, but needs too much memory
+OVER_LIMIT = "more than the limit"  # in the reason of what needs too much memory
 HARDLY = 0.05  # of the time: predictions are off by as much
 
 
@@ -45,8 +45,8 @@ def candidate_of(found: Mapping[str, Any]) -> Candidate:
     """Return a candidate out of a plan's JSON. Raises TypeError and KeyError."""
     if not isinstance(found, Mapping):
         raise TypeError(f"a candidate is {found!r}")
-    older = {"connections": None, "connection_bytes": None} | dict(found)  # plans written before these were known
-    return Candidate(**{field.name: older[field.name] for field in fields(Candidate)})
+    known = {"connections": None, "connection_bytes": None} | dict(found)  # which a plan may lack
+    return Candidate(**{field.name: known[field.name] for field in fields(Candidate)})
 
 
 def table(candidates: Sequence[Candidate], everything: bool = False, rest: str = "") -> tuple[list[str], list[str]]:
@@ -72,6 +72,11 @@ def table(candidates: Sequence[Candidate], everything: bool = False, rest: str =
     from tokenring.schedule.families.meanings import meanings  # only what is printed needs it
 
     return lines, _legend(meanings(each.name for each in (*shown, *ties)))
+
+
+def over_limit(needs_bytes: int, limit_bytes: int, least: str = "") -> str:
+    """Return the reason why a schedule does not fit. least: " at least", where it is not known how much it needs."""
+    return f"needs {mb_text(needs_bytes)} a rank{least}, {OVER_LIMIT} of {mb_text(limit_bytes)}"
 
 
 def _legend(says: Mapping[str, str]) -> list[str]:
@@ -100,7 +105,7 @@ def _reason(each: Candidate) -> str:
 def _choice(best: Candidate, simulated: Sequence[Candidate]) -> Iterator[str]:
     """Yield a line that says so where it does not matter which schedule is taken."""
     base = next((each for each in simulated[1:] if each.name == BASELINE), None)
-    if base is None or not base.predicted_seconds or not best.predicted_seconds or DOES_NOT_FIT in base.reason:
+    if base is None or not base.predicted_seconds or not best.predicted_seconds or OVER_LIMIT in base.reason:
         return
     slower = base.predicted_seconds / best.predicted_seconds - 1
     if abs(slower) <= HARDLY:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.lowering.target import Target
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.plan import Forecast, Plan
-from tokenring.planner.choosing.select import SAME, mb_text, time_text
+from tokenring.planner.choosing.select import SAME
 from tokenring.planner.simulation.predict import Setting
 
 P = TypeVar("P", Plan, Forecast)

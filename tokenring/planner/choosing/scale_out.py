@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 
+from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.footprint import Contacts, HeldBytes, held, kept_bytes, links, program_bytes
@@ -19,9 +20,9 @@ from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
-from tokenring.planner.choosing.candidates import Candidate
+from tokenring.planner.choosing.candidates import Candidate, over_limit
 from tokenring.planner.choosing.plan import Forecast
-from tokenring.planner.choosing.select import binding_text, check_count, connected, mb_text, time_text, too_little_text
+from tokenring.planner.choosing.select import binding_text, check_count, connected, too_little_text
 from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.operations import operations
@@ -230,7 +231,7 @@ def _candidate(name: str, each: Figures, best: Figures, task: Task, bound: Bound
     lost = f"{slower:+.0%}: {time_text(each.exposed_seconds)} are not hidden"
     reason = f"the fastest, {_binding(best, task)}" if each is best else lost
     if each.peak_bytes > limit:
-        reason = f"needs {mb_text(int(each.peak_bytes))} a rank, more than the limit of {mb_text(int(limit))}"
+        reason = over_limit(int(each.peak_bytes), int(limit))
     connections = connected(round(each.connections), round(each.connection_bytes))
     return Candidate(
         name, each.seconds, each.compute_seconds, each.exposed_seconds, round(each.worst_wire_bytes),

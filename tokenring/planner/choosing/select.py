@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tokenring.display.units import mb_text as mb_text
-from tokenring.display.units import time_text as time_text
+from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.lowering.footprint import HeldBytes, most_connected
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
-from tokenring.planner.choosing.candidates import Candidate
+from tokenring.planner.choosing.candidates import Candidate, over_limit
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.simulation.predict import Busiest, Least, Prediction, Setting, least_seconds, predict
@@ -204,13 +203,13 @@ def _why(each: Judged, best: Judged, limit: int | None) -> str:
     """Return why the schedule wins or loses, in a few words."""
     found = each.prediction
     if found is None and each.needs_bytes is not None and each.needs_bytes > (limit or 0):
-        return f"needs {mb_text(each.needs_bytes)} a rank at least, more than the limit of {mb_text(limit or 0)}"
+        return over_limit(each.needs_bytes, limit or 0, " at least")
     if found is None and each.least.wire_seconds < each.least.kernel_seconds:
         return f"its kernels alone take {time_text(each.least.kernel_seconds)}"
     if found is None:
         return wires_need(each.least.wires, " alone")
     if not each.fits(limit):
-        return f"needs {mb_text(found.peak_bytes)} a rank, more than the limit of {mb_text(limit or 0)}"
+        return over_limit(found.peak_bytes, limit or 0)
     if each is best:
         return f"the fastest, {_binding(found)}"
     assert best.prediction is not None
