@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from oracle import Attention, allowed, attention64, relative_error, whole_sdpa
@@ -142,6 +142,13 @@ class Case:
         if self.direction is None:
             return named_schedule(self.name, self.workload, *layouts, self.mask, self.pieces)
         return make_schedule(self.name, *layouts, self.mask, self.direction, self.pieces)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a context is given: a name where that says all, as a schedule itself is proved by every rank anew."""
+        if self.direction is None:
+            return {"layout": self.layout, "schedule": self.name, "pieces": self.pieces}
+        return {"layout": self.layout, "schedule": self.make_schedule()}
 
     def inputs(self) -> list[torch.Tensor]:
         """q, k, v, dout over the whole sequence: the same wherever it is called."""

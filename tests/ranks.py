@@ -53,7 +53,10 @@ PRELOADED = [
     "tokenring.planner.choosing.auto",
     "tokenring.runtime.executor",
     "tokenring.lowering.lower",
+    "tokenring.planner.choosing.connections",
+    "tokenring.proof.replay",
     "tokenring.proof.verify",
+    "torch.fx.experimental.symbolic_shapes",  # and with it sympy: for the first gradient, a second of each rank
 ]
 # Limits of a quiet machine; see `patience`.
 CALL_SECONDS = 60.0  # a call on ranks; below pytest's limit for a test

@@ -18,15 +18,14 @@ from tokenring.schedule.names import FAMILIES, SCHEMES
 Tensors = tuple[torch.Tensor, ...]
 
 
-def small(schedule: str = "tokenring+", ranks: int = 3, dtype: torch.dtype = torch.float32) -> Case:
+def small(schedule: str = "tokenring", ranks: int = 3, dtype: torch.dtype = torch.float32) -> Case:
     """GQA, causal, zigzag: each rank's rows and columns all differ."""
     return Case(ranks, schedule, "zigzag", "causal", 4, 2, 2, 16, dtype, None)
 
 
 def given(here: Here, case: Case, **options: object) -> tuple[ContextParallel, Tensors]:
     """A context of its own, and this rank's q, k, v, dout; the first three want gradients."""
-    schedule = None if case.direction is None else case.make_schedule()
-    cp = here.cp(**{"layout": case.layout, "schedule": schedule or case.name} | options)
+    cp = here.cp(**case.options | options)
     q, k, v, dout = (shard(x, cp) for x in case.inputs())
     return cp, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
@@ -86,7 +85,7 @@ def under_autocast(here: Here, case: Case, kernel: str, backward_too: bool) -> N
 @pytest.mark.parametrize("kernel", ["cpu-flash", "reference"])
 @pytest.mark.parametrize("backward_too", [False, True])
 def test_autocast(kernel: str, backward_too: bool, ranks: RankPools) -> None:
-    for schedule in ("ring+", "tokenring+"):
+    for schedule in ("ring", "tokenring"):
         ranks(3)(under_autocast, small(schedule), kernel, backward_too)
 
 
@@ -119,7 +118,7 @@ def one_input(here: Here, case: Case) -> bool:
 
 
 def test_one_tensor_for_all_three(ranks: RankPools) -> None:
-    case = Case(3, "ring+", "zigzag", "causal", 4, 4, 2, 16, torch.float32, None)
+    case = Case(3, "ring", "zigzag", "causal", 4, 4, 2, 16, torch.float32, None)
     assert all(ranks(3)(one_input, case))
 
 
@@ -187,7 +186,7 @@ def some_gradients(here: Here, case: Case, wanted: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_gradients_for_some_inputs(wanted: tuple[int, ...], ranks: RankPools) -> None:
-    for schedule in ("ring+", "tokenring+"):
+    for schedule in ("ring", "tokenring"):
         assert all(ranks(3)(some_gradients, small(schedule), wanted))
 
 
@@ -282,7 +281,7 @@ def test_two_runs_give_the_same_bits(schedule: str, dtype: torch.dtype, ranks: R
 
 
 def test_scale(ranks: RankPools) -> None:
-    for schedule in ("ring+", "tokenring+"):
+    for schedule in ("ring", "tokenring"):
         check_exact(run_on(ranks, small(schedule), scale=0.7), small(schedule).reference(0.7))
 
 
@@ -303,7 +302,7 @@ def planned(here: Here, case: Case, schedule: str, training: bool) -> str:
 @pytest.mark.parametrize("choice", ["auto", "auto:ring,tokenring", "auto:direct-q"])
 @pytest.mark.parametrize("heads", [(4, 1), (4, 4)])
 def test_auto(choice: str, heads: tuple[int, int], ranks: RankPools) -> None:
-    case = Case(4, "ring+", "zigzag", "causal & documents", *heads, 2, 16, torch.float32, None)
+    case = Case(4, "ring", "zigzag", "causal & documents", *heads, 2, 16, torch.float32, None)
     check_exact(case.whole(ranks(4)(run, case, choice)), case.reference())
     families = set(choice.partition(":")[2].split(",")) if ":" in choice else set(FAMILIES)
     for training in (True, False):

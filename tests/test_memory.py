@@ -44,7 +44,7 @@ def parts_of(cp: ContextParallel, case: Case) -> list[torch.Tensor]:
 def high_water(here: Here, case: Case, backward: bool, transport: str | None = None) -> int:
     """Of the pool of a context that has run one pass, or both."""
     some = {} if transport is None else {"transport": here.transport(transport)}
-    cp = here.cp(layout=case.layout, schedule=case.make_schedule(), kernel="cpu-flash", **some)
+    cp = here.cp(**case.options, kernel="cpu-flash", **some)
     q, k, v, dout = parts_of(cp, case)
     cp.pool(CPU).high_water_bytes = 0  # the pool in shared memory belongs to the transport, which others used before
     if backward:
@@ -188,7 +188,7 @@ class Canning(ContextParallel):
 
 def allocations(here: Here, case: Case, direction: Pass) -> tuple[list[Allocation], float]:
     """Of one pass, kernels apart; and how far its result is from that of the run before."""
-    cp = Canning(transport=here.base.transport or "auto", layout=case.layout, schedule=case.make_schedule())
+    cp = Canning(transport=here.base.transport or "auto", **case.options)
     cp.canned = Canned()
     q, k, v, dout = (x.detach() for x in parts_of(cp, case))
     request = make_request(q, k, v, cp, case.mask, None)

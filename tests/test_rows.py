@@ -66,8 +66,7 @@ def large_inputs(case: Case, sign: float) -> list[torch.Tensor]:
 
 
 def with_large_scores(here: Here, case: Case, kernel: str, sign: float) -> Local:
-    schedule = None if case.direction is None else case.make_schedule()
-    cp = here.cp(layout=case.layout, schedule=schedule or case.name, kernel=kernel)
+    cp = here.cp(**case.options, kernel=kernel)
     q, k, v, dout = (shard(x, cp).requires_grad_(i < 3) for i, x in enumerate(large_inputs(case, sign)))
     out, lse = attention(q, k, v, cp, case.mask, return_lse=True)
     return Local(Attention(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)), {})

@@ -77,7 +77,7 @@ def computed(here: Here, name: str, case: Case, turns: int) -> list[Local]:
     if name not in here.memory:
         here.memory[name] = make_transport(name, dist.group.WORLD, patient(20.0))  # type: ignore[arg-type]
     transport = here.memory[name]
-    with ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=transport) as cp:
+    with ContextParallel(**case.options, transport=transport) as cp:
         return [compute(cp, case) for _ in range(turns)]
 
 
@@ -293,7 +293,7 @@ def goes_on(here: Here, case: Case, what: str, at: int) -> tuple[list[Local], li
     transport: Any = make_transport("auto on cpu", dist.group.WORLD, patient(5.0))  # type: ignore[arg-type]
     names, found = [type(transport.now).__name__], []
     for _ in range(2):
-        with ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=transport) as cp:
+        with ContextParallel(**case.options, transport=transport) as cp:
             found.append(compute(cp, case))
         names.append(type(transport.now).__name__)
     return found, names, transport.why, heard

@@ -113,7 +113,7 @@ def both(here: Here, case: Case) -> tuple[Any, Any]:
     assert not isinstance(plain, Transport)
     found = []
     for transport in (moved, plain):
-        cp = ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=transport)
+        cp = ContextParallel(**case.options, transport=transport)
         found.append(compute(cp, case))
     return found[0], found[1]
 

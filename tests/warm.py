@@ -37,7 +37,7 @@ from patience import patient
 IMPORTED = (
     "numpy", "torch", "torch.distributed", "torch.utils.checkpoint", "tokenring.runtime.executor",
     "tokenring.backends.kernels.cpu_flash", "tokenring.planner.choosing.auto", "tokenring.proof.verify",
-    "tokenring.cli.bench.reference",
+    "tokenring.cli.bench.reference", "tokenring.proof.replay", "torch.fx.experimental.symbolic_shapes",
 )  # fmt: skip
 START_SECONDS = 60.0  # for its imports; see `patience`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h

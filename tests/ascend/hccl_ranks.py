@@ -98,7 +98,7 @@ def run_case(
     moved = kept_transport(here, transport, streams)
     ledger.in_use.clear()
     ledger.clear()
-    cp = ContextParallel(layout=case.layout, schedule=case.make_schedule(), transport=moved, kernel=kernel)
+    cp = ContextParallel(**case.options, transport=moved, kernel=kernel)
     if change is not None:
         _change_programs(cp, change)
     q, k, v, dout = (shard(x, cp).to("npu").requires_grad_(index < 3) for index, x in enumerate(case.inputs()))

@@ -15,7 +15,7 @@ from tokenring.topology.model.facts import (
     Link,
     Measurement,
     Note,
-    changed,
+    between_others,
     unordered,
 )
 from tokenring.topology.model.shapes import neighbours, parts
@@ -102,8 +102,9 @@ class Graph:
         """Return the best edge of each pair that has one: an accelerator's own link before PCIe."""
         best: dict[tuple[str, str], Edge] = {}
         for edge in self.edges:
-            pair = unordered(edge.a, edge.b)
-            if pair not in best or (edge.kind in PEERS and best[pair].kind not in PEERS):
+            a, b = edge.a, edge.b
+            pair = (a, b) if a <= b else (b, a)
+            if best.setdefault(pair, edge) is not edge and edge.kind in PEERS and best[pair].kind not in PEERS:
                 best[pair] = edge
         return best
 
@@ -168,8 +169,7 @@ def merge(facts: Iterable[Facts]) -> Graph:
     several = several or len({device.host for source in sources for device in source.devices if device.host}) > 1
     for source in sources:
         names = _take_devices(source, devices, several)
-        for link in source.links:
-            _take_link(link, names, links)
+        _take_links(source.links, names, links)
         measurements += [replace(each, a=names[each.a], b=names[each.b]) for each in source.measurements]
         notes += source.notes
         hosts = frozenset(device.host or "" for device in source.accelerators)
@@ -269,26 +269,28 @@ def _completed(known: Device, more: Device) -> Device:
     return replace(known, **{k: v for k, v in vars(more).items() if getattr(known, k) is None and v is not None})
 
 
-def _take_link(link: Link, names: Mapping[str, str], links: dict[_Ends, _Named]) -> None:
-    """Add a source's link, or what it says about one that is known."""
-    a, b = names.get(link.a), names.get(link.b)
-    if a is None or b is None or link.state == "down":
-        return
-    key = (a, b, link.kind) if a <= b else (b, a, link.kind)
-    if key not in links:
-        links[key] = (a, b, link)
-        return
-    first, second, known = links[key]
-    count = link.count if known.count is None else known.count
-    bandwidth_gbs = link.bandwidth_gbs if known.bandwidth_gbs is None else known.bandwidth_gbs
-    both = replace(known, count=count, bandwidth_gbs=bandwidth_gbs, switched=known.switched or link.switched)
-    links[key] = (first, second, both)
+def _take_links(more: Iterable[Link], names: Mapping[str, str], links: dict[_Ends, _Named]) -> None:
+    """Add a source's links, or what it says about those that are known."""
+    for link in more:
+        a, b = names.get(link.a), names.get(link.b)
+        if a is None or b is None or link.state == "down":
+            continue
+        key = (a, b, link.kind) if a <= b else (b, a, link.kind)
+        if (known := links.setdefault(key, (a, b, link)))[2] is not link:
+            links[key] = (*known[:2], _completed_link(known[2], link))
+
+
+def _completed_link(known: Link, more: Link) -> Link:
+    """Return a link with what the first source left open, from the second."""
+    count = more.count if known.count is None else known.count
+    bandwidth_gbs = more.bandwidth_gbs if known.bandwidth_gbs is None else known.bandwidth_gbs
+    return replace(known, count=count, bandwidth_gbs=bandwidth_gbs, switched=known.switched or more.switched)
 
 
 def _edges(
     links: Mapping[_Ends, _Named], devices: Iterable[Device], measurements: Iterable[Measurement]
 ) -> Iterable[Edge]:
-    """Yield links with their bandwidth: what was measured, else what is known of links and devices like these.
+    """Return links with their bandwidth: what was measured, else what is known of links and devices like these.
 
     An edge is made for each way to be linked; those of a large matrix differ in their ends alone.
     """
@@ -298,15 +300,15 @@ def _edges(
     alike = {name: numbers[each] for name, each in like.items()}
     measured = _measured(measurements)
     made: dict[tuple[object, ...], Edge] = {}
-    for a, b, link in links.values():
-        told = (link.kind, link.count, link.bandwidth_gbs, link.switched, link.label)
-        kind = (*told, alike[a], alike[b])
+
+    def edge_of(a: str, b: str, link: Link) -> Edge:
+        kind = (link.kind, link.count, link.bandwidth_gbs, link.switched, link.label, alike[a], alike[b])
         if (edge := made.get(kind)) is None:
-            edge = made[kind] = _with_bandwidth(Edge("", "", *told[:3], "label", *told[3:]), by_id[a], by_id[b])
-        if (gbs := measured.get(unordered(a, b)) if measured else None) is None:
-            yield changed(edge, a=a, b=b)
-        else:
-            yield changed(edge, a=a, b=b, bandwidth_gbs=gbs, source="measured")
+            edge = made[kind] = _with_bandwidth(Edge("", "", *kind[:3], "label", *kind[3:5]), by_id[a], by_id[b])
+        gbs = measured.get(unordered(a, b)) if measured else None
+        return edge if gbs is None else replace(edge, bandwidth_gbs=gbs, source="measured")
+
+    return between_others((edge_of(a, b, link), a, b) for a, b, link in links.values())
 
 
 def _measured(measurements: Iterable[Measurement]) -> dict[tuple[str, str], float]:

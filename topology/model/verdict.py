@@ -60,6 +60,13 @@ class _Links:
         above = (unordered(*pair) for attached in self.wider.values() for pair in pairs(attached))
         return frozenset(self.edges).union(self.switched, above)
 
+    def within(self, group: tuple[str, ...]) -> dict[tuple[str, str], Edge]:
+        """Return the direct links of a group's own pairs."""
+        if len(group) == len(self.around):
+            return self.direct
+        inside = set(group)
+        return {pair: edge for pair, edge in self.direct.items() if inside.issuperset(pair)}
+
     def unknown(self, names: tuple[str, ...]) -> list[tuple[str, str]]:
         """Return the pairs of these names of which nothing is known."""
         if len(names) == len(self.around) and len(self.edges) == len(names) * (len(names) - 1) // 2:
@@ -122,8 +129,10 @@ def _unknown(reason: str, graph: Graph) -> Verdict:
 
 def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     inside = set(names)
-    edges = {pair: edge for pair, edge in graph.between().items() if inside.issuperset(pair)}
-    peers = {pair: edge for pair, edge in edges.items() if edge.kind in PEERS}
+    edges = graph.between()
+    if len(graph.devices) > len(names):
+        edges = {pair: edge for pair, edge in edges.items() if inside.issuperset(pair)}
+    peers = edges if {edge.kind for edge in edges.values()} <= PEERS else _peers(edges)
     switched = {pair for pair, edge in peers.items() if edge.switched}
     direct = {pair: edge for pair, edge in peers.items() if not edge.switched} if switched else peers
     wider: dict[str, list[str]] = {}
@@ -143,6 +152,10 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
         if len(part) > 1:
             switched |= {unordered(*pair) for pair in pairs(end for end in part if end in inside)}
     return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]), wider)
+
+
+def _peers(edges: Mapping[tuple[str, str], Edge]) -> dict[tuple[str, str], Edge]:
+    return {pair: edge for pair, edge in edges.items() if edge.kind in PEERS}
 
 
 def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:
@@ -252,8 +265,7 @@ def _more_than_there_are(group: tuple[str, ...], links: _Links, graph: Graph) ->
 
     That counts only if no pair is known to be apart.
     """
-    inside = set(group)
-    known = {pair: edge for pair, edge in links.direct.items() if inside.issuperset(pair)}
+    known = links.within(group)
     if len(known) + len(links.unknown(group)) < len(pairs(group)):
         return False
     _, there = _budget(group, links, graph)
@@ -266,8 +278,8 @@ def _more_than_there_are(group: tuple[str, ...], links: _Links, graph: Graph) ->
 def _budget(group: tuple[str, ...], links: _Links, graph: Graph) -> tuple[int, int | None]:
     """Return the links that a mesh of these pairs would take at each device, and how many a device has."""
     inside = set(group)
-    edges = [edge for pair, edge in links.direct.items() if inside.issuperset(pair)]
-    kind, most = edges[0].kind, max(edge.count or 1 for edge in edges)
+    edges = links.within(group).values()
+    kind, most = next(edge.kind for edge in edges), max({edge.count or 1 for edge in edges})
     devices: list[Device] = [device for device in graph.accelerators if device.id in inside]
     there = links_per_device(kind, devices[0])
     if kind == "nvlink" and most in WHOLE_DEVICE and there is not None:
@@ -291,8 +303,7 @@ def _why(graph: Graph, island: Island, links: _Links) -> str:
 
 def _uneven(island: Island, links: _Links) -> tuple[str, ...]:
     """Return a warning for a mesh whose pairs differ in width: a link may be down."""
-    members = set(island.members)
-    counts = {edge.count for pair, edge in links.direct.items() if members.issuperset(pair)}
+    counts = {edge.count for edge in links.within(island.members).values()}
     if island.shape == "full-mesh" and len(counts - {None}) > 1:
         return (f"pairs have {' or '.join(str(c) for c in sorted(c for c in counts if c))} links",)
     return ()

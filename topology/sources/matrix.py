@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import eq
 
 from tokenring.errors import TopologyError
-from tokenring.topology.model.facts import PEER_KINDS, Coverage, Device, Link, Note, changed, pairs, unordered
+from tokenring.topology.model.facts import PEER_KINDS, Coverage, Device, Link, Note, between_others, pairs, unordered
 from tokenring.topology.model.labels import NOTHING, SELF, cells, meaning
 
 ACCELERATOR = re.compile(r"(GPU|NPU|Phy-ID)([0-9]{1,5})", re.ASCII)
@@ -251,9 +251,9 @@ def links_of(matrix: Matrix, devices: list[Device]) -> tuple[list[Link], list[No
     """Return one link for each pair that has a label; a pair whose two labels differ has none, and a note."""
     known = {device.id for device in devices}
     labels, notes = (_upper(matrix), []) if _is_symmetric(matrix, known) else _agreed(matrix, known)
-    made = {label: _link_of(label) for label in set(labels.values())}
-    links = [changed(link, a=a, b=b) for (a, b), label in labels.items() if (link := made[label]) is not None]
-    return links, notes
+    made = {label: _link_of(label) for label in {label for _, _, label in labels}}
+    linked = ((link, a, b) for a, b, label in labels if (link := made[label]) is not None)
+    return list(between_others(linked)), notes
 
 
 def _is_symmetric(matrix: Matrix, known: set[str]) -> bool:
@@ -267,19 +267,19 @@ def _is_symmetric(matrix: Matrix, known: set[str]) -> bool:
     return {len(row) for row in rows} <= {len(rows)} and all(map(eq, rows, map(list, zip(*rows, strict=True))))
 
 
-def _upper(matrix: Matrix) -> dict[tuple[str, str], str]:
-    """Return each pair's label, of a symmetric matrix."""
+def _upper(matrix: Matrix) -> list[tuple[str, str, str]]:
+    """Return the pairs, each with its label, of a symmetric matrix."""
     rows = [(row.name, matrix.columns[i:], row.labels[i:]) for i, row in enumerate(matrix.rows, 1)]
-    return {
-        (name, column): label
+    return [
+        (name, column, label)
         for name, columns, labels in rows
         for column, label in zip(columns, labels, strict=True)
         if label != SELF
-    }
+    ]
 
 
-def _agreed(matrix: Matrix, known: set[str]) -> tuple[dict[tuple[str, str], str], list[Note]]:
-    """Return each pair's label, and notes on pairs that have two."""
+def _agreed(matrix: Matrix, known: set[str]) -> tuple[list[tuple[str, str, str]], list[Note]]:
+    """Return the pairs, each with its label, and notes on pairs that have two."""
     labels: dict[tuple[str, str], str] = {}
     notes: list[Note] = []
     for row in matrix.rows:
@@ -295,7 +295,7 @@ def _agreed(matrix: Matrix, known: set[str]) -> tuple[dict[tuple[str, str], str]
             elif back != label and meaning(back) != meaning(label):
                 notes.append(Note(f"{column} to {name} is {back}, the other way {label}: unknown", row.line))
                 labels[column, name] = "N/A"
-    return labels, notes
+    return [(*pair, label) for pair, label in labels.items()], notes
 
 
 def _link_of(label: str) -> Link | None:
