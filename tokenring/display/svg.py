@@ -43,6 +43,61 @@ def text_at(
     return f'<text x="{x:.1f}" y="{y:.1f}" {how}>{escape(text)}</text>'
 
 
+# Advance widths of DejaVu Sans, the widest font of FONT, in em: what fits with it fits with all.
+NARROW, WIDE, BOLD = "ijl.,:;'|!()[]/ftIr ", "mwMW@%—…→", 1.13
+
+
+def wrapped(text: str, room: float, size: float, bold: bool = False) -> list[str]:
+    """Break a text into lines that are at most `room` SVG units wide at this font size; no text gives no line."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and _width(f"{lines[-1]} {word}", size, bold) <= room:
+            lines[-1] += f" {word}"
+        else:
+            lines += _broken(word, room, size, bold)
+    return lines
+
+
+def _broken(word: str, room: float, size: float, bold: bool) -> list[str]:
+    """Break a word that is wider than a line, such as a path, wherever the line ends."""
+    lines = [""]
+    for character in word:
+        if lines[-1] and _width(lines[-1] + character, size, bold) > room:
+            lines.append("")
+        lines[-1] += character
+    return lines
+
+
+def _width(text: str, size: float, bold: bool) -> float:
+    """Return how wide a text is at most, in SVG units."""
+    return sum(map(_advance, text)) * size * (BOLD if bold else 1.0)
+
+
+def _advance(character: str) -> float:
+    if character in NARROW:
+        return 0.41
+    if character in WIDE or ord(character) > 0x2FFF:  # CJK fills its square
+        return 1.05
+    return 0.72 if character.isupper() else 0.65
+
+
+def heading(
+    x: float, y: float, room: float, title: str, size: int, about: Iterable[str]
+) -> tuple[list[str], float]:
+    """Lay out a title whose first line stands at x and y, and grey lines below it, none wider than `room`.
+
+    Returns their elements, and y of the last line; all in SVG units.
+    """
+    elements = []
+    for number, line in enumerate(wrapped(title, room, size, bold=True)):
+        y += size + 4 if number else 0
+        elements.append(text_at(x, y, line, size, weight="bold"))
+    for number, line in enumerate(line for text in about for line in wrapped(text, room, 13)):
+        y += 18 if number else 22
+        elements.append(text_at(x, y, line, 13, "grey"))
+    return elements, y
+
+
 def axis_step(span: float, most: int = 12) -> float:
     """Return a round distance of ticks (1, 2 or 5 times a power of ten) with which a span has `most` at most."""
     step = 10.0**-3

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from tokenring.display.safe_text import cells_wide, plain
+from tokenring.display.svg import FONT, wrapped
 from tokenring.topology.model.facts import Device
 from tokenring.topology.model.graph import Edge, Graph
 from tokenring.topology.model.nesting import Box, boxes, says_something
@@ -31,7 +31,6 @@ CHIP, CHIP_GAP, HEAD = 26, 8, 22
 BESIDE = 560  # wider circles have their boxes below, not beside
 MAX_NAME, MAX_INSIDE, MAX_HOST = 40, 8, 24
 MAX_HOSTS, MAX_LEGEND, HOSTS_AROUND = 32, 10, 4
-FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 KIND_NAMES = {"nvlink": "NVLink", "xgmi": "xGMI", "hccs": "HCCS", "sio": "SIO", "ub": "UB", "c2c": "NVLink-C2C",
               "mxlink": "MetaXLink", "mtlink": "MTLink", "mlulink": "MLU-Link", "pcie": "PCIe"}  # fmt: skip
 DEVICE_NAMES = {"accelerator": "accelerator", "nic": "NIC", "switch": "switch", "cpu": "CPU", "host": "host"}
@@ -99,14 +98,14 @@ class _Picture:
 
     def _heading(self) -> Iterator[str]:
         self.y = MARGIN
-        for line in textwrap.wrap(plain(sentence(self.graph, self.verdict), 400), 110):
+        for line in wrapped(plain(sentence(self.graph, self.verdict), 400), WIDTH - 2 * MARGIN, 18, bold=True):
             self.y += 25
             yield _text(MARGIN, self.y, line, 18, weight="bold")
         why = [f"{self.verdict.name}, confidence {self.verdict.confidence}", *self.verdict.evidence]
         self.y += 4
         for colour, texts in (("grey", why), ("bad", self.verdict.warnings)):
             for text in texts[:8]:
-                for line in textwrap.wrap(plain(text, 400), 150):
+                for line in wrapped(plain(text, 400), WIDTH - 2 * MARGIN, 12.5):
                     self.y += LINE
                     yield _text(MARGIN, self.y, line, 12.5, colour)
         self.y += PAD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from tokenring.display.safe_text import plain, plain_lines
 from tokenring.topology.model.facts import PCIE_KINDS, Device, unordered
@@ -49,15 +50,40 @@ FAVOURS = {
 }
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of a report. The first row and the first column are headings; `kinds` are those of links, by cell."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    kinds: tuple[tuple[str, ...], ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return the table as text, its columns aligned."""
+        rows = [[plain(cell, MAX_CELL) for cell in row] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return [self.title, *lines] if self.title else lines
+
+
+Block = list[str] | Table
+
+
 def report(graph: Graph, verdict: Verdict) -> str:
     """Return the whole report, ending in a newline."""
-    blocks = [[sentence(graph, verdict)], _why(verdict)]
+    texts = [each.lines() if isinstance(each, Table) else each for each in blocks(graph, verdict)]
+    return plain_lines("\n\n".join(map("\n".join, texts))) + "\n"
+
+
+def blocks(graph: Graph, verdict: Verdict) -> list[Block]:
+    """Return the parts of the report: paragraphs of lines, and tables."""
+    found: list[Block] = [[sentence(graph, verdict)], _why(verdict)]
     for host, inside in verdict.inside:
-        blocks.append([f"{host or 'a host'}: {sentence(graph.on_host(host), inside)}"])
-    blocks += [_matrix(graph), _islands(verdict), _places(graph), _unknown(graph, verdict)]
+        found.append([f"{host or 'a host'}: {sentence(graph.on_host(host), inside)}"])
+    found += [_matrix(graph), _islands(verdict), _places(graph), _unknown(graph, verdict)]
     if graph.accelerators:
-        blocks.append([f"favours   {FAVOURS[verdict.name]}"])
-    return plain_lines("\n\n".join("\n".join(block) for block in blocks if block)) + "\n"
+        found.append([f"favours   {FAVOURS[verdict.name]}"])
+    return [each for each in found if each != []]
 
 
 def sentence(graph: Graph, verdict: Verdict) -> str:
@@ -123,7 +149,7 @@ def _why(verdict: Verdict) -> list[str]:
     return lines + [f"warning   {line}" for line in verdict.warnings]
 
 
-def _matrix(graph: Graph) -> list[str]:
+def _matrix(graph: Graph) -> Block:
     """Lay out link and GB/s one way of each pair; a source's PCIe word where there is nothing better."""
     ends = [device.id for device in graph.accelerators]
     if not 1 < len(ends) <= MAX_MATRIX:
@@ -135,18 +161,23 @@ def _matrix(graph: Graph) -> list[str]:
         ends += nics
     best = graph.between()
     fabric = graph.fabric()
-    rows = [["", *ends]]
-    for a in ends:
-        cells = [_cell(a, b, best.get(unordered(a, b)), fabric) for b in ends]
-        rows.append([a, *cells])
-    return ["links, GB/s one way", *_table(rows)]
+    found = [[_between(a, b, best.get(unordered(a, b)), fabric) for b in ends] for a in ends]
+    texts = [[_cell(a, b, edge) for b, edge in zip(ends, row, strict=True)] for a, row in zip(ends, found, strict=True)]
+    kinds = tuple(tuple("" if edge is None else edge.kind for edge in row) for row in found)
+    rows = (("", *ends), *((a, *row) for a, row in zip(ends, texts, strict=True)))
+    return Table("links, GB/s one way", rows, kinds)
 
 
-def _cell(a: str, b: str, edge: Edge | None, fabric: SwitchFabric) -> str:
+def _between(a: str, b: str, edge: Edge | None, fabric: SwitchFabric) -> Edge | None:
+    """Return what the matrix shows of a pair: a link of its own, else a way through switches, else what there is."""
+    if a == b or (edge is not None and edge.is_peer):
+        return edge
+    return fabric.between(a, b) or edge
+
+
+def _cell(a: str, b: str, edge: Edge | None) -> str:
     if a == b:
         return "·"
-    if edge is None or not edge.is_peer:
-        edge = fabric.between(a, b) or edge
     return "?" if edge is None else _named(_word(edge), edge.bandwidth_gbs)
 
 
@@ -165,12 +196,6 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    rows = [[plain(cell, MAX_CELL) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def _islands(verdict: Verdict) -> list[str]:
     if verdict.name != "islands":
         return []
@@ -181,7 +206,7 @@ def _islands(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _places(graph: Graph) -> list[str]:
+def _places(graph: Graph) -> Block:
     rows = [["place", "host", "NUMA", "CPUs", "nearest NIC"]]
     near = _nearest_nics(graph)
     for device in graph.accelerators or graph.of_kind("nic"):
@@ -189,7 +214,7 @@ def _places(graph: Graph) -> list[str]:
         name = f"{device.id} {device.name}" if device.kind == "nic" and device.name else device.id
         rows.append([name, device.host or "", numa or "?", device.cpu_affinity or "?", near.get(device.id, "?")])
     keep = [i for i in range(len(rows[0])) if i == 0 or any(row[i] not in ("", "?") for row in rows[1:])]
-    return _table([[row[i] for i in keep] for row in rows]) if len(keep) > 1 else []
+    return Table("", tuple(tuple(row[i] for i in keep) for row in rows)) if len(keep) > 1 else []
 
 
 def _nearest_nics(graph: Graph) -> dict[str, str]:

@@ -8,11 +8,11 @@ from html import escape
 
 from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Entry, RaceReport
 from tokenring.cli.bench.table import bytes_text, case_text, emulation_text, machine_text, ms, what_text
-from tokenring.display.svg import axis_step, opening, style, text_at
+from tokenring.display.svg import axis_step, heading, opening, style, text_at
 
 # Sizes in SVG units, which viewers show as pixels.
 WIDTH, MARGIN, RIGHT = 1080, 28, 160
-TOP, ROW, BAR, AXIS, LINE = 112, 44, 20, 46, 17
+HEAD, ROW, BAR, AXIS, LINE = 32, 44, 20, 46, 17
 CHARACTER = 6.6  # mean width of a character of 12 units, generous
 SMALL_CHARACTER = 6.0  # of 11 units
 SPREAD = (0.0, 2.6, -2.6, 5.2, -5.2)  # of dots, so that they do not hide each other
@@ -46,7 +46,9 @@ class _Picture:
         labels = [*(entry.name for entry in self.timed), *map(what_text, self.timed), "tokenring"]
         self.left = MARGIN + CHARACTER * max(map(len, labels)) + 14
         self.label = WIDTH - RIGHT + 18.0
-        self.bottom = TOP + ROW * len(self.timed)
+        self.heading, below = self._heading()
+        self.top = below + HEAD
+        self.bottom = self.top + ROW * len(self.timed)
         self.height = self.bottom + AXIS + LINE * len(self.footer) + MARGIN // 2
 
     def x(self, seconds: float) -> float:
@@ -57,35 +59,35 @@ class _Picture:
         yield from opening(WIDTH, self.height, title)
         yield from style(COLOURS, LINES, RULES)
         yield f'<rect class="ground" width="{WIDTH}" height="{self.height}"/>'
-        yield from self._heading()
+        yield from self.heading
+        yield from self._kinds()
         yield from self._axis()
         for row, entry in enumerate(self.timed):
-            yield from self._row(TOP + row * ROW, entry)
+            yield from self._row(self.top + row * ROW, entry)
         yield from self._footer()
         yield "</svg>"
 
-    def _heading(self) -> Iterator[str]:
+    def _heading(self) -> tuple[list[str], float]:
         case = self.report.case
         passes = "forward and backward" if case.backward else "forward"
-        yield text_at(
-            MARGIN, 40, f"Attention split over {self.report.machine.ranks} ranks, {passes}", 19, weight="bold"
-        )
-        yield text_at(MARGIN, 61, case_text(case).partition(", ")[2], 13, "grey")
+        title = f"Attention split over {self.report.machine.ranks} ranks, {passes}"
         where = "; ".join(filter(None, [machine_text(self.report.machine), emulation_text(case)]))
-        yield text_at(MARGIN, 79, where, 13, "grey")
+        return heading(MARGIN, 40, WIDTH - 2 * MARGIN, title, 19, [case_text(case).partition(", ")[2], where])
+
+    def _kinds(self) -> Iterator[str]:
         x = self.left
         for name, text in KINDS.values():
             if any(KINDS[entry.kind][0] == name for entry in self.timed):
-                yield f'<rect class="{name}" x="{x:.1f}" y="{TOP - 17}" width="13" height="11" rx="2"/>'
-                yield text_at(x + 19, TOP - 7, text, 12)
+                yield f'<rect class="{name}" x="{x:.1f}" y="{self.top - 17:g}" width="13" height="11" rx="2"/>'
+                yield text_at(x + 19, self.top - 7, text, 12)
                 x += 19 + CHARACTER * len(text) + 22
-        yield text_at(x, TOP - 7, "bars: medians, dots: rounds, whiskers: from fastest to slowest", 12, "grey")
+        yield text_at(x, self.top - 7, "bars: medians, dots: rounds, whiskers: from fastest to slowest", 12, "grey")
 
     def _axis(self) -> Iterator[str]:
         step = axis_step(1e3 * self.most, 10)
         for number in range(int(1e3 * self.most / step) + 1):
             x = self.x(number * step / 1e3)
-            yield f'<line class="rule" x1="{x:.1f}" y1="{TOP + 2}" x2="{x:.1f}" y2="{self.bottom + 4}"/>'
+            yield f'<line class="rule" x1="{x:.1f}" y1="{self.top + 2:g}" x2="{x:.1f}" y2="{self.bottom + 4}"/>'
             yield text_at(x, self.bottom + 19, f"{number * step:g}", 11, "grey", "middle")
         yield text_at(self.label, self.bottom + 19, "ms, the slowest rank's", 11, "grey")
 

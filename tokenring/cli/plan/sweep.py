@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log10
+from itertools import groupby
 
 from tokenring.cli.plan.options import ask, several_hosts
-from tokenring.display.svg import box, opening, style, text_at
+from tokenring.display.svg import axis_step, box, heading, opening, style, text_at, wrapped
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.auto import plan_or_forecast
 from tokenring.sequence.sizes import SIZES
 
 CURVES = 6  # schedules that are drawn
-WIDTH, HEIGHT, MARGIN, LEFT, RIGHT, TOP = 900, 460, 28, 74, 190, 64
+BASELINE = "ring"  # always among them
+WIDTH, MARGIN, LEFT, RIGHT, CHART, BAND = 900, 28, 82, 190, 300, 28
+MOST = 2.0  # of the axis: what takes longer leaves the picture
 COLOURS = {
     "paper": ("#ffffff", "#14181d"), "ink": ("#22282f", "#e8ecf0"), "grey": ("#66707b", "#9aa5b1"),
-    "won": ("#eef3fa", "#1c2530"),
+    "on": ("#ffffff", "#ffffff"),
 }  # fmt: skip
 STROKES = {
     "c0": ("#2f6db5", "#3f7fcb"), "c1": ("#cf4a5e", "#e8687b"), "c2": ("#2f9e6b", "#3fb57f"),
     "c3": ("#f3b33d", "#e0a63a"), "c4": ("#8f6cc0", "#a583d6"), "c5": ("#66707b", "#9aa5b1"),
     "rule": ("#dfe4e9", "#2c333b"),
 }  # fmt: skip
+BANDS = {f"w{number}": STROKES[f"c{number}"] for number in range(CURVES)}
+RULES = [".curve { stroke-width: 2 }"]
 
 
 @dataclass(frozen=True)
@@ -93,61 +97,102 @@ def sweep_table(points: Sequence[Point], skipped: Mapping[int, str]) -> str:
 
 
 def sweep_svg(points: Sequence[Point], options: argparse.Namespace) -> str:
-    """Draw time over length, both in logarithms, of what wins somewhere and of what comes near."""
-    names = _names(points)
-    low = min(min(point.seconds.values()) for point in points)
-    high = max(point.seconds[name] for point in points for name in names if name in point.seconds)
-    span = max(log10(high / low), 0.3)
+    """Draw each schedule's time over the fastest one's at each length, and below it who wins there."""
+    titles, below = heading(MARGIN, 38, WIDTH - 2 * MARGIN, _title(options), 17, [_about(options)])
+    chart = _Chart(points, _names(points), below + 34)
+    height = chart.bottom + 2 * BAND + MARGIN + 14
+    lines = [*opening(WIDTH, height, _title(options)), *style(COLOURS | BANDS, STROKES, RULES)]
+    lines += [box(0, 0, WIDTH, height, "paper"), *titles]
+    return "\n".join([*lines, *chart.lines(), "</svg>"]) + "\n"
 
-    def x(index: int) -> float:
-        return LEFT + index * (WIDTH - LEFT - RIGHT) / max(1, len(points) - 1)
 
-    def y(seconds: float) -> float:
-        return HEIGHT - MARGIN - 24 - log10(seconds / low) / span * (HEIGHT - MARGIN - 24 - TOP)
+def _title(options: argparse.Namespace) -> str:
+    return f"Fastest schedule by length on {several_hosts(options.topology, options.ranks)[0]}"
 
-    title = f"Fastest schedule by length on {several_hosts(options.topology, options.ranks)[0]}"
-    lines = [*opening(WIDTH, HEIGHT, title), *style(COLOURS, STROKES, [".curve { stroke-width: 2 }"])]
-    lines += [box(0, 0, WIDTH, HEIGHT, "paper"), text_at(MARGIN, 30, title, 17, weight="bold")]
+
+def _about(options: argparse.Namespace) -> str:
     heads = f"{options.heads}:{options.kv_heads or options.heads} heads × {options.dim}"
-    about = f"{heads}, {options.dtype}, {options.mask}, {options.passes}"
-    lines.append(text_at(MARGIN, 48, about, 12, "grey"))
-    for index, point in enumerate(points):
-        lines.append(text_at(x(index), HEIGHT - MARGIN, length_text(point.tokens), 11, "grey", "middle"))
-    for power in range(int(log10(low)) - 1, int(log10(high)) + 2):
-        if low <= 10.0**power <= high:
-            at = y(10.0**power)
-            lines.append(f'<path class="rule" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>')
-            lines.append(text_at(LEFT - 8, at + 4, time_text(10.0**power), 11, "grey", "end"))
-    lines += _curves(points, names, x, y)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return f"{heads}, {options.dtype}, {options.mask}, {options.passes}: time over that of the fastest, predicted"
+
+
+class _Chart:
+    """Curves over a column for each length; the vertical axis is a ratio from 1 to MOST at most."""
+
+    def __init__(self, points: Sequence[Point], names: Sequence[str], top: float) -> None:
+        self.points, self.names, self.top = points, names, top
+        self.bottom = top + CHART
+        self.column = (WIDTH - LEFT - RIGHT) / len(points)
+        self.most = min(MOST, max(1.1, *(_ratio(point, name) or 1.0 for point in points for name in names)))
+
+    def x(self, index: int) -> float:
+        """Return the middle of a column."""
+        return LEFT + (index + 0.5) * self.column
+
+    def y(self, ratio: float) -> float:
+        """Return the height of a ratio; what is beyond the axis leaves the chart at its top."""
+        return self.bottom - (ratio - 1) / (self.most - 1) * (self.bottom - self.top)
+
+    def lines(self) -> Iterator[str]:
+        """Yield axes, curves and the band of winners."""
+        yield from self._axes()
+        size = f'width="{WIDTH - LEFT - RIGHT}" height="{CHART + 6:g}"'
+        yield f'<clipPath id="chart"><rect x="{LEFT}" y="{self.top - 3:.1f}" {size}/></clipPath>'
+        yield '<g clip-path="url(#chart)">'
+        for number, name in reversed(list(enumerate(self.names))):  # the winners on top
+            yield from self._curve(number % CURVES, name)
+        yield "</g>"
+        yield from self._legend()
+        yield from self._winners()
+
+    def _axes(self) -> Iterator[str]:
+        step = axis_step(self.most - 1, 6)
+        for number in range(int((self.most - 1) / step + 1e-9) + 1):
+            ratio = 1 + number * step
+            yield f'<path class="rule" d="M{LEFT} {self.y(ratio):.1f}H{WIDTH - RIGHT}"/>'
+            yield text_at(LEFT - 8, self.y(ratio) + 4, f"{ratio:g} ×", 11, "grey", "end")
+        for index, point in enumerate(self.points):
+            yield text_at(self.x(index), self.bottom + BAND + 20, length_text(point.tokens), 11, "grey", "middle")
+        yield text_at(LEFT - 8, self.bottom + BAND + 20, "tokens", 11, "grey", "end")
+
+    def _curve(self, number: int, name: str) -> Iterator[str]:
+        at = [(self.x(i), self.y(ratio)) for i, point in enumerate(self.points) if (ratio := _ratio(point, name))]
+        path = " ".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b) in enumerate(at))
+        yield f'<path class="c{number} curve" d="{path}"/>'
+        for a, b in at:
+            yield f'<circle class="c{number}" cx="{a:.1f}" cy="{b:.1f}" r="2.5"/>'
+
+    def _legend(self) -> Iterator[str]:
+        for number, name in enumerate(self.names):
+            y = self.top + 6 + 18 * number
+            yield f'<path class="c{number % CURVES} curve" d="M{WIDTH - RIGHT + 12} {y - 4:.1f}h14"/>'
+            yield text_at(WIDTH - RIGHT + 31, y, name, 12)
+
+    def _winners(self) -> Iterator[str]:
+        """Yield a band in the winners' colours, each named once for all columns in a row that it wins."""
+        yield text_at(LEFT - 8, self.bottom + BAND - 1, "fastest", 11, "grey", "end")
+        first = 0
+        for name, group in groupby(point.winner for point in self.points):
+            columns = len(list(group))
+            x, width = LEFT + first * self.column, columns * self.column
+            first += columns
+            yield box(x, self.bottom + 10, width, BAND - 6, f"w{self.names.index(name) % CURVES}")
+            label = wrapped(name, width - 8, 11)
+            if len(label) == 1:
+                yield text_at(x + width / 2, self.bottom + BAND - 1, name, 11, "on", "middle")
+
+
+def _ratio(point: Point, name: str) -> float | None:
+    """Return how many times as long as the fastest a schedule takes; None where it was not simulated."""
+    return point.seconds[name] / point.seconds[point.winner] if name in point.seconds else None
 
 
 def _names(points: Sequence[Point]) -> list[str]:
-    """Return the winners, then the schedules that are nearest to them: CURVES in all, at most."""
+    """Return the winners, the baseline, then the schedules that are nearest to them: CURVES in all, at most."""
     winners = list(dict.fromkeys(point.winner for point in points))
     others: dict[str, list[float]] = {}
     for point in points:
         for name, seconds in point.seconds.items():
             others.setdefault(name, []).append(seconds / point.seconds[point.winner])
-    rest = sorted((name for name in others if name not in winners and len(others[name]) == len(points)),
-                  key=lambda name: sum(others[name]))  # fmt: skip
-    return (winners + rest)[:CURVES]
-
-
-def _curves(
-    points: Sequence[Point], names: Sequence[str], x: Callable[[int], float], y: Callable[[float], float]
-) -> list[str]:
-    lines = []
-    labels: list[tuple[float, str, int]] = []
-    for number, name in enumerate(names):
-        at = [(x(i), y(point.seconds[name])) for i, point in enumerate(points) if name in point.seconds]
-        path = " ".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b) in enumerate(at))
-        lines.append(f'<path class="c{number} curve" d="{path}"/>')
-        lines += [f'<circle class="c{number}" cx="{a:.1f}" cy="{b:.1f}" r="2.5"/>' for a, b in at]
-        labels.append((at[-1][1], name, number))
-    low = 0.0
-    for height, name, number in sorted(labels):
-        low = max(low + 15, height)
-        lines.append(f'<path class="c{number} curve" d="M{WIDTH - RIGHT + 8} {low - 4:.1f}h14"/>')
-        lines.append(text_at(WIDTH - RIGHT + 27, low, name, 12))
-    return lines
+    known = [name for name in others if name not in winners and len(others[name]) == len(points)]
+    rest = sorted(known, key=lambda name: (name != BASELINE, sum(others[name])))
+    return (winners + rest)[: max(CURVES, len(winners))]

@@ -10,12 +10,13 @@ from statistics import mean
 
 from tokenring.cli.bench.table import case_text, machine_text, ms
 from tokenring.cli.trace.record import Bar, Stretch, Traced, TracedMessage
-from tokenring.display.svg import axis_step, box, opening, style, text_at
+from tokenring.display.svg import axis_step, box, heading, opening, style, text_at, wrapped
 from tokenring.ir.schedule_data import PASSES
 
 # Sizes in SVG units, which viewers show as pixels.
 WIDTH, MARGIN, LABEL, SHARE = 1180, 28, 58, 78
-HEADING, LINE, BAND, ROW, LANE, AXIS, LEGEND, SECOND = 46, 18, 36, 64, 30, 34, 28, 24
+LINE, BAND, ROW, LANE, AXIS, LEGEND, SECOND = 18, 36, 64, 30, 34, 28, 24
+ROOM = WIDTH - 2 * MARGIN
 LEAST_BAR = 0.8  # so that what takes microseconds is seen
 CHARACTER = 5.6  # mean width of a character of 10 units, generous for digits
 LEAST_STEP = 13  # narrower ones get no number
@@ -81,29 +82,24 @@ def simulation_of(traced: Traced) -> Timeline | None:
 
 def _page(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:
     end = max(_end(each) for each in (timeline, beside) if each is not None)
-    drawings = [_Drawing(timeline, HEADING + LINE * len(timeline.about) + BAND, end)]
+    titles, below = heading(MARGIN, 40, ROOM, timeline.heading, 20, timeline.about)
+    drawings = [_Drawing(timeline, below + 2 + BAND, end)]
+    second = wrapped(beside.heading, ROOM, 13, bold=True) if beside is not None else []
     if beside is not None:
-        drawings.append(_Drawing(beside, drawings[0].bottom + AXIS + SECOND + BAND, end))
+        drawings.append(_Drawing(beside, drawings[0].bottom + AXIS + SECOND + LINE * (len(second) - 1) + BAND, end))
     bottom = drawings[-1].bottom
     height = bottom + AXIS + LEGEND + MARGIN
     yield from opening(WIDTH, height, timeline.heading)
     yield from style(COLOURS, LINES, RULES)
     yield box(0, 0, WIDTH, height, "paper")
-    yield text_at(MARGIN, 40, timeline.heading, 20, weight="bold")
-    for number, text in enumerate(timeline.about):
-        yield text_at(MARGIN, 62 + LINE * number, text, 13, "grey")
+    yield from titles
     yield from drawings[0].lines()
     for drawing in drawings[1:]:
-        yield text_at(MARGIN, drawing.top - BAND, _shortened(drawing.timeline.heading), 13, weight="bold")
+        for number, line in enumerate(reversed(second)):
+            yield text_at(MARGIN, drawing.top - BAND - LINE * number, line, 13, weight="bold")
         yield from drawing.lines()
     yield from _legend(bottom)
     yield "</svg>"
-
-
-def _shortened(text: str) -> str:
-    """Return the text, cut to what fits into a line."""
-    most = int((WIDTH - 2 * MARGIN) / (1.3 * CHARACTER))
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _end(timeline: Timeline) -> float:
