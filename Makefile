@@ -11,7 +11,7 @@ demo: setup
 
 # pytest comes last, so that its summary closes the output. What `megatron` was to install, no test skips.
 test: lint wheel megatron
-	TOKENRING_MEGATRON_REQUIRED=1 $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=25
+	TOKENRING_MEGATRON_REQUIRED=1 $(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder --durations=25
 
 setup: $(STAMP)
 

@@ -20,20 +20,21 @@ from tokenring.launch.processes import ENDING_SIGNALS
 
 torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take many times longer
 
-# `make test` has three workers. These modules shape links, count processes or break them: the first worker has them
+# `make test` has several workers. These modules shape links, fill /dev/shm or count what is left: one worker has them
 # alone, one after another; all others go to the rest, which have less right to the processor.
 ALONE = frozenset({
-    "ascend_device", "ascend_traps", "bench", "demo", "devices", "emulate", "errors", "faults", "groups", "hccl",
-    "hccl_emulation", "hccl_life", "hccl_mutants", "leaks", "lines", "nccl", "packaging", "planner_job",
-    "planner_rates", "ranks", "shared_memory", "soak", "symm", "topology_job", "topology_measure", "topology_testbed",
-    "trace", "transports", "watch",
+    "bench", "demo", "emulate", "faults", "leaks", "packaging", "ranks", "shared_memory", "soak", "topology_job",
+    "topology_measure", "topology_testbed", "trace",
 })  # fmt: skip
+LONG = ("megatron", "doctor", "hccl_families", "exactness", "hccl_collectives", "transports", "nccl", "families")
 # Tests of these modules, of ALONE, and those that take a fixture of POOLS start processes or wait: marked `waits`.
 STARTING = frozenset({
-    "ascend_real", "capture", "cann_stubs", "cli", "cluster", "compile", "doctor", "docs", "examples", "gpu_nccl",
-    "gpu_script", "megatron", "megatron_contexts", "megatron_install", "megatron_packed", "megatron_parts", "merge",
-    "merge_warps", "mindspeed", "mindspeed_real", "npu_smoke", "npu_smoke_kernel", "rooms", "topology_probe",
-    "topology_report", "readme", "transfers", "transfers_taken",
+    "ascend_device", "ascend_real", "ascend_traps", "capture", "cann_stubs", "cli", "cluster", "compile", "devices",
+    "doctor", "docs", "errors", "examples", "gpu_nccl", "gpu_script", "groups", "hccl", "hccl_emulation", "hccl_life",
+    "hccl_mutants", "lines", "megatron", "megatron_contexts", "megatron_install", "megatron_packed", "megatron_parts",
+    "merge", "merge_warps", "mindspeed", "mindspeed_real", "nccl", "npu_smoke", "npu_smoke_kernel", "planner_job",
+    "planner_rates", "readme", "rooms", "symm", "topology_probe", "topology_report", "transfers", "transfers_taken",
+    "transports", "watch",
 })  # fmt: skip
 POOLS = frozenset({"ranks", "npus"})
 _before = ran_and_waited()  # at the last test
@@ -52,12 +53,19 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before what is deselected by markers is
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one worker has alone comes first."""
+    """What one worker has alone comes first, then what takes longest: no worker is left with it at the end."""
     for item in items:
         if module_of(item.path) in ALONE | STARTING or not POOLS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("waits")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: module_of(item.path) not in ALONE)  # stable
+        items.sort(key=lambda item: _turn(module_of(item.path)))  # stable
+
+
+def _turn(module: str) -> int:
+    """The place of a module in the order of modules; those that are nowhere listed share the last."""
+    order = ("alone", *LONG)
+    name = "alone" if module in ALONE else module
+    return order.index(name) if name in order else len(order)
 
 
 def pytest_collection_finish() -> None:
