@@ -2,7 +2,7 @@
 
     python benchmarks/strangers.py [--strangers 1000] [--ranks 3] [--times 5]
 
-The lines of some ranks, threads of this process, are made with so many strangers at each door: none,
+The connections of some ranks, threads of this process, are made with so many strangers at each listener: none,
 silent ones, slow ones (a byte now and then) and noisy ones. Prints the seconds until all are connected.
 """
 
@@ -23,7 +23,7 @@ from statistics import median
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")]
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
-from tokenring.backends.control.listener import Door  # noqa: E402
+from tokenring.backends.control.listener import Listener  # noqa: E402
 from tokenring.backends.control.sockets import PeerSockets  # noqa: E402
 
 SECONDS = 60.0
@@ -31,7 +31,7 @@ NAME = "0123456789abcdef"
 
 
 class Alone:
-    """A control of one rank, as far as its lines ask."""
+    """A control of one rank, as far as its connections ask."""
 
     name, timeout_seconds = NAME, SECONDS
 
@@ -42,18 +42,18 @@ class Alone:
         return RuntimeError(f"rank {self.rank} {what} from rank {peer}: {found}")
 
 
-def connect(doors: list[Door]) -> float:
-    """How long all ranks take to connect, each with its door."""
-    ranks, failed = len(doors), []
+def connect(listeners: list[Listener]) -> float:
+    """How long all ranks take to connect, each with its listener."""
+    ranks, failed = len(listeners), []
 
     def one(rank: int) -> None:
         made = PeerSockets.__new__(PeerSockets)
-        made._control, made._lines = Alone(rank, ranks), {}  # type: ignore[assignment]
+        made._control, made._connections = Alone(rank, ranks), {}  # type: ignore[assignment]
         try:
-            made._connect(doors[rank], [list(door.place) for door in doors])
+            made._connect(listeners[rank], [list(listener.place) for listener in listeners])
         except Exception as error:
             failed.append(error)
-        for line in made._lines.values():
+        for line in made._connections.values():
             line.close()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
@@ -68,11 +68,12 @@ def connect(doors: list[Door]) -> float:
 
 
 def measured(ranks: int, strangers: int, says: bytes, again: bool) -> float:
-    """With so many at each door, of whom each says this once, or again and again."""
+    """With so many at each listener, of whom each says this once, or again and again."""
     over = threading.Event()
     with contextlib.ExitStack() as stack:
-        doors = [stack.enter_context(Door("127.0.0.1", ranks)) for _ in range(ranks)]
-        there = [stack.enter_context(socket.create_connection(door.place)) for door in doors for _ in range(strangers)]
+        listeners = [stack.enter_context(Listener("127.0.0.1", ranks)) for _ in range(ranks)]
+        places = [listener.place for listener in listeners for _ in range(strangers)]
+        there = [stack.enter_context(socket.create_connection(place)) for place in places]
 
         def speak() -> None:
             while not over.wait(0.01):
@@ -85,7 +86,7 @@ def measured(ranks: int, strangers: int, says: bytes, again: bool) -> float:
         speaking = threading.Thread(target=speak if says else over.wait)
         speaking.start()
         try:
-            return connect(doors)
+            return connect(listeners)
         finally:
             over.set()
             speaking.join()
@@ -109,7 +110,7 @@ def main() -> None:
     for _ in range(options.times):
         for kind, measure in kinds.items():
             found[kind].append(measure())
-    print(f"{options.ranks} ranks, {options.strangers} strangers at each door, {options.times} times")
+    print(f"{options.ranks} ranks, {options.strangers} strangers at each listener, {options.times} times")
     print("strangers  median s  slowest s")
     for kind, times in found.items():
         print(f"{kind:9} {median(times):9.3f} {max(times):10.3f}")

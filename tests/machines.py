@@ -17,11 +17,11 @@ APART = "gloo, apart"  # the name of a transport between such ranks
 @contextmanager
 def transport_name(name: str) -> Iterator[str]:
     """What the registry calls it; while such ranks make it, of which there is one on a machine."""
-    whole = control.this_member  # type: ignore[attr-defined]
+    whole = control.this_process  # type: ignore[attr-defined]
     if name == APART:
-        me = replace(members.this_member(), boot_id=f"machine {dist.get_rank()}")
-        control.this_member = lambda: me  # type: ignore[attr-defined]
+        me = replace(members.this_process(), boot_id=f"machine {dist.get_rank()}")
+        control.this_process = lambda: me  # type: ignore[attr-defined]
     try:
         yield name.partition(",")[0]
     finally:
-        control.this_member = whole  # type: ignore[attr-defined]
+        control.this_process = whole  # type: ignore[attr-defined]

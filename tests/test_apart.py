@@ -33,11 +33,11 @@ class Ends:
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire, self.rank = wire, rank
 
-    def say(self, rank: int, data: bytes) -> None:
+    def send(self, rank: int, data: bytes) -> None:
         self.wire.sent[self.rank] += 1
         self.wire.ways[self.rank, rank].put(data)
 
-    def hear(self, rank: int, size_bytes: int) -> bytes:
+    def recv(self, rank: int, size_bytes: int) -> bytes:
         came = self.wire.ways[rank, self.rank].get(timeout=SECONDS)
         assert len(came) == size_bytes, "a connection would give parts of messages"
         return came

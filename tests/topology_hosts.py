@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tokenring.backends.control.process_info import this_member
+from tokenring.backends.control.process_info import this_process
 from tokenring.topology.probing.device_identity import Seat
 from tokenring.topology.probing.job import gather
 from tokenring.topology.ranks import Topology, seated
@@ -27,7 +27,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     facts = read(DUMP.read_text(), DUMP.name)
     bus_id = facts.accelerators[3 - dist.get_rank() % 2].bus_id  # the last device first
-    seat = Seat(socket.gethostname(), this_member().boot_id, "cuda", bus_id)
+    seat = Seat(socket.gethostname(), this_process().boot_id, "cuda", bus_id)
     group = dist.group.WORLD
     assert group is not None
     real = Topology.probe(cache=False, timeout_seconds=30)

@@ -24,12 +24,12 @@ from tokenring.backends.control import semaphores
 from tokenring.backends.control.failure_board import (
     CELL_BYTES,
     SLICE_SECONDS,
-    Board,
+    FailureBoard,
     FailureReport,
     ShmBoard,
-    StoreBoard,
+    StoreFailureBoard,
 )
-from tokenring.backends.control.process_info import Member, this_member
+from tokenring.backends.control.process_info import ProcessInfo, this_process
 from tokenring.backends.control.segments import Segment
 from tokenring.backends.control.store_gather import StoreGather
 from tokenring.backends.interfaces import Transport
@@ -74,7 +74,7 @@ class Control:
         self.name = ""
         self.members = self._introduce(meeting, transport)
         self.shared, self.why_not_shared = self._share(meeting, room_bytes(self.world_size))
-        self.board: Board = self.shared or StoreBoard(meeting.store, self.rank, self.world_size)
+        self.board: FailureBoard = self.shared or StoreFailureBoard(meeting.store, self.rank, self.world_size)
         self.gather_apart: Gather | None = None  # how a transport exchanges where memory is not shared
         self.broken: PeerLost | None = None
         self.closed = False
@@ -82,14 +82,14 @@ class Control:
 
     # ---------- meeting
 
-    def _introduce(self, meeting: StoreGather, transport: str) -> list[Member]:
-        mine = {"name": uuid.uuid4().hex, "transport": transport, "member": this_member().to_text()}
+    def _introduce(self, meeting: StoreGather, transport: str) -> list[ProcessInfo]:
+        mine = {"name": uuid.uuid4().hex, "transport": transport, "member": this_process().to_text()}
         said = [json.loads(text) for text in meeting.gather("who they are", json.dumps(mine))]
         if len({each["transport"] for each in said}) > 1:
             found = ", ".join(f"rank {rank} {each['transport']!r}" for rank, each in enumerate(said))
             raise ConfigurationError(f"the ranks disagree on the transport: {found}. Give all ranks the same one")
         self.name = said[0]["name"]
-        return [Member.from_text(each["member"]) for each in said]
+        return [ProcessInfo.from_text(each["member"]) for each in said]
 
     def _share(self, meeting: StoreGather, room_bytes: int) -> tuple[ShmBoard | None, str]:
         """Return the board in shared memory and "", or None and why there is none; all ranks agree."""

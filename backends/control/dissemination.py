@@ -24,7 +24,7 @@ class Apart:
     """
 
     def __init__(self, control: Control, group: Held) -> None:
-        self._control, self._lines = control, PeerSockets(control, group)
+        self._control, self._sockets = control, PeerSockets(control, group)
         control.gather_apart = weakly(self._gather)
 
     @staticmethod
@@ -67,6 +67,6 @@ class Apart:
         """Send it to the ranks so many steps onwards. The result waits for as much from those so many steps back."""
         rank, world_size = self._control.rank, self._control.world_size
         for step in steps:
-            self._lines.say((rank + step) % world_size, said)
+            self._sockets.send((rank + step) % world_size, said)
         backwards = [(rank - step) % world_size for step in steps]
-        return lambda: {peer: self._lines.hear(peer, len(said)) for peer in backwards}
+        return lambda: {peer: self._sockets.recv(peer, len(said)) for peer in backwards}

@@ -45,7 +45,7 @@ class FailureReport:
         return FailureReport(**json.loads(data))
 
 
-class Board(Protocol):
+class FailureBoard(Protocol):
     """A board on which the ranks of a group report their own state."""
 
     def verdict(self) -> FailureReport | None:
@@ -114,7 +114,7 @@ class ShmBoard:
         return self.segment.read(0, SIZE_BYTES).rstrip(b"\0") == name.encode()[:SIZE_BYTES]
 
     def verdict(self) -> FailureReport | None:
-        """Return the group's verdict, or None; see Board.verdict."""
+        """Return the group's verdict, or None; see FailureBoard.verdict."""
         if self._found is None and self._ready.try_wait():
             self._ready.post()
             text = self.segment.read(self._verdict_at, VERDICT_BYTES).rstrip(b"\0")
@@ -122,7 +122,7 @@ class ShmBoard:
         return self._found
 
     def claim(self, verdict: FailureReport) -> FailureReport:
-        """Propose a verdict, and return the one that stands; see Board.claim."""
+        """Propose a verdict, and return the one that stands; see FailureBoard.claim."""
         if self._lock.try_wait():
             self.segment.write(self._verdict_at, verdict.to_bytes(VERDICT_BYTES))
             self._ready.post()
@@ -132,12 +132,12 @@ class ShmBoard:
         return first or verdict  # who claimed it died before it could say what
 
     def waits(self, rank: int) -> int | None:
-        """Return the rank that a rank waits for; see Board.waits."""
+        """Return the rank that a rank waits for; see FailureBoard.waits."""
         (peer,) = struct.unpack("i", self.segment.read(self._waits_at[rank], 4))
         return None if peer == NOBODY else peer
 
     def note_waiting(self, peer: int | None) -> None:
-        """Note the rank that this one waits for; see Board.note_waiting."""
+        """Note the rank that this one waits for; see FailureBoard.note_waiting."""
         self.segment.write(self._waits_at[self.rank], struct.pack("i", NOBODY if peer is None else peer))
 
     def publish_waiting(self, peer: int) -> None:
@@ -179,7 +179,7 @@ class ShmBoard:
         return Semaphore(self.segment.address + at)
 
 
-class StoreBoard:
+class StoreFailureBoard:
     """A board at the group's store. Asked only when something is wrong."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -187,18 +187,18 @@ class StoreBoard:
         self.silent = False
 
     def verdict(self) -> FailureReport | None:
-        """Return the group's verdict, or None; see Board.verdict."""
+        """Return the group's verdict, or None; see FailureBoard.verdict."""
         text = self._read("lost")
         return FailureReport.from_bytes(text) if text else None
 
     def claim(self, verdict: FailureReport) -> FailureReport:
-        """Propose a verdict, and return the one that stands; see Board.claim."""
+        """Propose a verdict, and return the one that stands; see FailureBoard.claim."""
         mine = verdict.to_bytes().decode()
         first = self._bounded(lambda: self.store.compare_set("lost", "", mine))
         return FailureReport.from_bytes(first) if first else verdict
 
     def waits(self, rank: int) -> int | None:
-        """Return the rank that a rank has published to wait for; see Board.waits."""
+        """Return the rank that a rank has published to wait for; see FailureBoard.waits."""
         text = self._read(f"waits/{rank}")
         return int(text) if text else None
 
@@ -206,7 +206,7 @@ class StoreBoard:
         """Do nothing: this is not worth a message to the store."""
 
     def publish_waiting(self, peer: int) -> None:
-        """Write to the store which rank this one waits for; see Board.publish_waiting."""
+        """Write to the store which rank this one waits for; see FailureBoard.publish_waiting."""
         self._bounded(lambda: self.store.set(f"waits/{self.rank}", str(peer)))
 
     def _read(self, key: str) -> bytes | None:

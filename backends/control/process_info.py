@@ -16,7 +16,7 @@ STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True)
-class Member:
+class ProcessInfo:
     """A process. Two are on one machine if `boot_id` and `network` are the same; `pids` is their PID namespace.
 
     `started` is in clock ticks since boot: a PID that was given out again has another one. 0: unknown.
@@ -34,11 +34,11 @@ class Member:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_text(text: str) -> Member:
+    def from_text(text: str) -> ProcessInfo:
         """Make the member from JSON; see to_text."""
-        return Member(**json.loads(text))
+        return ProcessInfo(**json.loads(text))
 
-    def state(self, seen_from: Member) -> ProcessState | None:
+    def state(self, seen_from: ProcessInfo) -> ProcessState | None:
         """Return "gone" or "stopped" as far as the other member can see this process's state; else None."""
         if not self.boot_id or not self.started or (self.boot_id, self.pids) != (seen_from.boot_id, seen_from.pids):
             return None
@@ -50,7 +50,7 @@ class Member:
             return "gone"
         return "stopped" if found[0] in STOPPED else None
 
-    def shares_memory_with(self, other: Member) -> bool:
+    def shares_memory_with(self, other: ProcessInfo) -> bool:
         """Return True if both are on one machine and in one network namespace.
 
         Containers and test beds that pretend to be machines do not count.
@@ -58,14 +58,14 @@ class Member:
         return bool(self.boot_id) and (self.boot_id, self.network) == (other.boot_id, other.network)
 
 
-def this_member() -> Member:
+def this_process() -> ProcessInfo:
     """Describe this process; what the system does not tell is empty."""
     pid = os.getpid()
     try:
         found = _stat(pid)
     except OSError:
         found = None
-    return Member(socket.gethostname(), _boot_id(), _namespace("net"), _namespace("pid"), pid, found[1] if found else 0)
+    return ProcessInfo(socket.gethostname(), _boot_id(), _namespace("net"), _namespace("pid"), pid, found[1] if found else 0)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenring.backends.control.control import Control
-from tokenring.backends.control.listener import TOO_MANY_FILES, Door
+from tokenring.backends.control.listener import TOO_MANY_FILES, Listener
 from tokenring.backends.control.store_gather import StoreGather
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost, TokenRingError
 
@@ -30,7 +30,7 @@ INTERFACES = "GLOO_SOCKET_IFNAME"  # a user who has told Gloo need not tell us
 ANSWER_SECONDS = 2.0  # for who has connected to say which rank it is; others are heard meanwhile
 PAUSE_SECONDS = 0.05  # before a rank is called again
 MOST_SECONDS = 1e6  # that a socket waits: the milliseconds of more overflow
-CONNECTS, HEARS = "connected to all ranks", "exchanged with all ranks"
+CONNECTS, EXCHANGES = "connected to all ranks", "exchanged with all ranks"
 NOT_CONNECTED = "it has not connected"
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 IF_INET6 = Path("/proc/net/if_inet6")
@@ -46,82 +46,83 @@ class PeerSockets:
 
     def __init__(self, control: Control, group: Held) -> None:
         self._control = control
-        self._lines: dict[int, socket.socket] = {}
-        weakref.finalize(self, _close, self._lines)
+        self._connections: dict[int, socket.socket] = {}
+        weakref.finalize(self, _close, self._connections)
         meeting = StoreGather(group, control.timeout_seconds)
         with ExitStack() as until_met:
-            door, trouble = None, ""
+            listener, trouble = None, ""
             try:
-                door = until_met.enter_context(_door(control.world_size))
+                listener = until_met.enter_context(_listener(control.world_size))
             except (BackendUnavailable, OSError) as error:
                 trouble = f"rank {control.rank} cannot listen for the others: {error}"
-            where = door.place if door else ()
+            where = listener.place if listener else ()
             said = [json.loads(each) for each in meeting.gather("where they listen", json.dumps([trouble, where]))]
             if trouble := "; ".join(filter(None, (each for each, _ in said))):
                 raise BackendUnavailable(trouble)
-            assert door is not None
-            self._connect(door, [place for _, place in said])
+            assert listener is not None
+            self._connect(listener, [place for _, place in said])
 
     # ---------- connecting
 
-    def _connect(self, door: Door, places: list[list[Any]]) -> None:
+    def _connect(self, listener: Listener, places: list[list[Any]]) -> None:
         """Connect to the ranks before this one, and accept those after it."""
         deadline = time.monotonic() + self._control.timeout_seconds
         for rank in range(self._control.rank):
             host, port = places[rank]
-            self._call(rank, host, port, deadline)
-        self._answer(door, range(self._control.rank + 1, self._control.world_size), deadline)
+            self._connect_to(rank, host, port, deadline)
+        self._accept(listener, range(self._control.rank + 1, self._control.world_size), deadline)
 
-    def _call(self, rank: int, host: str, port: int, deadline: float) -> None:
+    def _connect_to(self, rank: int, host: str, port: int, deadline: float) -> None:
         """Connect to a rank; each side says who it is. If that came too late (many callers), connect again."""
         hint = f"it listens at {host}: if that is not where it can be reached, set {INTERFACES} there"
-        while rank not in self._lines:
+        while rank not in self._connections:
             try:
-                line = socket.create_connection((host, port), _left(deadline))
+                connection = socket.create_connection((host, port), _left(deadline))
             except OSError as error:
                 raise self._cannot(rank, error, hint) from None
             with ExitStack() as unless_kept:
-                unless_kept.enter_context(line)
+                unless_kept.enter_context(connection)
                 try:
-                    line.sendall(self._card(self._control.rank))
-                    answer = _receive(line, len(self._card(rank)), deadline)
+                    connection.sendall(self._hello(self._control.rank))
+                    answer = _receive(connection, len(self._hello(rank)), deadline)
                 except OSError as error:
                     if time.monotonic() >= deadline or not isinstance(error, ConnectionError):
                         raise self._cannot(rank, error, hint) from None
                     time.sleep(PAUSE_SECONDS)
                     continue
-                if answer != self._card(rank):
+                if answer != self._hello(rank):
                     raise self._control.lost(rank, CONNECTS, f"somebody else answers ({hint})")
-                self._keep(rank, line)
+                self._keep(rank, connection)
                 unless_kept.pop_all()
 
-    def _answer(self, door: Door, ranks: range, deadline: float) -> None:
+    def _accept(self, listener: Listener, ranks: range, deadline: float) -> None:
         """Accept these ranks, whoever else comes."""
-        cards = {self._card(rank): rank for rank in ranks}
+        hellos = {self._hello(rank): rank for rank in ranks}
 
-        def welcome(card: bytes, line: socket.socket) -> None:
-            line.sendall(self._card(self._control.rank))
-            self._keep(cards[card], line)
+        def answer(hello: bytes, connection: socket.socket) -> None:
+            connection.sendall(self._hello(self._control.rank))
+            self._keep(hellos[hello], connection)
 
         try:
-            missing = door.let_in(set(cards), deadline, ANSWER_SECONDS, welcome)
+            missing = listener.accept(set(hellos), deadline, ANSWER_SECONDS, answer)
         except OSError as error:
-            raise self._cannot(min(rank for rank in ranks if rank not in self._lines), error, NOT_CONNECTED) from None
+            first = min(rank for rank in ranks if rank not in self._connections)
+            raise self._cannot(first, error, NOT_CONNECTED) from None
         if missing:
-            crowd = f", while {door.strangers} connections said nothing of ours" if door.strangers else ""
-            first = min(cards[each] for each in missing)
-            raise self._control.lost(first, CONNECTS, f"timed out ({NOT_CONNECTED}{crowd})")
+            others = f", while {listener.unknown} connections said nothing of ours" if listener.unknown else ""
+            first = min(hellos[each] for each in missing)
+            raise self._control.lost(first, CONNECTS, f"timed out ({NOT_CONNECTED}{others})")
 
-    def _card(self, rank: int) -> bytes:
-        """Return the card by which a rank is known. The control's name is new, and only its ranks know it."""
+    def _hello(self, rank: int) -> bytes:
+        """Return the hello by which a rank is known. The control's name is new, and only its ranks know it."""
         return f"tokenring {self._control.name} {rank:8}".encode()
 
-    def _keep(self, rank: int, line: socket.socket) -> None:
-        self._lines[rank] = line
-        line.settimeout(min(self._control.timeout_seconds, MOST_SECONDS))
+    def _keep(self, rank: int, connection: socket.socket) -> None:
+        self._connections[rank] = connection
+        connection.settimeout(min(self._control.timeout_seconds, MOST_SECONDS))
         with suppress(OSError):  # it has gone already, which shows when it is asked for something
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # firewalls forget connections that are idle
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # firewalls forget idle ones
 
     def _cannot(self, rank: int, error: OSError, hint: str) -> TokenRingError:
         """Make the error for a connection that failed. If this process may open no more files, no peer is to blame."""
@@ -133,29 +134,29 @@ class PeerSockets:
             f"open no more files ({error}): allow more, as by ulimit -n {4 * self._control.world_size + 1024}"
         )
 
-    # ---------- saying and hearing
+    # ---------- messages
 
-    def say(self, rank: int, data: bytes) -> None:
+    def send(self, rank: int, data: bytes) -> None:
         """Send data to a rank. It leaves at once: so little fits any socket's buffer. Raises PeerLost."""
         try:
-            self._lines[rank].sendall(data)
+            self._connections[rank].sendall(data)
         except OSError as error:
             raise self._lost(rank, error) from None
 
-    def hear(self, rank: int, size_bytes: int) -> bytes:
+    def recv(self, rank: int, size_bytes: int) -> bytes:
         """Wait for the next size_bytes that the rank sends, and return them. Raises PeerLost."""
         try:
-            return _receive(self._lines[rank], size_bytes)
+            return _receive(self._connections[rank], size_bytes)
         except OSError as error:
             raise self._lost(rank, error) from None
 
     def _lost(self, rank: int, error: OSError) -> PeerLost:
         late = isinstance(error, TimeoutError)
-        return self._control.lost(rank, HEARS, "no answer" if late else str(error))
+        return self._control.lost(rank, EXCHANGES, "no answer" if late else str(error))
 
 
-def _door(callers: int) -> Door:
-    return Door(own_address(), callers)
+def _listener(callers: int) -> Listener:
+    return Listener(own_address(), callers)
 
 
 def _left(deadline: float) -> float:
@@ -163,13 +164,13 @@ def _left(deadline: float) -> float:
     return min(max(0.01, deadline - time.monotonic()), MOST_SECONDS)
 
 
-def _receive(line: socket.socket, size_bytes: int, deadline: float | None = None) -> bytes:
+def _receive(connection: socket.socket, size_bytes: int, deadline: float | None = None) -> bytes:
     """Receive so many bytes; all by the deadline, or each part within the socket's own limit. Raises OSError."""
     data = b""
     while len(data) < size_bytes:
         if deadline is not None:
-            line.settimeout(_left(deadline))
-        part = line.recv(size_bytes - len(data))
+            connection.settimeout(_left(deadline))
+        part = connection.recv(size_bytes - len(data))
         if not part:
             raise ConnectionResetError("connection closed by peer")
         data += part
@@ -178,9 +179,9 @@ def _receive(line: socket.socket, size_bytes: int, deadline: float | None = None
     return data
 
 
-def _close(lines: dict[int, socket.socket]) -> None:
-    for line in lines.values():
-        line.close()
+def _close(connections: dict[int, socket.socket]) -> None:
+    for connection in connections.values():
+        connection.close()
 
 
 # ---------- where this rank is reached

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tokenring.backends.control.process_info import this_member
+from tokenring.backends.control.process_info import this_process
 from tokenring.backends.control.store_gather import StoreGather
 from tokenring.backends.interfaces import Landing, Transport
 from tokenring.backends.transports import nccl, nvshmem, symmetric
@@ -158,7 +158,7 @@ def _broken() -> dict[tuple[str, ...], str]:
 def _facts() -> dict[str, Any]:
     """Return this rank's device and boot id, and why it cannot use each transport."""
     reasons = _automatic()
-    found: dict[str, Any] = {"boot_id": this_member().boot_id, "device": None, "number": None}
+    found: dict[str, Any] = {"boot_id": this_process().boot_id, "device": None, "number": None}
     if not reasons[ONE_SIDED]:
         found |= {"device": _uuid(torch.cuda.current_device()), "number": torch.cuda.current_device()}
     return {**found, "overlaps": symmetric.may_overlap(os.environ), **reasons}

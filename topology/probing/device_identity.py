@@ -69,9 +69,9 @@ def host_names(seats: Sequence[Seat]) -> tuple[str, ...]:
 
 def this_seat(device: torch.device | None = None) -> Seat:
     """Return the seat of this process. device: None for the current accelerator, the CPU where there is none."""
-    from tokenring.backends.control.process_info import this_member
+    from tokenring.backends.control.process_info import this_process
 
-    member = this_member()
+    member = this_process()
     try:
         kind, index = _used(device)
         bus_id = _bus_id_from_torch(index) if kind == "cuda" else None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tokenring as tr
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import make_request
-from tokenring.backends.control.process_info import this_member
+from tokenring.backends.control.process_info import this_process
 from tokenring.backends.devices import device_of
 from tokenring.backends.interfaces import AttentionKernel, Tiles
 from tokenring.cli.bench.race import make_inputs
@@ -203,7 +203,7 @@ def _rank(chosen: _Round, cp: Clocked, request: Request) -> _Rank:
     executors = [cp.executor(request, direction) for direction in directions]
     schedule = cp.plan(request).schedule
     tiles = tiles_of(schedule, cp.rank, cp.kernel(request.device).supports_patch)
-    clock = this_member().boot_id or socket.gethostname()
+    clock = this_process().boot_id or socket.gethostname()
     sizes = [_span_bytes(executor) for executor in executors]
     return _Rank(clock, chosen, [tiles for _ in directions], sizes, [_merges(executor) for executor in executors])
 

@@ -1,4 +1,4 @@
-"""Who stands at a rank's door and is none of its group holds nobody up, is counted, and takes little."""
+"""Who stands at a rank's listener and is none of its group holds nobody up, is counted, and takes little."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_lines import SECONDS, Place
-from test_lines import connected as connected  # the fixture
+from test_sockets import SECONDS, Place
+from test_sockets import connected as connected  # the fixture
 
 from tokenring.backends.control import listener as doors
-from tokenring.backends.control.listener import Door
+from tokenring.backends.control.listener import Listener
 from tokenring.errors import PeerLost
 
-CARD, OTHER = b"card 1", b"card 2"
+HELLO, OTHER = b"card 1", b"card 2"
 Say = Callable[[socket.socket], object]
 
 
@@ -33,7 +33,7 @@ def noisy(line: socket.socket) -> None:
 
 
 def half(line: socket.socket) -> None:
-    """The beginning of a card, and no more of it: its name is new each time, but not its first word."""
+    """The beginning of a hello, and no more of it: its name is new each time, but not its first word."""
     line.sendall(b"tokenring ")
 
 
@@ -62,8 +62,8 @@ def test_hundreds_of_strangers_hold_nobody_up(connected: Any, lines_of: list[soc
 
     found = connected(3, timeout_seconds=60.0, place=Place(3, crowd))
     assert not [each for each in found if isinstance(each, Exception)]
-    found[0].say(2, b"well")
-    assert found[2].hear(0, 4) == b"well"
+    found[0].send(2, b"well")
+    assert found[2].recv(0, 4) == b"well"
     assert len(lines_of) == 300
 
 
@@ -82,31 +82,31 @@ def test_the_error_counts_them(connected: Any, lines_of: list[socket.socket]) ->
 
 
 def let_in(
-    door: Door, cards: set[bytes], seconds: float, silent_seconds: float = 60.0
+    listener: Listener, hellos: set[bytes], seconds: float, silent_seconds: float = 60.0
 ) -> tuple[set[bytes], list[bytes]]:
-    """Which cards are missing in the end, and which came, in order."""
+    """Which hellos are missing in the end, and which came, in order."""
     came: list[bytes] = []
 
-    def welcome(card: bytes, line: socket.socket) -> None:
-        came.append(card)
+    def welcome(hello: bytes, line: socket.socket) -> None:
+        came.append(hello)
         line.close()
 
-    return door.let_in(cards, time.monotonic() + seconds, silent_seconds, welcome), came
+    return listener.accept(hellos, time.monotonic() + seconds, silent_seconds, welcome), came
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with Door("127.0.0.1", 2) as made:
+def listener() -> Iterator[Listener]:
+    with Listener("127.0.0.1", 2) as made:
         yield made
 
 
-def test_the_oldest_lose_their_places(door: Door, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+def test_the_oldest_lose_their_places(listener: Listener, lines_of: list[socket.socket], monkeypatch: Any) -> None:
     """So that what callers take is bounded, however many there are."""
     monkeypatch.setattr(doors, "MOST_WAITING", 8)
-    come(lines_of, door.place, 20)
+    come(lines_of, listener.place, 20)
     before = len(os.listdir("/proc/self/fd"))
-    assert let_in(door, {CARD}, 1.0) == ({CARD}, [])
-    assert len(door._callers) == 8 and door.strangers == 20
+    assert let_in(listener, {HELLO}, 1.0) == ({HELLO}, [])
+    assert len(listener._callers) == 8 and listener.unknown == 20
     assert len(os.listdir("/proc/self/fd")) == before + 8
     gone = [each for each in lines_of if closed(each)]
     assert gone == lines_of[:12]
@@ -120,64 +120,66 @@ def closed(line: socket.socket) -> bool:
         return False
 
 
-def test_who_lost_its_place_may_come_again(door: Door, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+def test_who_lost_its_place_may_come_again(listener: Listener, lines_of: list[socket.socket], monkeypatch: Any) -> None:
     monkeypatch.setattr(doors, "MOST_WAITING", 2)
-    come(lines_of, door.place, 4)
-    assert let_in(door, {CARD}, 0.5) == ({CARD}, [])
-    come(lines_of, door.place, 1, lambda line: line.sendall(CARD))
-    assert let_in(door, {CARD}, SECONDS) == (set(), [CARD])
+    come(lines_of, listener.place, 4)
+    assert let_in(listener, {HELLO}, 0.5) == ({HELLO}, [])
+    come(lines_of, listener.place, 1, lambda line: line.sendall(HELLO))
+    assert let_in(listener, {HELLO}, SECONDS) == (set(), [HELLO])
 
 
-def test_cards_are_read_side_by_side(door: Door, lines_of: list[socket.socket]) -> None:
+def test_cards_are_read_side_by_side(listener: Listener, lines_of: list[socket.socket]) -> None:
     """Byte after byte, of two at once."""
-    come(lines_of, door.place, 2)
+    come(lines_of, listener.place, 2)
 
     def slowly() -> None:
-        for a, b in zip(CARD, OTHER, strict=True):
+        for a, b in zip(HELLO, OTHER, strict=True):
             lines_of[0].sendall(bytes([a]))
             lines_of[1].sendall(bytes([b]))
             time.sleep(0.02)
 
     speaking = threading.Thread(target=slowly)
     speaking.start()
-    missing, came = let_in(door, {CARD, OTHER}, SECONDS)
+    missing, came = let_in(listener, {HELLO, OTHER}, SECONDS)
     speaking.join()
-    assert not missing and sorted(came) == [CARD, OTHER] and door.strangers == 0
+    assert not missing and sorted(came) == [HELLO, OTHER] and listener.unknown == 0
 
 
-def test_a_card_counts_once(door: Door, lines_of: list[socket.socket]) -> None:
-    come(lines_of, door.place, 2, lambda line: line.sendall(CARD))
-    assert let_in(door, {CARD, OTHER}, 1.0) == ({OTHER}, [CARD])
-    assert door.strangers == 1
+def test_a_card_counts_once(listener: Listener, lines_of: list[socket.socket]) -> None:
+    come(lines_of, listener.place, 2, lambda line: line.sendall(HELLO))
+    assert let_in(listener, {HELLO, OTHER}, 1.0) == ({OTHER}, [HELLO])
+    assert listener.unknown == 1
 
 
-def test_silence_has_a_limit(door: Door, lines_of: list[socket.socket]) -> None:
-    come(lines_of, door.place, 3)
-    assert let_in(door, {CARD}, 1.0, silent_seconds=0.1) == ({CARD}, [])
-    assert not door._callers and door.strangers == 3
+def test_silence_has_a_limit(listener: Listener, lines_of: list[socket.socket]) -> None:
+    come(lines_of, listener.place, 3)
+    assert let_in(listener, {HELLO}, 1.0, silent_seconds=0.1) == ({HELLO}, [])
+    assert not listener._callers and listener.unknown == 3
 
 
-def test_strangers_give_way_where_files_are_few(door: Door, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+def test_strangers_give_way_where_files_are_few(
+    listener: Listener, lines_of: list[socket.socket], monkeypatch: Any
+) -> None:
     """Of this process: a rank is not refused for their sake. Without any, the error is for whoever asked."""
-    come(lines_of, door.place, 3)
-    assert let_in(door, {CARD}, 0.5) == ({CARD}, [])
-    come(lines_of, door.place, 1, lambda line: line.sendall(CARD))
-    took, listening = socket.socket.accept, door._door
+    come(lines_of, listener.place, 3)
+    assert let_in(listener, {HELLO}, 0.5) == ({HELLO}, [])
+    come(lines_of, listener.place, 1, lambda line: line.sendall(HELLO))
+    took, listening = socket.socket.accept, listener._socket
 
     def accept(self: socket.socket) -> Any:
-        if self is listening and len(door._callers) > 1:
+        if self is listening and len(listener._callers) > 1:
             raise OSError(errno.EMFILE, "Too many open files")
         return took(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    assert let_in(door, {CARD}, SECONDS) == (set(), [CARD])
+    assert let_in(listener, {HELLO}, SECONDS) == (set(), [HELLO])
 
     def none_left(self: socket.socket) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    for each in list(door._callers):
-        door._send_away(each)
-    come(lines_of, door.place, 1)
+    for each in list(listener._callers):
+        listener._refuse(each)
+    come(lines_of, listener.place, 1)
     monkeypatch.setattr(socket.socket, "accept", none_left)
     with pytest.raises(OSError, match="Too many open files"):
-        let_in(door, {CARD}, SECONDS)
+        let_in(listener, {HELLO}, SECONDS)

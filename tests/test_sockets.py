@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
-from tokenring.backends.control import sockets as lines
-from tokenring.backends.control.listener import Door
+from tokenring.backends.control import sockets
+from tokenring.backends.control.listener import Listener
 from tokenring.backends.control.sockets import PeerSockets, own_address
 
 SECONDS = 5.0
@@ -59,7 +59,7 @@ class Place:
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    """The lines of all ranks, made at once; for a rank whose lines could not be made, the error."""
+    """The sockets of all ranks, made at once; for a rank whose sockets could not be made, the error."""
     made: list[list[Any]] = []
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
@@ -80,7 +80,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[An
             def gather(self, what: str, text: str) -> list[str]:
                 return meet(self.rank, text)
 
-        monkeypatch.setattr(lines, "StoreGather", Meeting)
+        monkeypatch.setattr(sockets, "StoreGather", Meeting)
         threads = [threading.Thread(target=one, args=(rank,), daemon=True, name=str(rank)) for rank in range(ranks)]
         for thread in threads:
             thread.start()
@@ -97,9 +97,9 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[An
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
 def host(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not lines._is_ours(request.param):
+    if not sockets._is_ours(request.param):
         pytest.skip(f"no {request.param} here")
-    monkeypatch.setattr(lines, "own_address", lambda: request.param)
+    monkeypatch.setattr(sockets, "own_address", lambda: request.param)
 
 
 @pytest.mark.usefixtures("host")
@@ -109,19 +109,19 @@ def test_each_hears_each_in_order(connected: Any, ranks: int) -> None:
     found = connected(ranks)
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
     for a, b in pairs:
-        found[a].say(b, bytes([a, b, 1]))
-        found[a].say(b, bytes([a, b, 2, 3]))
+        found[a].send(b, bytes([a, b, 1]))
+        found[a].send(b, bytes([a, b, 2, 3]))
     for a, b in pairs:
-        assert found[b].hear(a, 5) == bytes([a, b, 1, a, b])
-        assert found[b].hear(a, 2) == bytes([2, 3])
+        assert found[b].recv(a, 5) == bytes([a, b, 1, a, b])
+        assert found[b].recv(a, 2) == bytes([2, 3])
 
 
 def test_a_message_may_come_in_parts(connected: Any) -> None:
     found = connected(2)
-    later = threading.Timer(0.1, found[0].say, (1, b"ll"))
-    found[0].say(1, b"we")
+    later = threading.Timer(0.1, found[0].send, (1, b"ll"))
+    found[0].send(1, b"we")
     later.start()
-    assert found[1].hear(0, 4) == b"well"
+    assert found[1].recv(0, 4) == b"well"
     later.join()
 
 
@@ -134,7 +134,7 @@ def test_waits_can_be_interrupted(connected: Any) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
-            found[0].hear(1, 1)
+            found[0].recv(1, 1)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - began < SECONDS / 2
@@ -158,7 +158,7 @@ def test_they_end_with_what_holds_them(connected: Any) -> None:
 
 
 class TestStrangers:
-    """Who comes to a rank's door and is none of its group; and one of it who is late."""
+    """Who comes to a rank's listener and is none of its group; and one of it who is late."""
 
     @pytest.mark.parametrize("says", [
         b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 500,
@@ -167,7 +167,7 @@ class TestStrangers:
         b"tokenring 0123456789abcdef        3",  # no rank
     ])  # fmt: skip
     def test_are_sent_away(self, connected: Any, monkeypatch: pytest.MonkeyPatch, says: bytes) -> None:
-        monkeypatch.setattr(lines, "ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr(sockets, "ANSWER_SECONDS", 0.1)
         came: list[socket.socket] = []
 
         def come(brought: list[str]) -> None:
@@ -176,8 +176,8 @@ class TestStrangers:
             came[-1].sendall(says)
 
         found = connected(3, place=Place(3, come))
-        found[0].say(2, b"well")
-        assert found[2].hear(0, 4) == b"well"
+        found[0].send(2, b"well")
+        assert found[2].recv(0, 4) == b"well"
         assert len(came) == 3
         for each in came:
             with each, contextlib.suppress(ConnectionResetError):
@@ -193,11 +193,11 @@ class TestStrangers:
                 came[-1].sendall(b"tokenring 0123456789abcdef        2")
 
         found = connected(2, place=Place(2, come))  # of two ranks: the third is none
-        found[0].say(1, b"well")
-        assert found[1].hear(0, 4) == b"well"
+        found[0].send(1, b"well")
+        assert found[1].recv(0, 4) == b"well"
         came.pop().close()
         found = connected(3, timeout_seconds=0.5, place=Place(3, come))
-        found[0].say(2, b"well")
+        found[0].send(2, b"well")
         heard = came[0].makefile("rb").read(39)
         assert heard == b"tokenring 0123456789abcdef        0well", heard
         assert isinstance(found[2], PeerLost) and found[2].rank == 0
@@ -205,21 +205,21 @@ class TestStrangers:
 
     def test_who_is_late_is_called_again(self, connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """A rank may have so many callers, or be so slow, that it is sent away like a stranger."""
-        card = PeerSockets._card
+        hello = PeerSockets._hello
         late: list[int] = []
 
         def slow(self: PeerSockets, rank: int) -> bytes:
             if self._control.rank == rank == 1 and not late:
                 late.append(rank)
                 time.sleep(0.5)
-            return card(self, rank)
+            return hello(self, rank)
 
-        monkeypatch.setattr(lines, "ANSWER_SECONDS", 0.1)
-        monkeypatch.setattr(PeerSockets, "_card", slow)
+        monkeypatch.setattr(sockets, "ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr(PeerSockets, "_hello", slow)
         found = connected(3)
         assert late == [1]
-        found[0].say(1, b"well")
-        assert found[1].hear(0, 4) == b"well"
+        found[0].send(1, b"well")
+        assert found[1].recv(0, 4) == b"well"
 
     def test_who_sends_byte_after_byte_is_not_waited_for(self) -> None:
         mine, its = socket.socketpair()
@@ -229,7 +229,7 @@ class TestStrangers:
             for each in more:
                 each.start()
             with pytest.raises(TimeoutError):
-                lines._receive(mine, 5, time.monotonic() + 0.25)
+                sockets._receive(mine, 5, time.monotonic() + 0.25)
             for each in more:
                 each.join()
 
@@ -238,7 +238,7 @@ class TestStrangers:
         over = threading.Event()
 
         def visit(host: str, port: int) -> None:
-            with contextlib.suppress(OSError):  # the door closes
+            with contextlib.suppress(OSError):  # the listener closes
                 while not over.wait(0.01):
                     socket.create_connection((host, port), SECONDS).close()
 
@@ -260,13 +260,13 @@ class TestStrangers:
 class TestLost:
     def test_who_has_gone_is_named_at_once(self, connected: Any) -> None:
         found = connected(3)
-        found[1].say(0, b"last")
+        found[1].send(0, b"last")
         found[1] = None
         began = time.monotonic()
-        assert found[0].hear(1, 4) == b"last"
+        assert found[0].recv(1, 4) == b"last"
         for rank in (0, 2):
             with pytest.raises(PeerLost, match="exchanged with all ranks from rank 1: connection closed") as caught:
-                found[rank].hear(1, 1)
+                found[rank].recv(1, 1)
             assert caught.value.rank == 1
         assert time.monotonic() - began < 1
 
@@ -275,14 +275,14 @@ class TestLost:
         found[1] = None
         with pytest.raises(PeerLost, match=r"from rank 1: .*(reset|pipe)"):
             for _ in range(100):
-                found[0].say(1, b"hello")
+                found[0].send(1, b"hello")
                 time.sleep(0.01)
 
     def test_who_says_nothing_is_named_at_the_limit(self, connected: Any) -> None:
         found = connected(2, timeout_seconds=0.3)
         began = time.monotonic()
         with pytest.raises(PeerLost, match="from rank 0: no answer"):
-            found[1].hear(0, 1)
+            found[1].recv(0, 1)
         assert 0.2 < time.monotonic() - began < 1
 
     def test_who_does_not_connect_is_named(self, connected: Any) -> None:
@@ -301,10 +301,10 @@ class TestLost:
 
     def test_who_answers_in_its_place_is_not_taken_for_it(self, connected: Any) -> None:
         """As where two hosts both take their own name for a loopback address."""
-        with socket.create_server(("127.0.0.1", 0)) as door:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
 
             def answer() -> None:
-                line, _ = door.accept()
+                line, _ = listener.accept()
                 with line:
                     line.recv(35)
                     line.sendall(b"tokenring 0123456789abcdee        0")
@@ -314,21 +314,21 @@ class TestLost:
             class Misled(Place):
                 def gather(self, rank: int, text: str) -> list[str]:
                     said = super().gather(rank, text)
-                    return [json.dumps(["", door.getsockname()]), *said[1:]] if rank else said
+                    return [json.dumps(["", listener.getsockname()]), *said[1:]] if rank else said
 
             found = connected(2, timeout_seconds=0.5, place=Misled(2))
         assert isinstance(found[1], PeerLost) and found[1].rank == 0
         assert "somebody else answers" in str(found[1]) and "GLOO_SOCKET_IFNAME" in str(found[1])
 
     def test_who_has_no_address_is_named_on_all_ranks_alike(self, connected: Any, monkeypatch: Any) -> None:
-        door = lines._door
+        listener = sockets._listener
 
-        def some(callers: int) -> Door:
+        def some(callers: int) -> Listener:
             if threading.current_thread().name == "1":
                 raise BackendUnavailable("no such interface")
-            return door(callers)
+            return listener(callers)
 
-        monkeypatch.setattr(lines, "_door", some)
+        monkeypatch.setattr(sockets, "_listener", some)
         found = connected(3)
         assert {type(each) for each in found} == {BackendUnavailable}
         assert {str(each) for each in found} == {"rank 1 cannot listen for the others: no such interface"}
@@ -362,10 +362,10 @@ class TestOwnAddress:
             "fe80000000000000000000000000000a 02 40 20 80    eth77\n"
             "20010db8000000000000000000000007 02 40 00 80    eth77\n"
         )
-        monkeypatch.setattr(lines, "IF_INET6", table)
+        monkeypatch.setattr(sockets, "IF_INET6", table)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
         assert own_address() == "2001:db8::7"
-        monkeypatch.setattr(lines, "IF_INET6", tmp_path / "no such file")
+        monkeypatch.setattr(sockets, "IF_INET6", tmp_path / "no such file")
         with pytest.raises(BackendUnavailable, match="eth77"):
             own_address()
 
