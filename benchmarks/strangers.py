@@ -23,7 +23,7 @@ from statistics import median
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")]
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
-from tokenring.backends.control.listener import Listener  # noqa: E402
+from tokenring.backends.control.listener import RankListener  # noqa: E402
 from tokenring.backends.control.sockets import PeerSockets  # noqa: E402
 
 SECONDS = 60.0
@@ -42,7 +42,7 @@ class Alone:
         return RuntimeError(f"rank {self.rank} {what} from rank {peer}: {found}")
 
 
-def connect(listeners: list[Listener]) -> float:
+def connect(listeners: list[RankListener]) -> float:
     """How long all ranks take to connect, each with its listener."""
     ranks, failed = len(listeners), []
 
@@ -71,7 +71,7 @@ def measured(ranks: int, strangers: int, says: bytes, again: bool) -> float:
     """With so many at each listener, of whom each says this once, or again and again."""
     over = threading.Event()
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(Listener("127.0.0.1", ranks)) for _ in range(ranks)]
+        listeners = [stack.enter_context(RankListener("127.0.0.1", ranks)) for _ in range(ranks)]
         places = [listener.place for listener in listeners for _ in range(strangers)]
         there = [stack.enter_context(socket.create_connection(place)) for place in places]
 

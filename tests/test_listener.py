@@ -17,7 +17,7 @@ from test_sockets import SECONDS, Place
 from test_sockets import connected as connected  # the fixture
 
 from tokenring.backends.control import listener as doors
-from tokenring.backends.control.listener import Listener
+from tokenring.backends.control.listener import RankListener
 from tokenring.errors import PeerLost
 
 HELLO, OTHER = b"card 1", b"card 2"
@@ -82,7 +82,7 @@ def test_the_error_counts_them(connected: Any, lines_of: list[socket.socket]) ->
 
 
 def let_in(
-    listener: Listener, hellos: set[bytes], seconds: float, silent_seconds: float = 60.0
+    listener: RankListener, hellos: set[bytes], seconds: float, silent_seconds: float = 60.0
 ) -> tuple[set[bytes], list[bytes]]:
     """Which hellos are missing in the end, and which came, in order."""
     came: list[bytes] = []
@@ -95,12 +95,12 @@ def let_in(
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    with Listener("127.0.0.1", 2) as made:
+def listener() -> Iterator[RankListener]:
+    with RankListener("127.0.0.1", 2) as made:
         yield made
 
 
-def test_the_oldest_lose_their_places(listener: Listener, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+def test_the_oldest_lose_their_places(listener: RankListener, lines_of: list[socket.socket], monkeypatch: Any) -> None:
     """So that what callers take is bounded, however many there are."""
     monkeypatch.setattr(doors, "MOST_WAITING", 8)
     come(lines_of, listener.place, 20)
@@ -120,7 +120,7 @@ def closed(line: socket.socket) -> bool:
         return False
 
 
-def test_who_lost_its_place_may_come_again(listener: Listener, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+def test_who_lost_its_place_may_come_again(listener: RankListener, lines_of: list[socket.socket], monkeypatch: Any) -> None:
     monkeypatch.setattr(doors, "MOST_WAITING", 2)
     come(lines_of, listener.place, 4)
     assert let_in(listener, {HELLO}, 0.5) == ({HELLO}, [])
@@ -128,7 +128,7 @@ def test_who_lost_its_place_may_come_again(listener: Listener, lines_of: list[so
     assert let_in(listener, {HELLO}, SECONDS) == (set(), [HELLO])
 
 
-def test_cards_are_read_side_by_side(listener: Listener, lines_of: list[socket.socket]) -> None:
+def test_cards_are_read_side_by_side(listener: RankListener, lines_of: list[socket.socket]) -> None:
     """Byte after byte, of two at once."""
     come(lines_of, listener.place, 2)
 
@@ -145,20 +145,20 @@ def test_cards_are_read_side_by_side(listener: Listener, lines_of: list[socket.s
     assert not missing and sorted(came) == [HELLO, OTHER] and listener.unknown == 0
 
 
-def test_a_card_counts_once(listener: Listener, lines_of: list[socket.socket]) -> None:
+def test_a_card_counts_once(listener: RankListener, lines_of: list[socket.socket]) -> None:
     come(lines_of, listener.place, 2, lambda line: line.sendall(HELLO))
     assert let_in(listener, {HELLO, OTHER}, 1.0) == ({OTHER}, [HELLO])
     assert listener.unknown == 1
 
 
-def test_silence_has_a_limit(listener: Listener, lines_of: list[socket.socket]) -> None:
+def test_silence_has_a_limit(listener: RankListener, lines_of: list[socket.socket]) -> None:
     come(lines_of, listener.place, 3)
     assert let_in(listener, {HELLO}, 1.0, silent_seconds=0.1) == ({HELLO}, [])
     assert not listener._callers and listener.unknown == 3
 
 
 def test_strangers_give_way_where_files_are_few(
-    listener: Listener, lines_of: list[socket.socket], monkeypatch: Any
+    listener: RankListener, lines_of: list[socket.socket], monkeypatch: Any
 ) -> None:
     """Of this process: a rank is not refused for their sake. Without any, the error is for whoever asked."""
     come(lines_of, listener.place, 3)

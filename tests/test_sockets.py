@@ -19,7 +19,7 @@ import pytest
 
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.backends.control import sockets
-from tokenring.backends.control.listener import Listener
+from tokenring.backends.control.listener import RankListener
 from tokenring.backends.control.sockets import PeerSockets, own_address
 
 SECONDS = 5.0
@@ -323,7 +323,7 @@ class TestLost:
     def test_who_has_no_address_is_named_on_all_ranks_alike(self, connected: Any, monkeypatch: Any) -> None:
         listener = sockets._listener
 
-        def some(callers: int) -> Listener:
+        def some(callers: int) -> RankListener:
             if threading.current_thread().name == "1":
                 raise BackendUnavailable("no such interface")
             return listener(callers)

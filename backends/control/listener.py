@@ -22,7 +22,7 @@ class _Caller:
     received: bytes = b""
 
 
-class Listener:
+class RankListener:
     """A listener that accepts callers with one of some hellos, all of one size, and refuses and counts all others.
 
     Nobody is waited for alone: a caller that is silent or slow holds up no other. What callers take here is bounded.
@@ -77,7 +77,7 @@ class Listener:
         self._selector.close()
         self._socket.close()
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> RankListener:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -65,7 +65,8 @@ def this_process() -> ProcessInfo:
         found = _stat(pid)
     except OSError:
         found = None
-    return ProcessInfo(socket.gethostname(), _boot_id(), _namespace("net"), _namespace("pid"), pid, found[1] if found else 0)
+    began = found[1] if found else 0
+    return ProcessInfo(socket.gethostname(), _boot_id(), _namespace("net"), _namespace("pid"), pid, began)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

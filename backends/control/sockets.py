@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenring.backends.control.control import Control
-from tokenring.backends.control.listener import TOO_MANY_FILES, Listener
+from tokenring.backends.control.listener import TOO_MANY_FILES, RankListener
 from tokenring.backends.control.store_gather import StoreGather
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost, TokenRingError
 
@@ -64,7 +64,7 @@ class PeerSockets:
 
     # ---------- connecting
 
-    def _connect(self, listener: Listener, places: list[list[Any]]) -> None:
+    def _connect(self, listener: RankListener, places: list[list[Any]]) -> None:
         """Connect to the ranks before this one, and accept those after it."""
         deadline = time.monotonic() + self._control.timeout_seconds
         for rank in range(self._control.rank):
@@ -95,7 +95,7 @@ class PeerSockets:
                 self._keep(rank, connection)
                 unless_kept.pop_all()
 
-    def _accept(self, listener: Listener, ranks: range, deadline: float) -> None:
+    def _accept(self, listener: RankListener, ranks: range, deadline: float) -> None:
         """Accept these ranks, whoever else comes."""
         hellos = {self._hello(rank): rank for rank in ranks}
 
@@ -155,8 +155,8 @@ class PeerSockets:
         return self._control.lost(rank, EXCHANGES, "no answer" if late else str(error))
 
 
-def _listener(callers: int) -> Listener:
-    return Listener(own_address(), callers)
+def _listener(callers: int) -> RankListener:
+    return RankListener(own_address(), callers)
 
 
 def _left(deadline: float) -> float:
