@@ -120,7 +120,9 @@ def closed(line: socket.socket) -> bool:
         return False
 
 
-def test_who_lost_its_place_may_come_again(listener: RankListener, lines_of: list[socket.socket], monkeypatch: Any) -> None:
+def test_who_lost_its_place_may_come_again(
+    listener: RankListener, lines_of: list[socket.socket], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(doors, "MOST_WAITING", 2)
     come(lines_of, listener.place, 4)
     assert let_in(listener, {HELLO}, 0.5) == ({HELLO}, [])

@@ -166,7 +166,7 @@ def test_the_command_plans_for_what_was_measured(tmp_path: Path, monkeypatch: py
     (tmp_path / "old.json").write_text(to_json([old]), encoding="utf-8")
     code, _, err = printed("--topology", str(tmp_path / "old.json"), *SMALL)
     assert code == 2
-    assert "say what to reckon with, as in --device " in err and "--rates FILE" in err
+    assert "name the device, as in --device " in err and "--rates FILE" in err
     assert printed("--topology", str(tmp_path / "old.json"), *SMALL, "--tflops", "1")[0] == 0
 
 

@@ -97,7 +97,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="tokenring plan",
         description="Which attention schedule is fastest for a workload on a topology, and why.",
-        epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). docs/planner.md says how it is reckoned.",
+        epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). docs/planner.md describes the model.",
     )
     add = parser.add_argument
     add("--topology", metavar="TOPOLOGY", required=True,
@@ -112,9 +112,9 @@ def _parser() -> Parser:
     add("--schedules", metavar="NAMES", help="only these families or schedules, separated by commas")
     add("--memory-limit", metavar="N",
         help="bytes a rank for buffers, communicators and what forward keeps, such as 8G")  # fmt: skip
-    add("--device", metavar="NAME", help="reckon with this device's figures (docs/presets.md)")
-    add("--tflops", type=float, metavar="N", help="reckon with this rate of attention, whatever the device")
-    add("--rates", metavar="FILE", help="reckon with a table that `tokenring rates` made")
+    add("--device", metavar="NAME", help="use this device's figures (docs/presets.md)")
+    add("--tflops", type=float, metavar="N", help="use this rate of attention, whatever the device")
+    add("--rates", metavar="FILE", help="use a table that `tokenring rates` made")
     add("--transport", metavar="NAME",
         help="whose queues and communicators count: hccl, hccl/channel, ... (hccl on Ascend)")  # fmt: skip
     add("--all", action="store_true", help="simulate and show also what cannot win")

@@ -121,7 +121,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="tokenring rates",
         description="Measure the attention kernel on this machine's device, for tiles of every length, and keep the "
-        "table: schedule='auto' reckons with it from then on.",
+        "table: schedule='auto' uses it from then on.",
         allow_abbrev=False,  # of --transports, which is another command
     )
     add = parser.add_argument

@@ -191,7 +191,7 @@ def _task(call: CallToPlan) -> Task:
 
 def _uneven_note(call: CallToPlan) -> str:
     """Return the note on a mask whose shape counts, where one host cannot show it."""
-    text = "the mask is reckoned by its share of all pairs alone, though"
+    text = "the model sees only the share of all pairs that the mask leaves, though"
     most = most_of_own_rows(call.mask, call.q_layout, call.kv_layout.length)
     if most >= 1 + UNEVEN:
         text += f" one rank's queries see {most:.2g} × the average and"

@@ -107,7 +107,7 @@ def machine_of_topology(topology: Topology, dtype: torch.dtype) -> Machine:
     name = next((figures for word, figures in MODELS_OF.items() if word in model.upper()), None)
     if name is None:
         raise ConfigurationError(
-            f"no compute figures of {model!r}: say what to reckon with, as in --device {next(iter(DEVICES))}, "
+            f"no compute figures of {model!r}: name the device, as in --device {next(iter(DEVICES))}, "
             f"--rates FILE (of `tokenring rates`) or --tflops N"
         )
     return machine_of_device(name, dtype)

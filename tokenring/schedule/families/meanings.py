@@ -16,7 +16,7 @@ NUMBERS = {
     "usp": "U neighbours share the heads; K and V go round between their groups",
     "tiles": "a rank computes with Q of A ranks and with K and V of B",
     "sub-sharded": "U head groups, Q in A pieces, K and V in B",
-    "mixed": "reckons with G query heads a kv head, in H head groups",
+    "mixed": "computes with G query heads a kv head, in H head groups",
     "double-ring": NODE,
     "case-iii": NODE,
     "case-iii-direct": NODE,
