@@ -121,7 +121,7 @@ def npus() -> Iterator[NpuPools]:
         pools.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def warm() -> Iterator[str]:
     """A Python that has torch already."""
     with warm_python() as python:

@@ -4,7 +4,8 @@
 
 What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments; `-u` before it) gets a process with its own
 arguments, environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes
-it along. A test whose subject is how a process starts or how the interpreter ends needs a real one.
+it along. It lives in its client's network namespace. What is started with -I or -S is a real Python. A test whose
+subject is how a process starts or how the interpreter ends needs a real one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import io
 import json
 import os
 import runpy
@@ -20,6 +22,7 @@ import select
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,7 +33,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from patience import patient
 
@@ -41,9 +44,12 @@ IMPORTED = (
 )  # fmt: skip
 START_SECONDS = 60.0  # for its imports; see `patience`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+CLONE_NEWNET = 0x40000000  # of linux/sched.h
 F_SETSIG = 10  # of fcntl.h
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+if sys.argv[1] in ("-I", "-S"):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({path!r})
     socket.send_fds(server, [b"."], [0, 1, 2])
@@ -84,6 +90,7 @@ class Asked:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.server = connection, os.getpid()
+        self.client = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         _, self.streams, _, _ = socket.recv_fds(connection, 1, 3)
         with connection.makefile("rb") as lines:
             self.arguments, self.environment, self.folder = json.loads(lines.readline())
@@ -102,9 +109,12 @@ class Asked:
         fcntl.fcntl(self.connection, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, fcntl.fcntl(self.connection, fcntl.F_GETFL) | os.O_ASYNC)
         signal.set_wakeup_fd(-1)
+        _enter_network_of(self.client)
         for to, each in enumerate(self.streams):
             os.dup2(each, to)
             os.close(each)
+        at_once = bool(self.environment.get("PYTHONUNBUFFERED"))
+        sys.stdout, sys.stderr = _writing_to(1, sys.stdout, at_once), _writing_to(2, sys.stderr, at_once)
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -145,6 +155,22 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _writing_to(number: int, before: TextIO, at_once: bool) -> TextIO:
+    """A stream as Python makes it at its start: one that was made for something else may not be reconfigured."""
+    raw: Any = io.FileIO(number, "w", closefd=False)
+    by_line = number == 2 or os.isatty(number)
+    binary = raw if at_once else io.BufferedWriter(raw)
+    return io.TextIOWrapper(binary, before.encoding, before.errors, None, by_line, at_once)
+
+
+def _enter_network_of(process: int) -> None:
+    """Its network namespace, where that is not ours already."""
+    with suppress(FileNotFoundError), open(f"/proc/{process}/ns/net", "rb") as network:  # a client that is gone
+        if not os.path.sameopenfile(network.fileno(), os.open("/proc/self/ns/net", os.O_RDONLY)):
+            library = ctypes.CDLL(None, use_errno=True)
+            assert library.setns(network.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 
 
 def ended(arguments: list[str]) -> int:
