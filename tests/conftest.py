@@ -128,6 +128,13 @@ def warm() -> Iterator[str]:
         yield python
 
 
+@pytest.fixture(scope="session")
+def warm_torch() -> Iterator[str]:
+    """One in which `import torch` takes no time, and loads what is installed for it as it always does."""
+    with warm_python(bare=True) as python:
+        yield python
+
+
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """Puts back the handlers that the command replaces in its own process."""

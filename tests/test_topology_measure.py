@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import get_args

@@ -92,7 +92,8 @@ def run(folder: Path, *arguments: str, **environment: str) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def tokenring(folder: Path, *arguments: str, **environment: str) -> Ran:
-    """The command."""
-    code = "import sys; from tokenring.cli.main import main; sys.exit(main(sys.argv[1:]))"
+def tokenring(folder: Path, *arguments: str, python: str | None = None, **environment: str) -> Ran:
+    """The command. python: what it takes for Python itself, to start others."""
+    other = "" if python is None else f"sys.executable = {python!r}; "
+    code = f"import sys; {other}from tokenring.cli.main import main; sys.exit(main(sys.argv[1:]))"
     return run(folder, "-c", code, *arguments, **environment)

@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import importlib.abc
 import io
 import json
 import os
@@ -32,6 +33,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,6 +44,7 @@ IMPORTED = (
     "tokenring.backends.kernels.cpu_flash", "tokenring.planner.choosing.auto", "tokenring.proof.verify",
     "tokenring.cli.bench.reference", "tokenring.proof.replay", "torch.fx.experimental.symbolic_shapes",
 )  # fmt: skip
+BARE = ("numpy", "torch", "torch.distributed", "torch.utils.checkpoint")  # and nothing of tokenring
 START_SECONDS = 60.0  # for its imports; see `patience`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 CLONE_NEWNET = 0x40000000  # of linux/sched.h
@@ -64,14 +67,17 @@ os._exit(status)
 
 
 @contextmanager
-def warm_python() -> Iterator[str]:
-    """The path of what to run instead of Python. What it has started ends with it."""
+def warm_python(bare: bool = False) -> Iterator[str]:
+    """The path of what to run instead of Python. What it has started ends with it.
+
+    bare: torch is still to be imported, which loads torch_npu or whatever is installed for it, but takes no time.
+    """
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         path, client = f"{folder}/socket", Path(folder, "python")
         client.write_text(CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
         client.chmod(0o755)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        command = [sys.executable, __file__, path, str(os.getpid()), str(client)]
+        command = [sys.executable, __file__, path, str(os.getpid()), str(client), *(["bare"] if bare else [])]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as server:
             try:
                 assert server.stdout is not None
@@ -173,6 +179,30 @@ def _enter_network_of(process: int) -> None:
             assert library.setns(network.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 
 
+class Unimported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """torch before its import, the last step of which is still to be done: to load what is installed for it."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @classmethod
+    def hide(cls, module: Any) -> None:
+        del sys.modules[module.__name__]
+        sys.meta_path.insert(0, cls(module))
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name != self.module.__name__:
+            return None
+        return ModuleSpec(name, self, origin=self.module.__file__, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self.module
+
+    def exec_module(self, module: Any) -> None:
+        if module._is_device_backend_autoload_enabled():
+            module._import_device_backends()
+
+
 def ended(arguments: list[str]) -> int:
     """Run it; the exit code. What a module leaves to the interpreter's own end, but for atexit, is not done: slow."""
     code: object = 0
@@ -216,15 +246,17 @@ def run(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # the tests' folder: no module of a script is to be found there
-    for name in IMPORTED:
+    path, parent, client, *bare = sys.argv[1:]
+    for name in BARE if bare else IMPORTED:
         import_module(name)
     import torch
 
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is there stays shared by all
-    path, parent, client = sys.argv[1:]
     asked = serve(path, int(parent))
     asked.become()
+    if bare:
+        Unimported.hide(torch)
     sys.executable = client  # what it starts is warm too
     os._exit(ended(asked.arguments) & 0xFF)
