@@ -152,7 +152,7 @@ def check_doctor(folder: Path, python: str | None = None) -> None:
 
 def check_import(folder: Path, python: str | None = None) -> None:
     """`import tokenring` works; what needs torch says in one sentence why it cannot."""
-    ran = vendor.run(folder, "-c", IMPORT)
+    ran = vendor.run(folder, "-c", IMPORT, python=python)
     assert (ran.code, ran.out) == (1, "0.1.0\n")
     assert "direct cause" not in ran.err and "During handling" not in ran.err
     assert ran.err.strip().splitlines()[-1].startswith("tokenring.errors.BackendUnavailable: torch cannot be imported")
@@ -203,4 +203,4 @@ def test_16_a_copy_that_is_not_spoilt_passes(tmp_path: Path, warm_torch: str) ->
     site = torch_npu(tmp_path / "site", NO_CANN)
     folder = spoilt_copy(site, "cli/doctor/cann.py", "MOST_BYTES = 1 << 16", "MOST_BYTES = 65536")
     check_doctor(folder, warm_torch)
-    check_import(folder)
+    check_import(folder, warm_torch)

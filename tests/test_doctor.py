@@ -111,8 +111,8 @@ def test_versions_that_do_not_go_together(tmp_path: Path) -> None:
 # ---------- torch_npu, working or absent
 
 
-def test_no_torch_npu(tmp_path: Path) -> None:
-    found = doctor(tmp_path)
+def test_no_torch_npu(tmp_path: Path, warm_torch: str) -> None:
+    found = doctor(tmp_path, python=warm_torch)
     assert found["torch_npu"]["installed"] is None
     assert found["problems"] == []
     assert (found["operators"], found["accelerators"]) == ([], [])
@@ -196,16 +196,16 @@ class TestImport:
     NEEDS_TORCH = "import tokenring; print(tokenring.__version__); tokenring.attention"
 
     @pytest.mark.parametrize("body", [NO_CANN, CLASH])
-    def test_is_one_sentence(self, body: str, tmp_path: Path) -> None:
-        ran = vendor.run(torch_npu(tmp_path / "site", body), "-c", self.NEEDS_TORCH)
+    def test_is_one_sentence(self, body: str, tmp_path: Path, warm_torch: str) -> None:
+        ran = vendor.run(torch_npu(tmp_path / "site", body), "-c", self.NEEDS_TORCH, python=warm_torch)
         assert (ran.code, ran.out) == (1, "0.1.0\n")
         assert "During handling" not in ran.err and "direct cause" not in ran.err
         last = ran.err.strip().splitlines()[-1]
         assert last.startswith("tokenring.errors.BackendUnavailable: torch cannot be imported: it loads torch_npu,")
         assert last.endswith("or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without it; `tokenring doctor` says more")
 
-    def test_of_commands_as_well(self, tmp_path: Path) -> None:
-        ran = tokenring(torch_npu(tmp_path / "site", NO_CANN), "schedule", "ring", "--ranks", "2")
+    def test_of_commands_as_well(self, tmp_path: Path, warm_torch: str) -> None:
+        ran = tokenring(torch_npu(tmp_path / "site", NO_CANN), "schedule", "ring", "--ranks", "2", python=warm_torch)
         assert (ran.code, ran.out) == (2, "")
         assert ran.err.startswith("tokenring: torch cannot be imported: it loads torch_npu, which fails: libhccl.so")
         assert ran.err.count("\n") == 1
