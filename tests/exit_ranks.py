@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 3
-IMPORTED = ("torch.distributed", "tokenring.runtime.executor", "tokenring.backends.kernels.cpu_flash",
-            "tokenring.planner.choosing.auto", "tokenring.proof.verify", "torch.fx.experimental.symbolic_shapes")  # fmt: skip
+IMPORTED = (
+    "torch.distributed", "tokenring.runtime.executor", "tokenring.backends.kernels.cpu_flash",
+    "tokenring.planner.choosing.auto", "tokenring.proof.verify", "torch.fx.experimental.symbolic_shapes",
+)  # fmt: skip
 LIMIT_SECONDS = 240.0  # for a whole script, on a busy machine
 ROOT = Path(__file__).resolve().parent.parent
 KEPT: list[Any] = []  # what a module of a user's has
@@ -130,7 +132,7 @@ def main(variant: str, folder: str, busy: bool) -> None:
     """In the process that imports, and then in each rank's."""
     for name in IMPORTED:
         import_module(name)
-    # No gc.freeze(): an interpreter that ends sooner is gone before a late thread comes, and no test would see it abort.
+    # No gc.freeze(): an interpreter that ends sooner is gone before a late thread comes, and nobody sees it abort.
     ranks = []
     for rank in range(int(os.environ["WORLD_SIZE"])):
         process = os.fork()

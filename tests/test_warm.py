@@ -67,6 +67,23 @@ def test_it_is_in_its_clients_network(warm: str) -> None:
     assert wanted == found != outside
 
 
+def test_one_in_which_torch_is_still_to_be_imported(warm_torch: str, tmp_path: Path) -> None:
+    """What is installed for torch is loaded at its import, and may fail it, each time."""
+    (tmp_path / "extension.py").write_text("def load(): raise OSError('no driver')")
+    (tmp_path / "extension-1.dist-info").mkdir()
+    (tmp_path / "extension-1.dist-info" / "entry_points.txt").write_text("[torch.backends]\nx = extension:load\n")
+    code = (
+        "import sys; print('torch' in sys.modules)\n"
+        "for _ in range(2):\n"
+        "    try: import torch; print(torch.ones(1).item(), torch is sys.modules['torch'])\n"
+        "    except RuntimeError as error: print(error.__cause__, 'torch' in sys.modules)\n"
+    )
+    path = str(tmp_path)
+    fails, off = (run(warm_torch, "-c", code, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD=on) for on in "10")
+    assert fails.stdout.splitlines() == ["False", *["no driver False"] * 2], fails.stderr
+    assert off.stdout.splitlines() == ["False", *["1.0 True"] * 2], off.stderr
+
+
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
