@@ -129,10 +129,17 @@ def npus() -> Iterator[NpuPools]:
         pools.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def warm() -> Iterator[str]:
     """A Python that has torch already."""
     with warm_python() as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def warm_torch() -> Iterator[str]:
+    """One in which `import torch` takes no time, and loads what is installed for it as it always does."""
+    with warm_python(bare=True) as python:
         yield python
 
 

@@ -1,6 +1,9 @@
-"""One rank of an ordinary script: some calls, destroy_process_group, exit. `run` starts all ranks of one.
+"""An ordinary script: some calls, destroy_process_group, exit. `run` starts it with all its ranks.
 
-    RANK=0 WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 python tests/exit_ranks.py "left open"
+    WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 python tests/exit_ranks.py "left open" FOLDER
+
+One process imports what they need, and is then forked: each rank ends as any Python does, by itself. What rank r says
+goes to FOLDER/r, and the exit codes to standard output, in one line.
 """
 
 from __future__ import annotations
@@ -8,14 +11,21 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 RANKS = 3
+IMPORTED = (
+    "torch.distributed", "tokenring.runtime.executor", "tokenring.backends.kernels.cpu_flash",
+    "tokenring.planner.choosing.auto", "tokenring.proof.verify", "torch.fx.experimental.symbolic_shapes",
+)  # fmt: skip
 LIMIT_SECONDS = 240.0  # for a whole script, on a busy machine
 ROOT = Path(__file__).resolve().parent.parent
 KEPT: list[Any] = []  # what a module of a user's has
@@ -118,7 +128,26 @@ def held_up(folder: Path) -> Path | None:
     return made
 
 
-def main(variant: str, busy: bool) -> None:
+def main(variant: str, folder: str, busy: bool) -> None:
+    """In the process that imports, and then in each rank's."""
+    for name in IMPORTED:
+        import_module(name)
+    # No gc.freeze(): an interpreter that ends sooner is gone before a late thread comes, and nobody sees it abort.
+    ranks = []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        process = os.fork()
+        if not process:
+            os.environ["RANK"] = str(rank)
+            said = os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            script(variant, busy)
+        ranks.append(process)
+    print(*(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks))
+
+
+def script(variant: str, busy: bool) -> None:
+    """A rank's."""
     import torch
     import torch.distributed as dist
 
@@ -135,7 +164,7 @@ def main(variant: str, busy: bool) -> None:
 
 
 def run(variant: str, first: Path | None = None) -> list[tuple[int | None, str]]:
-    """What each rank's process ended with, and the last that it said; None for one that had to be killed.
+    """What each rank's process ended with, and the last that it said; None where they had to be killed.
 
     first: a library that holds up threads, while the main one is busy.
     """
@@ -145,25 +174,27 @@ def run(variant: str, first: Path | None = None) -> list[tuple[int | None, str]]
         **os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    command = [sys.executable, __file__, variant]
-    if first is not None:
-        shared["LD_PRELOAD"] = str(first)
-        command.append("busy")
-    ranks = [
-        subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(RANKS)
-    ]
-    return [_ended(each) for each in ranks]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, variant, folder]
+        if first is not None:
+            shared["LD_PRELOAD"] = str(first)
+            command.append("busy")
+        codes = _codes(command, shared)
+        said = [Path(folder, str(rank)) for rank in range(RANKS)]
+        texts = [each.read_text(errors="replace")[-2000:] if each.exists() else "" for each in said]
+    return list(zip(codes, texts, strict=True))
 
 
-def _ended(process: subprocess.Popen[bytes]) -> tuple[int | None, str]:
-    try:
-        said, _ = process.communicate(timeout=LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return None, process.communicate()[0].decode(errors="replace")[-2000:]
-    return process.returncode, said.decode(errors="replace")[-2000:]
+def _codes(command: list[str], environment: dict[str, str]) -> list[int | None]:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as made:
+        try:
+            told, _ = made.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(made.pid, signal.SIGKILL)
+            return [None] * RANKS
+    assert made.returncode == 0, f"the process to fork ended with {made.returncode}"
+    return [int(code) for code in told.split()]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "busy" in sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], "busy" in sys.argv[3:])

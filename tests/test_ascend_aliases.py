@@ -137,13 +137,12 @@ def under_aliases(here: Here, spoil: Spoil | None) -> None:
 
 # ---------- 16: the wheel without CANN
 
-DOCTOR = "from tokenring.cli.main import main; import sys; sys.exit(main(['doctor', '--json']))"
 IMPORT = "import tokenring; print(tokenring.__version__); tokenring.attention"
 
 
-def check_doctor(folder: Path) -> None:
+def check_doctor(folder: Path, python: str | None = None) -> None:
     """torch is found all the same, and what is wrong with torch_npu is said in words."""
-    ran = vendor.run(folder, "-c", DOCTOR)
+    ran = vendor.tokenring(folder, "doctor", "--json", python=python)
     assert (ran.code, ran.err) == (0, "")
     found = json.loads(ran.out)
     said = {each["about"]: each["what"] for each in found["problems"]}
@@ -151,9 +150,9 @@ def check_doctor(folder: Path) -> None:
     assert {"torch_npu", "autoload"} <= said.keys() and "libhccl.so" in said["torch_npu"]
 
 
-def check_import(folder: Path) -> None:
+def check_import(folder: Path, python: str | None = None) -> None:
     """`import tokenring` works; what needs torch says in one sentence why it cannot."""
-    ran = vendor.run(folder, "-c", IMPORT)
+    ran = vendor.run(folder, "-c", IMPORT, python=python)
     assert (ran.code, ran.out) == (1, "0.1.0\n")
     assert "direct cause" not in ran.err and "During handling" not in ran.err
     assert ran.err.strip().splitlines()[-1].startswith("tokenring.errors.BackendUnavailable: torch cannot be imported")
@@ -170,7 +169,8 @@ def spoilt_copy(folder: Path, file: str, old: str, new: str) -> Path:
     return folder
 
 
-SOURCES: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
+Check = Callable[[Path, str | None], None]
+SOURCES: dict[str, tuple[Check, str, str, str]] = {
     "the doctor leaves autoload on": (check_doctor, "cli/doctor/examine.py", 'OFF = {say.AUTOLOAD: "0"}', "OFF = {}"),
     "the doctor imports torch itself": (
         check_doctor, "cli/doctor/examine.py", "import platform\n", "import platform\n\nimport torch\n",
@@ -186,21 +186,21 @@ SOURCES: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
 
 
 @pytest.mark.parametrize("check", [check_doctor, check_import])
-def test_16_a_wheel_without_cann(check: Callable[[Path], None], tmp_path: Path) -> None:
-    check(torch_npu(tmp_path / "site", NO_CANN))
+def test_16_a_wheel_without_cann(check: Check, tmp_path: Path) -> None:
+    check(torch_npu(tmp_path / "site", NO_CANN), None)
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_16_code_that_falls_into_it_is_found(name: str, tmp_path: Path) -> None:
+def test_16_code_that_falls_into_it_is_found(name: str, tmp_path: Path, warm_torch: str) -> None:
     check, file, old, new = SOURCES[name]
     folder = spoilt_copy(torch_npu(tmp_path / "site", NO_CANN), file, old, new)
     with pytest.raises((AssertionError, json.JSONDecodeError)):
-        check(folder)
+        check(folder, warm_torch)
 
 
-def test_16_a_copy_that_is_not_spoilt_passes(tmp_path: Path) -> None:
+def test_16_a_copy_that_is_not_spoilt_passes(tmp_path: Path, warm_torch: str) -> None:
     """So that mutants fail for what they change."""
     site = torch_npu(tmp_path / "site", NO_CANN)
     folder = spoilt_copy(site, "cli/doctor/cann.py", "MOST_BYTES = 1 << 16", "MOST_BYTES = 65536")
-    check_doctor(folder)
-    check_import(folder)
+    check_doctor(folder, warm_torch)
+    check_import(folder, warm_torch)

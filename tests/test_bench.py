@@ -223,31 +223,32 @@ def test_peers_without_an_installation() -> None:
             candidate.prepare(RaceSetting(CASE, 0, 2), None)
 
 
-@pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("name", PEERS)
-def test_peers_that_are_installed_are_right(ranks: RankPools, name: str, mask: str) -> None:
+def test_peers_that_are_installed_are_right(ranks: RankPools, name: str) -> None:
     if find_spec(name.replace("-", "_")) is None:
         pytest.skip(f"{name} is not installed")
+    case = replace(CASE, peers=[name], schedules=["ring"])
     with ranks.expendable(2) as pair:  # peers change modules
-        entries, _, notes = pair(raced, replace(CASE, peers=[name], schedules=["ring"], mask=mask))[0]
-    peers = [entry for entry in entries if entry.kind == PEER]
-    assert {entry.status for entry in peers} <= {MEASURED, SKIPPED} and peers[0].status == MEASURED, peers
-    assert all(entry.version for entry in peers) and notes
+        raced_by_mask = [pair(raced, replace(case, mask=mask))[0] for mask in ("causal", "full")]
+    for entries, _, notes in raced_by_mask:
+        peers = [entry for entry in entries if entry.kind == PEER]
+        assert {entry.status for entry in peers} <= {MEASURED, SKIPPED} and peers[0].status == MEASURED, peers
+        assert all(entry.version for entry in peers) and notes
 
 
 # ---------- the command
 
 
-def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tokenring", "bench", *arguments]
+def bench(folder: Path, python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [python, "-m", "tokenring", "bench", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(100))
 
 
 SMALL = ["--ranks", "2", "--seq-len", "128", "--heads", "2", "--head-dim", "16", "--rounds", "2"]
 
 
-def test_whole_run(tmp_path: Path) -> None:
-    result = bench(tmp_path, *SMALL, "--peers", "none", "--json", "b.json", "--picture", "b.svg")
+def test_whole_run(tmp_path: Path, warm: str) -> None:
+    result = bench(tmp_path, warm, *SMALL, "--peers", "none", "--json", "b.json", "--picture", "b.svg")
     assert result.returncode == 0 and result.stderr == "", result.stdout + result.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.json", "b.svg"]
     report = RaceReport.from_json((tmp_path / "b.json").read_text())
@@ -261,8 +262,8 @@ def test_whole_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_the_processes_of_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+def test_on_the_processes_of_torchrun(tmp_path: Path, warm: str) -> None:
+    torchrun = [warm, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command = [*torchrun, "--nproc-per-node", "2", "-m", "tokenring", "bench", *SMALL[2:], "--json", "b.json"]
     options = ["--schedules", "ring", "--peers", "none"]
     result = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
@@ -272,8 +273,8 @@ def test_on_the_processes_of_torchrun(tmp_path: Path) -> None:
     assert [entry.name for entry in report.entries] == ["ring", "one process"]
 
 
-def test_nothing_of_ours_can_run(tmp_path: Path) -> None:
-    result = bench(tmp_path, *SMALL, "--schedules", "ring", "--pieces", "3", "--peers", "none")
+def test_nothing_of_ours_can_run(tmp_path: Path, warm: str) -> None:
+    result = bench(tmp_path, warm, *SMALL, "--schedules", "ring", "--pieces", "3", "--peers", "none")
     assert result.returncode == 1
     assert "no schedule could run; ring: schedule 'ring': 3 pieces do not divide" in result.stderr
 

@@ -52,8 +52,9 @@ def free_port(first: int, last: int) -> int:
     raise AssertionError("no port is free")
 
 
-def test_two_nodes(tmp_path: Path) -> None:
+def test_two_nodes(tmp_path: Path, warm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """slurm.sh starts torchrun.sh on both, which meet and compute."""
+    monkeypatch.setattr(sys, "executable", warm)
     program(tmp_path, "scontrol", "#!/bin/bash\necho 127.0.0.1\necho another-host\n")
     program(
         tmp_path, "srun",

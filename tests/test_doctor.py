@@ -19,9 +19,9 @@ from tokenring.cli.doctor.probes import OPERATORS
 from tokenring.cli.doctor.report import report
 
 
-def doctor(folder: Path, *options: str, **environment: str) -> dict[str, Any]:
-    """Its JSON; it never fails, and says nothing beside it."""
-    ran = tokenring(folder, "doctor", "--json", *options, **environment)
+def doctor(folder: Path, *options: str, python: str | None = None, **environment: str) -> dict[str, Any]:
+    """Its JSON; it never fails, and says nothing beside it. test_ascend_aliases has it ask real Pythons as well."""
+    ran = tokenring(folder, "doctor", "--json", *options, python=python, **environment)
     assert (ran.code, ran.err) == (0, "")
     found: dict[str, Any] = json.loads(ran.out)
     return found
@@ -58,10 +58,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_torch_npu(name: str, tmp_path: Path) -> None:
+def test_broken_torch_npu(name: str, tmp_path: Path, warm_torch: str) -> None:
     """It says why, and what to do; torch itself and the CPU are as they were."""
     body, says = BROKEN[name]
-    found = doctor(torch_npu(tmp_path / "site", body))
+    found = doctor(torch_npu(tmp_path / "site", body), python=warm_torch)
     assert problems(found)["torch_npu"].startswith(says)
     assert "`import torch` alone fails" in problems(found)["autoload"]
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in problems(found)["autoload"]
@@ -81,8 +81,8 @@ def test_torch_npu_that_hangs(tmp_path: Path) -> None:
     assert found["torch"] == "2.13.0"
 
 
-def test_autoload_that_is_off(tmp_path: Path) -> None:
-    found = doctor(torch_npu(tmp_path / "site", NO_CANN), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+def test_autoload_that_is_off(tmp_path: Path, warm_torch: str) -> None:
+    found = doctor(torch_npu(tmp_path / "site", NO_CANN), python=warm_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert found["torch_npu"]["autoload"] == "off"
     assert "autoload" not in problems(found) and "libhccl.so" in problems(found)["torch_npu"]
 
@@ -111,16 +111,16 @@ def test_versions_that_do_not_go_together(tmp_path: Path) -> None:
 # ---------- torch_npu, working or absent
 
 
-def test_no_torch_npu(tmp_path: Path) -> None:
-    found = doctor(tmp_path)
+def test_no_torch_npu(tmp_path: Path, warm_torch: str) -> None:
+    found = doctor(tmp_path, python=warm_torch)
     assert found["torch_npu"]["installed"] is None
     assert found["problems"] == []
     assert (found["operators"], found["accelerators"]) == ([], [])
 
 
-def test_operators_come_from_schemas(tmp_path: Path) -> None:
+def test_operators_come_from_schemas(tmp_path: Path, warm_torch: str) -> None:
     """Names and arguments as this torch_npu has them, whatever its version."""
-    found = doctor(torch_npu(tmp_path / "site", WORKS))
+    found = doctor(torch_npu(tmp_path / "site", WORKS), python=warm_torch)
     operators = {each["name"]: each["arguments"] for each in found["operators"]}
     assert list(operators) == list(OPERATORS)
     assert operators.pop("npu_fusion_attention") == ["query", "head_num", "scale", "pre_tockens"]
@@ -130,9 +130,9 @@ def test_operators_come_from_schemas(tmp_path: Path) -> None:
     assert "torch_npu imports, and sees no NPU" in problems(found)["npu"]
 
 
-def test_npus(tmp_path: Path) -> None:
+def test_npus(tmp_path: Path, warm_torch: str) -> None:
     """All is there: what would be used for tensors on them."""
-    found = doctor(torch_npu(tmp_path / "site", EMULATED))
+    found = doctor(torch_npu(tmp_path / "site", EMULATED), python=warm_torch)
     assert [(each["type"], each["names"]) for each in found["accelerators"]] == [("npu", ["Ascend910B3"] * 8)]
     choices = {each["device"]: each for each in found["choices"]}
     assert (choices["npu"]["transport"]["name"], choices["npu"]["kernel"]["name"]) == ("hccl", "npu-fusion")
@@ -143,9 +143,10 @@ def test_npus(tmp_path: Path) -> None:
     assert [each for each in found["problems"] if each["hurts"]] == []
 
 
-def test_what_is_left_of_a_device_without_operators(tmp_path: Path) -> None:
+def test_what_is_left_of_a_device_without_operators(tmp_path: Path, warm_torch: str) -> None:
     """A mutant of the machine above: the report says that nothing computes there, and why."""
-    found = doctor(torch_npu(tmp_path / "site", EMULATED.replace('operators.register("2.13.0")', "")))
+    spoilt = EMULATED.replace('operators.register("2.13.0")', "")
+    found = doctor(torch_npu(tmp_path / "site", spoilt), python=warm_torch)
     assert {each["arguments"] for each in found["operators"]} == {None}
     choice = next(each for each in found["choices"] if each["device"] == "npu")
     assert choice["kernel"] is None or choice["kernel"]["name"] != "npu-fusion"
@@ -158,18 +159,18 @@ def test_nothing_of_torch_is_imported_by_the_command_itself(tmp_path: Path) -> N
     assert vendor.run(tmp_path, "-c", code).out == "False\n"
 
 
-def test_variables_are_checked_without_torch(tmp_path: Path) -> None:
+def test_variables_are_checked_without_torch(tmp_path: Path, warm_torch: str) -> None:
     """TOKENRING_SCHEDULE is checked by what other parts share: none of that may need torch."""
     folder = torch_npu(tmp_path / "site", NO_CANN)
-    found = doctor(folder, TOKENRING_SCHEDULE="spiral", P2P_HCCL_BUFFSIZE="0")
+    found = doctor(folder, python=warm_torch, TOKENRING_SCHEDULE="spiral", P2P_HCCL_BUFFSIZE="0")
     assert [each["name"] for each in found["environment"]] == ["P2P_HCCL_BUFFSIZE", "TOKENRING_SCHEDULE"]
     assert all(each["warning"] for each in found["environment"])
     assert "examination failed" not in str(found["problems"])
 
 
-def test_aliases_are_no_devices(tmp_path: Path) -> None:
+def test_aliases_are_no_devices(tmp_path: Path, warm_torch: str) -> None:
     """transfer_to_npu makes torch.cuda answer for NPUs: no CUDA device is reported, and the report says why."""
-    found = doctor(torch_npu(tmp_path / "site", WORKS + ALIASES))
+    found = doctor(torch_npu(tmp_path / "site", WORKS + ALIASES), python=warm_torch)
     assert found["torch_npu"]["transfer"]
     assert "cuda" not in [each["type"] for each in found["accelerators"]]
     site = tmp_path / "startup"  # at work before anything else, as where an image's sitecustomize does it
@@ -195,16 +196,16 @@ class TestImport:
     NEEDS_TORCH = "import tokenring; print(tokenring.__version__); tokenring.attention"
 
     @pytest.mark.parametrize("body", [NO_CANN, CLASH])
-    def test_is_one_sentence(self, body: str, tmp_path: Path) -> None:
-        ran = vendor.run(torch_npu(tmp_path / "site", body), "-c", self.NEEDS_TORCH)
+    def test_is_one_sentence(self, body: str, tmp_path: Path, warm_torch: str) -> None:
+        ran = vendor.run(torch_npu(tmp_path / "site", body), "-c", self.NEEDS_TORCH, python=warm_torch)
         assert (ran.code, ran.out) == (1, "0.1.0\n")
         assert "During handling" not in ran.err and "direct cause" not in ran.err
         last = ran.err.strip().splitlines()[-1]
         assert last.startswith("tokenring.errors.BackendUnavailable: torch cannot be imported: it loads torch_npu,")
         assert last.endswith("or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without it; `tokenring doctor` says more")
 
-    def test_of_commands_as_well(self, tmp_path: Path) -> None:
-        ran = tokenring(torch_npu(tmp_path / "site", NO_CANN), "schedule", "ring", "--ranks", "2")
+    def test_of_commands_as_well(self, tmp_path: Path, warm_torch: str) -> None:
+        ran = tokenring(torch_npu(tmp_path / "site", NO_CANN), "schedule", "ring", "--ranks", "2", python=warm_torch)
         assert (ran.code, ran.out) == (2, "")
         assert ran.err.startswith("tokenring: torch cannot be imported: it loads torch_npu, which fails: libhccl.so")
         assert ran.err.count("\n") == 1

@@ -29,8 +29,11 @@ needs_root = pytest.mark.skipif(
     reason="emulated links need root and iproute2",
 )
 # Holds an emulation until it is killed, with ranks that would run for a minute.
+# Whoever starts the tests under nohup has SIGHUP ignored in all that they start.
 HOLDER = """
+import signal
 from tokenring.emulate import Emulated
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with Emulated("switch", 2, 0.1) as net, net.start("emulation", ["sleep"]) as ranks:
     print("up", flush=True)
     while ranks.exit_code() is None:
@@ -58,6 +61,12 @@ def command(process: str) -> str:
         return ""
 
 
+@pytest.fixture
+def warm_ranks(warm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started has torch already; guardians start as real Pythons do."""
+    monkeypatch.setattr(sys, "executable", warm)
+
+
 def eventually(holds: Callable[[], bool], seconds: float = GONE_SECONDS) -> bool:
     deadline = time.monotonic() + patient(seconds)
     while not holds():
@@ -71,6 +80,7 @@ def eventually(holds: Callable[[], bool], seconds: float = GONE_SECONDS) -> bool
 @pytest.mark.testbed
 @pytest.mark.usefixtures("nothing_left")
 class TestRuns:
+    @pytest.mark.usefixtures("warm_ranks")
     @pytest.mark.parametrize(("kind", "options"), [("full-mesh", {}), ("two-node", {"nic_per_rank": True})])
     def test_ranks_meet(self, kind: str, options: dict[str, bool]) -> None:
         shown: list[str] = []
@@ -96,6 +106,7 @@ class TestRuns:
             assert guardian.processes_in(net.namespaces) == []
         assert says in str(lost.value) and lost.value.rank == rank and lost.value.certain == (what != "sleep")
 
+    @pytest.mark.usefixtures("warm_ranks")
     def test_two_at_a_time(self) -> None:
         with Emulated("full-mesh", 2, 0.25) as one, Emulated("full-mesh", 2, 0.25) as other:
             assert not set(one.namespaces) & set(other.namespaces)
@@ -224,6 +235,7 @@ SMALL = ["--ranks", "4", "--seq-len", "128", "--heads", "4", "--head-dim", "16",
 
 @needs_root
 @pytest.mark.testbed
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("compute", [[], ["--compute", "0.01"]], ids=["computing", "sleeping"])
 def test_bench(tmp_path: Path, compute: list[str]) -> None:
     links = ["--emulate", "two-node", "--link-gbit", "0.25", "--uplink-gbit", "0.05"]

@@ -159,8 +159,8 @@ def status(ran: Ran) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_dry_run(tmp_path: Path) -> None:
-    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--schedules", "ring,ulysses")
+def test_dry_run(tmp_path: Path, warm: str) -> None:
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--schedules", "ring,ulysses", python=warm)
     assert (ran.code, set(status(ran).values())) == (0, {"done"})
     assert [each["key"] for each in ran.document["verdicts"]] == list(BY_KEY)
     assert {"schedule:ring", "schedule:ulysses"} <= status(ran).keys()
@@ -260,8 +260,8 @@ def test_limits_are_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert given[0].task_seconds == 0.3 and began + 120 <= given[0].until <= time.monotonic() + 120
 
 
-def test_the_time_that_is_used_up(tmp_path: Path) -> None:
-    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", "rows", "--minutes", "0")
+def test_the_time_that_is_used_up(tmp_path: Path, warm: str) -> None:
+    ran = smoke(tmp_path, "--device", "cpu", "--ranks", "2", "--only", "rows", "--minutes", "0", python=warm)
     assert (ran.code, status(ran)) == (1, {"rows": "left out"})
 
 

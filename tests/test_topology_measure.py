@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import get_args
@@ -154,8 +153,8 @@ def test_one_rank_is_single() -> None:
     assert classify(merge([measure(None)])).name == "single"
 
 
-def test_command_on_ranks_of_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tokenring", "topology", "--measure", "--ranks", "2", "--seconds", "5"]
+def test_command_on_ranks_of_its_own(tmp_path: Path, warm: str) -> None:
+    command = [warm, "-m", "tokenring", "topology", "--measure", "--ranks", "2", "--seconds", "5"]
     command += ["--save", "t.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(90))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

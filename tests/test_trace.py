@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -92,8 +91,8 @@ def test_forward_alone(ranks: RankPools) -> None:
     assert {each.direction for each in made.stretches} == {"forward"}
 
 
-def test_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tokenring", "trace", "ring", "--ranks", "2", "--seq-len", "128", "--heads", "2"]
+def test_command(tmp_path: Path, warm: str) -> None:
+    command = [warm, "-m", "tokenring", "trace", "ring", "--ranks", "2", "--seq-len", "128", "--heads", "2"]
     outputs = ["--head-dim", "16", "--picture", "t.svg", "--chrome", "t.json"]
     result = subprocess.run([*command, *outputs], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
     assert result.returncode == 0 and result.stderr == "", result.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,10 +181,10 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("whose", COMMANDS)
-def test_the_command_on_processes(whose: str, tmp_path: Path) -> None:
+def test_the_command_on_processes(whose: str, tmp_path: Path, warm: str) -> None:
     """It keeps a table, which doctor shows and which is right for ranks such as these."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *COMMANDS[whose], "--device", "cpu", "--seconds", "0.0001"]
+    command = [warm, *COMMANDS[whose], "--device", "cpu", "--seconds", "0.0001"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(90))
     assert done.returncode == 0, done.stderr
     key = transfers_key("cpu", "reached", 2)

@@ -44,6 +44,44 @@ def test_what_it_is_given(warm: str, tmp_path: Path) -> None:
     assert made.stdout.split("\n")[0] == f"{[str(script), 'a', 'b']} here {os.getcwd()} True {warm}"
     assert made.stderr == "said\n"
     assert run(warm, "-u", "-m", "json.tool", "--help").stdout.startswith("usage:")
+    assert run(warm, "-I", "-S", "-c", "import sys; print('site' in sys.modules)").stdout == "False\n"
+
+
+def test_its_streams_are_those_of_a_start(warm: str) -> None:
+    """What one was made for a file would not do with a pipe, and each line of an error is there at once."""
+    code = (
+        "import os, sys; sys.stdout.reconfigure(errors='replace'); sys.stderr.reconfigure(errors='replace'); "
+        "print('a'); print('b', file=sys.stderr); os._exit(0)"
+    )
+    for unbuffered, out in (("", ""), ("1", "a\n")):
+        made = [run(python, "-c", code, PYTHONUNBUFFERED=unbuffered) for python in (warm, sys.executable)]
+        assert [(each.returncode, each.stdout, each.stderr) for each in made] == [(0, out, "b\n")] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="namespaces need root")
+def test_it_is_in_its_clients_network(warm: str) -> None:
+    code = "import os; print(os.readlink('/proc/self/ns/net'), flush=True)"
+    apart = ["unshare", "--net", sys.executable, "-c", f"{code}; os.execv({warm!r}, [{warm!r}, '-c', {code!r}])"]
+    outside = os.readlink("/proc/self/ns/net")
+    wanted, found = subprocess.run(apart, capture_output=True, text=True, timeout=patient(100)).stdout.split()
+    assert wanted == found != outside
+
+
+def test_one_in_which_torch_is_still_to_be_imported(warm_torch: str, tmp_path: Path) -> None:
+    """What is installed for torch is loaded at its import, and may fail it, each time."""
+    (tmp_path / "extension.py").write_text("def load(): raise OSError('no driver')")
+    (tmp_path / "extension-1.dist-info").mkdir()
+    (tmp_path / "extension-1.dist-info" / "entry_points.txt").write_text("[torch.backends]\nx = extension:load\n")
+    code = (
+        "import sys; print('torch' in sys.modules)\n"
+        "for _ in range(2):\n"
+        "    try: import torch; print(torch.ones(1).item(), torch is sys.modules['torch'])\n"
+        "    except RuntimeError as error: print(error.__cause__, 'torch' in sys.modules)\n"
+    )
+    path = str(tmp_path)
+    fails, off = (run(warm_torch, "-c", code, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD=on) for on in "10")
+    assert fails.stdout.splitlines() == ["False", *["no driver False"] * 2], fails.stderr
+    assert off.stdout.splitlines() == ["False", *["1.0 True"] * 2], off.stderr
 
 
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"

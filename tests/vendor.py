@@ -76,13 +76,13 @@ class Ran(NamedTuple):
     err: str
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> Ran:
-    """Python with the folder first on its import path, and this checkout behind it."""
+def run(folder: Path, *arguments: str, python: str | None = None, **environment: str) -> Ran:
+    """Python, or what is given instead, with the folder first on its import path, and this checkout behind it."""
     paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(REPO)])}
     ours = ("ASCEND", "HCCL", "TOKENRING", "TORCH_DEV")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [python or sys.executable, *arguments],
         cwd=folder,
         env=clean | paths | environment,
         capture_output=True,
@@ -92,7 +92,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def tokenring(folder: Path, *arguments: str, **environment: str) -> Ran:
+def tokenring(folder: Path, *arguments: str, python: str | None = None, **environment: str) -> Ran:
     """The command."""
     code = "import sys; from tokenring.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    return run(folder, "-c", code, *arguments, **environment)
+    return run(folder, "-c", code, *arguments, python=python, **environment)

@@ -4,7 +4,8 @@
 
 What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments; `-u` before it) gets a process with its own
 arguments, environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes
-it along. A test whose subject is how a process starts or how the interpreter ends needs a real one.
+it along. It lives in its client's network namespace. What is started with -I or -S is a real Python. A test whose
+subject is how a process starts or how the interpreter ends needs a real one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import importlib.abc
+import io
 import json
 import os
 import runpy
@@ -20,6 +23,7 @@ import select
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,8 +33,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from patience import patient
 
@@ -39,11 +44,15 @@ IMPORTED = (
     "tokenring.backends.kernels.cpu_flash", "tokenring.planner.choosing.auto", "tokenring.proof.verify",
     "tokenring.cli.bench.reference", "tokenring.proof.replay", "torch.fx.experimental.symbolic_shapes",
 )  # fmt: skip
+BARE = ("numpy", "torch", "torch.distributed", "torch.utils.checkpoint")  # and nothing of tokenring
 START_SECONDS = 60.0  # for its imports; see `patience`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+CLONE_NEWNET = 0x40000000  # of linux/sched.h
 F_SETSIG = 10  # of fcntl.h
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+if sys.argv[1] in ("-I", "-S"):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({path!r})
     socket.send_fds(server, [b"."], [0, 1, 2])
@@ -58,14 +67,17 @@ os._exit(status)
 
 
 @contextmanager
-def warm_python() -> Iterator[str]:
-    """The path of what to run instead of Python. What it has started ends with it."""
+def warm_python(bare: bool = False) -> Iterator[str]:
+    """The path of what to run instead of Python. What it has started ends with it.
+
+    bare: torch is still to be imported, which loads torch_npu or whatever is installed for it, but takes no time.
+    """
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         path, client = f"{folder}/socket", Path(folder, "python")
         client.write_text(CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
         client.chmod(0o755)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        command = [sys.executable, __file__, path, str(os.getpid()), str(client)]
+        command = [sys.executable, __file__, path, str(os.getpid()), str(client), *(["bare"] if bare else [])]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as server:
             try:
                 assert server.stdout is not None
@@ -84,6 +96,7 @@ class Asked:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.server = connection, os.getpid()
+        self.client = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         _, self.streams, _, _ = socket.recv_fds(connection, 1, 3)
         with connection.makefile("rb") as lines:
             self.arguments, self.environment, self.folder = json.loads(lines.readline())
@@ -102,9 +115,12 @@ class Asked:
         fcntl.fcntl(self.connection, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, fcntl.fcntl(self.connection, fcntl.F_GETFL) | os.O_ASYNC)
         signal.set_wakeup_fd(-1)
+        _enter_network_of(self.client)
         for to, each in enumerate(self.streams):
             os.dup2(each, to)
             os.close(each)
+        at_once = bool(self.environment.get("PYTHONUNBUFFERED"))
+        sys.stdout, sys.stderr = _writing_to(1, sys.stdout, at_once), _writing_to(2, sys.stderr, at_once)
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -145,6 +161,46 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _writing_to(number: int, before: TextIO, at_once: bool) -> TextIO:
+    """A stream as Python makes it at its start: one that was made for something else may not be reconfigured."""
+    raw: Any = io.FileIO(number, "w", closefd=False)
+    by_line = number == 2 or os.isatty(number)
+    binary = raw if at_once else io.BufferedWriter(raw)
+    return io.TextIOWrapper(binary, before.encoding, before.errors, None, by_line, at_once)
+
+
+def _enter_network_of(process: int) -> None:
+    """Its network namespace, where that is not ours already."""
+    with suppress(FileNotFoundError), open(f"/proc/{process}/ns/net", "rb") as network:  # a client that is gone
+        if not os.path.sameopenfile(network.fileno(), os.open("/proc/self/ns/net", os.O_RDONLY)):
+            library = ctypes.CDLL(None, use_errno=True)
+            assert library.setns(network.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+
+
+class Unimported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """torch before its import, the last step of which is still to be done: to load what is installed for it."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @classmethod
+    def hide(cls, module: Any) -> None:
+        del sys.modules[module.__name__]
+        sys.meta_path.insert(0, cls(module))
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name != self.module.__name__:
+            return None
+        return ModuleSpec(name, self, origin=self.module.__file__, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self.module
+
+    def exec_module(self, module: Any) -> None:
+        if module._is_device_backend_autoload_enabled():
+            module._import_device_backends()
 
 
 def ended(arguments: list[str]) -> int:
@@ -190,15 +246,17 @@ def run(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # the tests' folder: no module of a script is to be found there
-    for name in IMPORTED:
+    path, parent, client, *bare = sys.argv[1:]
+    for name in BARE if bare else IMPORTED:
         import_module(name)
     import torch
 
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is there stays shared by all
-    path, parent, client = sys.argv[1:]
     asked = serve(path, int(parent))
     asked.become()
+    if bare:
+        Unimported.hide(torch)
     sys.executable = client  # what it starts is warm too
     os._exit(ended(asked.arguments) & 0xFF)
