@@ -198,7 +198,7 @@ def _plain(values: Iterable[Any], leaves: list[torch.Tensor]) -> list[Any]:
 
     Every operator of every rank comes here: torch's pytree takes ten times as long.
     """
-    made = []
+    made: list[Any] = []
     for x in values:
         if isinstance(x, torch.Tensor):
             leaves.append(x)
@@ -212,7 +212,8 @@ def _plain(values: Iterable[Any], leaves: list[torch.Tensor]) -> list[Any]:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """An argument of an operator, if it is a tensor; those in it, if it is a list."""
-    _plain([value], leaves := [])
+    leaves: list[torch.Tensor] = []
+    _plain([value], leaves)
     return leaves
 
 
