@@ -45,6 +45,7 @@ PRELOADED = [
     "numpy",
     "pytest",
     "torch.distributed.device_mesh",
+    "torch.distributed.tensor",  # what torch asks for at the first .to of a tensor of another device
     "torch.utils.checkpoint",
     "tokenring.backends.transports.gloo",
     "tokenring.backends.transports.shm",
@@ -56,6 +57,9 @@ PRELOADED = [
     "tokenring.planner.choosing.connections",
     "tokenring.proof.replay",
     "tokenring.proof.verify",
+    "tokenring.backends.kernels.npu_fusion",
+    "tokenring.backends.merging.npu",
+    "tests.preloaded",  # where tests run in the folder above
     "torch.fx.experimental.symbolic_shapes",  # and with it sympy: for the first gradient, a second of each rank
 ]
 # Limits of a quiet machine; see `patience`.

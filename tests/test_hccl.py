@@ -275,7 +275,8 @@ def planned(here: Here, limit: int | None) -> tuple[str, int | None, int | None,
     length = 32 * here.world_size
     q = torch.zeros(1, length // here.world_size, 4, 8, device=NPU)
     net = full_mesh(here.world_size, 1.0)
-    with ContextParallel(topology=net, memory_limit_bytes=limit, kernel="reference") as cp:
+    some = "auto:ring,tokenring,direct-q"  # to two other ranks, and to all
+    with ContextParallel(None, "zigzag", some, topology=net, memory_limit_bytes=limit, kernel="reference") as cp:
         try:
             found = tr.plan(q, q, q, cp)
         except ConfigurationError as error:

@@ -19,8 +19,8 @@ WORLD_SIZE = 4
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_some_rounds(ranks: RankPools) -> None:
-    """A quarter of a minute, or a minute with TOKENRING_FULL_GRID=1."""
-    made = soak(ranks, 60.0 if os.environ.get("TOKENRING_FULL_GRID") else 15.0, 1, WORLD_SIZE)
+    """As few as tell growth, or those of a minute with TOKENRING_FULL_GRID=1."""
+    made = soak(ranks, 60.0 if os.environ.get("TOKENRING_FULL_GRID") else 0.0, 1, WORLD_SIZE)
     assert not (grown := made.growth()), grown
     assert made.calls["calls"] == CALLS * len(made.held)
     assert not lasting_names()

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._pytree import tree_leaves
-
 from ascend import device
 from ascend.hccl_ledger import ledger
 
@@ -34,6 +32,7 @@ def _check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in tree_leaves(given.get(argument.name)):
+        check = ledger.check_write if writes else ledger.check_read
+        for leaf in device.tensors_in(given.get(argument.name)):
             if isinstance(leaf, device.NpuTensor):
-                (ledger.check_write if writes else ledger.check_read)(device.raw(leaf), f"operator {func.name()}")
+                check(device.raw(leaf), f"operator {func.name()}")
