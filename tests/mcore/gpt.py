@@ -251,7 +251,7 @@ def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
     assert len(grads) == len(found)
     together = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(together, group=state.get_data_parallel_group(with_context_parallel=True))
-    for grad, total in zip(grads, together.split([grad.numel() for grad in grads]), strict=True):
+    for grad, total in zip(grads, torch.split(together, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
 
 
