@@ -6,12 +6,11 @@
     def test_it(ranks: RankPools) -> None:
         assert ranks(3)(rank_of, 2) == [0, 2, 4]
 
-A fork server imports torch once; every rank is a fork of it, with one thread. Programs are replayed by rank 0 for all,
-so a refused one raises there only. Every wait has a time
-limit. A pool in which anything went wrong is killed, and the next call for that many ranks starts a
-new one. Between calls ranks are stopped: a Gloo group's thread looks around a hundred times a second, and those of all
-pools together took a tenth of the time. Ranks end with the process that made them, however that ends, and leave no
-files.
+A fork server imports torch once; every rank is a fork of it, with one thread. Programs are replayed by rank
+0 for all, so a refused one raises there only. Every wait has a time limit. A pool in which anything went
+wrong is killed, and the next call for that many ranks starts a new one. Between calls ranks are stopped: a
+Gloo group's thread looks around a hundred times a second, and those of all pools together took a tenth of
+the time. Ranks end with the process that made them, however that ends, and leave no files.
 """
 
 from __future__ import annotations
