@@ -199,11 +199,20 @@ def loss_of(job: Job, model: Any, data: Data) -> torch.Tensor:
     return share
 
 
-def whole_gradients(here: Here, job: Job, data: Data) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Loss, weights and gradients by name, of the whole model in float64."""
-    whole = job.whole
-    model = build_whole(here, whole)
-    positions = torch.arange(job.length).expand_as(data.tokens)
+Whole = tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def whole_gradients(here: Here, job: Job) -> Whole:
+    """Loss, weights and gradients by name, of the whole model in float64; kept, as many splits have one whole."""
+    kept: dict[Job, Whole] = here.memory.setdefault("whole gradients", {})
+    if job.whole not in kept:
+        kept[job.whole] = _whole_gradients(here, job.whole)
+    return kept[job.whole]
+
+
+def _whole_gradients(here: Here, whole: Job) -> Whole:
+    model, data = build_whole(here, whole), data_of(whole)
+    positions = torch.arange(whole.length).expand_as(data.tokens)
     logits = model(data.tokens, positions, None, packed_seq_params=packing(whole))
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data.targets.flatten(), reduction="none")
     loss = (losses * data.weights.flatten()).sum()
@@ -234,12 +243,16 @@ def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:
 
 
 def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Over the ranks that have other tokens: data and context parallel ones."""
+    """Over ranks that have other tokens: data and context parallel ones. In one message, as each wakes all ranks."""
     from megatron.core import parallel_state as state
 
-    for parameter in parameters:
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=state.get_data_parallel_group(with_context_parallel=True))
+    found = [parameter.grad for parameter in parameters]
+    grads = [grad for grad in found if grad is not None]
+    assert len(grads) == len(found)
+    together = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(together, group=state.get_data_parallel_group(with_context_parallel=True))
+    for grad, total in zip(grads, torch.split(together, [grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
 
 
 def gradient_errors(model: Any, wanted: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from mcore.runs import LEARNING_RATE, forward_backward
 
 def train(here: Here, job: Job, steps: int, whole_attention: bool = False) -> list[tuple[float, float]]:
     """Loss and Megatron's gradient norm of each step; NaN for the loss where this rank has no last pipeline stage."""
-    _, weights, _ = whole_gradients(here, job, data_of(job))
+    _, weights, _ = whole_gradients(here, job)
     model = build_whole(here, job) if whole_attention else build(here, job)
     take_weights(model, weights)
     wrapped, optimizer = _wrapped(model)

@@ -62,7 +62,7 @@ def worst_errors(here: Here, job: Job, schedules: list[str], layout: str | None 
     layout: a wrong one for our attention to take.
     """
     data = data_of(job)
-    loss, weights, wanted = whole_gradients(here, job, data)
+    loss, weights, wanted = whole_gradients(here, job)
     model = build(here, job, **({} if layout is None else unshared(here)))
     take_weights(model, weights)
     mine, found = local_data(job, data), {}
@@ -95,7 +95,7 @@ def train(
     """Loss and gradient norm of each Adam step; NaN for the loss where this rank has no last pipeline stage."""
     from megatron.core import parallel_state as state
 
-    _, weights, _ = whole_gradients(here, job, data_of(job))
+    _, weights, _ = whole_gradients(here, job)
     model = build_whole(here, job) if whole_attention else build(here, job)
     take_weights(model, weights)
     masters = [main_gradient(parameter) for parameter in model.parameters()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,14 +24,22 @@ class OnCpu:
         return torch.tensor(data, **more)
 
 
-def _as_it_is(function: Any = None, **options: Any) -> Any:
+def _as_it_is(function: Any = None, *rest: Any, **options: Any) -> Any:
     return _as_it_is if function is None else function
+
+
+def _without_compiler() -> None:
+    """Nothing is compiled, nor is the compiler imported: torch's optimizers do, and it takes each rank seconds."""
+    torch.compile = _as_it_is  # type: ignore[assignment]
+    compiler: Any = ModuleType("torch._dynamo")
+    compiler.disable, compiler.graph_break = _as_it_is, lambda: None
+    torch._dynamo = sys.modules["torch._dynamo"] = compiler
 
 
 def load(here: Here, folder: str) -> str:
     """Import Megatron-core from this folder; its version. Called once in a process, before anything else here."""
     sys.path.insert(0, folder)
-    torch.compile = _as_it_is  # type: ignore[assignment]  # of Megatron's small functions: it takes seconds to import
+    _without_compiler()
     warnings.simplefilter("ignore")  # Megatron's own, of missing GPU packages; ours are errors again below
     import megatron.core
     from megatron.core import utils
