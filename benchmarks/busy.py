@@ -1,7 +1,7 @@
 """Run pytest beside busy workers of its own priority: a test that fails there is a defect, of it or of the product.
 
     python benchmarks/busy.py -m waits              # every test that starts processes or sockets, or waits
-    python benchmarks/busy.py --workers 8 tests/test_faults.py
+    python benchmarks/busy.py --workers 8 tests/backends/control/test_faults.py
 
 Workers belong to the session of the tests, so that the scheduler's autogroups keep none of them apart. Whatever is
 not an option of this script goes to pytest. Exits with pytest's code.

@@ -17,7 +17,7 @@ from itertools import cycle, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in (".", "tests/support", "tests/fakes")]
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of ranks that have ended first
 

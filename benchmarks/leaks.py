@@ -12,7 +12,8 @@ import itertools
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")]
+FOLDERS = (".", "tests/support", "tests/fakes", "tests/api")
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in FOLDERS]
 
 from ranks import RankPools  # noqa: E402
 from test_leaks import check  # noqa: E402

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in (".", "tests/support", "tests/fakes")]
 
 from faults import lasting_names  # noqa: E402
 from ranks import RankPools  # noqa: E402

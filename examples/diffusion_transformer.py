@@ -6,7 +6,7 @@
 of ranks: it is padded at its end, and Documents([0, length]) keeps the padding out of what others see.
 
 The model is a small one in plain torch, in the style of diffusers. In diffusers itself exchange dispatch_attention_fn
-in the model's module: its q, k and v are [B, T, H, D], as here (tests/test_more_examples.py does so for Flux).
+in the model's module: its q, k and v are [B, T, H, D], as here (tests/project/test_more_examples.py does so for Flux).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
+sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(HERE)]
 
 import torch  # noqa: E402
 from grid import CORES, HEAD_DIM, link_gbit  # noqa: E402

@@ -26,7 +26,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
+sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(HERE)]
 
 from grid import Cell, cells, deepspeeds  # noqa: E402
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
+sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(HERE)]
 
 from tokenring.display.svg import box, opening, style, text_at  # noqa: E402
 from tokenring.planner.bounds.bound import is_attainable  # noqa: E402

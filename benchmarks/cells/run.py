@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "tests"), str(HERE)]
+sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(HERE)]
 
 from grid import Cell, cells  # noqa: E402
 from shaped import measured  # noqa: E402

@@ -12,7 +12,7 @@
 #   sbatch --gres=npu:8 examples/cluster/slurm.sh examples/mindspeed/pretrain.sh
 #   sbatch --gres=npu:8 examples/cluster/slurm.sh examples/cluster/torchrun.sh SCRIPT FLAGS...
 #
-# Run: with stand-ins of srun and scontrol, by tests/test_cluster.py. Not run: under Slurm.
+# Run: with stand-ins of srun and scontrol, by tests/project/test_cluster.py. Not run: under Slurm.
 set -euo pipefail
 
 HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")

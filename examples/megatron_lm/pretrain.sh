@@ -7,7 +7,7 @@
 # What it adds to a script for Megatron-LM: --spec, and tokenring_layer.py beside it. Further flags go to Megatron.
 #
 # Run: its flags, read by Megatron-LM's parser (docs/mindspeed.md has the versions), and the command that it makes, by
-# tests/test_cluster.py. Not run: on GPUs.
+# tests/project/test_cluster.py. Not run: on GPUs.
 set -euo pipefail
 
 : "${MEGATRON:?the folder of Megatron-LM}"

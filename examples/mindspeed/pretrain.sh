@@ -9,7 +9,7 @@
 # Megatron, as --train-iters 100, or --tokenring-schedule tokenring (docs/mindspeed.md has all).
 #
 # Run: its flags, read by the parsers of MindSpeed and Megatron-LM (docs/mindspeed.md has the versions), and the command
-# that it makes, by tests/test_cluster.py. Not run: on NPUs.
+# that it makes, by tests/project/test_cluster.py. Not run: on NPUs.
 set -euo pipefail
 
 : "${MEGATRON:?the folder of Megatron-LM}"

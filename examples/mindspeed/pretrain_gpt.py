@@ -1,7 +1,7 @@
 """Megatron-LM's own pretrain_gpt.py under MindSpeed, with tokenring's attention: no file of either is changed.
 
 MEGATRON names the folder of Megatron-LM. Not run on an NPU; the order of the imports, which is all that is here, is
-what tests/test_mindspeed_real.py runs with MindSpeed's source on emulated NPUs.
+what tests/integrations/test_mindspeed_real.py runs with MindSpeed's source on emulated NPUs.
 """
 
 # ruff: noqa: F401, I001  (tokenring's import stands before MindSpeed's, which applies its features when imported)

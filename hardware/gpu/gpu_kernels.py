@@ -1,7 +1,7 @@
 """The kernels on one GPU: the suite of all kernels, errors beside torch's one call, and the rate of one call.
 
 `run(report)` is for ci/gpu: `report(name, value, limit, met)` takes a line; met None is for information. Needs torch
-2.11 or later and this checkout, whose tests/conformance.py is the suite.
+2.11 or later and this checkout, whose tests/support/conformance.py is the suite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tokenring import Causal, ContextParallel, attention, shard
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 from oracle import allowed, attention64, relative_error
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO), str(REPO / "tests"), str(REPO / "hardware" / "gpu")]
+sys.path[:0] = [str(REPO), str(REPO / "tests/support"), str(REPO / "tests/fakes"), str(REPO / "hardware" / "gpu")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

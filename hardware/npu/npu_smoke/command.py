@@ -167,6 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", metavar="TASKS", help=f"of {', '.join([*LINKS, *OPERATORS, *KERNEL, *JOBS])}, schedule:NAME")
     add("--schedules", default="all", metavar="NAMES", help="schedules or families, separated by commas (all that fit)")
     add("--device", choices=("npu", "cpu"), default="npu", help="cpu: a dry run of the script itself, over Gloo (npu)")
-    add("--emulate", action="store_true", help="on the emulated NPUs of tests/ascend: a trial of the script itself")
+    add("--emulate", action="store_true", help="on the emulated NPUs of tests/fakes: a trial of the script itself")
     add("--no-doctor", action="store_true", help="leave the report of `tokenring doctor` out of the file")
     return parser

@@ -99,8 +99,8 @@ def _join(asked: dict[str, Any]) -> Any:
 
 
 def _emulate(folder: str, ranks: int) -> None:
-    """The emulated NPU of the project's tests."""
-    sys.path.insert(0, folder)
+    """The emulated NPU of the project's tests, which lie in this folder."""
+    sys.path[:0] = [f"{folder}/fakes", f"{folder}/support"]
     from ascend import device, hccl, operators  # type: ignore[import-not-found,unused-ignore]
 
     device.install(ranks)

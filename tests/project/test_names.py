@@ -1,0 +1,58 @@
+"""A public class name has one meaning in the package, and docstrings begin with what a thing is or does."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+QUESTIONS = ("What", "Whether", "Of", "How", "Where", "Which", "Who", "When", "Why", "As", "By")
+
+
+def public_classes(*roots: Path) -> dict[str, list[str]]:
+    """Where each class that has no underscore is defined."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in (path for root in roots for path in root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(path.name)
+    return found
+
+
+def twice(*roots: Path) -> dict[str, list[str]]:
+    return {name: paths for name, paths in public_classes(*roots).items() if len(paths) > 1}
+
+
+def test_each_class_name_is_there_once() -> None:
+    rooms = [path for path in (REPO / "tokenring").iterdir() if path.is_dir() and not path.is_symlink()]
+    assert len(public_classes(REPO / "backends", REPO / "topology", *rooms)) > 300
+    assert not twice(REPO / "backends", REPO / "topology", *rooms)
+
+
+def test_a_second_meaning_is_found(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("class Link: ...\nclass _Own: ...\n", encoding="utf-8")
+    assert list(twice(tmp_path)) == ["Link"]
+
+
+def questions(*roots: Path) -> list[str]:
+    """Docstrings that begin with a word of QUESTIONS: such a line has no verb."""
+    found = []
+    for path in (path for root in roots for path in root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                words = (ast.get_docstring(node) or "").split(maxsplit=1)
+                if words and words[0].rstrip(",") in QUESTIONS:
+                    found.append(f"{path.name}: {getattr(node, 'name', 'module')}")
+    return found
+
+
+def test_docstrings_ask_no_questions() -> None:
+    rooms = [path for path in (REPO / "tokenring").iterdir() if path.is_dir() and not path.is_symlink()]
+    assert not questions(REPO / "backends", REPO / "topology", *rooms)
+
+
+def test_a_question_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text('"""What it is."""\n\n\ndef f() -> None:\n    """Do it."""\n', encoding="utf-8")
+    assert questions(tmp_path) == ["a.py: module"]

@@ -1,0 +1,84 @@
+"""The rooms of the package: who may import whom (ci/rooms.py), and how many files a room holds."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from patience import patient
+
+REPO = Path(__file__).resolve().parents[2]
+CHECK = REPO / "ci" / "rooms.py"
+MOST_FILES = 20  # of one folder: about what one takes in at a glance
+LARGER = {"topology/sources"}  # one file a format
+NAMES = ("__init__", "__main__", "_version", "errors", "gc_pause", "imports", "nearest", "weak_method")
+ROOT = {f"{name}.py" for name in NAMES}
+UP = "A room imports the rooms below it BROKEN"
+ROUND = "Neither rooms nor modules import each other round BROKEN"
+BACKENDS = "Whatever makes, proves or chooses schedules imports no backend BROKEN"
+PACKAGES = "Vendors' packages are imported by backends alone BROKEN"
+DOORS = "The command line is imported by __main__ alone BROKEN"
+MUTANTS = {  # what is added to which module, and what the check says
+    "up": ("ir/passes.py", "import tokenring.planner.choosing.plan", UP),
+    "up-when-called": ("ir/passes.py", "def late():\n    from tokenring.planner.choosing import plan", UP),
+    "up-for-types": ("ir/passes.py", "if TYPE_CHECKING:\n    from tokenring.planner.choosing.plan import Plan", UP),
+    "beside": ("integrations/mindspeed_llm.py", "from tokenring.cli import main", UP),
+    "a-new-room": ("attic/__init__.py", "", "tokenring.attic"),
+    "round-when-called": ("ir/schedule_data.py", "def late():\n    from tokenring.ir import passes", ROUND),
+    "round-for-types": ("ir/schedule_data.py", "if TYPE_CHECKING:\n    import tokenring.ir.passes", ROUND),
+    "rooms-round": ("topology/sources/tables.py", "import tokenring.topology.probing.cache", ROUND),
+    "round-by-public-names": ("api/inputs.py", "import tokenring", "api.inputs -> tokenring"),
+    "transport": ("planner/choosing/plan.py", "import tokenring.backends.transports.gloo", BACKENDS),
+    "kernel": ("runtime/pool.py", "def late():\n    from tokenring.backends.kernels import reference", BACKENDS),
+    "vendor": ("schedule/names.py", "def late():\n    import torch_npu", PACKAGES),
+    "command": ("__init__.py", "def late():\n    from tokenring.cli.main import main", DOORS),
+}  # fmt: skip
+
+
+def said_of(repo: Path) -> tuple[int, str]:
+    """The exit code, and all that is said in one line."""
+    found = subprocess.run(
+        [sys.executable, str(CHECK), str(repo)], cwd=repo, capture_output=True, text=True, timeout=patient(60)
+    )
+    return found.returncode, " ".join((found.stdout + found.stderr).split())
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("rooms")
+    shutil.copytree(REPO / "tokenring", place / "tokenring", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "pyproject.toml", place)
+    return place
+
+
+def test_imports_go_down() -> None:
+    code, said = said_of(REPO)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_other_imports_are_refused(copied: Path, mutant: str) -> None:
+    name, added, refusal = MUTANTS[mutant]
+    path = copied / "tokenring" / name
+    before = path.read_text() if path.exists() else None
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{before or ''}\n{added}\n")
+    try:
+        code, said = said_of(copied)
+    finally:
+        shutil.rmtree(path.parent) if before is None else path.write_text(before)
+    assert code == 1
+    assert refusal in said
+
+
+def test_a_room_holds_what_one_takes_in() -> None:
+    folders = {path.parent for top in ("tokenring", "backends", "topology") for path in (REPO / top).rglob("*.py")}
+    counts = {str(folder.relative_to(REPO)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {name for name, count in counts.items() if count > MOST_FILES} == LARGER
+
+
+def test_the_root_holds_what_all_need() -> None:
+    assert {path.name for path in (REPO / "tokenring").glob("*.py")} == ROOT
