@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in (".", "tests/support", "tests/fakes")]
 
-from mutations import Broken, broken, fixtures, mutate  # noqa: E402
+from broken_dumps import Broken, broken, fixtures, mutate  # noqa: E402
 
 MOST_SECONDS = 1.0
 MOST_BYTES = 200_000_000

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in (".", "tests/support", "tests/fakes")]
 
 from faults import lasting_names  # noqa: E402
+from random_calls import Soaked, soak  # noqa: E402
 from ranks import RankPools  # noqa: E402
-from soak import Soaked, soak  # noqa: E402
 
 
 def show(made: Soaked) -> None:

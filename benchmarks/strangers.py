@@ -53,8 +53,8 @@ def connect(listeners: list[RankListener]) -> float:
             made._connect(listeners[rank], [list(listener.place) for listener in listeners])
         except Exception as error:
             failed.append(error)
-        for line in made._connections.values():
-            line.close()
+        for connection in made._connections.values():
+            connection.close()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
     began = time.perf_counter()

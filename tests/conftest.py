@@ -23,8 +23,8 @@ torch.set_num_threads(1)  # on a busy machine, threads that wait for each other 
 # `make test` has several workers. These modules shape links, fill /dev/shm or count what is left: one worker has them
 # alone, one after another; all others go to the rest, which have less right to the processor.
 ALONE = frozenset({
-    "bench", "demo", "emulate", "faults", "leaks", "packaging", "ranks", "shared_memory", "soak", "topology_job",
-    "topology_measure", "topology_testbed", "trace",
+    "bench", "demo", "emulate", "faults", "leaks", "listener", "packaging", "ranks", "shared_memory", "soak", "sockets",
+    "topology_job", "topology_measure", "topology_testbed", "trace",
 })  # fmt: skip
 LONG = ("megatron", "doctor", "hccl_families", "exactness", "hccl_collectives", "transports", "nccl", "families")
 # Tests of these modules, of ALONE, and those that take a fixture of POOLS start processes or wait: marked `waits`.
@@ -33,7 +33,7 @@ STARTING = frozenset({
     "doctor", "docs", "errors", "examples", "gpu_nccl", "gpu_script", "groups", "hccl", "hccl_emulation", "hccl_life",
     "hccl_mutants", "megatron", "megatron_contexts", "megatron_install", "megatron_packed", "megatron_parts",
     "merge", "merge_warps", "mindspeed", "mindspeed_real", "nccl", "npu_smoke", "npu_smoke_kernel", "planner_job",
-    "planner_rates", "readme", "rooms", "sockets", "symm", "topology_probe", "topology_report", "transfers",
+    "planner_rates", "readme", "rooms", "symm", "topology_probe", "topology_report", "transfers",
     "transfers_taken", "transports", "watch",
 })  # fmt: skip
 POOLS = frozenset({"ranks", "npus"})

@@ -26,7 +26,7 @@ from tokenring.backends.control.failure_board import (
     SLICE_SECONDS,
     FailureBoard,
     FailureReport,
-    ShmBoard,
+    ShmFailureBoard,
     StoreFailureBoard,
 )
 from tokenring.backends.control.process_info import ProcessInfo, this_process
@@ -91,7 +91,7 @@ class Control:
         self.name = said[0]["name"]
         return [ProcessInfo.from_text(each["member"]) for each in said]
 
-    def _share(self, meeting: StoreGather, room_bytes: int) -> tuple[ShmBoard | None, str]:
+    def _share(self, meeting: StoreGather, room_bytes: int) -> tuple[ShmFailureBoard | None, str]:
         """Return the board in shared memory and "", or None and why there is none; all ranks agree."""
         mine = self.members[self.rank]
         apart = next((rank for rank, each in enumerate(self.members) if not each.shares_memory_with(mine)), None)
@@ -99,12 +99,12 @@ class Control:
             return None, f"rank {apart} is on another machine or in another network namespace than rank {self.rank}"
         if reason := semaphores.unavailable():
             return None, reason
-        size = ShmBoard.size_bytes(self.world_size)
+        size = ShmFailureBoard.size_bytes(self.world_size)
         segment, reasons = shared_segment(self.name, size + room_bytes, self.rank, meeting.gather, self._init)
-        return (ShmBoard(segment, self.rank, self.world_size) if segment else None), reasons
+        return (ShmFailureBoard(segment, self.rank, self.world_size) if segment else None), reasons
 
     def _init(self, segment: Segment, creates: bool) -> None:
-        board = ShmBoard(segment, self.rank, self.world_size)
+        board = ShmFailureBoard(segment, self.rank, self.world_size)
         if creates:
             board.create(self.name)
             self._create_room(segment, self.world_size)

@@ -64,7 +64,7 @@ class FailureBoard(Protocol):
         """Publish for whom this rank waits, in any case: the wait was in vain."""
 
 
-class ShmBoard:
+class ShmFailureBoard:
     """A board in shared memory; also small exchanges between all ranks, and room for a transport's signals.
 
     In the segment, in cells of SIZE_BYTES: the board's name, a lock and a flag for the verdict, the

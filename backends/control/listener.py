@@ -45,7 +45,7 @@ class RankListener:
         return host, port
 
     @property
-    def unknown(self) -> int:
+    def unknown_callers(self) -> int:
         """Return how many callers have come so far and have not sent a hello."""
         return self._refused + len(self._callers)
 
@@ -88,10 +88,10 @@ class RankListener:
     ) -> None:
         """Accept the callers that wait, but no more at once than lets it look at the clock in time."""
         for _ in range(MOST_WAITING):
-            if not missing or not self._accept(answer_seconds, missing, answer):
+            if not missing or not self._accept_one(answer_seconds, missing, answer):
                 return
 
-    def _accept(
+    def _accept_one(
         self, answer_seconds: float, missing: set[bytes], answer: Callable[[bytes, socket.socket], None]
     ) -> bool:
         """Accept the next caller, if there is one, and read what it has sent already: most have."""

@@ -30,16 +30,16 @@ class ProcessInfo:
     started: int
 
     def to_text(self) -> str:
-        """Return the member as JSON."""
+        """Return the process as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_text(text: str) -> ProcessInfo:
-        """Make the member from JSON; see to_text."""
+        """Make the process from JSON; see to_text."""
         return ProcessInfo(**json.loads(text))
 
     def state(self, seen_from: ProcessInfo) -> ProcessState | None:
-        """Return "gone" or "stopped" as far as the other member can see this process's state; else None."""
+        """Return "gone" or "stopped" as far as the other process can see this process's state; else None."""
         if not self.boot_id or not self.started or (self.boot_id, self.pids) != (seen_from.boot_id, seen_from.pids):
             return None
         try:

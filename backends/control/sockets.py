@@ -109,7 +109,8 @@ class PeerSockets:
             first = min(rank for rank in ranks if rank not in self._connections)
             raise self._cannot(first, error, NOT_CONNECTED) from None
         if missing:
-            others = f", while {listener.unknown} connections said nothing of ours" if listener.unknown else ""
+            unknown = listener.unknown_callers
+            others = f", while {unknown} connections said nothing of ours" if unknown else ""
             first = min(hellos[each] for each in missing)
             raise self._control.lost(first, CONNECTS, f"timed out ({NOT_CONNECTED}{others})")
 

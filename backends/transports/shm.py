@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.backends.control.control import Control, Controlled, shared_segment
-from tokenring.backends.control.failure_board import SLICE_SECONDS, ShmBoard
+from tokenring.backends.control.failure_board import SLICE_SECONDS, ShmFailureBoard
 from tokenring.backends.control.segments import Segment
 from tokenring.backends.control.semaphores import SIZE_BYTES, Semaphore
 from tokenring.backends.interfaces import Work
@@ -116,7 +116,7 @@ class ShmTransport(Controlled):
         self._connect(self.control.shared)
         self.control.progress = weakly(self.progress)  # while it waits in an exchange
 
-    def _connect(self, board: ShmBoard) -> None:
+    def _connect(self, board: ShmFailureBoard) -> None:
         """Find the lines and bells behind the board; rank 0 has made their semaphores."""
         segment, world = board.segment, self.world_size
         lines = _lines_at(world)
@@ -290,12 +290,12 @@ def room_bytes(world_size: int) -> int:
 def _lines_at(world_size: int) -> dict[tuple[str, int, int], int]:
     """Return the offset, in bytes, at which the line of each channel, source and destination begins."""
     keys = [(c, src, dst) for c in CHANNELS for src in range(world_size) for dst in range(world_size)]
-    start = ShmBoard.size_bytes(world_size)
+    start = ShmFailureBoard.size_bytes(world_size)
     return {key: start + index * LINE_BYTES for index, key in enumerate(keys)}
 
 
 def _bells_at(world_size: int) -> list[int]:
-    start = ShmBoard.size_bytes(world_size) + len(CHANNELS) * world_size**2 * LINE_BYTES
+    start = ShmFailureBoard.size_bytes(world_size) + len(CHANNELS) * world_size**2 * LINE_BYTES
     return [start + rank * SIZE_BYTES for rank in range(world_size)]
 
 

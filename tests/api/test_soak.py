@@ -10,8 +10,8 @@ import torch
 from draws import AS_SCHEMES, BY_NAME, PASSES, STRIDES, Draw
 from faults import lasting_names
 from held import Held, held
+from random_calls import BF16_RATIO, CALLS, LEAST_ROUNDS, SPARE_MB, Soaked, soak
 from ranks import RankPools
-from soak import BF16_RATIO, CALLS, SPARE_MB, WARM_UP, Soaked, soak
 
 WORLD_SIZE = 4
 
@@ -19,7 +19,7 @@ WORLD_SIZE = 4
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_some_rounds(ranks: RankPools) -> None:
-    """As few as tell growth, or those of a minute with TOKENRING_FULL_GRID=1."""
+    """As few as tell files, threads and large leaks, or those of a minute with TOKENRING_FULL_GRID=1."""
     made = soak(ranks, 60.0 if os.environ.get("TOKENRING_FULL_GRID") else 0.0, 1, WORLD_SIZE)
     assert not (grown := made.growth()), grown
     assert made.calls["calls"] == CALLS * len(made.held)
@@ -47,7 +47,7 @@ def test_what_is_drawn() -> None:
 class TestTheChecks:
     def rounds(self, last: Held) -> Soaked:
         first = held()
-        return Soaked(held=[[first, first]] * (WARM_UP + 3) + [[first, last]])
+        return Soaked(held=[[first, first]] * (LEAST_ROUNDS - 1) + [[first, last]])
 
     def test_growth(self) -> None:
         now = held()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import DATA
+from broken_dumps import DATA
 
 from tokenring.cli.main import main
 

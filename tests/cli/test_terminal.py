@@ -6,7 +6,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from mutations import DATA
+from broken_dumps import DATA
 
 from tokenring.cli.main import main
 from tokenring.display.console import Console, Ink, harmless

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -241,9 +240,8 @@ def fingerprint() -> str:
 def test_programs_are_deterministic() -> None:
     """Also in processes where sets of names iterate in another order."""
     code = "import test_lower; print(test_lower.fingerprint())"
-    here = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONHASHSEED": "1"}
-    other = subprocess.Popen([sys.executable, "-c", code], cwd=here, env=environment, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    other = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
     mine = fingerprint()
     assert mine == fingerprint()
     assert other.communicate(timeout=patient(100))[0].strip() == mine

@@ -82,3 +82,13 @@ def test_a_room_holds_what_one_takes_in() -> None:
 
 def test_the_root_holds_what_all_need() -> None:
     assert {path.name for path in (REPO / "tokenring").glob("*.py")} == ROOT
+
+
+def test_folders_of_tests_are_listed() -> None:
+    """Tests import parts of others by name: pytest and mypy look into all folders of tests, and into no other."""
+    tomllib = pytest.importorskip("tomllib", reason="the lists are the same on every Python")
+    settings = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    there = {path.parent.relative_to(REPO).as_posix() for path in (REPO / "tests").rglob("test_*.py")}
+    there |= {"tests/support", "tests/fakes"}
+    assert set(settings["pytest"]["ini_options"]["pythonpath"]) == there
+    assert {path for path in settings["mypy"]["mypy_path"].split(":") if path.startswith("tests/")} == there

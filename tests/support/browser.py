@@ -37,6 +37,7 @@ PROBE = """<script>addEventListener("load", () => {
       out.push(each.tagName.toLowerCase() + ": " + each.textContent.slice(0, 60))
   }
   if (document.documentElement.scrollWidth > innerWidth + near) out.push("page: wider than its window")
+  if (matchMedia("(prefers-color-scheme: dark)").matches !== DARK) out.push("page: the other colours are asked for")
   const found = document.createElement("pre")
   found.id = "overflows"
   found.textContent = JSON.stringify(out)
@@ -55,7 +56,7 @@ def browse(text: str, folder: Path) -> tuple[list[str], bytes]:
 def overflows(text: str, folder: Path, width: int, dark: bool = False) -> list[str]:
     """The texts of an SVG or of a page that do not fit, in a window so wide."""
     page = PAGE.format(text) if text.lstrip().startswith("<svg") else text
-    page = page.replace("</body>", PROBE + "</body>")
+    page = page.replace("</body>", PROBE.replace("DARK", str(dark).lower()) + "</body>")
     options = ["--dump-dom", f"--window-size={width},1400", *(["--force-dark-mode"] if dark else [])]
     found = re.search(r'<pre id="overflows">(.*?)</pre>', _run(page, folder, options).stdout, re.DOTALL)
     assert found is not None, "the page has no body, or its script has not run"

@@ -114,7 +114,7 @@ def run_cases(cases: list[Case], show: Callable[[Found], None] = lambda found: N
         for each in pool.map(run_case, cases):
             show(each)
             found.append(each)
-    if names := shared_names() - before:
+    if names := lasting_names() - before:
         found[-1].left.append(f"in {FOLDER}: {names}")
     return found
 

@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -40,6 +40,8 @@ from patience import patient, set_stretch, stretch
 
 from tokenring import ContextParallel
 from tokenring.backends.interfaces import Transport
+from tokenring.ir.schedule_data import ScheduleData
+from tokenring.lowering.target import Target
 from tokenring.proof import replay
 
 PRELOADED = [
@@ -258,7 +260,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str,
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if rank:
-        _leave_replays_to_rank_0()
+        _leave_replays_to_rank_0(world_size)
     joined, here = _attempt(_join, rank, world_size, port, prefix)
     pipe.send_bytes(pickle.dumps((joined, None if joined else here)))
     while joined:
@@ -274,9 +276,15 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str,
     os._exit(0)
 
 
-def _leave_replays_to_rank_0() -> None:
-    """Each rank replays the programs of all ranks; in tests one does, as all find the same."""
-    replay.replay_schedule = lambda schedule, targets=(): None
+def _leave_replays_to_rank_0(world_size: int) -> None:
+    """Each rank replays the programs of all ranks; of schedules for this whole pool one does, as all find the same."""
+    whole = replay.replay_schedule
+
+    def some(schedule: ScheduleData, targets: Sequence[Target] = replay.APART) -> None:
+        if schedule.world_size < world_size:
+            whole(schedule, targets)
+
+    replay.replay_schedule = some
 
 
 def _join(rank: int, world_size: int, port: int, prefix: str) -> Here:

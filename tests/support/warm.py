@@ -173,8 +173,9 @@ def _writing_to(number: int, before: TextIO, at_once: bool) -> TextIO:
 
 def _enter_network_of(process: int) -> None:
     """Its network namespace, where that is not ours already."""
-    with suppress(FileNotFoundError), open(f"/proc/{process}/ns/net", "rb") as network:  # a client that is gone
-        if not os.path.sameopenfile(network.fileno(), os.open("/proc/self/ns/net", os.O_RDONLY)):
+    path = f"/proc/{process}/ns/net"
+    with suppress(FileNotFoundError, ProcessLookupError), open(path, "rb") as network:  # a client that is gone
+        if not os.path.samefile(path, "/proc/self/ns/net"):
             library = ctypes.CDLL(None, use_errno=True)
             assert library.setns(network.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 

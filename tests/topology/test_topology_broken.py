@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from mutations import DATA, answer, fixtures, mutate
+from broken_dumps import DATA, answer, fixtures, mutate
 
 from tokenring.topology.model.schema import to_json
 from tokenring.topology.sources import read

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from mutations import DATA
+from broken_dumps import DATA
 
 from tokenring.errors import TopologyError
 from tokenring.topology.model.facts import Facts

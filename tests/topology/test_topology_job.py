@@ -309,7 +309,7 @@ def can_make_hosts() -> bool:
 def test_two_hosts_in_the_test_bed() -> None:
     """Each rank has a network namespace; each half of them has a host name."""
     assert SHARED is not None
-    script = Path(__file__).resolve().parents[1] / "topology_hosts.py"
+    script = Path(__file__).resolve().parents[1] / "support" / "topology_hosts.py"
     command = [sys.executable, str(SHARED / "testbed/testbed.py"), "run", "--topology", "two-node", "--ranks", "4"]
     command += ["--link-gbit", "1", "--timeout", "80", "--", "unshare", "--uts", "sh", "-c"]
     command += [f"hostname node$((RANK / 2)) && exec {sys.executable} {script}"]

@@ -9,9 +9,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from broken_dumps import DATA, fixtures
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import DATA, fixtures
 
 from tokenring.cli.main import main
 from tokenring.errors import TopologyError

@@ -19,8 +19,8 @@ from tokenring.topology.model.graph import Graph, merge
 from tokenring.topology.model.nesting import Box, boxes
 from tokenring.topology.model.verdict import classify
 from tokenring.topology.report.page import to_html
-from tokenring.topology.report.picture import to_svg
-from tokenring.topology.report.text import report
+from tokenring.topology.report.picture import LINKS, to_svg
+from tokenring.topology.report.text import Table, blocks, report
 from tokenring.topology.sources import read
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "topology"
@@ -232,6 +232,50 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
+
+
+class Cells(HTMLParser):
+    """The rows of the tables of a page: texts of cells, and the class of each."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[tuple[str, str | None]]] = []
+        self.inside = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        self.inside = tag in ("th", "td")
+        if self.inside:
+            self.rows[-1].append(("", dict(attrs).get("class")))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.rows[-1][-1] = data, self.rows[-1][-1][1]
+
+
+class TestMatrix:
+    """The page's matrix says what the report's does, in the colours of the links."""
+
+    def test_texts_and_kinds(self) -> None:
+        graph = graph_of("npu-a3.txt")
+        (matrix,) = [each for each in blocks(graph, classify(graph)) if isinstance(each, Table) and each.kinds]
+        kinds = {kind for row in matrix.kinds for kind in row}
+        assert {"sio", "hccs"} <= kinds
+        found = Cells(page(graph)).rows[: len(matrix.rows)]
+        assert [[text for text, _ in row] for row in found] == [list(row) for row in matrix.rows]
+        shown = [[kind for _, kind in row[1:]] for row in found[1:]]
+        assert shown == [[kind if kind in LINKS else "other" if kind else None for kind in row] for row in matrix.kinds]
+
+    def test_check_can_fail(self) -> None:
+        whole = page(graph_of("npu-a3.txt"))
+        assert Cells(whole.replace('class="sio"', 'class="hccs"')).rows != Cells(whole).rows
+        assert Cells(whole.replace("<th>", "<td>", 1).replace("</th>", "x</td>", 1)).rows != Cells(whole).rows
 
 
 class TestHostileNames:

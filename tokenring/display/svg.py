@@ -43,8 +43,8 @@ def text_at(
     return f'<text x="{x:.1f}" y="{y:.1f}" {how}>{escape(text)}</text>'
 
 
-# Advance widths of DejaVu Sans, the widest font of FONT, in em: what fits with it fits with all.
-NARROW, WIDE, BOLD = "ijl.,:;'|!()[]/ftIr ", "mwMW@%—…→", 1.13
+# Advance widths of DejaVu Sans, the widest font of FONT, rounded up, in em: what fits with it fits with all.
+NARROW, BROAD, WIDE, BOLD = "ijl.,:;'|!()[]/ftIr ", "+<=>~^#×≤≥±&", "mwMW@%—…→½■", 1.13
 
 
 def wrapped(text: str, room: float, size: float, bold: bool = False) -> list[str]:
@@ -75,10 +75,12 @@ def _width(text: str, size: float, bold: bool) -> float:
 
 def _advance(character: str) -> float:
     if character in NARROW:
-        return 0.41
+        return 0.44
     if character in WIDE or ord(character) > 0x2FFF:  # CJK fills its square
         return 1.05
-    return 0.72 if character.isupper() else 0.65
+    if character in BROAD:
+        return 0.84
+    return 0.79 if character.isupper() else 0.65
 
 
 def heading(

@@ -24,14 +24,14 @@ from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools, Ranks
 
 from tokenring import BackendUnavailable, ContextParallel
-from tokenring.backends.control.failure_board import ShmBoard
+from tokenring.backends.control.failure_board import ShmFailureBoard
 from tokenring.backends.transports.shm import LEAST_HEAP_BYTES, room_bytes
 
 WORLD_SIZE = 4
 NEW_NAMESPACE, READ_ONLY, PRIVATE, RECURSIVE = 0x20000, 1, 1 << 18, 1 << 14  # of mount(2) and unshare(2)
 PAGE = 4096
 SMALL, LARGE = 32, 512  # tokens
-BOARD_BYTES = ShmBoard.size_bytes(WORLD_SIZE)
+BOARD_BYTES = ShmFailureBoard.size_bytes(WORLD_SIZE)
 SET_UP_BYTES = BOARD_BYTES + room_bytes(WORLD_SIZE)
 HEAP_BYTES = WORLD_SIZE * LEAST_HEAP_BYTES
 FULL = "No space left on device (enlarge it; docker: --shm-size)"

@@ -245,7 +245,7 @@ def _index_of(device: torch.device) -> int:
 def _check_one_device(name: str, leaves: list[torch.Tensor]) -> None:
     """All operands on one NPU; a CPU tensor without dimensions counts as a number."""
     held = [x for x in leaves if isinstance(x, NpuTensor) or x.dim() > 0]
-    if len({x._index if isinstance(x, NpuTensor) else None for x in held}) < 2:
+    if len({x._index if isinstance(x, NpuTensor) else x.device for x in held}) < 2:
         return
     other = next(x.device for x in held if x.device != held[0].device)
     raise RuntimeError(

@@ -14,8 +14,8 @@ from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.auto import plan_or_forecast
 from tokenring.sequence.sizes import SIZES
 
-CURVES = 6  # schedules that are drawn
-BASELINE = "ring"  # always among them
+CURVES = 6  # that are drawn, unless more schedules win somewhere; further ones are dashed
+BASELINE = "ring"  # drawn wherever it was simulated
 WIDTH, MARGIN, LEFT, RIGHT, CHART, BAND = 900, 28, 82, 190, 300, 28
 MOST = 2.0  # of the axis: what takes longer leaves the picture
 COLOURS = {
@@ -24,11 +24,11 @@ COLOURS = {
 }  # fmt: skip
 STROKES = {
     "c0": ("#2f6db5", "#3f7fcb"), "c1": ("#cf4a5e", "#e8687b"), "c2": ("#2f9e6b", "#3fb57f"),
-    "c3": ("#f3b33d", "#e0a63a"), "c4": ("#8f6cc0", "#a583d6"), "c5": ("#66707b", "#9aa5b1"),
+    "c3": ("#a8740f", "#b98420"), "c4": ("#8f6cc0", "#a583d6"), "c5": ("#66707b", "#9aa5b1"),
     "rule": ("#dfe4e9", "#2c333b"),
 }  # fmt: skip
 BANDS = {f"w{number}": STROKES[f"c{number}"] for number in range(CURVES)}
-RULES = [".curve { stroke-width: 2 }"]
+RULES = [".curve { stroke-width: 2 } .more { stroke-dasharray: 6 4 }"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _Chart:
         yield f'<clipPath id="chart"><rect x="{LEFT}" y="{self.top - 3:.1f}" {size}/></clipPath>'
         yield '<g clip-path="url(#chart)">'
         for number, name in reversed(list(enumerate(self.names))):  # the winners on top
-            yield from self._curve(number % CURVES, name)
+            yield from self._curve(_class(number), name)
         yield "</g>"
         yield from self._legend()
         yield from self._winners()
@@ -154,17 +154,17 @@ class _Chart:
             yield text_at(self.x(index), self.bottom + BAND + 20, length_text(point.tokens), 11, "grey", "middle")
         yield text_at(LEFT - 8, self.bottom + BAND + 20, "tokens", 11, "grey", "end")
 
-    def _curve(self, number: int, name: str) -> Iterator[str]:
+    def _curve(self, kind: str, name: str) -> Iterator[str]:
         at = [(self.x(i), self.y(ratio)) for i, point in enumerate(self.points) if (ratio := _ratio(point, name))]
         path = " ".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b) in enumerate(at))
-        yield f'<path class="c{number} curve" d="{path}"/>'
+        yield f'<path class="{kind} curve" d="{path}"/>'
         for a, b in at:
-            yield f'<circle class="c{number}" cx="{a:.1f}" cy="{b:.1f}" r="2.5"/>'
+            yield f'<circle class="{kind}" cx="{a:.1f}" cy="{b:.1f}" r="2.5"/>'
 
     def _legend(self) -> Iterator[str]:
         for number, name in enumerate(self.names):
             y = self.top + 6 + 18 * number
-            yield f'<path class="c{number % CURVES} curve" d="M{WIDTH - RIGHT + 12} {y - 4:.1f}h14"/>'
+            yield f'<path class="{_class(number)} curve" d="M{WIDTH - RIGHT + 12} {y - 4:.1f}h14"/>'
             yield text_at(WIDTH - RIGHT + 31, y, name, 12)
 
     def _winners(self) -> Iterator[str]:
@@ -181,13 +181,18 @@ class _Chart:
                 yield text_at(x + width / 2, self.bottom + BAND - 1, name, 11, "on", "middle")
 
 
+def _class(number: int) -> str:
+    """Return the class of a curve: its colour, and dashes where all colours are taken."""
+    return f"c{number % CURVES}" + (" more" if number >= CURVES else "")
+
+
 def _ratio(point: Point, name: str) -> float | None:
     """Return how many times as long as the fastest a schedule takes; None where it was not simulated."""
     return point.seconds[name] / point.seconds[point.winner] if name in point.seconds else None
 
 
 def _names(points: Sequence[Point]) -> list[str]:
-    """Return the winners, the baseline, then the schedules that are nearest to them: CURVES in all, at most."""
+    """Return the winners, and up to CURVES in all the baseline and the schedules that are nearest to them."""
     winners = list(dict.fromkeys(point.winner for point in points))
     others: dict[str, list[float]] = {}
     for point in points:

@@ -27,7 +27,7 @@ from tokenring import ContextParallel, attention, shard
 
 OPEN = 5  # contexts at a time
 CALLS = 40  # of a round
-WARM_UP = 2  # rounds, at least
+WARM_UP, LEAST_ROUNDS = 2, 5  # after the warm-up one, and two to see that what grew stays
 ROUND_SECONDS = 300.0  # more than any round takes
 SPARE_MB, SPARE_MAPS = 15.0, 40  # what masks see of chunks is kept: some 10 MB, full after four minutes
 BF16_RATIO = 1.15
@@ -288,7 +288,7 @@ def soak(
     made, until = Soaked(), time.monotonic() + seconds
     judges = mp.get_context("forkserver").Pool(2, torch.set_num_threads, (1,), maxtasksperchild=100)
     with pools.expendable(world_size) as some, judges:
-        while time.monotonic() < until or len(made.held) < WARM_UP + 2:
+        while time.monotonic() < until or len(made.held) < LEAST_ROUNDS:
             number = len(made.held)
             reports = some.within(ROUND_SECONDS, one_round, f"{seed} {number}", CALLS)
             made.add(reports)
