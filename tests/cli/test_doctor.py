@@ -303,5 +303,5 @@ def test_output_goes_to_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert cli.main(["doctor", "-o", str(tmp_path / "no" / "a.txt")], out, StringIO()) == 2
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # with PYTHONPATH=tests/fakes:tests/support
     (Path(__file__).resolve().parents[1] / "data" / "doctor.txt").write_text(report(full_findings()), encoding="utf-8")
