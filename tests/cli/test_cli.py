@@ -145,7 +145,6 @@ class TestRefusals:
             (["schedule", "none.json", "--ranks", "4"], "--ranks builds a schedule; 'none.json' is read, and has its"),
             (["schedule", "-"], "document: not JSON: Expecting value: line 1 column 1 (char 0)"),
             (["sched"], "argument COMMAND: invalid choice: 'sched' (choose from "),
-            ([], "the following arguments are required: COMMAND; see tokenring --help"),
         ],
     )
     def test_is_one_line(self, argv: list[str], says: str) -> None:
@@ -246,3 +245,7 @@ def test_interrupt_before_a_command_looks_after_it(monkeypatch: pytest.MonkeyPat
     err = StringIO()
     assert cli.main(["demo"], err=err) == 130
     assert err.getvalue() == "interrupted: nothing was left behind\n"
+
+
+def test_alone_it_shows_its_help() -> None:
+    assert run() == run("--help") and run().code == 0

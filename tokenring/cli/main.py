@@ -63,6 +63,7 @@ def main(
 
 
 def _run(argv: list[str], stdin: TextIO) -> int:
+    argv = argv or ["--help"]
     if argv[:1] == ["demo"]:
         # Its options are its own, as bench's are.
         from tokenring.cli.demo import main as demo_main
