@@ -13,7 +13,7 @@ from tokenring.topology.measure.lab import LEAST_LINK_SECONDS, Flow, Lab, Race, 
 
 UNDISTURBED = 0.88  # of the rate alone
 REPEATS = 2
-HALF = 0.6  # two that share have half each: no chance
+OVER_HALF = 0.6  # of what is wanted: flows that share a link have half each at most
 MANY_SHARE = 0.6
 AGREE = 0.08  # two values of one pair that differ by more are measured once more
 ALONE_SHARE = 0.45  # of the time, for pairs alone
@@ -133,11 +133,11 @@ def least_disturbed(
     A race is run again if a flow in it is slower than wanted: what slows it down must do so each time. The best
     value of each flow is not what counts: one that stalls leaves its share to others.
 
-    sure: how often a race is run again even if a flow in it has less than HALF of what is wanted.
+    sure: how often a race is run again even if a flow in it has less than OVER_HALF of what is wanted.
     """
     seen = [dict(outcome.gbs) for outcome in lab.race(races, what)]
     for turn in range(REPEATS):
-        least = 0.0 if turn < sure else HALF
+        least = 0.0 if turn < sure else OVER_HALF
         again = [
             at
             for at, found in enumerate(seen)
