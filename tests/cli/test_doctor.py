@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import patient
 import torch
 import vendor
+from patience import patient
 from vendor import ABORT, ALIASES, CLASH, EMULATED, EXIT, HANG, NO_CANN, STUB_TORCH, UNLIKE, WORKS, tokenring, torch_npu
 
 from tokenring.cli import main as cli
