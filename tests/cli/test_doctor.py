@@ -15,6 +15,7 @@ from vendor import ABORT, ALIASES, CLASH, EMULATED, EXIT, HANG, NO_CANN, STUB_TO
 
 from tokenring.cli import main as cli
 from tokenring.cli.doctor import ask, examine
+from tokenring.cli.doctor.examine import SECONDS
 from tokenring.cli.doctor.findings import Findings
 from tokenring.cli.doctor.probes import OPERATORS
 from tokenring.cli.doctor.report import report
@@ -22,7 +23,8 @@ from tokenring.cli.doctor.report import report
 
 def doctor(folder: Path, *options: str, python: str | None = None, **environment: str) -> dict[str, Any]:
     """Its JSON; it never fails, and says nothing beside it. test_ascend_aliases has it ask real Pythons as well."""
-    ran = tokenring(folder, "doctor", "--json", *options, python=python, **environment)
+    limit = () if "--seconds" in options else ("--seconds", f"{patient(SECONDS):g}")
+    ran = tokenring(folder, "doctor", "--json", *options, *limit, python=python, **environment)
     assert (ran.code, ran.err) == (0, "")
     found: dict[str, Any] = json.loads(ran.out)
     return found

@@ -23,7 +23,7 @@ from test_choice import BOTH, MB, rows
 from tokenring.backends import table_keys
 from tokenring.backends.table_keys import transfers_key
 from tokenring.backends.transports.auto import choice_of
-from tokenring.cli.doctor.examine import examine
+from tokenring.cli.doctor.examine import SECONDS, examine
 from tokenring.cli.doctor.report import report
 from tokenring.cli.main import main
 from tokenring.cli.rates import transports_worker as transfers_worker
@@ -192,7 +192,7 @@ def test_the_command_on_processes(whose: str, tmp_path: Path, warm: str) -> None
     assert done.stdout.startswith(f"{key}\n\nmessage  ") and done.stdout.endswith(f"\nkept in {path}\n")
     found, note = kept(key, {"XDG_CACHE_HOME": str(tmp_path)})
     assert found is not None and not note and "\n".join(table(key, found)) in done.stdout
-    shown = report(examine(environment))
+    shown = report(examine(environment, patient(SECONDS)))
     assert f"measured   2 ranks, every two ranks reach each other's memory: {taken(key, found)}; shm/gloo in" in shown
 
 
