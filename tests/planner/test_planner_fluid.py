@@ -7,8 +7,14 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nets import SHAPES
+from plain_fluids import plain_rates, plainly
 
-from tokenring.planner.simulation.fluid import fair_rates
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.simulation.fluid import Shares
+from tokenring.planner.simulation.operations import Await, Compute, Operation, SimulatedPost
+from tokenring.planner.simulation.simulate import Outcome, simulate
+from tokenring.tables.rates import Messages
 
 INFINITE = float("inf")
 TOLERANCE = 1e-6
@@ -16,8 +22,11 @@ Ways = dict[int, tuple[str, ...]]
 
 
 def rates(ways: Ways, widths: dict[str, float], cap: float = INFINITE) -> dict[int, float]:
-    found = fair_rates(ways, widths.__getitem__, cap)  # type: ignore[arg-type]
-    return {int(str(key)): rate for key, rate in found.items()}
+    shares = Shares(widths.__getitem__, cap)
+    for way in ways.values():
+        shares.change(shares.route(way), 1)
+    shares.divide()
+    return {key: shares.rates[shares.route(way)] for key, way in ways.items()}
 
 
 def unfair(ways: Ways, widths: dict[str, float], cap: float, found: dict[int, float]) -> str | None:
@@ -102,3 +111,104 @@ def test_order_does_not_matter() -> None:
     turned = dict(reversed(ways.items()))
     assert rates(turned, widths, cap) == rates(ways, widths, cap)
     assert not math.isnan(sum(rates(ways, widths, cap).values()))
+
+
+# ---------- what is kept from one division to the next
+
+EXACT = 1e-9
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[dict[str, float], float, list[dict[tuple[str, ...], int]]]:
+    """Some wires, a cap, and how many take each route, again and again."""
+    ways, widths, cap = draw(nets())
+    routes = sorted(set(ways.values()) | {()}) if cap < INFINITE else sorted({way for way in ways.values() if way})
+    takers = st.fixed_dictionaries({route: st.integers(0, 3) for route in routes})
+    return widths, cap, draw(st.lists(takers, max_size=6))
+
+
+def mistaken(shares: Shares, widths: dict[str, float], cap: float, history: list[dict[tuple[str, ...], int]]) -> bool:
+    """Tell whether shares that were kept differ from those computed afresh, or a change was not named."""
+    before: dict[tuple[str, ...], int] = {}
+    for takers in history:
+        for route, number in takers.items():
+            if number != before.get(route, 0):
+                shares.change(shares.route(route), number - before.get(route, 0))
+        old = dict(enumerate(shares.rates))
+        named = set(shares.divide())
+        before = takers
+        each = [route for route, number in takers.items() for _ in range(number)]
+        afresh = plain_rates(dict(enumerate(each)), widths, cap)
+        wanted = {route: afresh[number] for number, route in enumerate(each)}
+        for route in takers:
+            rate = shares.rates[shares.route(route)]
+            if rate != pytest.approx(wanted.get(route, 0.0), rel=EXACT):
+                return True
+        if named != {number for number, rate in enumerate(shares.rates) if rate != old.get(number, 0.0)}:
+            return True
+    return False
+
+
+@given(histories())
+def test_shares_that_are_kept_are_those_computed_afresh(
+    found: tuple[dict[str, float], float, list[dict[tuple[str, ...], int]]],
+) -> None:
+    widths, cap, history = found
+    assert not mistaken(Shares(widths.__getitem__, cap), widths, cap, history)
+
+
+class OnlyTheirWires(Shares):
+    """A mutant: routes that meet those that changed get a new share, those that meet these do not."""
+
+    def _joined(self) -> tuple[set[int], set[int]]:
+        routes = self._touched.union(*[self._over[wire] for route in self._touched for wire in self._routes[route]])
+        return routes, {wire for route in routes for wire in self._routes[route]}
+
+
+def test_what_is_joined_by_several_wires_gets_another_share() -> None:
+    """Who shares wire b with the one that has to share wire a from now on gets what that leaves of b."""
+    widths = {"a": 4.0, "b": 10.0, "c": 30.0}
+    chain = {("a",): 0, ("a", "b"): 1, ("b", "c"): 1, ("c",): 1}
+    history = [chain, {**chain, ("a",): 1}]
+    assert not mistaken(Shares(widths.__getitem__), widths, INFINITE, history)
+    assert mistaken(OnlyTheirWires(widths.__getitem__), widths, INFINITE, history)
+
+
+# ---------- transfers
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[Interconnect, list[list[Operation]], Messages, float]:
+    """Ranks that exchange messages in one order, and compute between posts and waits."""
+    ranks = 4
+    net = draw(st.sampled_from(list(SHAPES.values())))(ranks)
+    programs: list[list[Operation]] = [[] for _ in range(ranks)]
+    waits: list[list[Operation]] = [[] for _ in range(ranks)]
+    seconds = st.sampled_from([0.0, 1e-4, 1e-3, 2.5e-3])
+    for message in range(draw(st.integers(1, 14))):
+        src, dst = draw(st.sampled_from([(a, b) for a in range(ranks) for b in range(ranks) if a != b]))
+        nbytes = draw(st.sampled_from([1000, 40_000, 1_000_000, 3_000_000, 7_654_321]))
+        channel = draw(st.sampled_from(["requests", "partials"]))
+        for rank, peer, sends in ((src, dst, True), (dst, src, False)):
+            programs[rank].append(Compute(draw(seconds), True, message, "work"))
+            programs[rank].append(SimulatedPost(message, peer, channel, nbytes, sends, message, str(message)))
+            waits[rank].append(Await(message))
+    cap = draw(st.sampled_from([INFINITE, 0.6]))
+    costs = Messages(draw(seconds) / 100, flow_gbs=cap, pair_serial=draw(st.booleans()))
+    return net, [[*posts, *rest] for posts, rest in zip(programs, waits, strict=True)], costs, draw(seconds)
+
+
+@given(exchanges())
+def test_transfers_arrive_as_if_each_were_moved_on_at_every_moment(
+    found: tuple[Interconnect, list[list[Operation]], Messages, float],
+) -> None:
+    net, programs, messages, window = found
+    made = simulate(net, programs, messages, True, sharing_seconds=window)
+    wanted = plainly(net, programs, messages, window)
+    assert made.seconds == pytest.approx(wanted.seconds, rel=EXACT)
+    assert arrivals(made) == pytest.approx(arrivals(wanted), rel=EXACT)
+
+
+def arrivals(outcome: Outcome) -> dict[str, float]:
+    """When each message has arrived."""
+    return {each.label: each.end_seconds for each in outcome.spans if each.what == "transfer"}

@@ -57,10 +57,15 @@ class FoldedNet:
 
     def __init__(self, net: Interconnect) -> None:
         self.net = net
+        self._ways: dict[tuple[int, int], Way] = {}
 
     def way(self, src: int, dst: int) -> Way:
         """Return the wires from one rank to another, those of host 0 for all hosts; see Wires.way."""
-        return tuple(f"0:{wire.partition(':')[2]}" for wire in self.net.way(src, dst))
+        known = self._ways.get((src, dst))
+        if known is None:
+            known = tuple(f"0:{wire.partition(':')[2]}" for wire in self.net.way(src, dst))
+            self._ways[src, dst] = known
+        return known
 
     def burst_bytes(self, wire: str) -> float:
         """Return the bytes that pass at once over an idle wire; see Wires.burst_bytes."""

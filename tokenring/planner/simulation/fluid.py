@@ -2,43 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable
 
 TIE = 1 + 1e-9  # shares so close are one
 
 
-def fair_rates(
-    ways: Mapping[Hashable, Sequence[str]], width: Callable[[str], float], cap: float = float("inf")
-) -> dict[Hashable, float]:
-    """Return the bytes a second of each transfer, by progressive filling.
+class Shares:
+    """Bytes a second of transfers that begin and end, by the routes that they take.
 
-    Bertsekas and Gallager, Data Networks, §6.5.2.
-    ways: the wires that each transfer passes. width: of a wire, bytes a second. cap: of any one transfer.
-    A transfer that passes no wire gets `cap`.
+    Those that pass the same wires get the same: a route has one share, however many take it. When some begin or end,
+    only what is joined with them by wires is shared out anew. width: of a wire, bytes a second. cap: of any one
+    transfer, which it gets where it passes no wire.
     """
-    users: dict[str, list[Hashable]] = {}
-    for key, way in ways.items():
-        for wire in way:
-            users.setdefault(wire, []).append(key)
-    left = {wire: width(wire) for wire in users}
-    count = {wire: len(keys) for wire, keys in users.items()}
-    rates = {key: cap for key, way in ways.items() if not way}
-    while count:
-        share = min(left[wire] / number for wire, number in count.items())
-        if share >= cap:
-            rates.update({key: cap for key in ways if key not in rates})
-            break
-        for wire in [wire for wire, number in count.items() if left[wire] <= share * number * TIE]:
-            for key in users[wire]:
-                if key not in rates:
-                    rates[key] = share
-                    _fix(ways[key], share, left, count)
-    return rates
 
+    def __init__(self, width: Callable[[str], float], cap: float = math.inf) -> None:
+        self._width, self._cap = width, cap
+        self._numbers: dict[tuple[str, ...], int] = {}  # of routes
+        self._wires: dict[str, int] = {}  # their numbers
+        self._widths: list[float] = []
+        self._over: list[set[int]] = []  # of each wire the routes over it that are taken
+        self._load: list[int] = []  # of each wire the transfers over it, as often as they pass it
+        self._routes: list[tuple[int, ...]] = []  # of each route its wires
+        self._takers: list[int] = []  # of each route
+        self._touched: set[int] = set()  # routes whose takers changed
+        self.rates: list[float] = []  # of each route, what each transfer on it gets; 0 where there is none
 
-def _fix(way: Sequence[str], rate: float, left: dict[str, float], count: dict[str, int]) -> None:
-    for wire in way:
-        left[wire] -= rate
-        count[wire] -= 1
-        if not count[wire]:
-            del count[wire]
+    def route(self, way: tuple[str, ...]) -> int:
+        """Return the number of the route over these wires; numbers rise from 0."""
+        number = self._numbers.get(way)
+        if number is None:
+            number = self._numbers[way] = len(self._routes)
+            self._routes.append(tuple(map(self._wire, way)))
+            self._takers.append(0)
+            self.rates.append(0.0)
+        return number
+
+    def change(self, route: int, more: int) -> None:
+        """Note that so many transfers more take a route."""
+        before = self._takers[route]
+        self._takers[route] += more
+        self._touched.add(route)
+        for wire in self._routes[route]:
+            self._load[wire] += more
+            if not before:
+                self._over[wire].add(route)
+            elif before + more == 0:
+                self._over[wire].discard(route)
+
+    def divide(self) -> list[int]:
+        """Share out anew what is joined with routes whose takers changed; return those of another share than before."""
+        routes, wires = self._joined()
+        found = dict.fromkeys(routes, 0.0)
+        if routes:
+            self._fill({route for route in routes if self._takers[route]}, wires, found)
+        changed = [route for route, rate in found.items() if rate != self.rates[route]]
+        for route in changed:
+            self.rates[route] = found[route]
+        self._touched = set()
+        return changed
+
+    def _wire(self, name: str) -> int:
+        if name not in self._wires:
+            self._wires[name] = len(self._widths)
+            self._widths.append(self._width(name))
+            self._over.append(set())
+            self._load.append(0)
+        return self._wires[name]
+
+    def _joined(self) -> tuple[set[int], set[int]]:
+        """Return the routes that changed, those that are taken and share a wire with them, and so on; and all wires."""
+        routes, fresh, wires = set(self._touched), self._touched, set[int]()
+        while fresh:
+            met = {wire for route in fresh for wire in self._routes[route]} - wires
+            wires |= met
+            fresh = set().union(*[self._over[wire] for wire in met]) - routes
+            routes |= fresh
+        return routes, wires
+
+    def _fill(self, waiting: set[int], wires: Iterable[int], rates: dict[int, float]) -> None:
+        """Divide the wires by progressive filling (Bertsekas and Gallager, Data Networks, §6.5.2)."""
+        routes, takers, over = self._routes, self._takers, self._over
+        left = {wire: self._widths[wire] for wire in wires}
+        count = {wire: number for wire in wires if (number := self._load[wire])}
+        while waiting:
+            shares = {wire: left[wire] / number for wire, number in count.items()}
+            share = min(shares.values(), default=math.inf)
+            most = share * TIE
+            full = set().union(*[over[wire] for wire, gets in shares.items() if gets <= most]) & waiting
+            if share >= self._cap:
+                share, full = self._cap, waiting
+            for route in full:
+                rates[route] = share
+                number = takers[route]
+                for wire in routes[route]:
+                    left[wire] -= share * number
+                    count[wire] -= number
+                    if not count[wire]:
+                        del count[wire]
+            waiting = waiting - full

@@ -132,17 +132,18 @@ class Simulation:
 
     def _next_moment(self) -> None:
         """Go to what comes first: an event, or the end of a transfer or of work."""
-        speed = self._speed()
-        done = min((each.left_seconds for each in self.working), default=math.inf) / speed
-        event = self.events[0][0] if self.events else math.inf
-        then = min(self.moving.next_moment(self.now), self.now + done, event)
-        passed, self.now = then - self.now, then
-        self._progress(passed * speed)
+        then = min(self.moving.next_moment(self.now), self.events[0][0] if self.events else math.inf)
+        if self.working:
+            speed = self._speed()
+            then = min(then, self.now + min(each.left_seconds for each in self.working) / speed)
+            passed, self.now = then - self.now, then
+            self._progress(passed * speed)
+        self.now = then
         self.moving.advance(then)
 
     def _speed(self) -> float:
         """Return the cores that each piece of work on the shared cores has, at most one."""
-        return min(1.0, self.cores / len(self.working)) if self.working else 1.0
+        return min(1.0, self.cores / len(self.working))
 
     def _progress(self, seconds: float) -> None:
         """Do so many seconds of each piece of work, and go on with what has ended."""
@@ -190,9 +191,8 @@ class Simulation:
 
     def through(self, transfer: Transfer) -> None:
         """Begin the next transfer of its queue; see Listener."""
-        queue = self.queues[self._queue_of(transfer)]
-        queue.popleft()
-        self._start_next(queue)
+        transfer.queue.popleft()
+        self._start_next(transfer.queue)
 
     def _start_next(self, queue: deque[Transfer]) -> None:
         """Begin the first transfer of a queue once both ends have posted it and it is ready."""
@@ -214,8 +214,7 @@ class Simulation:
 
     def _ready(self, transfer: Transfer) -> None:
         transfer.ready = True
-        queue = self.queues[self._queue_of(transfer)]
-        if queue[0] is transfer:
+        if transfer.queue[0] is transfer:
             self._begin(transfer)
 
     def _queue_of(self, transfer: Transfer) -> Queue:
@@ -238,32 +237,36 @@ class Simulation:
     def _go_on(self, rank: int) -> None:
         """Work off operations until one takes time."""
         program = self.programs[rank]
-        while self.at[rank] < len(program):
-            each = program[self.at[rank]]
+        for at in range(self.at[rank], len(program)):
+            each = program[at]
             match each:
                 case Compute():
-                    self.at[rank] += 1
                     if each.seconds > 0:
+                        self.at[rank] = at + 1
                         self._work(rank, each.seconds, each)
                         return
                 case SimulatedPost():
-                    self.at[rank] += 1
                     self._post(rank, each)
                     if self.messages.post_seconds > 0:
+                        self.at[rank] = at + 1
                         self._work(rank, self.messages.post_seconds)
                         return
-                case Await(message):
-                    transfer = self.of_message[rank][message]
-                    if not (transfer.done or (transfer.sent and rank == transfer.src)):
-                        if rank not in transfer.waiting:
-                            transfer.waiting.append(rank)
-                            self.since[rank] = self.now
+                case Await():
+                    if not self._is_over(rank, self.of_message[rank][each.message]):
+                        self.at[rank] = at
                         return
-                    if self.record and rank in transfer.waiting:
-                        self.spans.append(
-                            TimeSpan(rank, "wait", transfer.label, transfer.step, self.since[rank], self.now)
-                        )
-                    self.at[rank] += 1
+        self.at[rank] = len(program)
+
+    def _is_over(self, rank: int, transfer: Transfer) -> bool:
+        """Return whether a rank need not wait for a transfer any more; else it waits."""
+        if not (transfer.done or (transfer.sent and rank == transfer.src)):
+            if rank not in transfer.waiting:
+                transfer.waiting.append(rank)
+                self.since[rank] = self.now
+            return False
+        if self.record and rank in transfer.waiting:
+            self.spans.append(TimeSpan(rank, "wait", transfer.label, transfer.step, self.since[rank], self.now))
+        return True
 
     def _work(self, rank: int, seconds: float, each: Compute | None = None) -> None:
         """Make the rank busy: on the shared cores, if there are any, and kernels there too if they share them."""
@@ -288,12 +291,13 @@ class Simulation:
             way = self.net.way(src, dst)
             transfer = Transfer(src, dst, float(post.nbytes), way, post.label, post.step, post.channel)
             self.unmatched[(src, dst, post.channel), post.sends].append(transfer)
-            self.queues[self._queue_of(transfer)].append(transfer)
+            transfer.queue = self.queues[self._queue_of(transfer)]
+            transfer.queue.append(transfer)
         transfer.posted += 1
         self.of_message[rank][post.message] = transfer
         if transfer.posted == 2 and self.messages.pipelined:
             self._at_time(self.now + self.messages.latency_seconds, transfer.dst, transfer)
-        self._start_next(self.queues[self._queue_of(transfer)])
+        self._start_next(transfer.queue)
 
 
 def simulate(
