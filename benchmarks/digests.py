@@ -1,7 +1,7 @@
 """Digests of what the compiler and the planner make, to show that a change of the code changed none of it.
 
     python benchmarks/digests.py > before.txt       # on the old commit
-    python benchmarks/digests.py > after.txt        # on the new one
+    python benchmarks/digests.py > after.txt        # on the new one; --part plans --rounded: a change of the simulator
     diff before.txt after.txt               # nothing: the same schedules, programs, bytes, texts and plans
 
 A line is one case: every member of every family that fits P = 1 to 8 ranks, on every layout, under every mask, and
@@ -163,10 +163,20 @@ def plans() -> Iterator[tuple[str, Any]]:
             yield f"plan {topology} {' '.join(call)}", [code, plan]
 
 
+def rounded(content: Any) -> Any:
+    """Numbers to nine digits: a simulator that adds in another order is the same to those."""
+    if isinstance(content, float):
+        return float(f"{content:.9g}")
+    if isinstance(content, dict):
+        return {name: rounded(each) for name, each in content.items()}
+    return [rounded(each) for each in content] if isinstance(content, list) else content
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("all", "schedules", "plans"), default="all", help="(all)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th schedule only (1)")
+    parser.add_argument("--rounded", action="store_true", help="numbers of plans to nine digits")
     options = parser.parse_args()
     whole = hashlib.sha256()
 
@@ -181,7 +191,7 @@ def main() -> None:
                 line(key, said(made, size, "zigzag causal" in key))
     if options.part != "schedules":
         for key, content in plans():
-            line(key, content)
+            line(key, rounded(content) if options.rounded else content)
     print(f"{whole.hexdigest()[:16]}  all", file=sys.stdout)
 
 
