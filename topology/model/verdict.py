@@ -132,7 +132,9 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
     edges = graph.between()
     if len(graph.devices) > len(names):
         edges = {pair: edge for pair, edge in edges.items() if inside.issuperset(pair)}
-    peers = edges if {edge.kind for edge in edges.values()} <= PEERS else _peers(edges)
+    peers = edges
+    if not {edge.kind for edge in edges.values()} <= PEERS:
+        peers = {pair: edge for pair, edge in edges.items() if edge.kind in PEERS}
     switched = {pair for pair, edge in peers.items() if edge.switched}
     direct = {pair: edge for pair, edge in peers.items() if not edge.switched} if switched else peers
     wider: dict[str, list[str]] = {}
@@ -152,10 +154,6 @@ def _links(graph: Graph, names: tuple[str, ...]) -> _Links:
         if len(part) > 1:
             switched |= {unordered(*pair) for pair in pairs(end for end in part if end in inside)}
     return _Links(direct, frozenset(switched), edges, neighbours(names, [*direct, *switched]), wider)
-
-
-def _peers(edges: Mapping[tuple[str, str], Edge]) -> dict[tuple[str, str], Edge]:
-    return {pair: edge for pair, edge in edges.items() if edge.kind in PEERS}
 
 
 def _by_ports(graph: Graph, names: tuple[str, ...]) -> Verdict | None:

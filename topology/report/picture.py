@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from tokenring.display.safe_text import cells_wide, plain
-from tokenring.display.svg import FONT, wrapped
+from tokenring.display.svg import opening, wrapped
 from tokenring.topology.model.facts import Device
 from tokenring.topology.model.graph import Edge, Graph
 from tokenring.topology.model.nesting import Box, boxes, says_something
@@ -84,15 +84,11 @@ class _Picture:
 
     def lines(self) -> Iterator[str]:
         body = [*self._heading(), *self._between_hosts(), *self._panels(), *self._legend()]
-        height = self.y + MARGIN
+        height = round(self.y + MARGIN)
         title = plain(sentence(self.graph, self.verdict), 300)
-        yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-            f'width="{WIDTH}" height="{height:.0f}" font-family="{FONT}" role="img">'
-        )
-        yield f"<title>{escape(title)}</title>"
+        yield from opening(WIDTH, height, title)
         yield from _style()
-        yield f'<rect class="ground" width="{WIDTH}" height="{height:.0f}"/>'
+        yield f'<rect class="ground" width="{WIDTH}" height="{height}"/>'
         yield from body
         yield "</svg>"
 

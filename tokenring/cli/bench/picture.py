@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from html import escape
 
 from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Entry, RaceReport
 from tokenring.cli.bench.table import bytes_text, case_text, emulation_text, machine_text, ms, what_text
-from tokenring.display.svg import axis_step, heading, opening, style, text_at
+from tokenring.display.svg import axis_step, heading, opening, style, text_at, wrapped
 
 # Sizes in SVG units, which viewers show as pixels.
 WIDTH, MARGIN, RIGHT = 1080, 28, 160
 HEAD, ROW, BAR, AXIS, LINE = 32, 44, 20, 46, 17
 CHARACTER = 6.6  # mean width of a character of 12 units, generous
-SMALL_CHARACTER = 6.0  # of 11 units
 SPREAD = (0.0, 2.6, -2.6, 5.2, -5.2)  # of dots, so that they do not hide each other
 KINDS = {OURS: ("ours", "tokenring"), PEER: ("peer", "other libraries"), ONE: ("one", "one process, not split")}
 COLOURS = {  # class: (light, dark)
@@ -40,8 +38,7 @@ class _Picture:
     def __init__(self, report: RaceReport) -> None:
         self.report = report
         self.timed = [entry for entry in report.ranked if entry.was_timed]
-        room = int((WIDTH - 2 * MARGIN) / SMALL_CHARACTER)
-        self.footer = [line for text in report.reasons() for line in textwrap.wrap(text, room)]
+        self.footer = [line for text in report.reasons() for line in wrapped(text, WIDTH - 2 * MARGIN, 11)]
         self.most = max((max(entry.call_s) for entry in self.timed), default=1e-3)
         labels = [*(entry.name for entry in self.timed), *map(what_text, self.timed), "tokenring"]
         self.left = MARGIN + CHARACTER * max(map(len, labels)) + 14

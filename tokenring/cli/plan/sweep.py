@@ -12,10 +12,10 @@ from tokenring.display.svg import axis_step, box, heading, opening, style, text_
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.auto import plan_or_forecast
+from tokenring.planner.choosing.candidates import BASELINE
 from tokenring.sequence.sizes import SIZES
 
 CURVES = 6  # that are drawn, unless more schedules win somewhere; further ones are dashed
-BASELINE = "ring"  # drawn wherever it was simulated
 WIDTH, MARGIN, LEFT, RIGHT, CHART, BAND = 900, 28, 82, 190, 300, 28
 MOST = 2.0  # of the axis: what takes longer leaves the picture
 COLOURS = {

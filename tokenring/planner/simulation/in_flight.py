@@ -39,7 +39,7 @@ class Transfer:
     sent: bool = False  # as its source sees it
     done: bool = False
     waiting: list[int] = field(default_factory=list)  # ranks
-    queue: deque[Transfer] = field(default_factory=deque)  # in which it stands
+    queue: deque[Transfer] = field(init=False, repr=False)  # in which it stands, once it is posted
 
 
 class Wires(Protocol):
