@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Set
+from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
-from tokenring.ir.schedule_data import PARTIALS, Block, Move, ScheduleData, Tile
+from tokenring.ir.schedule_data import PARTIALS, Block, Move, ScheduleData, Tile, units_of
+from tokenring.sequence.layout import Layout, Positions
+from tokenring.sequence.mask import Mask
 
 S = TypeVar("S", bound=ScheduleData)
 
@@ -18,8 +22,11 @@ def fuse(schedule: S) -> S:
         groups[tile.step, tile.rank, tile.heads].append(tile)
     tiles: list[Tile] = []
     for (step, rank, _heads), group in groups.items():
+        if len(group) == 1:
+            tiles += group
+            continue
         q, kv = {tile.q for tile in group}, {tile.kv for tile in group}
-        if len(group) > 1 and set(product(q, kv)) == {(tile.q, tile.kv) for tile in group}:
+        if set(product(q, kv)) == {(tile.q, tile.kv) for tile in group}:
             tiles.append(Tile(step, rank, _sequence_order(schedule, q), _sequence_order(schedule, kv)))
         else:
             tiles.extend(group)
@@ -32,60 +39,77 @@ def _sequence_order(schedule: ScheduleData, parts: set[tuple[Block, ...]]) -> tu
 
 def prune(schedule: S) -> S:
     """Drop tiles that the mask hides, then moves that bring what no tile needs or carry what no tile made."""
-    sees = _visibility(schedule)
-    tiles = []
-    for tile in schedule.tiles:
-        q = tuple(a for a in tile.q if any(sees(a, b) for b in tile.kv))
-        kv = tuple(b for b in tile.kv if any(sees(a, b) for a in tile.q))
-        if q:
-            tiles.append(Tile(tile.step, tile.rank, q, kv))
-    kept = {*_needed_requests(schedule, tiles), *_fed_partials(schedule, tiles)}
-    return schedule.replace(tiles=tuple(tiles), moves=tuple(m for m in schedule.moves if m in kept))
+    sees = _sight_of(schedule)
+    tiles = [seen for tile in schedule.tiles if (seen := sees.part(tile, tile.q, tile.kv)).q]
+    used = {(block, tile.rank) for tile in tiles for block in (*tile.q, *tile.kv)}
+    kept = {*_needed_requests(schedule, used), *_fed_partials(schedule, used)}
+    moves = tuple(move for at, move in enumerate(schedule.moves) if at in kept)
+    return schedule.replace(tiles=tuple(tiles), moves=moves)
 
 
-class _visibility:
-    """A test of whether a q block sees anything of a kv block, remembered for each pair of units."""
+class _Sight:
+    """A test of which q units see anything of which kv units, remembered: many schedules ask for the same."""
 
-    def __init__(self, schedule: ScheduleData) -> None:
-        self.schedule = schedule
-        self.known: dict[tuple[int, int, int, int], bool] = {}
+    def __init__(
+        self, mask: Mask, q: tuple[Positions, ...], kv: tuple[Positions, ...], q_pieces: int, kv_pieces: int
+    ) -> None:
+        self._mask, self._q, self._kv = mask, q, kv
+        self._q_pieces, self._kv_pieces = q_pieces, kv_pieces
+        self._seen: list[frozenset[int] | None] = [None] * len(q)
 
-    def __call__(self, q: Block, kv: Block) -> bool:
-        key = (q.chunk, q.piece, kv.chunk, kv.piece)
-        seen = self.known.get(key)
-        if seen is None:
-            schedule = self.schedule
-            seen = schedule.mask.visible(schedule.positions(q), schedule.positions(kv))
-            self.known[key] = seen
-        return seen
+    def part(self, tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...]) -> Tile:
+        """Return the tile with these blocks alone, without those that see or show nothing."""
+        units = [each[1] * self._kv_pieces + each[3] for each in kv]
+        seen = [self._seen_by(each[1] * self._q_pieces + each[3]) for each in q]
+        seeing = tuple(each for each, of in zip(q, seen, strict=True) if not of.isdisjoint(units))
+        shown = frozenset().union(*seen)
+        return Tile(tile.step, tile.rank, seeing, tuple(b for b, unit in zip(kv, units, strict=True) if unit in shown))
+
+    def _seen_by(self, unit: int) -> frozenset[int]:
+        """Return the kv units of which a q unit sees anything."""
+        known = self._seen[unit]
+        if known is None:
+            positions, visible = self._q[unit], self._mask.visible
+            known = frozenset(number for number, kv in enumerate(self._kv) if visible(positions, kv))
+            self._seen[unit] = known
+        return known
 
 
-def _needed_requests(schedule: ScheduleData, tiles: list[Tile]) -> set[Move]:
-    """Return the request moves that are used: a hop stays if its destination uses the block or passes it on."""
-    needed = {(block, tile.rank) for tile in tiles for block in (*tile.q, *tile.kv)}
-    kept = set()
-    for move in sorted(schedule.moves, key=lambda move: -move.step):
-        if move.channel != PARTIALS and (move.block, move.dst) in needed:
-            needed.add((move.block, move.src))
-            kept.add(move)
-    return kept
+def _sight_of(schedule: ScheduleData) -> _Sight:
+    each = schedule
+    return _sight(each.mask, each.q_layout, each.kv_layout, each.q_pieces, each.kv_pieces)
 
 
-def _fed_partials(schedule: ScheduleData, tiles: list[Tile]) -> set[Move]:
-    """Return the partial moves that carry anything: a hop stays if its source made or received something for it."""
-    fed = {
-        block.partial(tile.rank)
-        for tile in tiles
-        for block in (*tile.q, *tile.kv)
-        if schedule.owner(block) != tile.rank
-    }
-    held = {(block, block.made_at) for block in fed}
-    kept = set()
-    for move in sorted(schedule.moves, key=lambda move: move.step):
-        if move.channel == PARTIALS and (move.block, move.src) in held:
-            held.add((move.block._replace(made_at=move.dst) if move.add else move.block, move.dst))
-            kept.add(move)
-    return kept
+@lru_cache(maxsize=16)
+def _sight(mask: Mask, q_layout: Layout, kv_layout: Layout, q_pieces: int, kv_pieces: int) -> _Sight:
+    return _Sight(mask, units_of(q_layout, q_pieces), units_of(kv_layout, kv_pieces), q_pieces, kv_pieces)
+
+
+def _needed_requests(schedule: ScheduleData, used: Set[tuple[Block, int]]) -> Iterator[int]:
+    """Yield the numbers of request moves that are used: a hop stays if its destination uses the block or passes it on.
+
+    used: blocks that tiles read, with the tiles' ranks.
+    """
+    needed, moves = set(used), schedule.moves
+    for at in sorted(range(len(moves)), key=lambda at: -moves[at].step):
+        _, block, src, dst, channel, _ = moves[at]
+        if channel != PARTIALS and (block, dst) in needed:
+            needed.add((block, src))
+            yield at
+
+
+def _fed_partials(schedule: ScheduleData, used: Set[tuple[Block, int]]) -> Iterator[int]:
+    """Yield the numbers of partial moves that carry anything: a hop stays if its source made or received some for it.
+
+    used: as of `_needed_requests`; a tile makes a partial of each block that it reads and its rank does not own.
+    """
+    held = {(block.partial(rank), rank) for block, rank in used if schedule.owner(block) != rank}
+    moves = schedule.moves
+    for at in sorted(range(len(moves)), key=lambda at: moves[at].step):
+        _, block, src, dst, channel, add = moves[at]
+        if channel == PARTIALS and (block, src) in held:
+            held.add((block._replace(made_at=dst) if add else block, dst))
+            yield at
 
 
 def keep_for_last(schedule: S) -> S:
@@ -104,7 +128,7 @@ def keep_for_last(schedule: S) -> S:
     for tile in schedule.tiles:
         if tile.rank in last:
             last[tile.rank] = max(last[tile.rank], tile.step)
-    sees, tiles = _visibility(schedule), []
+    sees, tiles = _sight_of(schedule), []
     for tile in schedule.tiles:
         local = all(schedule.owner(block) == tile.rank for block in (*tile.q, *tile.kv))
         first, second = _halves(schedule, tile, sees) if local and tile.step < last.get(tile.rank, 0) else ([tile], [])
@@ -115,12 +139,12 @@ def keep_for_last(schedule: S) -> S:
 Halves = tuple[list[Tile], list[Tile]]
 
 
-def _halves(schedule: ScheduleData, tile: Tile, sees: _visibility) -> Halves:
+def _halves(schedule: ScheduleData, tile: Tile, sees: _Sight) -> Halves:
     """Return the tile in two that are as equal as can be: cut by q, by kv, or by both and put together crosswise."""
     (q0, q1), (kv0, kv1) = ((some[: len(some) // 2], some[len(some) // 2 :]) for some in (tile.q, tile.kv))
 
     def part(q: tuple[Block, ...], kv: tuple[Block, ...]) -> list[Tile]:
-        seen = _seen(tile, q, kv, sees)
+        seen = sees.part(tile, q, kv)
         return [seen] if seen.q else []
 
     cuts: list[Halves] = [
@@ -139,12 +163,6 @@ def _pairs(schedule: ScheduleData, tiles: list[Tile]) -> int:
     where, mask = schedule.positions, schedule.mask
     units = ((where(q), where(kv)) for tile in tiles for q, kv in product(tile.q, tile.kv))
     return sum(patch.pairs() for q, kv in units for patch in mask.region(q, kv))
-
-
-def _seen(tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...], sees: _visibility) -> Tile:
-    """Return the tile with these blocks alone, without those that see or show nothing."""
-    kept = tuple(a for a in q if any(sees(a, b) for b in kv))
-    return tile._replace(q=kept, kv=tuple(b for b in kv if any(sees(a, b) for a in kept)))
 
 
 def order(schedule: S) -> S:

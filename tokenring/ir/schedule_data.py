@@ -9,7 +9,7 @@ tiles up to this step). A step is an order, never a barrier.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tokenring.errors import ConfigurationError
@@ -27,6 +27,12 @@ REQUESTS = "requests"
 PARTIALS = "partials"
 PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}
 REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
+
+
+@lru_cache(maxsize=64)
+def units_of(layout: Layout, pieces: int) -> tuple[Positions, ...]:
+    """Return the positions of every unit of a layout, chunk by chunk, each chunk in so many pieces."""
+    return tuple(chunk.part(piece, pieces) for chunk in layout.chunks for piece in range(pieces))
 
 
 class Block(NamedTuple):
@@ -104,6 +110,18 @@ class ScheduleData:
     slack: int | None = None
     codecs: tuple[tuple[str, str], ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash of all fields: worked out once, it is that of thousands of tiles and moves."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what is pickled: without the hash, since another process has other hashes of texts."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     def layout_of(self, kind: Kind) -> Layout:
         """Return the layout of the blocks of this kind: that of q or that of kv."""
         return self.q_layout if kind.startswith("q") else self.kv_layout
@@ -128,14 +146,7 @@ class ScheduleData:
     def unit_positions(self) -> dict[str, tuple[Positions, ...]]:
         """The positions of every unit, by the first letter of its kind, then chunk · pieces + piece."""
         kinds: tuple[Kind, ...] = ("q", "kv")
-        return {
-            kind[0]: tuple(
-                chunk.part(piece, self.pieces_of(kind))
-                for chunk in self.layout_of(kind).chunks
-                for piece in range(self.pieces_of(kind))
-            )
-            for kind in kinds
-        }
+        return {kind[0]: units_of(self.layout_of(kind), self.pieces_of(kind)) for kind in kinds}
 
     def unit_index(self, block: Block) -> int:
         """Return the number of the block's unit among all units of its kind, counted by chunk and then by piece."""

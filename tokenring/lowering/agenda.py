@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Pass, Tile
-from tokenring.lowering.calls import KernelCall, Supports, calls
+from tokenring.lowering.calls import KernelCall, Supports, calls_of_rank
 from tokenring.lowering.filled_rows import Coverage
 from tokenring.lowering.storage import Group, Message, Slab, Storage
 
@@ -24,8 +24,8 @@ class Agenda:
             storage, storage.schedule, rank, direction, half,
         )  # fmt: skip
         self.tiles: dict[int, list[tuple[Tile, list[KernelCall]]]] = defaultdict(list)
-        for tile in storage.tiles(rank):
-            self.tiles[tile.step].append((tile, calls(storage, tile, supports)))
+        for tile, made in calls_of_rank(storage, rank, supports):
+            self.tiles[tile.step].append((tile, made))
         self.messages = storage.messages(rank, direction)
         self.uses = self._count_uses()
         received = self.incoming(PARTIALS)

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from tokenring.ir.schedule_data import Block, ScheduleData, Tile
 from tokenring.lowering.storage import Storage
@@ -14,6 +15,10 @@ from tokenring.sequence.mask import Mask
 from tokenring.sequence.region import Patch, Region, combine
 
 Supports = Callable[[Patch], "str | None"]  # why a kernel does not take a patch, or None
+
+
+_known_calls: WeakKeyDictionary[Storage, dict[tuple[int, Supports], list[tuple[Tile, list[KernelCall]]]]]
+_known_calls = WeakKeyDictionary()
 
 
 class KernelCall(NamedTuple):
@@ -29,6 +34,14 @@ class CallRun(NamedTuple):
 
     row: int
     positions: tuple[Positions, ...]
+
+
+def calls_of_rank(storage: Storage, rank: int, supports: Supports) -> list[tuple[Tile, list[KernelCall]]]:
+    """Return the tiles of a rank, each with its kernel calls: both passes have the same, so they are kept."""
+    of_storage = _known_calls.setdefault(storage, {})
+    if (rank, supports) not in of_storage:
+        of_storage[rank, supports] = [(tile, calls(storage, tile, supports)) for tile in storage.tiles(rank)]
+    return of_storage[rank, supports]
 
 
 def calls(storage: Storage, tile: Tile, supports: Supports) -> list[KernelCall]:

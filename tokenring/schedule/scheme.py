@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tokenring.ir.passes import fuse, keep_for_last, order, prune
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Kind, Move, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Tile
 from tokenring.schedule.routes import Gather, Hop, Origin, Return, return_direct, stay
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
@@ -74,7 +74,7 @@ def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     )  # fmt: skip
     q_routes = _routes(schedule, "q", scheme.gather_q)
     kv_routes = _routes(schedule, "kv", scheme.gather_kv)
-    tiles = _tiles(schedule, scheme, _arrivals(q_routes), _arrivals(kv_routes))
+    tiles = _tiles(schedule, scheme, _units_due(schedule, "q", q_routes), _units_due(schedule, "kv", kv_routes))
     if scheme.together:
         tiles = _after_all(tiles)
     moves = [*_requests(q_routes), *_requests(kv_routes)]
@@ -108,34 +108,50 @@ def _origin(schedule: Schedule, block: Block) -> Origin:
     )
 
 
-def _arrivals(routes: Routes) -> dict[Block, dict[int, int]]:
-    return {block: {hop.dst: hop.arrival for hop in hops} for block, hops in routes.items()}
+class UnitsDue(NamedTuple):
+    """Units of one owner, head group and piece, and in which step the last of them is at each rank (0: it is its own).
+
+    A rank that they never reach has no step.
+    """
+
+    blocks: tuple[Block, ...]
+    steps: dict[int, int]
+
+
+def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> dict[tuple[int, int, int], UnitsDue]:
+    layout = schedule.layout_of(kind)
+    found = {}
+    for owner in range(schedule.world_size):
+        for heads in range(schedule.head_groups):
+            for piece in range(schedule.pieces_of(kind)):
+                blocks = tuple(Block(kind, chunk, heads, piece) for chunk in layout.owned_by(owner))
+                steps: dict[int, int] = {}
+                for block in blocks:
+                    for hop in routes[block]:
+                        steps[hop.dst] = max(steps.get(hop.dst, 0), hop.arrival)
+                steps[owner] = 0
+                found[owner, heads, piece] = UnitsDue(blocks, steps)
+    return found
 
 
 def _tiles(
     schedule: Schedule,
     scheme: Scheme,
-    q_arrivals: dict[Block, dict[int, int]],
-    kv_arrivals: dict[Block, dict[int, int]],
+    q_units: dict[tuple[int, int, int], UnitsDue],
+    kv_units: dict[tuple[int, int, int], UnitsDue],
 ) -> list[Tile]:
-    ranks = range(schedule.world_size)
-    place = scheme.place
+    world, place, when = schedule.world_size, scheme.place, scheme.when
     if scheme.place_for is not None:
         place = scheme.place_for(schedule.q_layout, schedule.kv_layout, schedule.mask)
-    q_blocks = _blocks_by_owner(schedule, "q")
-    kv_blocks = _blocks_by_owner(schedule, "kv")
     tiles = []
-    for (q_owner, heads, q_piece), q in q_blocks.items():
-        for kv_owner in ranks:
+    for (q_owner, heads, q_piece), (q, q_due) in q_units.items():
+        for kv_owner in range(world):
             for kv_piece in range(schedule.kv_pieces):
-                kv = kv_blocks[kv_owner, heads, kv_piece]
-                pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, schedule.world_size)
+                kv, kv_due = kv_units[kv_owner, heads, kv_piece]
+                pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, world)
                 rank = place(pair)
-                step = max(
-                    max(0 if q_owner == rank else q_arrivals[block].get(rank, 0) for block in q),
-                    max(0 if kv_owner == rank else kv_arrivals[block].get(rank, 0) for block in kv),
-                )
-                tiles.append(Tile(scheme.when(pair, step) if scheme.when else step, rank, q, kv))
+                step = max(q_due.get(rank, 0), kv_due.get(rank, 0))
+                tiles.append(Tile(when(pair, step) if when else step, rank, q, kv))
     return tiles
 
 
@@ -146,30 +162,23 @@ def _after_all(tiles: list[Tile]) -> list[Tile]:
     return [tile._replace(step=last[tile.rank]) for tile in tiles]
 
 
-def _blocks_by_owner(schedule: Schedule, kind: Kind) -> dict[tuple[int, int, int], tuple[Block, ...]]:
-    layout = schedule.layout_of(kind)
-    return {
-        (owner, heads, piece): tuple(Block(kind, chunk, heads, piece) for chunk in layout.owned_by(owner))
-        for owner in range(schedule.world_size)
-        for heads in range(schedule.head_groups)
-        for piece in range(schedule.pieces_of(kind))
-    }
-
-
 def _requests(routes: Routes) -> Iterable[Move]:
     for block, hops in routes.items():
-        for hop in hops:
-            yield Move(hop.step, block, hop.src, hop.dst, REQUESTS)
+        for step, src, dst, _, _ in hops:
+            yield Move(step, block, src, dst, REQUESTS)
 
 
 def _partials(schedule: Schedule, kind: Kind, tiles: list[Tile], back: Return) -> Iterable[Move]:
     """Yield the moves home of what tiles make for units of this kind that are owned elsewhere."""
-    makers: dict[Block, dict[int, int]] = defaultdict(dict)
-    for tile in tiles:
-        for block in tile.q if kind == "q" else tile.kv:
-            if schedule.owner(block) != tile.rank:
-                last = makers[block].get(tile.rank, 0)
-                makers[block][tile.rank] = max(last, tile.step)
-    for block, steps in makers.items():
-        for hop in back(_origin(schedule, block), steps):
-            yield Move(hop.step, block.partial(hop.src), hop.src, hop.dst, PARTIALS, hop.add)
+    makers: dict[tuple[Block, ...], dict[int, int]] = defaultdict(dict)  # of units of one owner: last step of each rank
+    for step, rank, *both in tiles:
+        blocks = both[0] if kind == "q" else both[1]
+        if schedule.owner(blocks[0]) != rank:
+            steps = makers[blocks]
+            steps[rank] = max(steps.get(rank, 0), step)
+    partial = PARTIAL_OF[kind]
+    for blocks, steps in makers.items():
+        for block in blocks:
+            _, chunk, heads, piece, _ = block
+            for step, src, dst, _, add in back(_origin(schedule, block), steps):
+                yield Move(step, Block(partial, chunk, heads, piece, src), src, dst, PARTIALS, add)

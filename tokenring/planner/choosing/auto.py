@@ -232,8 +232,18 @@ def _choices(call: CallToPlan, names: Iterable[str]) -> list[Selection]:
 
 
 def _whole(found: Judgement) -> list[Judged]:
-    """Return what was simulated, best first, but for those whose names say in what pieces, or what is kept for last."""
-    return [each for each in found.judged if each.prediction is not None and not _says_how(each.name)]
+    """Return what may win in finer pieces, best first: not what says itself how it is cut, nor what needs too long.
+
+    Pieces hide what is waited for. They take no less work, and no fewer bytes.
+    """
+    best = found.judged[0].weighed_seconds if found.judged else 0.0
+    return [each for each in found.judged if _may_gain(each, best) and not _says_how(each.name)]
+
+
+def _may_gain(each: Judged, best_seconds: float) -> bool:
+    if each.exceeds_seconds is None:
+        return each.prediction is not None
+    return each.least.seconds + each.risk_seconds <= best_seconds
 
 
 def _finer(names: Sequence[str]) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tokenring.display.units import mb_text, time_text
@@ -13,9 +15,18 @@ from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import Candidate, over_limit
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.simulation.predict import Busiest, Least, Prediction, Setting, least_seconds, predict
+from tokenring.planner.simulation.predict import (
+    Busiest,
+    Least,
+    Prediction,
+    Setting,
+    least_seconds,
+    predict_within,
+    work_seconds,
+)
 from tokenring.schedule.schedule import Schedule
 
+ROUNDING = 1 + 1e-9
 SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
 RISK = 0.1  # of the time for which the busiest wire alone is at work: where predictions fall short, it is there
 
@@ -32,7 +43,8 @@ class Selection:
 class Judged:
     """A schedule with what it costs.
 
-    It has no prediction where its busiest wire or its kernels alone need too long, or it needs too much memory.
+    It has no prediction where its busiest wire or a rank's work alone need too long, where its simulation was given
+    up, since it took longer than the fastest, or where it needs too much memory.
     """
 
     name: str
@@ -40,16 +52,24 @@ class Judged:
     least: Least
     prediction: Prediction | None
     needs_bytes: int | None = None  # at least, of what was not simulated because nothing keeps to the limit
+    exceeds_seconds: float | None = None  # of what was simulated and given up
 
     @property
     def seconds(self) -> float:
         """Predicted seconds; without a prediction the least that it could take."""
-        return self.least.seconds if self.prediction is None else self.prediction.seconds
+        if self.prediction is not None:
+            return self.prediction.seconds
+        return max(self.least.seconds, self.exceeds_seconds or 0.0)
+
+    @property
+    def risk_seconds(self) -> float:
+        """Seconds that count beside what it takes: a part of what wires need beyond what kernels can hide."""
+        return RISK * max(0.0, self.least.wire_seconds - self.least.kernel_seconds)
 
     @property
     def weighed_seconds(self) -> float:
-        """Seconds by which schedules are compared: what wires need beyond what kernels can hide counts a bit more."""
-        return self.seconds + RISK * max(0.0, self.least.wire_seconds - self.least.kernel_seconds)
+        """Seconds by which schedules are compared."""
+        return self.seconds + self.risk_seconds
 
     def fits(self, memory_limit_bytes: int | None) -> bool:
         """Return whether the schedule was simulated and keeps to the limit."""
@@ -118,11 +138,9 @@ def judge(
         if least_of is not None:
             more = (Judged(*each, least[each[0]], None, need) for each, need in zip(made, least_of, strict=True))
             return Judgement((*judged, *more), before.misfits + tuple(misfits))
-    fastest = min((each.weighed_seconds for each in judged if each.fits(memory_limit_bytes)), default=float("inf"))
-    for name, schedule in sorted(made, key=lambda each: least[each[0]].seconds):
-        each = Judged(name, schedule, least[name], None)
-        if everything or each.weighed_seconds <= fastest * SAME:
-            each = replace(each, prediction=predict(schedule, setting))
+    fastest = min((each.weighed_seconds for each in judged if each.fits(memory_limit_bytes)), default=math.inf)
+    fresh = [Judged(name, schedule, least[name], None) for name, schedule in made]
+    for each in _simulated(fresh, setting, fastest, memory_limit_bytes, everything):
         judged.append(each)
         if each.fits(memory_limit_bytes):
             fastest = min(fastest, each.weighed_seconds)
@@ -135,6 +153,38 @@ def judge(
         return not each.fits(memory_limit_bytes), seconds, given[each.name]
 
     return Judgement(tuple(sorted(judged, key=order)), before.misfits + tuple(misfits))
+
+
+def _simulated(
+    some: Sequence[Judged], setting: Setting, fastest: float, limit_bytes: int | None, everything: bool
+) -> Iterator[Judged]:
+    """Yield the schedules with predictions, the most promising first; without, where they cannot win.
+
+    A schedule waits in order of the least that it takes: first by its wires and kernels, then, once it is the first,
+    by all the work of one rank.
+    """
+    waiting = [(each.weighed_seconds, at, each, False) for at, each in enumerate(some)]
+    heapq.heapify(waiting)
+    while waiting:
+        weighed, at, each, knows_work = heapq.heappop(waiting)
+        if not everything and weighed > fastest * SAME:
+            yield each
+        elif not everything and not knows_work:
+            work = work_seconds(each.schedule, setting, each.least.busiest_rank)
+            each = replace(each, least=each.least.with_work(work))
+            heapq.heappush(waiting, (each.weighed_seconds, at, each, True))
+        else:
+            most = math.inf if everything else fastest * SAME - each.risk_seconds
+            each = _predicted(each, setting, most)
+            if each.fits(limit_bytes):
+                fastest = min(fastest, each.weighed_seconds)
+            yield each
+
+
+def _predicted(each: Judged, setting: Setting, most_seconds: float) -> Judged:
+    """Return the schedule with its prediction; without, where it takes longer than `most_seconds`."""
+    found = predict_within(each.schedule, setting, most_seconds * ROUNDING, each.least.of_passes)
+    return replace(each, prediction=found, exceeds_seconds=most_seconds if found is None else None)
 
 
 def _all_above(limit_bytes: int, schedules: Sequence[Schedule], setting: Setting) -> list[int] | None:
@@ -204,10 +254,8 @@ def _why(each: Judged, best: Judged, limit: int | None) -> str:
     found = each.prediction
     if found is None and each.needs_bytes is not None and each.needs_bytes > (limit or 0):
         return over_limit(each.needs_bytes, limit or 0, " at least")
-    if found is None and each.least.wire_seconds < each.least.kernel_seconds:
-        return f"its kernels alone take {time_text(each.least.kernel_seconds)}"
     if found is None:
-        return wires_need(each.least.wires, " alone")
+        return _why_not_simulated(each)
     if not each.fits(limit):
         return over_limit(found.peak_bytes, limit or 0)
     if each is best:
@@ -217,6 +265,18 @@ def _why(each: Judged, best: Judged, limit: int | None) -> str:
     if slower <= -NOTHING:
         return f"{slower:+.0%}, at more risk: {wires_need(found.wires)}"
     return f"{slower:+.0%}: {_cause(found, best.prediction)}" if slower >= NOTHING else "as fast"
+
+
+def _why_not_simulated(each: Judged) -> str:
+    """Return why a schedule cannot win that was not simulated, or not to its end."""
+    least = each.least
+    if each.exceeds_seconds is not None:
+        return f"over {time_text(each.exceeds_seconds)}: its simulation was given up there"
+    if least.seconds > max(least.wire_seconds, least.kernel_seconds) * SAME:
+        return f"kernels, copies and merges of one rank alone take {time_text(least.seconds)}"
+    if least.wire_seconds < least.kernel_seconds:
+        return f"its kernels alone take {time_text(least.kernel_seconds)}"
+    return wires_need(least.wires, " alone")
 
 
 def _cause(found: Prediction, best: Prediction) -> str:

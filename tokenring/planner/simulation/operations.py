@@ -45,6 +45,16 @@ class Await(NamedTuple):
 Operation = Compute | SimulatedPost | Await
 
 
+def busy_seconds(operation: Operation, post_seconds: float) -> float:
+    """Return how long an operation keeps its rank busy, where a post takes so long."""
+    match operation:
+        case Compute():
+            return operation.seconds
+        case SimulatedPost():
+            return post_seconds
+    return 0.0
+
+
 def operations(schedule: ScheduleData, workload: Workload, program: Program, rates: Rates) -> list[Operation]:
     """Return what a program costs, in its order. Neighbouring copies and merges are one operation."""
     return Costs(schedule, workload, program.direction, rates).operations(program)

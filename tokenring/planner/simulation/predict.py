@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass, ScheduleData
-from tokenring.lowering.calls import Supports, anything, calls
+from tokenring.lowering.calls import Supports, anything, calls_of_rank
 from tokenring.lowering.footprint import Pools, contacts, held, kept_bytes, link_bytes
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import Program
 from tokenring.lowering.storage import Storage, storage_of
 from tokenring.lowering.target import IDEAL, Target
 from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.simulation.operations import Compute, Costs, Operation
-from tokenring.planner.simulation.simulate import Outcome, simulate
+from tokenring.planner.simulation.operations import Compute, Costs, Operation, busy_seconds
+from tokenring.planner.simulation.simulate import Outcome, TakesLonger, simulate
 from tokenring.sequence.workload import Workload
 from tokenring.tables.rates import Machine
 
@@ -92,41 +93,59 @@ class Setting:
 
 
 class Least(NamedTuple):
-    """The least that a schedule needs, all passes together, as its parts overlap at best.
+    """The least that a schedule needs, as its parts overlap at best.
 
-    kernel_seconds: as a prediction's compute_seconds.
+    of_passes: seconds of each pass. kernel_seconds: as a prediction's compute_seconds. busiest_rank: of all, the one
+    whose kernels take longest in the last pass.
     """
 
-    seconds: float
+    of_passes: tuple[float, ...]
     wires: Busiest
     kernel_seconds: float
+    busiest_rank: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all passes together."""
+        return sum(self.of_passes)
 
     @property
     def wire_seconds(self) -> float:
         """Seconds of the busiest wire of each pass, for the bytes alone."""
         return self.wires.seconds
 
+    def with_work(self, of_passes: Iterable[float]) -> Least:
+        """Return the least where a rank is busy for so long in each pass."""
+        return self._replace(of_passes=tuple(map(max, self.of_passes, of_passes)))
+
 
 def least_seconds(schedule: ScheduleData, setting: Setting) -> Least:
     """Return the least that a schedule needs: far cheaper than a prediction, and never above it."""
     storage, wires = storage_of(schedule), busiest(schedule, setting)
-    kernels = []
+    kernels, of_ranks = [], [0.0]
     for direction in setting.passes:
         costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
         of_ranks = [_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule)]
         kernels.append(setting.machine.kernel_seconds(of_ranks))
     net = setting.interconnect
     moving = [each.seconds - _burst_seconds(each.wire, net) for each in wires.of_passes]
-    seconds = sum(map(max, moving, kernels))
-    return Least(seconds, wires, sum(kernels))
+    return Least(tuple(map(max, moving, kernels)), wires, sum(kernels), of_ranks.index(max(of_ranks)))
 
 
 def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs) -> float:
-    return sum(
-        costs.kernel_seconds(call.patch)
-        for tile in storage.tiles(rank)
-        for call in calls(storage, tile, setting.supports)
-    )
+    of_tiles = calls_of_rank(storage, rank, setting.supports)
+    return sum(costs.kernel_seconds(call.patch) for _, made in of_tiles for call in made)
+
+
+def work_seconds(schedule: ScheduleData, setting: Setting, rank: int) -> list[float]:
+    """Return how long a rank is busy in each pass: with kernels, copies, merges and posts. No pass takes less."""
+    found = []
+    for direction in setting.passes:
+        costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
+        (program,) = lowered(schedule, setting, direction, [rank])
+        post_seconds = setting.machine.messages.post_seconds
+        found.append(sum(busy_seconds(each, post_seconds) for each in costs.operations(program)))
+    return found
 
 
 def wire_bytes(schedule: ScheduleData, setting: Setting, direction: Pass) -> dict[str, int]:
@@ -170,7 +189,26 @@ def _burst_seconds(wire: str, net: Interconnect) -> float:
 
 def predict(schedule: ScheduleData, setting: Setting, record: bool = False) -> Prediction:
     """Predict what a schedule costs: lower it, simulate its passes and add up."""
-    made = [_pass(schedule, setting, direction, record) for direction in setting.passes]
+    found = predict_within(schedule, setting, math.inf, [0.0 for _ in setting.passes], record)
+    assert found is not None  # nothing takes longer
+    return found
+
+
+def predict_within(
+    schedule: ScheduleData, setting: Setting, most_seconds: float, least_of_passes: Sequence[float], record: bool = False
+) -> Prediction | None:
+    """Predict what a schedule costs; return None as soon as it is known to take longer than `most_seconds`.
+
+    least_of_passes: seconds that each pass takes at least.
+    """
+    made = []
+    spare_seconds = most_seconds - sum(least_of_passes)
+    for direction, least in zip(setting.passes, least_of_passes, strict=True):
+        try:
+            made.append(_pass(schedule, setting, direction, record, spare_seconds + least))
+        except TakesLonger:
+            return None
+        spare_seconds -= made[-1][0].seconds - least
     pools = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
     return Prediction(
         sum(outcome.seconds for outcome, _, _ in made),
@@ -182,8 +220,10 @@ def predict(schedule: ScheduleData, setting: Setting, record: bool = False) -> P
     )
 
 
-def _pass(schedule: ScheduleData, setting: Setting, direction: Pass, record: bool) -> tuple[Outcome, float, list[int]]:
-    """Return the outcome, what kernels take at least, and what each rank holds."""
+def _pass(
+    schedule: ScheduleData, setting: Setting, direction: Pass, record: bool, most_seconds: float
+) -> tuple[Outcome, float, list[int]]:
+    """Return the outcome, what kernels take at least, and what each rank holds. Raises TakesLonger."""
     workload = setting.workload
     costs = Costs(schedule, workload, direction, setting.machine.rates)
     programs: list[Sequence[Operation]] = []
@@ -197,7 +237,7 @@ def _pass(schedule: ScheduleData, setting: Setting, direction: Pass, record: boo
     outcome = simulate(
         setting.interconnect, programs, machine.messages, record,
         cores=machine.shared_cores, sharing_seconds=window, kernels_share=machine.kernels_share,
-        start_seconds=machine.start_seconds,
+        start_seconds=machine.start_seconds, most_seconds=most_seconds,
     )  # fmt: skip
     return outcome, kernels, pools.nbytes()
 

@@ -13,11 +13,12 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from tokenring.errors import ScheduleError
 from tokenring.planner.simulation.in_flight import Fluids, Moving, Transfer, Wires
-from tokenring.planner.simulation.operations import Await, Compute, Operation, SimulatedPost
+from tokenring.planner.simulation.operations import Await, Compute, Operation, SimulatedPost, busy_seconds
 from tokenring.planner.simulation.packets import Packets
 from tokenring.tables.rates import Messages
 
@@ -41,6 +42,10 @@ class TimeSpan(NamedTuple):
     begin_seconds: float
     end_seconds: float
     src: int = -1  # of a transfer
+
+
+class TakesLonger(Exception):
+    """A pass takes longer than the caller cares for; its simulation was given up."""
 
 
 @dataclass
@@ -83,6 +88,7 @@ class Simulation:
         sharing_seconds: float = 0.0,
         kernels_share: bool = False,
         start_seconds: float = 0.0,
+        most_seconds: float = math.inf,
     ) -> None:
         self.net, self.messages, self.record, self.canonical = interconnect, messages, record, canonical
         self.cores, self.kernels_share, self.start_seconds = cores, kernels_share, start_seconds
@@ -106,9 +112,12 @@ class Simulation:
         self.wire_bytes: dict[str, float] = defaultdict(float)
         self.spans: list[TimeSpan] = []
         self.since = [0.0] * len(programs)  # when the current wait or work began
+        self.most_seconds = most_seconds
+        # Of each rank, what is left to do from each operation on; asked for only where there is a limit.
+        self.rest = [_rest(each, messages.post_seconds) for each in programs] if most_seconds < math.inf else []
 
     def run(self) -> Outcome:
-        """Run the pass. Raises ScheduleError if the programs wait for each other for ever."""
+        """Run the pass. Raises ScheduleError if the programs wait for each other for ever, and TakesLonger."""
         for rank in range(len(self.programs)):
             self._at_time(self.start_seconds * (rank + 1), rank)
         while self.events or self.working or not self.moving.is_idle():
@@ -119,6 +128,8 @@ class Simulation:
                     self._go_on(rank)
                 else:
                     self._handle(transfer)
+            if self.now > self.most_seconds:
+                raise TakesLonger
             self.moving.settle(self.now, self.events[0][0] if self.events else math.inf)
         if stuck := [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]:
             raise ScheduleError(f"the programs do not end: ranks {stuck} wait for each other")
@@ -237,6 +248,8 @@ class Simulation:
     def _go_on(self, rank: int) -> None:
         """Work off operations until one takes time."""
         program = self.programs[rank]
+        if self.rest and self.now + self.rest[rank][self.at[rank]] > self.most_seconds:
+            raise TakesLonger
         for at in range(self.at[rank], len(program)):
             each = program[at]
             match each:
@@ -310,14 +323,23 @@ def simulate(
     sharing_seconds: float = 0.0,
     kernels_share: bool = False,
     start_seconds: float = 0.0,
+    most_seconds: float = math.inf,
 ) -> Outcome:
     """Simulate one pass: the operations of every rank, by rank. `record`: keep what was done when, for a timeline.
 
     canonical: where the programs are those of one of many equal hosts, which transfer stands for one (symmetry.py).
     cores: that all ranks share for what is not a kernel, and with kernels_share for kernels (Machine). sharing_seconds:
     so long, a transfer that has begun may wait for its share while others begin and end: far fewer times are wires
-    shared out (of packets, nothing). start_seconds: of each rank, which start one after another.
+    shared out (of packets, nothing). start_seconds: of each rank, which start one after another. Raises TakesLonger as
+    soon as it is known that the pass takes longer than `most_seconds`.
     """
     return Simulation(
-        interconnect, programs, messages, record, canonical, cores, sharing_seconds, kernels_share, start_seconds
-    ).run()
+        interconnect, programs, messages, record, canonical, cores, sharing_seconds, kernels_share, start_seconds,
+        most_seconds,
+    ).run()  # fmt: skip
+
+
+def _rest(program: Sequence[Operation], post_seconds: float) -> list[float]:
+    """Return how long a rank is busy from each operation on, and 0 for the end."""
+    found = list(accumulate((busy_seconds(each, post_seconds) for each in reversed(program)), initial=0.0))
+    return found[::-1]
