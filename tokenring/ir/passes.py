@@ -69,9 +69,7 @@ class _Sight:
         """Return the kv units of which a q unit sees anything."""
         known = self._seen[unit]
         if known is None:
-            positions, visible = self._q[unit], self._mask.visible
-            known = frozenset(number for number, kv in enumerate(self._kv) if visible(positions, kv))
-            self._seen[unit] = known
+            known = self._seen[unit] = self._mask.seen(self._q[unit], self._kv)
         return known
 
 

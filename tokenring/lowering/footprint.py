@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import PARTIALS, PASSES, Pass, ScheduleData
+from tokenring.ir.schedule_data import PASSES, Kind, Pass, ScheduleData
 from tokenring.lowering.calls import Supports
 from tokenring.lowering.exchanges import exchanges
 from tokenring.lowering.lower import lower
@@ -23,10 +23,12 @@ FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products 
 def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
     """Return the payload bytes of each (source, destination) that carries any in this pass."""
     records = Records(schedule, workload, direction)
-    links: dict[tuple[int, int], int] = defaultdict(int)
+    units: dict[tuple[int, int, Kind, bool], int] = defaultdict(int)
     for move in schedule.moves_in(direction):
-        full = move.channel == PARTIALS and schedule.in_full_precision(move)
-        links[move.src, move.dst] += records(move.block.kind, full).nbytes * schedule.unit_length(move.block.kind)
+        units[move.src, move.dst, move.block.kind, schedule.in_full_precision(move)] += 1
+    links: dict[tuple[int, int], int] = defaultdict(int)
+    for (src, dst, kind, full), count in units.items():
+        links[src, dst] += count * records(kind, full).nbytes * schedule.unit_length(kind)
     return dict(sorted(links.items()))
 
 

@@ -67,18 +67,28 @@ class Mask:
 
     def visible(self, q: Positions, kv: Positions) -> bool:
         """Return whether the q chunk sees anything of the kv chunk."""
-        if self.cu_seqlens is not None or q.step != kv.step:
-            return bool(_region(self, q, kv))
-        if self.low is None and self.high is None:
-            return True
-        # Differences kv - q are `nearest` + step · n, for n from 1 - len(q) to len(kv) - 1.
-        nearest, step = kv.start - q.start, q.step
-        least, most = 1 - len(q), len(kv) - 1
-        if self.low is not None:
-            least = max(least, -((nearest - self.low) // step))
-        if self.high is not None:
-            most = min(most, (self.high - nearest) // step)
-        return least <= most
+        return bool(self.seen(q, (kv,)))
+
+    def seen(self, q: Positions, chunks: Sequence[Positions]) -> frozenset[int]:
+        """Return the numbers of the chunks of kv of which the q chunk sees anything."""
+        if not self.needs_equal_lengths:
+            return frozenset(range(len(chunks)))
+        low, high, (first, _, step), fewest = self.low, self.high, q, 1 - len(q)
+        found = []
+        for number, kv in enumerate(chunks):
+            if self.cu_seqlens is not None or step != kv.step:
+                if _region(self, q, kv):
+                    found.append(number)
+                continue
+            # Differences kv - q are `nearest` + step · n, for n from 1 - len(q) to len(kv) - 1.
+            nearest, least, most = kv.start - first, fewest, len(kv) - 1
+            if low is not None:
+                least = max(least, -((nearest - low) // step))
+            if high is not None:
+                most = min(most, (high - nearest) // step)
+            if least <= most:
+                found.append(number)
+        return frozenset(found)
 
     def allows(self, q: int, kv: int) -> bool:
         """Return whether a q position sees a kv position: the definition of the mask, for one pair."""

@@ -73,7 +73,8 @@ class Patch(NamedTuple):
 
     def shifted(self, rows: int, cols: int) -> Patch:
         """Return the same patch seen from a corner that lies so much further up and left."""
-        return self._replace(row0=self.row0 + rows, row1=self.row1 + rows, col0=self.col0 + cols, col1=self.col1 + cols)
+        row0, row1, col0, col1, low, high, row_step, col_step = self
+        return Patch(row0 + rows, row1 + rows, col0 + cols, col1 + cols, low, high, row_step, col_step)
 
     def cut_rows(self, row0: int, row1: int) -> Patch | None:
         """Return the patch's rows [row0, row1), counted as its own row0 and row1 are; None if nothing is visible."""
@@ -115,13 +116,13 @@ def tidy(patch: Patch) -> Patch | None:
     low = patch.low if patch.low is not None and patch.low > least else None
     high = patch.high if patch.high is not None and patch.high < most else None
     if low is None and high is None:
-        return patch._replace(low=None, high=None, row_step=1, col_step=1)
+        return Patch(patch.row0, patch.row1, patch.col0, patch.col1)
     if (low is not None and low > most) or (high is not None and high < least):
         return None
     if row_step == col_step:
         low = None if low is None else -(-low // row_step)
         high = None if high is None else high // row_step
-        return _trim(patch._replace(low=low, high=high, row_step=1, col_step=1))
+        return _trim(Patch(patch.row0, patch.row1, patch.col0, patch.col1, low, high))
     patch = patch._replace(low=low, high=high)
     return patch if any(len(patch.columns_of(row)) for row in range(patch.rows)) else None
 
