@@ -9,7 +9,9 @@ no more than a guess (`mask_density.is_even`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 
 from tokenring.display.units import time_text
@@ -25,16 +27,16 @@ from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.select import binding_text, check_count, connected, too_little_text
 from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.simulation.operations import operations
+from tokenring.planner.simulation.operations import busy_seconds, operations
 from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of
-from tokenring.planner.simulation.simulate import simulate
+from tokenring.planner.simulation.simulate import TakesLonger, simulate
 from tokenring.schedule.families.registry import check_fit, parse
 from tokenring.schedule.scheme import Scheme
 from tokenring.sequence.layout import Layout
 from tokenring.tables.rates import Rates
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
-HOPELESS = 2  # times the time of the best so far
+HOPELESS = 1.25  # times the time of the best so far
 LEAST_HOSTS = 4 * FEW_HOSTS  # equal ones, of which one stands for all
 FINAL = 4  # schedules that are looked at on twice as many
 MOST_TILES = 6_000
@@ -110,28 +112,44 @@ def promising(names: list[str], task: Task, best: int) -> tuple[list[str], list[
 
     Far cheaper than simulating all ranks: flows grow with their square, and rates with the flows.
     """
-    judged = list(_judged(names, task))
-    found = sorted((each.seconds, name) for name, each in judged if isinstance(each, Figures))
-    unknown = [name for name, each in judged if isinstance(each, ConfigurationError)]
+    found: list[tuple[float, str]] = []
+    unknown = []
+    for name, each in _judged(_distinct(names), task, lambda: found[best - 1][0] if len(found) >= best else math.inf):
+        if isinstance(each, Figures):
+            insort(found, (each.seconds, name))
+        elif each is not None:
+            unknown.append(name)
     return [name for _, name in found[:best]], unknown
 
 
+def _distinct(names: list[str]) -> list[str]:
+    """Return the names without those that fold into the same as others: in one piece and in pieces, chunks are whole."""
+    return [name for name in names if not (name.endswith("/pieces1") and name.removesuffix("/pieces1") in names)]
+
+
 def _judged(
-    names: list[str], task: Task, limit_bytes: float = float("inf")
+    names: list[str], task: Task, most_seconds: Callable[[], float]
 ) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
-    """Yield the figures, or why there are none; None where hopelessly slower than one that keeps to the limit."""
-    fastest = float("inf")
-    for name in names:
+    """Yield the figures, or why there are none; None where it takes more than `most_seconds`, asked each time.
+
+    First come those of which one rank has least to do.
+    """
+    waiting: list[tuple[float, int, str]] = []
+    for at, name in enumerate(names):
         try:
-            each = figures(name, task, FEW_HOSTS, HOPELESS * fastest)
+            worlds, _ = _worlds(name, task, FEW_HOSTS)
+            waiting.append((sum(worlds[-1].work_seconds(each) for each in task.setting.passes), at, name))
+        except ConfigurationError as error:
+            yield name, error
+    for _, _, name in sorted(waiting):
+        try:
+            each = figures(name, task, FEW_HOSTS, most_seconds())
             if each is not None:
                 check_count(round(each.connections), task.setting.target)
         except ConfigurationError as error:
             yield name, error
-            continue
-        if each is not None and each.peak_bytes <= limit_bytes:
-            fastest = min(fastest, each.seconds)
-        yield name, each
+        else:
+            yield name, each
 
 
 def has_equal_hosts(net: Interconnect) -> bool:
@@ -144,14 +162,15 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     found: list[tuple[str, Figures]] = []
     slow: list[Candidate] = []
     misfits: dict[str, Candidate] = {}  # one of a family stands for all
-    # With one piece and with pieces it is the same at this size: chunks move whole.
-    names = [name for name in names if not (name.endswith("/pieces1") and name.removesuffix("/pieces1") in names)]
+    names = _distinct(names)
     limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
     if memory_limit_bytes is not None and (least := _all_above(limit, names, task)) is not None:
         raise MemoryLimitError(too_little_text(memory_limit_bytes, *least, task.setting.target))
-    for name, each in _judged(names, task, limit):
+    fastest = math.inf
+    for name, each in _judged(names, task, lambda: HOPELESS * fastest):
         if isinstance(each, Figures):
             found.append((name, each))
+            fastest = min(fastest, each.seconds if each.peak_bytes <= limit else math.inf)
         elif each is None:
             slow.append(Candidate(name, None, None, None, None, None, bound.seconds, f"over {HOPELESS} × as slow"))
         else:
@@ -249,11 +268,17 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
     fit.
     """
     worlds, times = _worlds(name, task, few_hosts)
-    total: Figures | None = None
-    for direction in task.setting.passes:
-        found = [world.one_pass(direction) for world in worlds]
-        one = found[0] if len(found) == 1 else found[0].grown(found[1], times)
-        total = one if total is None else total.and_then(one)
+    passes, total = task.setting.passes, None
+    whole = worlds[0] if len(worlds) == 1 else None  # else what some hosts take does not bound what all take
+    least = [0.0 if whole is None else whole.work_seconds(each) for each in passes]
+    for at, direction in enumerate(passes):
+        left_seconds = hopeless_seconds - (total.seconds if total else 0.0) - sum(least[at + 1 :])
+        try:
+            found = [world.one_pass(direction, left_seconds if whole else math.inf) for world in worlds]
+        except TakesLonger:
+            return None
+        one = found[0] if whole else found[0].grown(found[1], times)
+        total = total.and_then(one) if total else one
         if total.seconds > hopeless_seconds:
             return None
     return total
@@ -327,12 +352,23 @@ class _World:
         self.schedule = folded(scheme, self.size.q_length, self.size.kv_length, self.symmetry)
         self._known: dict[Pass, Figures] = {}
         self._needs: dict[Pass, HeldBytes] = {}
-        self._lowered: dict[Pass, list[Program]] = {}  # until they are simulated
+        self._lowered: dict[Pass, dict[int, Program]] = {each: {} for each in setting.passes}  # until simulated
+        self._work: dict[Pass, float] = {}
 
-    def one_pass(self, direction: Pass) -> Figures:
+    def one_pass(self, direction: Pass, most_seconds: float = math.inf) -> Figures:
+        """Return the figures of a pass. Raises TakesLonger where it is known that it does."""
         if direction not in self._known:
-            self._known[direction] = self._one_pass(direction)
+            if self.work_seconds(direction) > most_seconds:
+                raise TakesLonger
+            self._known[direction] = self._one_pass(direction, most_seconds)
         return self._known[direction]
+
+    def work_seconds(self, direction: Pass) -> float:
+        """Return how long rank 0 is busy in a pass: no pass takes less."""
+        if direction not in self._work:
+            costs = operations(self.schedule, self.size, self._program(direction, 0), self.rates)
+            self._work[direction] = sum(busy_seconds(each, self.messages.post_seconds) for each in costs)
+        return self._work[direction]
 
     def needs(self, direction: Pass) -> HeldBytes:
         """Return the memory and connections of the rank of host 0 that needs most in one pass."""
@@ -346,22 +382,25 @@ class _World:
         return self._needs[direction]
 
     def _programs(self, direction: Pass) -> list[Program]:
-        if direction not in self._lowered:
-            target = Target(early_receives=self.setting.early_receives)
-            schedule, size = self.schedule, self.size
-            programs = [lower(schedule, rank, direction, size, target) for rank in range(self.unit)]
-            self._lowered[direction] = programs
-        return self._lowered[direction]
+        return [self._program(direction, rank) for rank in range(self.unit)]
 
-    def _one_pass(self, direction: Pass) -> Figures:
+    def _program(self, direction: Pass, rank: int) -> Program:
+        known = self._lowered[direction]
+        if rank not in known:
+            target = Target(early_receives=self.setting.early_receives)
+            known[rank] = lower(self.schedule, rank, direction, self.size, target)
+        return known[rank]
+
+    def _one_pass(self, direction: Pass, most_seconds: float) -> Figures:
         schedule, size, needs = self.schedule, self.size, self.needs(direction)
         programs = self._programs(direction)
-        del self._lowered[direction]
+        self._lowered[direction] = {}
         costs = [operations(schedule, size, program, self.rates) for program in programs]
         compute = max(map(kernel_seconds_of, costs))
         outcome = simulate(
-            self.net, costs, self.messages, canonical=self.symmetry.canonical, sharing_seconds=WINDOW_SHARE * compute
-        )
+            self.net, costs, self.messages, canonical=self.symmetry.canonical, sharing_seconds=WINDOW_SHARE * compute,
+            most_seconds=most_seconds,
+        )  # fmt: skip
         loads = outcome.wire_bytes
         slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
         wire_bytes = 0.0 if slowest is None else loads[slowest]
