@@ -63,7 +63,9 @@ class Mask:
 
     def region(self, q: Positions, kv: Positions) -> Region:
         """Return what the q chunk sees of the kv chunk, as disjoint patches in their indices."""
-        return _region(self, q, kv)
+        if self.cu_seqlens is None:
+            return window_region(q, kv, self.low, self.high)
+        return _of_documents(self, q, kv)
 
     def visible(self, q: Positions, kv: Positions) -> bool:
         """Return whether the q chunk sees anything of the kv chunk."""
@@ -75,13 +77,13 @@ class Mask:
             return frozenset(range(len(chunks)))
         low, high, (first, _, step), fewest = self.low, self.high, q, 1 - len(q)
         found = []
-        for number, kv in enumerate(chunks):
-            if self.cu_seqlens is not None or step != kv.step:
-                if _region(self, q, kv):
+        for number, (start, stop, kv_step) in enumerate(chunks):
+            if self.cu_seqlens is not None or step != kv_step:
+                if self.region(q, chunks[number]):
                     found.append(number)
                 continue
             # Differences kv - q are `nearest` + step · n, for n from 1 - len(q) to len(kv) - 1.
-            nearest, least, most = kv.start - first, fewest, len(kv) - 1
+            nearest, least, most = start - first, fewest, (stop - 1 - start) // step
             if low is not None:
                 least = max(least, -((nearest - low) // step))
             if high is not None:
@@ -121,11 +123,9 @@ class Mask:
 
 
 @lru_cache(maxsize=16384)
-def _region(mask: Mask, q: Positions, kv: Positions) -> Region:
-    if mask.cu_seqlens is None:
-        return window_region(q, kv, mask.low, mask.high)
+def _of_documents(mask: Mask, q: Positions, kv: Positions) -> Region:
     patches: list[Patch] = []
-    for start, stop in pairwise(mask.cu_seqlens):
+    for start, stop in pairwise(mask.cu_seqlens or ()):
         if stop <= q.start or stop <= kv.start or start > q.last or start > kv.last:
             continue
         (row0, row1), (col0, col1) = inside(q, start, stop), inside(kv, start, stop)

@@ -153,19 +153,14 @@ def _trim(patch: Patch) -> Patch | None:
 
 def window_region(q: Positions, kv: Positions, low: int | None, high: int | None) -> Region:
     """Return the region low <= kv position - q position <= high."""
-    offset = q.start - kv.start
-    patch = tidy(
-        Patch(
-            0,
-            len(q),
-            0,
-            len(kv),
-            None if low is None else low + offset,
-            None if high is None else high + offset,
-            q.step,
-            kv.step,
-        )
-    )
+    offset, rows, cols = q.start - kv.start, len(q), len(kv)
+    low, high = None if low is None else low + offset, None if high is None else high + offset
+    least, most = -q.step * (rows - 1), kv.step * (cols - 1)
+    if (low is None or low <= least) and (high is None or high >= most):
+        return (Patch(0, rows, 0, cols),) if rows and cols else ()
+    if (low is not None and low > most) or (high is not None and high < least):
+        return ()
+    patch = tidy(Patch(0, rows, 0, cols, low, high, q.step, kv.step))
     return () if patch is None else (patch,)
 
 
