@@ -16,8 +16,9 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.planner.bounds.mask_density import is_even, most_of_own_rows
 from tokenring.planner.choosing import auto
 from tokenring.planner.choosing.auto import CallToPlan, forecast_call, plan_call, plan_or_forecast
+from tokenring.planner.choosing.folded_world import Figures
 from tokenring.planner.choosing.plan import Forecast
-from tokenring.planner.choosing.scale_out import Figures, Task, figures
+from tokenring.planner.choosing.scale_out import HOPELESS, Task, figures
 from tokenring.planner.simulation.predict import predict
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import make_layout
@@ -93,7 +94,7 @@ def test_a_limit_takes_what_fits_however_slow() -> None:
     """What does not fit does not make others hopeless."""
     free = forecast_call(large_call())
     sizes = {each.name: each.peak_bytes for each in free.candidates if each.peak_bytes is not None}
-    slow = {each.name for each in free.candidates if each.reason == "over 2 × as slow"}
+    slow = {each.name for each in free.candidates if each.reason == f"over {HOPELESS} × as slow"}
     assert slow, "nothing here is so slow that the test shows anything"
     limit = min(sizes.values()) - 1
     found = forecast_call(large_call(memory_limit_bytes=limit))

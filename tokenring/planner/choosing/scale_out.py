@@ -11,42 +11,31 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
-from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.footprint import Contacts, HeldBytes, held, kept_bytes, links, program_bytes
-from tokenring.lowering.lower import lower
-from tokenring.lowering.program import Program
-from tokenring.lowering.target import Target
+from tokenring.lowering.footprint import HeldBytes
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import Candidate, over_limit
+from tokenring.planner.choosing.folded_world import Figures, FoldedWorld, tiles_of_host
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.select import binding_text, check_count, connected, too_little_text
-from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.simulation.operations import busy_seconds, operations
-from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of
-from tokenring.planner.simulation.simulate import TakesLonger, simulate
+from tokenring.planner.simulation.predict import Setting
+from tokenring.planner.simulation.simulate import TakesLonger
 from tokenring.schedule.families.registry import check_fit, parse
 from tokenring.schedule.scheme import Scheme
 from tokenring.sequence.layout import Layout
-from tokenring.tables.rates import Rates
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
 HOPELESS = 1.25  # times the time of the best so far
 LEAST_HOSTS = 4 * FEW_HOSTS  # equal ones, of which one stands for all
 FINAL = 4  # schedules that are looked at on twice as many
 MOST_TILES = 6_000
-TOO_MANY_TILES = 40_000  # of one host: a schedule with more is not looked at
-LEAST_SHARE = 1e-12  # of pairs that are visible, where none is
 GROWS_FIRST = frozenset({"tiles", "mesh-kv", "mesh-q"})  # families whose first parameter grows with the hosts
 CROWDED = frozenset({"uneven"})  # whose busiest ranks compute more the more hosts there are: on no straight line
-
-
-HELD = ("peak_bytes", "connections", "connection_bytes")  # is there all along, and does not add up
 
 
 @dataclass(frozen=True)
@@ -63,43 +52,13 @@ class Task:
     layouts: tuple[Layout | None, Layout | None] = (None, None)
     notes: tuple[str, ...] = ()
     most_tiles: int = MOST_TILES
-    known: dict[tuple[str, int], _World] = field(init=False, default_factory=dict, compare=False, repr=False)
+    known: dict[tuple[str, int], FoldedWorld] = field(init=False, default_factory=dict, compare=False, repr=False)
 
-    def world(self, name: str, hosts: int, unit: int) -> _World:
+    def world(self, name: str, hosts: int, unit: int) -> FoldedWorld:
         """Return the schedule folded on so many hosts. Raises ConfigurationError if it does not fold."""
         if (name, hosts) not in self.known:
-            self.known[name, hosts] = _World(name, self, hosts, unit)
+            self.known[name, hosts] = FoldedWorld(name, self.setting, self.share, hosts, unit)
         return self.known[name, hosts]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Figures of a schedule on some hosts; all grow on a straight line. Of wires, those of each pass's busiest."""
-
-    seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    worst_wire_bytes: float
-    worst_wire_seconds: float
-    peak_bytes: float
-    connections: float
-    connection_bytes: float
-
-    @property
-    def needs(self) -> HeldBytes:
-        """Bytes and connections of the ranks that have most, rounded to integers."""
-        return HeldBytes(round(self.peak_bytes), round(self.connections), round(self.connection_bytes))
-
-    def grown(self, larger: Figures, times: float) -> Figures:
-        """Return the figures on the line from here through `larger`, so many times as far."""
-        mine, other = vars(self), vars(larger)
-        return Figures(**{name: max(0.0, mine[name] + (other[name] - mine[name]) * times) for name in mine})
-
-    def and_then(self, after: Figures) -> Figures:
-        """Return figures of both passes, one after the other; memory is the larger's, connections are of both."""
-        mine, other = vars(self), vars(after)
-        added = {name: mine[name] + other[name] for name in mine}
-        return Figures(**{**added, **{name: max(mine[name], other[name]) for name in HELD}})
 
 
 def is_large(net: Interconnect, most_ranks: int) -> bool:
@@ -112,28 +71,25 @@ def promising(names: list[str], task: Task, best: int) -> tuple[list[str], list[
 
     Far cheaper than simulating all ranks: flows grow with their square, and rates with the flows.
     """
-    found: list[tuple[float, str]] = []
-    unknown = []
-    for name, each in _judged(_distinct(names), task, lambda: found[best - 1][0] if len(found) >= best else math.inf):
-        if isinstance(each, Figures):
-            insort(found, (each.seconds, name))
-        elif each is not None:
-            unknown.append(name)
+    judged = list(_judged(_distinct(names), task, best))
+    found = sorted((each.seconds, name) for name, each in judged if isinstance(each, Figures))
+    unknown = [name for name, each in judged if isinstance(each, ConfigurationError)]
     return [name for _, name in found[:best]], unknown
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Return the names without those that fold into the same as others: in one piece and in pieces, chunks are whole."""
+    """Return the names without those that fold into the same as others: folded, chunks move whole anyway."""
     return [name for name in names if not (name.endswith("/pieces1") and name.removesuffix("/pieces1") in names)]
 
 
 def _judged(
-    names: list[str], task: Task, most_seconds: Callable[[], float]
+    names: list[str], task: Task, best: int, times: float = 1.0, limit_bytes: float = math.inf
 ) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
-    """Yield the figures, or why there are none; None where it takes more than `most_seconds`, asked each time.
+    """Yield the figures, or why there are none; None where it takes more than so many times as long as enough others.
 
-    First come those of which one rank has least to do.
+    best: so many that keep to the limit are enough. Those of which one rank has least to do come first.
     """
+    fastest = [math.inf] * best  # of what keeps to the limit
     waiting: list[tuple[float, int, str]] = []
     for at, name in enumerate(names):
         try:
@@ -143,9 +99,10 @@ def _judged(
             yield name, error
     for _, _, name in sorted(waiting):
         try:
-            each = figures(name, task, FEW_HOSTS, most_seconds())
+            each = figures(name, task, FEW_HOSTS, times * fastest[best - 1])
             if each is not None:
                 check_count(round(each.connections), task.setting.target)
+                insort(fastest, each.seconds if each.peak_bytes <= limit_bytes else math.inf)
         except ConfigurationError as error:
             yield name, error
         else:
@@ -166,11 +123,9 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
     if memory_limit_bytes is not None and (least := _all_above(limit, names, task)) is not None:
         raise MemoryLimitError(too_little_text(memory_limit_bytes, *least, task.setting.target))
-    fastest = math.inf
-    for name, each in _judged(names, task, lambda: HOPELESS * fastest):
+    for name, each in _judged(names, task, 1, HOPELESS, limit):
         if isinstance(each, Figures):
             found.append((name, each))
-            fastest = min(fastest, each.seconds if each.peak_bytes <= limit else math.inf)
         elif each is None:
             slow.append(Candidate(name, None, None, None, None, None, bound.seconds, f"over {HOPELESS} × as slow"))
         else:
@@ -294,22 +249,18 @@ def needed(name: str, task: Task) -> HeldBytes:
     return total.needs
 
 
-def _worlds(name: str, task: Task, few_hosts: int) -> tuple[list[_World], float]:
+def _worlds(name: str, task: Task, few_hosts: int) -> tuple[list[FoldedWorld], float]:
     """Return worlds of all hosts, or a few and twice as many, and how far all are from the few in steps of the few."""
     net = task.setting.interconnect
     hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
     scheme = parse(name).make(net.world_size)
     check_fit(name, scheme, task.setting.workload, *task.layouts)
     few = _few_hosts(scheme, unit, few_hosts)
-    if _tiles(scheme, net.world_size, unit) <= task.most_tiles or 2 * few >= hosts:
+    if tiles_of_host(scheme, net.world_size, unit) <= task.most_tiles or 2 * few >= hosts:
         worlds = [task.world(name, hosts, unit)]
     else:
         worlds = [task.world(_shrunk(name, hosts // some), some, unit) for some in (few, 2 * few)]
     return worlds, (hosts - few) / few
-
-
-def _tiles(scheme: Scheme, ranks: int, unit: int) -> int:
-    return unit * ranks * scheme.head_groups * scheme.q_pieces * scheme.kv_pieces
 
 
 def _few_hosts(scheme: Scheme, unit: int, few: int) -> int:
@@ -328,88 +279,3 @@ def _shrunk(name: str, times: int) -> str:
     if first % times or named.family.name in CROWDED:
         raise ConfigurationError(f"schedule {name!r} is too large to be planned")
     return name.replace(named.family.written(named.parameters), named.family.written((first // times, *rest)), 1)
-
-
-class _World:
-    """A schedule folded on so many hosts, with as many tokens a rank as in the whole."""
-
-    def __init__(self, name: str, task: Task, hosts: int, unit: int) -> None:
-        setting = task.setting
-        net, whole = setting.interconnect, setting.workload
-        self.setting = setting
-        self.ranks, self.unit, self.messages = hosts * unit, unit, setting.machine.messages
-        q_length, kv_length = (n * self.ranks // net.world_size for n in (whole.q_length, whole.kv_length))
-        self.size = replace(whole, q_length=q_length, kv_length=kv_length)
-        self.net = FoldedNet(Interconnect(net.name, net.fabrics[:hosts], net.places[: self.ranks], net.notes))
-        self.rates = _masked(setting.machine.rates, task.share)
-        try:
-            scheme = parse(name).make(self.ranks)
-        except ConfigurationError:
-            raise ConfigurationError(f"schedule {name!r} is not the same on fewer hosts: too large") from None
-        if (tiles := _tiles(scheme, self.ranks, unit)) > TOO_MANY_TILES:
-            raise ConfigurationError(f"schedule {name!r} has {tiles:,} tiles on each host: too large to be planned")
-        self.symmetry = symmetry_of(scheme, self.ranks, unit)
-        self.schedule = folded(scheme, self.size.q_length, self.size.kv_length, self.symmetry)
-        self._known: dict[Pass, Figures] = {}
-        self._needs: dict[Pass, HeldBytes] = {}
-        self._lowered: dict[Pass, dict[int, Program]] = {each: {} for each in setting.passes}  # until simulated
-        self._work: dict[Pass, float] = {}
-
-    def one_pass(self, direction: Pass, most_seconds: float = math.inf) -> Figures:
-        """Return the figures of a pass. Raises TakesLonger where it is known that it does."""
-        if direction not in self._known:
-            if self.work_seconds(direction) > most_seconds:
-                raise TakesLonger
-            self._known[direction] = self._one_pass(direction, most_seconds)
-        return self._known[direction]
-
-    def work_seconds(self, direction: Pass) -> float:
-        """Return how long rank 0 is busy in a pass: no pass takes less."""
-        if direction not in self._work:
-            costs = operations(self.schedule, self.size, self._program(direction, 0), self.rates)
-            self._work[direction] = sum(busy_seconds(each, self.messages.post_seconds) for each in costs)
-        return self._work[direction]
-
-    def needs(self, direction: Pass) -> HeldBytes:
-        """Return the memory and connections of the rank of host 0 that needs most in one pass."""
-        if direction not in self._needs:
-            schedule, size = self.schedule, self.size
-            programs = self._programs(direction)
-            pools = [program_bytes(schedule, size, each) + kept_bytes(schedule, size, each) for each in programs]
-            # Without collectives: an exchange is more than one host shows.
-            used = Contacts(frozenset(links(schedule, self.setting.passes)))
-            self._needs[direction] = held(used, self.setting.target, pools)
-        return self._needs[direction]
-
-    def _programs(self, direction: Pass) -> list[Program]:
-        return [self._program(direction, rank) for rank in range(self.unit)]
-
-    def _program(self, direction: Pass, rank: int) -> Program:
-        known = self._lowered[direction]
-        if rank not in known:
-            target = Target(early_receives=self.setting.early_receives)
-            known[rank] = lower(self.schedule, rank, direction, self.size, target)
-        return known[rank]
-
-    def _one_pass(self, direction: Pass, most_seconds: float) -> Figures:
-        schedule, size, needs = self.schedule, self.size, self.needs(direction)
-        programs = self._programs(direction)
-        self._lowered[direction] = {}
-        costs = [operations(schedule, size, program, self.rates) for program in programs]
-        compute = max(map(kernel_seconds_of, costs))
-        outcome = simulate(
-            self.net, costs, self.messages, canonical=self.symmetry.canonical, sharing_seconds=WINDOW_SHARE * compute,
-            most_seconds=most_seconds,
-        )  # fmt: skip
-        loads = outcome.wire_bytes
-        slowest = max(loads, key=lambda wire: (loads[wire] / self.net.gbs(wire), wire), default=None)
-        wire_bytes = 0.0 if slowest is None else loads[slowest]
-        wire_seconds = 0.0 if slowest is None else wire_bytes / (self.net.gbs(slowest) * 1e9)
-        return Figures(outcome.seconds, compute, outcome.exposed_seconds, wire_bytes, wire_seconds, *needs)
-
-
-def _masked(rates: Rates, share: float) -> Rates:
-    """Return rates at which a whole tile takes the time of the share of it that is visible."""
-    share = max(share, LEAST_SHARE)
-    forward, backward = (tuple((side, rate / share) for side, rate in each) for each in (rates.forward, rates.backward))
-    return replace(rates, forward=forward, backward=backward)

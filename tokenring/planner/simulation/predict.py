@@ -195,7 +195,11 @@ def predict(schedule: ScheduleData, setting: Setting, record: bool = False) -> P
 
 
 def predict_within(
-    schedule: ScheduleData, setting: Setting, most_seconds: float, least_of_passes: Sequence[float], record: bool = False
+    schedule: ScheduleData,
+    setting: Setting,
+    most_seconds: float,
+    least_of_passes: Sequence[float],
+    record: bool = False,
 ) -> Prediction | None:
     """Predict what a schedule costs; return None as soon as it is known to take longer than `most_seconds`.
 
