@@ -17,7 +17,9 @@ from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
-from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, make, plan_or_forecast
+from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, make, plan_or_forecast, with_simulated
+from tokenring.planner.choosing.candidates import SHOWN
+from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.sizes import read_size
@@ -50,7 +52,9 @@ def main(argv: list[str]) -> int:
         console.clear()
         print(plan.to_json(), end="")
     else:
-        candidates = with_baseline(plan, asked.call.in_mode(plan.transport))
+        call = asked.call.in_mode(plan.transport)
+        plan = with_simulated(call, plan, SHOWN) if isinstance(plan, Plan) else plan
+        candidates = with_baseline(plan, call)
         console.clear()
         console.say(table(plan, asked, candidates, options.all))
     if options.save is not None:

@@ -11,8 +11,9 @@ from tokenring.cli.plan.options import ask, several_hosts
 from tokenring.display.svg import axis_step, box, heading, opening, style, text_at, wrapped
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
-from tokenring.planner.choosing.auto import plan_or_forecast
-from tokenring.planner.choosing.candidates import BASELINE
+from tokenring.planner.choosing.auto import plan_or_forecast, with_simulated
+from tokenring.planner.choosing.candidates import BASELINE, SHOWN
+from tokenring.planner.choosing.plan import Plan
 from tokenring.sequence.sizes import SIZES
 
 CURVES = 6  # that are drawn, unless more schedules win somewhere; further ones are dashed
@@ -72,6 +73,7 @@ def sweep(
 def _point(options: argparse.Namespace, tokens: int) -> Point:
     asked = ask(argparse.Namespace(**{**vars(options), "seq": str(tokens)}))
     plan = plan_or_forecast(asked.call)
+    plan = with_simulated(asked.call.in_mode(plan.transport), plan, SHOWN) if isinstance(plan, Plan) else plan
     times = {each.name: each.predicted_seconds for each in plan.candidates if each.predicted_seconds is not None}
     return Point(tokens, times, plan.candidates[0].bound_seconds or 0.0)
 

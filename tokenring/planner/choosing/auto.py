@@ -19,6 +19,7 @@ from tokenring.planner.bounds.mask_density import (
     visible_pairs,
     visible_share,
 )
+from tokenring.planner.choosing.candidates import MISFIT
 from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.memory_limits import needs
 from tokenring.planner.choosing.plan import Forecast, Plan
@@ -71,6 +72,22 @@ def plan_call(call: CallToPlan) -> Plan:
     """
     with no_collection():  # a quarter of the time; what is made lives to the end
         return within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
+
+
+def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
+    """Return the plan with so many of its candidates simulated to the end, for a table; of many ranks, as it is."""
+    net = call.setting.interconnect
+    known = [each.name for each in plan.candidates if each.predicted_seconds is not None]
+    more = [each.name for each in plan.candidates if each.name not in known and not each.reason.startswith(MISFIT)]
+    names = [*known, *more][: max(count, len(known))]
+    if not 1 < net.world_size <= MANY_RANKS or call.everything or names == known:
+        return plan
+    with no_collection():
+        found = judge(_choices(call, names), call.setting, call.memory_limit_bytes, True)
+        again = decide(found, call.setting, call_bound(call), call.memory_limit_bytes)
+    rest = tuple(each for each in plan.candidates if each.name not in names)
+    reason = again.reason if plan.transport is None else plan.reason  # which says what the mode is for
+    return replace(plan, reason=reason, candidates=again.candidates + rest)
 
 
 def _limited(call: CallToPlan) -> tuple[Setting, int | None, Mapping[str, Target]]:

@@ -14,6 +14,7 @@ BASELINE = "ring"  # what everybody has: each other schedule is to be seen besid
 AS_FAST = "as fast"
 NEAR = 0.02  # of the time: what is no slower ties with the fastest
 FEW_TIES = 2  # so many are shown as rows; more in one line
+MISFIT = "does not fit"  # begins the reason of what cannot be made
 OVER_LIMIT = "more than the limit"  # in the reason of what needs too much memory
 HARDLY = 0.05  # of the time: predictions are off by as much
 
@@ -22,7 +23,7 @@ HARDLY = 0.05  # of the time: predictions are off by as much
 class Candidate:
     """One schedule that was considered, all passes asked for together.
 
-    predicted_seconds: None where it was not simulated, because its busiest wire alone needs longer than the best.
+    predicted_seconds: None where it was not simulated to the end, because it must take longer than the best.
     compute_seconds: kernels of the rank that computes longest. exposed_seconds: waiting that nothing hides.
     worst_link_bytes: on the wire that needs longest. bound_seconds: what no schedule can be faster than.
     reason: why it wins or loses. connections: of the rank that has most, which take connection_bytes of peak_bytes;

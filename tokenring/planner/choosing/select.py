@@ -12,7 +12,7 @@ from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.lowering.footprint import HeldBytes, most_connected
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
-from tokenring.planner.choosing.candidates import Candidate, over_limit
+from tokenring.planner.choosing.candidates import MISFIT, Candidate, over_limit
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.simulation.predict import (
@@ -209,7 +209,7 @@ def _made(
             schedule = choice.make()
             check_connections(schedule, setting)
         except ConfigurationError as error:
-            misfits.append(Candidate(choice.name, None, None, None, None, None, None, f"does not fit: {error}"))
+            misfits.append(Candidate(choice.name, None, None, None, None, None, None, f"{MISFIT}: {error}"))
             continue
         nameless = schedule.replace(name="")
         if nameless not in seen:
@@ -324,9 +324,12 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
     if bound is not None and bound.seconds > 0:
         text += f", {took / bound.seconds:.2f} × the lower bound"
     text += f", {_binding(best.prediction)}"
-    rest = [each for each in judged[1:] if each.prediction is not None and each.fits(limit)]
-    if rest and rest[0].prediction is not None:
-        text += f"; next {rest[0].name} with {time_text(rest[0].prediction.seconds)}"
+    simulated = [each for each in judged[1:] if each.fits(limit)]
+    others = [each for each in judged[1:] if each.prediction is None and each.needs_bytes is None]
+    if simulated:
+        text += f"; next {simulated[0].name} with {time_text(simulated[0].seconds)}"
+    elif others:
+        text += f"; next {others[0].name} with over {time_text(others[0].seconds)}"
     return "; ".join([text, *net.notes])
 
 

@@ -1,0 +1,93 @@
+"""What cannot win is not simulated, or not to its end: limits are exact, and the choice is that of a full search."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import BOTH, call, full_mesh, named, ring, setting, switch, two_node, workload
+from test_planner_simulate import drawn
+
+import tokenring as tr
+from tokenring.planner.choosing.auto import plan_call, with_simulated
+from tokenring.planner.choosing.candidates import MISFIT
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.simulation.predict import least_seconds, predict, predict_within, work_seconds
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**9), st.floats(0.2, 0.999))
+def test_a_limit_is_met_or_the_simulation_given_up(seed: int, share: float) -> None:
+    """Just above what it takes, the prediction is the same; below, there is none."""
+    schedule, asked = drawn(seed)
+    found, least = predict(schedule, asked), least_seconds(schedule, asked).of_passes
+    assert predict_within(schedule, asked, found.seconds * (1 + 1e-9), least) == found
+    if found.seconds > 0:
+        assert predict_within(schedule, asked, found.seconds * share, least) is None
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**9))
+def test_the_work_of_one_rank_bounds_each_pass(seed: int) -> None:
+    """It is the time for which that rank is busy in the simulation, of every rank."""
+    schedule, asked = drawn(seed)
+    outcomes = predict(schedule, asked, record=True).outcomes
+    for rank in range(schedule.world_size):
+        for work, outcome in zip(work_seconds(schedule, asked, rank), outcomes, strict=True):
+            assert work <= outcome.busy_seconds[rank] * (1 + 1e-9)
+            assert work <= outcome.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("net", "heads", "tokens", "tflops"),
+    [
+        (full_mesh(4, 1.0), (8, 2), 1024, 1e-2),
+        (ring(4, 1.0), (4, 4), 256, 1e-1),
+        (switch(6, 1.0), (6, 3), 128, 1.0),
+        (two_node(4, 1.0, 0.25), (6, 6), 128, 2.0),
+        (two_node(4, 1.0, 0.1, nic_per_rank=True), (8, 1), 512, 1e-1),
+    ],
+    ids=["mesh", "ring", "switch", "two nodes", "two nodes with NICs"],
+)
+def test_the_choice_is_that_of_a_full_search(
+    net: Interconnect, heads: tuple[int, int], tokens: int, tflops: float
+) -> None:
+    size = workload(net.world_size, heads, tokens)
+    asked = call(setting(net, size, BOTH, tflops=tflops), tr.Causal())
+    few, every = plan_call(asked), plan_call(replace(asked, everything=True))
+    assert few.candidates[0].predicted_seconds is not None and every.candidates[0].predicted_seconds is not None
+    assert few.candidates[0].predicted_seconds <= 1.001 * every.candidates[0].predicted_seconds
+    times = {each.name: each.predicted_seconds for each in every.candidates}
+    given_up = [each for each in few.candidates if each.predicted_seconds is None and times.get(each.name) is not None]
+    assert given_up, "all of it was simulated"
+    for each in given_up:
+        assert (times[each.name] or 0.0) >= few.candidates[0].predicted_seconds * (1 - 1e-9), each
+
+
+def test_a_table_is_filled_up() -> None:
+    """As many rows as are wanted, of the same plan; what does not fit is none of them."""
+    size = workload(4, (4, 4), 256)
+    asked = call(setting(full_mesh(4, 1.0), size, tflops=1e-2), tr.Causal())
+    plan = plan_call(asked)
+    wanted = 4 + sum(each.predicted_seconds is not None for each in plan.candidates)
+    shown = with_simulated(asked, plan, wanted)
+    rows = [each for each in shown.candidates if each.predicted_seconds is not None]
+    assert len(rows) == wanted
+    assert (shown.name, shown.candidates[0].predicted_seconds) == (plan.name, plan.candidates[0].predicted_seconds)
+    assert {each.name for each in shown.candidates} == {each.name for each in plan.candidates}
+    assert not any(each.reason.startswith(MISFIT) for each in rows)
+    assert f"; next {rows[1].name} with " in shown.reason
+
+
+def test_the_hash_of_a_schedule_is_worked_out_in_each_process() -> None:
+    """Hashes of texts differ between processes, so none is pickled; equal schedules have equal hashes."""
+    made = named("ring", 4, 64)
+    before = hash(made)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.replace(name=made.name)):
+        assert "_hash" not in vars(other)
+        assert (other, hash(other)) == (made, before)
+    assert hash(made.replace(name="other")) != before
