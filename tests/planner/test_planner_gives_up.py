@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import BOTH, call, full_mesh, named, ring, setting, switch, two_node, workload
+from nets import BOTH, call, named, setting, two_node, workload
 from test_planner_simulate import drawn
 
 import tokenring as tr
 from tokenring.planner.choosing.auto import plan_call, with_simulated
 from tokenring.planner.choosing.candidates import MISFIT
-from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.planner.simulation.predict import least_seconds, predict, predict_within, work_seconds
 
 

@@ -11,7 +11,7 @@ masks spoil the symmetry, and balanced layouts restore it on average.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tokenring.errors import ConfigurationError
@@ -119,6 +119,7 @@ class _Folding:
         self.scheme, self.sym = scheme, symmetry
         self.world = symmetry.world_size
         self.q_layout, self.kv_layout = contiguous(self.world, length), contiguous(self.world, kv_length)
+        self._images: dict[tuple[object, ...], Block] = {}
 
     def schedule(self) -> ScheduleData:
         scheme = self.scheme
@@ -164,29 +165,44 @@ class _Folding:
 
     def _image(self, block: Block, by: int) -> Block:
         """Return the block when the host of rank `by` becomes host 0."""
-        made_at = None if block.made_at is None else self.sym.shift(block.made_at, by)
-        heads = self.sym.shift_heads(block.heads, by)
-        return block._replace(chunk=self.sym.shift(block.chunk, by), heads=heads, made_at=made_at)
+        kind, chunk, heads, piece, made_at = block
+        key = chunk, heads, piece, made_at, by // self.sym.unit, kind
+        image = self._images.get(key)
+        if image is None:
+            maker = None if made_at is None else self.sym.shift(made_at, by)
+            image = Block(kind, self.sym.shift(chunk, by), self.sym.shift_heads(heads, by), piece, maker)
+            self._images[key] = image
+        return image
 
     # ---------- tiles
 
     def _tiles(self, q_arrivals: Arrivals, kv_arrivals: Arrivals) -> list[Tile]:
         """Return all tiles of q units that host 0 owns, moved to host 0."""
         tiles = []
+        unit, world, when = self.sym.unit, self.world, self.scheme.when
+        blocks = self._all_blocks()
         for q in self._units("q"):
-            for kv_owner in range(self.world):
+            _, q_owner, heads, q_piece, _ = q
+            q_due = q_arrivals[q]
+            for kv_owner in range(world):
+                kv_host = kv_owner // unit * unit
                 for piece in range(self.scheme.kv_pieces):
-                    kv = Block("kv", kv_owner, q.heads, piece)
-                    pair = Pair(q.chunk, kv_owner, q.heads, q.piece, piece, self.world)
+                    pair = Pair(q_owner, kv_owner, heads, q_piece, piece, world)
                     rank = self.scheme.place(pair)
-                    at_home = self._image(kv, kv_owner)
+                    host = rank // unit * unit
+                    kv_due = kv_arrivals[blocks("kv", kv_owner - kv_host, self.sym.shift_heads(heads, kv_owner), piece)]
                     step = max(
-                        0 if q.chunk == rank else q_arrivals[q].get(rank, 0),
-                        0 if kv_owner == rank else kv_arrivals[at_home].get(self.sym.shift(rank, kv_owner), 0),
+                        0 if q_owner == rank else q_due.get(rank, 0),
+                        0 if kv_owner == rank else kv_due.get((rank - kv_host) % world, 0),
                     )
-                    step = self.scheme.when(pair, step) if self.scheme.when else step
+                    there = self.sym.shift_heads(heads, rank)
                     tiles.append(
-                        Tile(step, self.sym.shift(rank, rank), (self._image(q, rank),), (self._image(kv, rank),))
+                        Tile(
+                            when(pair, step) if when else step,
+                            rank - host,
+                            (blocks("q", (q_owner - host) % world, there, q_piece),),
+                            (blocks("kv", (kv_owner - host) % world, there, piece),),
+                        )
                     )
         if not self.scheme.together:
             return tiles
@@ -194,6 +210,19 @@ class _Folding:
         for tile in tiles:
             last[tile.rank] = max(last[tile.rank], tile.step)
         return [tile._replace(step=last[tile.rank]) for tile in tiles]
+
+    def _all_blocks(self) -> Callable[[Kind, int, int, int], Block]:
+        """Return the blocks of q and kv by kind, chunk, head group and piece: each is made once."""
+        scheme, chunks = self.scheme, range(self.world)
+        pieces_of: dict[Kind, int] = {"q": scheme.q_pieces, "kv": scheme.kv_pieces}
+        made = {
+            kind: [
+                [[Block(kind, chunk, heads, piece) for chunk in chunks] for piece in range(pieces)]
+                for heads in range(scheme.head_groups)
+            ]
+            for kind, pieces in pieces_of.items()
+        }
+        return lambda kind, chunk, heads, piece: made[kind][heads][piece][chunk]
 
     # ---------- moves
 
@@ -208,12 +237,14 @@ class _Folding:
 
     def _partials(self, kind: Kind, back: Return, tiles: Iterable[Tile]) -> Iterator[Move]:
         makers: dict[Block, dict[int, int]] = defaultdict(dict)
-        for tile in tiles:
-            for block in tile.q if kind == "q" else tile.kv:
-                if block.chunk != tile.rank:
-                    own = self._image(block, block.chunk)
-                    rank = self.sym.shift(tile.rank, block.chunk)
-                    makers[own][rank] = max(makers[own].get(rank, 0), tile.step)
+        unit, world = self.sym.unit, self.world
+        for step, rank, q, kv in tiles:
+            for block in q if kind == "q" else kv:
+                chunk = block[1]
+                if chunk != rank:
+                    own = makers[self._image(block, chunk)]
+                    image = (rank - chunk // unit * unit) % world
+                    own[image] = max(own.get(image, 0), step)
         for block, steps in makers.items():
             held = set(steps)  # ranks that have something for it
             for hop in sorted(back(self._origin(block), steps), key=lambda hop: hop.step):
