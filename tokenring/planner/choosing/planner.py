@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -18,9 +19,10 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.launch.background import Background
 from tokenring.launch.groups import held
 from tokenring.lowering.target import IDEAL
-from tokenring.planner.choosing.auto import CallToPlan, order_of, plan_call
+from tokenring.planner.choosing.auto import CallToPlan, order_of
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.checks import check_memory_limit, check_topology
+from tokenring.planner.choosing.kept_plans import plan_kept
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.shared_links import group_net
@@ -128,7 +130,7 @@ class Planner:
         if self.world_size == 1:
             made = make_schedule("ring", *layouts, request.mask)  # whatever is allowed: some families need two ranks
             return Plan(made, request.workload, "nothing has to move")
-        return plan_call(replace(self._call(request, layouts, kernel, target), modes=modes or {}))
+        return plan_kept(replace(self._call(request, layouts, kernel, target), modes=modes or {}), os.environ)
 
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, target: Target | None

@@ -1,0 +1,224 @@
+"""Plans kept on disk: a job that asks for what an earlier one asked for does not plan again.
+
+A file holds the name of a schedule, the order of the ranks and what was said of the choice, as JSON; the schedule is
+made from its name. Its own name is a digest of all that the plan depends on: the call, the interconnect with its
+bandwidths, the rates, the transport's abilities, the families, and the source files of whatever plans. So nothing is
+ever out of date, it is merely not asked for any more; the oldest files go when there are many. A file that is damaged,
+too large, or that somebody else may write is not used. TOKENRING_PLAN_CACHE names another folder; "off" keeps none.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenring._version import __version__
+from tokenring.errors import TokenRingError
+from tokenring.planner.choosing.auto import CallToPlan, make_in_order, order_of, plan_call
+from tokenring.planner.choosing.candidates import candidate_of
+from tokenring.planner.choosing.plan import Plan
+from tokenring.schedule.families.registry import FAMILIES
+from tokenring.tables.kept_files import cache_folder, write_whole
+
+LOG = logging.getLogger("tokenring")
+FORMAT = "tokenring-kept-plan/1"
+FOLDER, VARIABLE, OFF = "plans", "TOKENRING_PLAN_CACHE", "off"
+MOST_FILES, MOST_BYTES = 1000, 1 << 20  # in the folder; of one file
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+PACKAGE = Path(__file__).resolve().parents[2]
+PLANS = ("sequence", "ir", "lowering", "schedule", "tables", "planner")  # rooms whose code decides what a plan is
+
+
+class Unknown(Exception):
+    """Something is part of a call of which no digest can be made, such as a user's own family."""
+
+
+def plan_kept(call: CallToPlan, environment: Mapping[str, str]) -> Plan:
+    """Return the plan for a call, as it was kept or else planned now and kept. Raises ConfigurationError."""
+    path = path_of(call, environment)
+    if path is None:
+        return plan_call(call)
+    found = _read(path, call)
+    if found is None:
+        found = plan_call(call)
+        _keep(path, found, order_of(call.setting.interconnect))
+    return found
+
+
+def folder_of_plans(environment: Mapping[str, str]) -> Path | None:
+    """Return the folder of the plans; None if none are kept."""
+    asked = environment.get(VARIABLE, "")
+    if asked == OFF:
+        return None
+    if os.path.isabs(asked):
+        return Path(asked)
+    folder = cache_folder(environment)
+    return None if folder is None else folder / FOLDER
+
+
+def path_of(call: CallToPlan, environment: Mapping[str, str]) -> Path | None:
+    """Return where the plan for a call is kept; None if it is not."""
+    folder = folder_of_plans(environment)
+    if folder is None:
+        return None
+    try:
+        return folder / f"plan-{digest(call)[:40]}.json"
+    except Unknown as what:
+        LOG.debug("plan not kept: %s", what)
+        return None
+
+
+# ---------- the digest
+
+
+def digest(call: CallToPlan) -> str:
+    """Return a digest of all that the plan for a call depends on. Raises Unknown where it cannot be told."""
+    parts = [FORMAT, __version__, torch.__version__, _sources(), _families(), _plain(call, {})]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _sources() -> list[list[object]]:
+    """Return size and time of every source file that decides what a plan is: code may change within a version."""
+    found: list[list[object]] = []
+    for room in PLANS:
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            about = path.stat()
+            found.append([str(path.relative_to(PACKAGE)), about.st_size, about.st_mtime_ns])
+    return found
+
+
+def _families() -> list[str]:
+    """Return the names of the registered families, all of them our own. Raises Unknown for a user's."""
+    for family in FAMILIES.values():
+        if not str(family.scheme.__module__).startswith("tokenring."):
+            raise Unknown(f"family {family.name!r} is not one of tokenring's own, and its code may change")
+    return list(FAMILIES)
+
+
+def _plain(value: object, known: dict[int, object]) -> object:
+    """Return a value as JSON can write it, alike for values that are alike. Raises Unknown for what it does not know.
+
+    known: what was written before, by identity: hosts of many ranks are one object.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return repr(value)
+        case torch.dtype():
+            return str(value)
+        case enum.Enum():
+            return value.name
+    if id(value) not in known:
+        known[id(value)] = list(_parts(value, known))
+    return known[id(value)]
+
+
+def _parts(value: object, known: dict[int, object]) -> Iterator[object]:
+    """Yield the parts of a value, after the name of its type."""
+    yield type(value).__qualname__
+    if is_dataclass(value):
+        yield from (_plain(getattr(value, each.name), known) for each in fields(value) if each.compare)
+    elif isinstance(value, Mapping):
+        pairs = ([_plain(key, known), _plain(each, known)] for key, each in value.items())
+        yield from sorted(pairs, key=json.dumps)
+    elif isinstance(value, Set):
+        yield from sorted((_plain(each, known) for each in value), key=json.dumps)
+    elif isinstance(value, Sequence):
+        yield from (_plain(each, known) for each in value)
+    elif callable(value) and hasattr(value, "__qualname__"):  # what a kernel takes: by the kernel's class
+        owner = getattr(value, "__self__", None)
+        yield from (value.__module__, value.__qualname__, type(owner).__qualname__, str(getattr(owner, "name", "")))
+    else:
+        raise Unknown(f"a {type(value).__qualname__} is part of the call")
+
+
+# ---------- files
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """A plan as a file has it."""
+
+    name: str
+    order: tuple[int, ...] | None
+    reason: str
+    candidates: tuple[dict[str, Any], ...]
+    transport: str | None
+
+
+def _keep(path: Path, plan: Plan, order: tuple[int, ...] | None) -> None:
+    """Write the plan, whole or not at all, and remove the oldest of many; a folder that cannot be written is no error.
+
+    What is named in the file is what makes the schedule again.
+    """
+    kept = KeptPlan(plan.name, order, plan.reason, tuple(asdict(each) for each in plan.candidates), plan.transport)
+    try:
+        write_whole(path, json.dumps({"format": FORMAT, "file": path.name, "plan": asdict(kept)}))
+        _remove_oldest(path.parent)
+    except OSError as error:
+        LOG.debug("plan not kept in %s: %s", path.parent, error)
+
+
+def _remove_oldest(folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        files = [entry for entry in entries if entry.name.startswith("plan-")]
+    if len(files) <= MOST_FILES:
+        return
+    for entry in sorted(files, key=lambda each: each.stat().st_mtime_ns)[: len(files) - MOST_FILES]:
+        with suppress(OSError):  # another job was faster
+            os.unlink(entry.path)
+
+
+def _read(path: Path, call: CallToPlan) -> Plan | None:
+    """Return the plan in the file; None where there is none, or one that is not to be trusted."""
+    try:
+        document = json.loads(_text(path))
+        found = document["plan"]
+        order = None if found["order"] is None else tuple(map(int, found["order"]))
+        usable = (document["format"], document["file"]) == (FORMAT, path.name)
+        if not usable or order != order_of(call.setting.interconnect):
+            return None
+        candidates = tuple(map(candidate_of, found["candidates"]))
+        reason, transport = _word(found["reason"]), None if found["transport"] is None else _word(found["transport"])
+        made = make_in_order(call, _word(found["name"]), order)
+        return Plan(made, call.setting.workload, reason, candidates, transport)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, TokenRingError) as error:
+        LOG.debug("kept plan %s is not used: %s: %s", path, type(error).__name__, error)
+        return None
+
+
+def _word(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file of this user's, which nobody else may write. Raises OSError for any other."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & OTHERS_WRITE:
+            raise PermissionError(f"{path} is no file of this user's alone")
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise OSError(f"{path} is larger than {MOST_BYTES} bytes")
+    return data.decode()
+
+
