@@ -12,8 +12,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from tokenring.backends.control.segments import Segment
-from tokenring.backends.control.semaphores import SIZE_BYTES, Semaphore
+from tokenring.backends.control.segments import SIZE_BYTES, Segment, Semaphore
 from tokenring.backends.control.store_gather import StoreSilent, bounded
 
 SLICE_SECONDS = 0.1  # how long a wait sleeps before it looks whether the peer still lives

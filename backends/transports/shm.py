@@ -16,8 +16,7 @@ import torch
 
 from tokenring.backends.control.control import Control, Controlled, shared_segment
 from tokenring.backends.control.failure_board import SLICE_SECONDS, ShmFailureBoard
-from tokenring.backends.control.segments import Segment
-from tokenring.backends.control.semaphores import SIZE_BYTES, Semaphore
+from tokenring.backends.control.segments import SIZE_BYTES, Segment, Semaphore
 from tokenring.backends.interfaces import Work
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
