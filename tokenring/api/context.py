@@ -22,6 +22,7 @@ from tokenring.api.arguments import (
     seconds_limit,
 )
 from tokenring.api.standing import Standing, new_handle
+from tokenring.backends import registry
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
@@ -188,12 +189,10 @@ class ContextParallel(Standing):
             return self._transport
         if self._is_alone or self._group is None:
             return None
-        from tokenring.backends.registry import make_transport
-
         name = self._transport_name(device)
         if name not in self._made_here:
             expected = None if size is None else size.ring_bytes(self.world_size)
-            self._made_here[name] = make_transport(name, self._group, self.timeout_seconds, expected)
+            self._made_here[name] = registry.make_transport(name, self._group, self.timeout_seconds, expected)
             share_turn(self._made_here[name], self.turn)
         return self._made_here[name]
 
@@ -204,10 +203,8 @@ class ContextParallel(Standing):
         return None if self._is_alone else self._made_here.get(self._transport_name(device))
 
     def _transport_name(self, device: torch.device | None) -> str:
-        from tokenring.backends.registry import automatic
-
         assert isinstance(self._transport, str) and self._group is not None
-        return automatic(self._group, device) if self._transport == "auto" else self._transport
+        return registry.automatic(self._group, device) if self._transport == "auto" else self._transport
 
     def speaker(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
         """Return the transport by which ranks agree on a call of tensors on this device, made where there is none yet.
@@ -289,9 +286,9 @@ class ContextParallel(Standing):
 
     def pool(self, device: torch.device) -> Pool:
         """Return the buffer pool of a device: all programs share it, since one runs at a time."""
-        from tokenring.runtime.pool import Pool
-
         if device not in self._pools:
+            from tokenring.runtime.pool import Pool
+
             self._pools[device] = Pool.of(self.transport_for(device), device)
         return self._pools[device]
 
@@ -313,17 +310,14 @@ class ContextParallel(Standing):
 
     def kernel(self, device: torch.device) -> AttentionKernel:
         """Return the kernel that computes the tiles of calls with tensors on this device."""
-        from tokenring.backends.registry import make_kernel
-
-        return make_kernel(self.kernel_name, device)
+        return registry.make_kernel(self.kernel_name, device)
 
     def _make_plan(self, request: Request) -> Plan | GivenSchedule:
-        from tokenring.backends.registry import modes_of
         from tokenring.schedule.names import named_schedule
 
         def given(made: Schedule, why: str) -> GivenSchedule:
             found = GivenSchedule(made, why)
-            if not modes_of(self._transport, self._group, request.device):
+            if not registry.modes_of(self._transport, self._group, request.device):
                 return found
             from tokenring.planner.choosing.connections import within_connections
 
@@ -346,7 +340,7 @@ class ContextParallel(Standing):
             return given(made, f"asked for by name: {asked}")
         transport = self.transport_for(request.device, request.workload)
         target = None if transport is None else transport.target
-        kernel, modes = self.kernel(request.device), modes_of(self._transport, self._group, request.device)
+        kernel, modes = self.kernel(request.device), registry.modes_of(self._transport, self._group, request.device)
         found = self._planner.plan(request, (q_layout, kv_layout), kernel, target, modes)
         why = getattr(transport, "why", "")  # of those that are chosen among several
         return replace(found, reason=f"{found.reason}; {why}") if why else found
