@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parents[2]
 MOST_MODULES = 75  # of a first forward call on CPUs, packages included
 ROOMS_APART = ("cli", "display", "emulate", "integrations", "planner", "proof", "topology")
 MODULES_APART = (  # for other calls than this one
-    "api.capture", "api.compiled", "backends.transports.gloo", "ir.json", "ir.text", "lowering.exchanges",
+    "api.capture", "backends.transports.gloo", "ir.json", "ir.text", "lowering.exchanges",
     "lowering.footprint", "runtime.streams", "runtime.trace", "schedule.families.nodes", "tables.transport_times",
 )  # fmt: skip
 RANKS = """
@@ -66,17 +66,22 @@ print(json.dumps(found))
 """
 
 
+def said_by(python: str, code: str, *arguments: str) -> str:
+    """What a process says that ends well."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("TOKENRING_")}
+    given["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [given.get("PYTHONPATH")])])
+    ran = subprocess.run(
+        [python, "-c", code, *arguments], capture_output=True, text=True, env=given, timeout=patient(100)
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
 @pytest.fixture(scope="module")
 def found(warm_torch: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks load, as rank 0 sees it, in processes that have torch alone before."""
     folder = tmp_path_factory.mktemp("ranks")
-    given = {name: value for name, value in os.environ.items() if not name.startswith("TOKENRING_")}
-    given["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [given.get("PYTHONPATH")])])
-    ran = subprocess.run(
-        [warm_torch, "-c", RANKS, str(folder)], capture_output=True, text=True, env=given, timeout=patient(100)
-    )
-    assert ran.returncode == 0, ran.stderr
-    told: dict[str, Any] = json.loads(ran.stdout)
+    told: dict[str, Any] = json.loads(said_by(warm_torch, RANKS, str(folder)))
     return told
 
 

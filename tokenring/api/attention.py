@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from tokenring.api.autograd import AttentionFunction, refuse_transforms
+from tokenring.api.compiled import traced_attention
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import (
     Order,
@@ -108,8 +109,6 @@ def attend(
     gradients on and should take the same schedule then.
     """
     if torch.compiler.is_compiling():
-        from tokenring.api.compiled import traced_attention
-
         check_context(cp)
         check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
         q, k, v = under_autocast(q), under_autocast(k), under_autocast(v)
