@@ -1,8 +1,8 @@
 """Memory that the ranks of one machine share: files in /dev/shm that they map, and POSIX semaphores in such memory.
 
-A file has no name any more once all ranks have mapped it. With semaphores ranks signal each other.
-Posting releases and waiting acquires, on every processor: what was written before a post is seen
-after the wait that takes it, so that no other fence is needed. Waiting sleeps in the kernel.
+A file has no name any more once all ranks have mapped it. With semaphores ranks signal each other: posting releases
+and waiting acquires, on every processor. What was written before a post is seen after the wait that takes it, so that
+no other fence is needed. Waiting sleeps in the kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 FOLDER = Path("/dev/shm")
 PREFIX = "tokenring-"
-SIZE_BYTES = 64  # a cache line for each, though glibc's take 32 bytes: ranks do not disturb each other
+SEMAPHORE_BYTES = 64  # a cache line for each, though glibc's take 32 bytes: ranks do not disturb each other
 
 
 class Segment:
