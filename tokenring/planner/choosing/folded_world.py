@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.footprint import Contacts, HeldBytes, held, kept_bytes, links, program_bytes
+from tokenring.lowering.footprint import HeldBytes, held, kept_bytes, program_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program
-from tokenring.lowering.target import Target
+from tokenring.lowering.target import Contacts, Target, links
 from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.operations import busy_seconds, operations

@@ -5,8 +5,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass, ScheduleData
-from tokenring.lowering.footprint import bundled_bytes
-from tokenring.lowering.program import Attend, Collective, Fill, Merge, Pack, Program, Recv, Result, Send, Span, Wait
+from tokenring.lowering.program import (
+    Attend,
+    Collective,
+    Fill,
+    Merge,
+    Pack,
+    Program,
+    Recv,
+    Result,
+    Send,
+    Span,
+    Wait,
+    bundled_bytes,
+)
 from tokenring.lowering.records import Records
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
