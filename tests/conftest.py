@@ -156,10 +156,12 @@ def own_signals() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What was probed or measured on this machine for its user is not for tests, nor theirs for the user."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    own = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "TOKENRING_PLAN_CACHE": "off"}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value

@@ -13,7 +13,7 @@ from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
 from tokenring.lowering.footprint import HeldBytes
 from tokenring.planner.choosing import auto, select
-from tokenring.planner.choosing import scale_out as large
+from tokenring.planner.choosing import folded_world
 from tokenring.planner.choosing.auto import CallToPlan, make, plan_or_forecast
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
 from tokenring.planner.interconnects.wiring import interconnect_of
@@ -63,7 +63,7 @@ def watched(names: list[str]) -> Callable[..., Any]:
 @pytest.fixture
 def unsimulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict, "simulate", no_simulation)
-    monkeypatch.setattr(large, "simulate", no_simulation)
+    monkeypatch.setattr(folded_world, "simulate", no_simulation)
 
 
 @pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(512, 0)], ids=str)

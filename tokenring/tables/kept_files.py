@@ -13,6 +13,8 @@ from tokenring.errors import ConfigurationError
 
 TRANSPORTS_MEASURED = "transports-*.json"  # the files of tables.transport_times
 
+PLAN_CACHE, OFF = "TOKENRING_PLAN_CACHE", "off"
+
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
     """Return the folder of the files, by the XDG rules; None if there is no home."""
@@ -30,6 +32,17 @@ def may_have(pattern: str, environment: Mapping[str, str] = os.environ) -> bool:
         return folder is not None and bool(named(os.listdir(folder), pattern))
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
+
+
+def folder_of_plans(environment: Mapping[str, str]) -> Path | None:
+    """Return the folder of kept plans: the user's, or TOKENRING_PLAN_CACHE; None where that is "off" or no home is."""
+    asked = environment.get(PLAN_CACHE, "")
+    if asked == OFF:
+        return None
+    if os.path.isabs(asked):
+        return Path(asked)
+    folder = cache_folder(environment)
+    return None if folder is None else folder / "plans"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ from tokenring.cli.doctor.findings import (
     TorchNpu,
 )
 from tokenring.cli.doctor.variables import variables
+from tokenring.tables.kept_files import folder_of_plans
 
 SECONDS = 60.0  # for each process; a first import from a slow disk takes half of it
 OFF = {say.AUTOLOAD: "0"}
@@ -47,6 +48,8 @@ def examine(environment: Mapping[str, str] = os.environ, seconds: float = SECOND
 def _files(found: Findings, answers: dict[str, Answer], environment: Mapping[str, str], seconds: float) -> None:
     found.cann = find_cann(environment)
     found.environment = variables(environment)
+    folder = folder_of_plans(environment)
+    found.plans_folder = None if folder is None else str(folder)
     for variable in found.environment:
         if variable.warning:
             what = f"{variable.name}={variable.value}: {variable.warning}"

@@ -105,6 +105,7 @@ class Findings:
     choices: list[DefaultChoice] = field(default_factory=list)
     environment: list[Variable] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    plans_folder: str | None = None  # where plans are kept; None: nowhere
 
     def to_json(self) -> str:
         """Return JSON with "format" and "version" first, indented, ending in a newline."""

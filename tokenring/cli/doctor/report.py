@@ -50,6 +50,7 @@ def _installed(found: Findings) -> list[str]:
     lines.append(("torch_npu", text))
     cann = found.cann
     lines.append(("CANN", "not found" if cann is None else f"{cann.version or 'of unknown version'} in {cann.folder}"))
+    lines.append(("plans", f"kept in {found.plans_folder}" if found.plans_folder else "not kept"))
     for each in found.accelerators:
         gib = sorted({round(size / GIB) for size in each.memory_bytes if size is not None})
         memory = f", {' to '.join(map(str, gib))} GiB each" if gib else ""

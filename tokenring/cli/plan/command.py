@@ -17,12 +17,14 @@ from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
-from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, make, plan_or_forecast, with_simulated
+from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, make, with_simulated
 from tokenring.planner.choosing.candidates import SHOWN
+from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.sizes import read_size
+from tokenring.tables.kept_files import OFF, PLAN_CACHE
 
 SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",)}
 
@@ -47,7 +49,8 @@ def main(argv: list[str]) -> int:
     if options.explain is not None:
         return _explain(options, asked, console)
     console.status(f"planning for {asked.call.setting.interconnect.world_size} ranks")  # for many it takes a while
-    plan = plan_or_forecast(asked.call)
+    environment = {PLAN_CACHE: OFF} if options.no_cache else os.environ
+    plan = plan_or_forecast_kept(asked.call, environment)
     if options.json:
         console.clear()
         print(plan.to_json(), end="")
@@ -122,6 +125,7 @@ def _parser() -> Parser:
     add("--transport", metavar="NAME",
         help="whose queues and communicators count: hccl, hccl/channel, ... (hccl on Ascend)")  # fmt: skip
     add("--all", action="store_true", help="simulate and show also what cannot win")
+    add("--no-cache", action="store_true", help="plan anew: read and write no kept plan (docs/planner.md)")
     add("--json", action="store_true", help="the plan as JSON, for schedule=Plan.load(...)")
     add("--save", metavar="FILE", help="write the plan's JSON to a file")
     add("--explain", metavar="SCHEDULE", help="one schedule: where its time goes")

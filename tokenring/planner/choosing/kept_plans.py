@@ -26,23 +26,35 @@ import torch
 
 from tokenring._version import __version__
 from tokenring.errors import TokenRingError
-from tokenring.planner.choosing.auto import CallToPlan, make_in_order, order_of, plan_call
+from tokenring.gc_pause import no_collection
+from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make_in_order, order_of, plan_call
 from tokenring.planner.choosing.candidates import candidate_of
-from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.choosing.plan import Forecast, Plan
+from tokenring.planner.choosing.scale_out import is_large
 from tokenring.schedule.families.registry import FAMILIES
-from tokenring.tables.kept_files import cache_folder, write_whole
+from tokenring.schedule.size_limits import MADE_RANKS
+from tokenring.tables.kept_files import folder_of_plans, write_whole
 
 LOG = logging.getLogger("tokenring")
 FORMAT = "tokenring-kept-plan/1"
-FOLDER, VARIABLE, OFF = "plans", "TOKENRING_PLAN_CACHE", "off"
 MOST_FILES, MOST_BYTES = 1000, 1 << 20  # in the folder; of one file
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PACKAGE = Path(__file__).resolve().parents[2]
 PLANS = ("sequence", "ir", "lowering", "schedule", "tables", "planner")  # rooms whose code decides what a plan is
 
 
+Known = dict[int, tuple[object, list[object]]]  # by identity: a value, and what was written for it
+
+
 class Unknown(Exception):
     """Something is part of a call of which no digest can be made, such as a user's own family."""
+
+
+def plan_or_forecast_kept(call: CallToPlan, environment: Mapping[str, str]) -> Plan | Forecast:
+    """Return a plan as of `plan_kept`, or a forecast where there are too many ranks for a schedule to be made."""
+    if is_large(call.setting.interconnect, MADE_RANKS):
+        return forecast_call(call)
+    return plan_kept(call, environment)
 
 
 def plan_kept(call: CallToPlan, environment: Mapping[str, str]) -> Plan:
@@ -55,17 +67,6 @@ def plan_kept(call: CallToPlan, environment: Mapping[str, str]) -> Plan:
         found = plan_call(call)
         _keep(path, found, order_of(call.setting.interconnect))
     return found
-
-
-def folder_of_plans(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder of the plans; None if none are kept."""
-    asked = environment.get(VARIABLE, "")
-    if asked == OFF:
-        return None
-    if os.path.isabs(asked):
-        return Path(asked)
-    folder = cache_folder(environment)
-    return None if folder is None else folder / FOLDER
 
 
 def path_of(call: CallToPlan, environment: Mapping[str, str]) -> Path | None:
@@ -108,7 +109,7 @@ def _families() -> list[str]:
     return list(FAMILIES)
 
 
-def _plain(value: object, known: dict[int, object]) -> object:
+def _plain(value: object, known: Known) -> object:
     """Return a value as JSON can write it, alike for values that are alike. Raises Unknown for what it does not know.
 
     known: what was written before, by identity: hosts of many ranks are one object.
@@ -123,11 +124,11 @@ def _plain(value: object, known: dict[int, object]) -> object:
         case enum.Enum():
             return value.name
     if id(value) not in known:
-        known[id(value)] = list(_parts(value, known))
-    return known[id(value)]
+        known[id(value)] = value, list(_parts(value, known))  # with the value, so that no other gets its identity
+    return known[id(value)][1]
 
 
-def _parts(value: object, known: dict[int, object]) -> Iterator[object]:
+def _parts(value: object, known: Known) -> Iterator[object]:
     """Yield the parts of a value, after the name of its type."""
     yield type(value).__qualname__
     if is_dataclass(value):
@@ -194,7 +195,8 @@ def _read(path: Path, call: CallToPlan) -> Plan | None:
             return None
         candidates = tuple(map(candidate_of, found["candidates"]))
         reason, transport = _word(found["reason"]), None if found["transport"] is None else _word(found["transport"])
-        made = make_in_order(call, _word(found["name"]), order)
+        with no_collection():
+            made = make_in_order(call, _word(found["name"]), order)
         return Plan(made, call.setting.workload, reason, candidates, transport)
     except FileNotFoundError:
         return None

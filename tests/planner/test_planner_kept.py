@@ -1,0 +1,240 @@
+"""Plans on disk: taken where everything is the same, never where anything differs, is damaged or of somebody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from nets import BOTH, call, setting, workload
+
+import tokenring as tr
+from tokenring.cli.main import main
+from tokenring.lowering.target import Target
+from tokenring.planner.choosing import kept_plans
+from tokenring.planner.choosing.auto import CallToPlan, plan_call
+from tokenring.planner.choosing.kept_plans import digest, path_of, plan_kept
+from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.interconnects.interconnect import full_mesh, ring, switch
+from tokenring.schedule.families.registry import FAMILIES
+from tokenring.schedule.scheme import Scheme
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.region import Patch
+from tokenring.tables.kept_files import folder_of_plans, write_whole
+from tokenring.tables.rates import Messages
+
+Kept = tuple[CallToPlan, dict[str, str], Path]
+
+
+@pytest.fixture
+def asked() -> CallToPlan:
+    return call(setting(full_mesh(4, 1.0), workload(4, (4, 2), 64), BOTH, tflops=1e-2), tr.Causal())
+
+
+@pytest.fixture
+def kept(asked: CallToPlan, tmp_path: Path) -> Iterator[Kept]:
+    """A call, an environment with a folder of its own, and the file that is there now."""
+    environment = {"TOKENRING_PLAN_CACHE": str(tmp_path / "plans")}
+    plan_kept(asked, environment)
+    (path,) = (tmp_path / "plans").iterdir()
+    yield asked, environment, path
+
+
+def planned(kept: Kept, monkeypatch: pytest.MonkeyPatch, asked: CallToPlan | None = None) -> tuple[Plan, bool]:
+    """The plan, and whether it was made now."""
+    made: list[CallToPlan] = []
+
+    def noted(call: CallToPlan) -> Plan:
+        made.append(call)
+        return plan_call(call)
+
+    monkeypatch.setattr(kept_plans, "plan_call", noted)
+    return plan_kept(kept[0] if asked is None else asked, kept[1]), bool(made)
+
+
+def test_the_same_call_is_not_planned_again(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, anew = planned(kept, monkeypatch)
+    assert not anew
+    assert (found, str(found)) == (plan_call(kept[0]), str(plan_call(kept[0])))
+
+
+def takes_nothing(patch: Patch) -> str | None:
+    return "nothing"
+
+
+OTHERS: dict[str, Callable[[CallToPlan], CallToPlan]] = {
+    "length": lambda each: call(setting(full_mesh(4, 1.0), workload(4, (4, 2), 128), BOTH, tflops=1e-2), tr.Causal()),
+    "heads": lambda each: call(setting(full_mesh(4, 1.0), workload(4, (4, 4), 64), BOTH, tflops=1e-2), tr.Causal()),
+    "dtype": lambda each: replace(
+        each, setting=replace(each.setting, workload=replace(each.setting.workload, dtype=torch.float16))
+    ),
+    "mask": lambda each: replace(each, mask=tr.Full()),
+    "documents": lambda each: replace(each, mask=tr.Causal() & tr.Documents([0, 100, each.q_layout.length])),
+    "layout": lambda each: replace(each, q_layout=make_layout("striped", 4, each.q_layout.length)),
+    "passes": lambda each: replace(each, setting=replace(each.setting, passes=("forward",))),
+    "wires": lambda each: replace(each, setting=replace(each.setting, interconnect=full_mesh(4, 1.5))),
+    "shape": lambda each: replace(each, setting=replace(each.setting, interconnect=ring(4, 1.0))),
+    "switch": lambda each: replace(each, setting=replace(each.setting, interconnect=switch(4, 1.0))),
+    "messages": lambda each: replace(
+        each, setting=replace(each.setting, machine=replace(each.setting.machine, messages=Messages(1e-6)))
+    ),
+    "cores": lambda each: replace(
+        each, setting=replace(each.setting, machine=replace(each.setting.machine, shared_cores=2.0))
+    ),
+    "target": lambda each: replace(each, setting=replace(each.setting, target=Target(collectives=True))),
+    "kernel": lambda each: replace(each, setting=replace(each.setting, supports=takes_nothing)),
+    "families": lambda each: replace(each, families=("ring",)),
+    "limit": lambda each: replace(each, memory_limit_bytes=1 << 30),
+    "everything": lambda each: replace(each, everything=True),
+    "modes": lambda each: replace(each, modes={"few": Target(channels=1)}),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_whatever_differs_has_another_file(asked: CallToPlan, what: str) -> None:
+    other = OTHERS[what](asked)
+    assert digest(other) != digest(asked)
+    assert digest(other) == digest(OTHERS[what](asked))
+
+
+def test_code_and_versions_count(asked: CallToPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest(asked)
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_plans, "__version__", "another")
+        assert digest(asked) != before
+    files = kept_plans._sources()
+    assert any("planner/choosing/select.py" in str(each[0]) for each in files)
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_plans, "_sources", lambda: files[1:])
+        assert digest(asked) != before
+    assert digest(asked) == before
+
+
+def test_a_digest_is_the_same_in_another_process(asked: CallToPlan) -> None:
+    """Hashes of texts differ between processes; a digest does not."""
+    script = (
+        "import sys; sys.path[:0] = ['tests', 'tests/support']\n"
+        "import tokenring as tr\nfrom nets import BOTH, call, setting, workload\n"
+        "from tokenring.planner.interconnects.interconnect import full_mesh\n"
+        "from tokenring.planner.choosing.kept_plans import digest\n"
+        "print(digest(call(setting(full_mesh(4, 1.0), workload(4, (4, 2), 64), BOTH, tflops=1e-2), tr.Causal())))"
+    )
+    repo = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    ran = subprocess.run([sys.executable, "-c", script], cwd=repo, env=environment, capture_output=True, text=True)
+    assert ran.stdout.strip() == digest(asked), ran.stderr
+
+
+def edited(path: Path, **changes: object) -> None:
+    document = json.loads(path.read_text())
+    document["plan"] |= changes
+    path.write_text(json.dumps(document))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_text(""),
+    "half": lambda path: path.write_text(path.read_text()[: path.stat().st_size // 2]),
+    "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe"),
+    "a list": lambda path: path.write_text("[]"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "another format": lambda path: path.write_text(path.read_text().replace("kept-plan/1", "kept-plan/2")),
+    "another file": lambda path: path.write_text(path.read_text().replace(path.name, "plan-0.json")),
+    "no schedule of ours": lambda path: edited(path, name="rung"),
+    "name is a number": lambda path: edited(path, name=7),
+    "order of another world": lambda path: edited(path, order=[1, 0]),
+    "no reason": lambda path: edited(path, reason=None),
+    "no candidates": lambda path: edited(path, candidates=[{"name": "ring"}]),
+    "too large": lambda path: path.write_text(path.read_text() + " " * kept_plans.MOST_BYTES),
+    "others may write": lambda path: path.chmod(0o666),
+    "a link": lambda path: path.symlink_to(path.rename(path.with_name("elsewhere"))),
+    "a folder": lambda path: path.rename(path.with_name("elsewhere")).with_name(path.name).mkdir(),
+    "a pipe": lambda path: subprocess.run(f"rm {path} && mkfifo {path}", shell=True, check=True),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_not_used(kept: Kept, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is planned again, and but for a folder in its place the file is whole again."""
+    DAMAGES[damage](kept[2])
+    found, anew = planned(kept, monkeypatch)
+    assert anew and found == plan_call(kept[0])
+    assert planned(kept, monkeypatch)[1] is (damage == "a folder")
+
+
+def test_a_file_of_another_user_is_not_used(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = kept[2].stat().st_uid
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: owner + 1)
+        assert planned(kept, monkeypatch)[1]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(asked: CallToPlan, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert plan_kept(asked, {"TOKENRING_PLAN_CACHE": str(tmp_path / "file" / "plans")}) == plan_call(asked)
+
+
+def test_a_writer_that_is_killed_leaves_nothing_in_the_way(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had begun has another name, which nobody reads."""
+    kept[2].unlink()
+    (kept[2].parent / ".writing-x").write_text("half")
+    assert [planned(kept, monkeypatch)[1] for _ in range(2)] == [True, False]
+
+
+def test_the_oldest_go(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_plans, "MOST_FILES", 3)
+    folder = kept[2].parent
+    for number in range(5):
+        write_whole(folder / f"plan-{number}.json", "{}")
+        os.utime(folder / f"plan-{number}.json", (number, number))
+    plan_kept(OTHERS["families"](kept[0]), kept[1])
+    names = {each.name for each in folder.iterdir()}
+    assert len(names) == 3 and kept[2].name in names and "plan-4.json" in names
+
+
+def test_a_family_of_the_user_is_not_kept(asked: CallToPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code may change without anybody noticing."""
+
+    def mine(world_size: int) -> Scheme:
+        return FAMILIES["ring"].scheme(world_size)
+
+    monkeypatch.setitem(FAMILIES, "mine", replace(FAMILIES["ring"], name="mine", scheme=mine))
+    assert path_of(asked, {"TOKENRING_PLAN_CACHE": str(tmp_path)}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"TOKENRING_PLAN_CACHE": "/a/b"}, "/a/b"),
+        ({"TOKENRING_PLAN_CACHE": "off", "HOME": "/h"}, None),
+        ({"HOME": "/h"}, "/h/.cache/tokenring/plans"),
+        ({"TOKENRING_PLAN_CACHE": "relative", "HOME": "/h"}, "/h/.cache/tokenring/plans"),
+        ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/tokenring/plans"),
+        ({}, None),
+    ],
+)
+def test_where_plans_are_kept(environment: dict[str, str], folder: str | None) -> None:
+    assert folder_of_plans(environment) == (None if folder is None else Path(folder))
+
+
+def test_the_command_keeps_plans_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENRING_PLAN_CACHE", str(tmp_path / "plans"))
+    command = ["plan", "--topology", "preset:a10-pix-4", "--seq", "4k", "--heads", "8", "--pass", "forward"]
+
+    def said(*options: str) -> str:
+        out = StringIO()
+        assert main([*command, *options], out, StringIO()) == 0
+        return out.getvalue()
+
+    anew = said("--no-cache")
+    assert not (tmp_path / "plans").exists()
+    assert said() == anew
+    (path,) = (tmp_path / "plans").iterdir()
+    edited(path, reason="ring: as the file says")
+    assert "as the file says" in said("--json") and "as the file says" not in said("--json", "--no-cache")
