@@ -12,8 +12,7 @@ import torch
 from tokenring.cli.main import main
 from tokenring.errors import MemoryLimitError
 from tokenring.lowering.footprint import HeldBytes
-from tokenring.planner.choosing import auto, select
-from tokenring.planner.choosing import folded_world
+from tokenring.planner.choosing import auto, folded_world, select
 from tokenring.planner.choosing.auto import CallToPlan, make, plan_or_forecast
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
 from tokenring.planner.interconnects.wiring import interconnect_of
