@@ -10,6 +10,8 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.machines.devices import DEVICES, DeviceFigures, device_figures
 from tokenring.planner.machines.presets import PRESETS, find
+from tokenring.planner.machines.sourced import Figure
+from tokenring.tables.launching import Launching
 from tokenring.tables.rates import Machine, Messages, Rates, Sample
 from tokenring.topology.model.facts import PROCESS
 from tokenring.topology.ranks import Topology
@@ -17,8 +19,8 @@ from tokenring.topology.ranks import Topology
 # How a flash kernel's rate grows with the length of its tile: shares of the rate at 16k tokens on A100, forward,
 # head dim 128 (FlashAttention-2, arXiv:2307.08691, figure 4: 16k tokens in batches of sequences of this length).
 RAMP = ((128, 0.4), (512, 0.75), (1024, 0.87), (2048, 0.94), (4096, 0.97), (16384, 1.0))
+NPU_KERNEL = "npu-fusion"
 ASSUMED_OPERATION_US = 10.0  # of a message, where nothing is known
-LAUNCH_SECONDS = 8e-6  # of a kernel from Python, assumed for every accelerator
 COPY_SHARE = 0.8  # of the memory's published rate, assumed
 CPU_FORWARD = ((32, 0.045), (64, 0.058), (128, 0.068), (1024, 0.075))  # one core of the machine of docs/measurements.md
 CPU_BACKWARD = ((32, 0.03), (64, 0.04), (128, 0.05), (1024, 0.055))
@@ -43,16 +45,30 @@ def device_rates(device: DeviceFigures, dtype: torch.dtype) -> Rates:
         whole = device.attention_tflops(dtype, direction)
         return tuple((side, whole * share) for side, share in RAMP)
 
-    memory_gbs = device.memory_gbs.known()
+    launching = _launching(device)
+    launches = "" if launching is None else f"; {device.launch_us.known():g} µs a launch, {_by(device.launch_us)}"
     return Rates(
         f"published figures of {device.title}: peak × {device.forward.known():g} forward, "
-        f"× {device.backward.known():g} backward, less for tiles below 16k tokens",
+        f"× {device.backward.known():g} backward, less for tiles below 16k tokens{launches}",
         samples("forward"),
         samples("backward"),
-        LAUNCH_SECONDS,
-        COPY_SHARE * memory_gbs,
-        LAUNCH_SECONDS,
+        device.kernel_us.known() * 1e-6,
+        COPY_SHARE * device.memory_gbs.known(),
+        device.operator_us.known() * 1e-6,
+        launching=launching,
     )
+
+
+def _launching(device: DeviceFigures) -> Launching | None:
+    """Return how such a device's host launches; None where launches are not counted."""
+    if device.launch_us.value is None:
+        return None
+    return Launching(device.launch_us.known() * 1e-6, NPU_KERNEL)
+
+
+def _by(figure: Figure) -> str:
+    """Return how a figure is known, in a word."""
+    return "assumed" if figure.grade == "assumed" else "published"
 
 
 def messages_of(operation_us: float | None) -> Messages:
@@ -121,5 +137,5 @@ def models_of(topology: Topology) -> list[str | None]:
 def _accelerator(device: DeviceFigures, rates: Rates, messages: Messages) -> Machine:
     """Return the machine with the transport and the kernel of such devices, where they have one for them alone."""
     ascend = device.name.startswith(("910", "950"))
-    transport, kernel = ("hccl", "npu-fusion") if ascend else (None, None)
+    transport, kernel = ("hccl", NPU_KERNEL) if ascend else (None, None)
     return Machine(rates, messages, transport=transport, kernel=kernel)
