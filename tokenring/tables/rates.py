@@ -27,8 +27,9 @@ class Rates:
     call_seconds: of a kernel call, whatever its size. copy_gbs: bytes that a copy moves in a second, reads and
         writes together. op_seconds: of a copy or merge, whatever its size. merge_seconds: what merging results with
         their log-sum-exp takes more, where that is several operations (on a CPU), whatever the size.
-    launching: how the host launches operators, where it may be slower than the device: then each of them costs
-        op_seconds there, and call_seconds is the kernel's alone; None: an instruction is one operation.
+    launching: how the host launches operators, where it may be slower than the device. Each of them costs op_seconds
+        then, so call_seconds is the kernel's alone, and a merge no more than its operators. None: an instruction is
+        one operation.
     source: where the figures are from; a guess says so.
     """
 

@@ -16,7 +16,7 @@ import torch
 from ascend import device
 from tokenring.api.autograd import run_backward, run_forward
 from tokenring.backends.interfaces import AttentionKernel, Work
-from tokenring.ir.schedule_data import PASSES, Pass, ScheduleData
+from tokenring.ir.schedule_data import PASSES, ScheduleData
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Instruction
 from tokenring.lowering.target import Target

@@ -10,7 +10,6 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.machines.devices import DEVICES, DeviceFigures, device_figures
 from tokenring.planner.machines.presets import PRESETS, find
-from tokenring.planner.machines.sourced import Figure
 from tokenring.tables.launching import Launching
 from tokenring.tables.rates import Machine, Messages, Rates, Sample
 from tokenring.topology.model.facts import PROCESS
@@ -45,17 +44,15 @@ def device_rates(device: DeviceFigures, dtype: torch.dtype) -> Rates:
         whole = device.attention_tflops(dtype, direction)
         return tuple((side, whole * share) for side, share in RAMP)
 
-    launching = _launching(device)
-    launches = "" if launching is None else f"; {device.launch_us.known():g} µs a launch, {_by(device.launch_us)}"
     return Rates(
         f"published figures of {device.title}: peak × {device.forward.known():g} forward, "
-        f"× {device.backward.known():g} backward, less for tiles below 16k tokens{launches}",
+        f"× {device.backward.known():g} backward, less for tiles below 16k tokens{_launches_text(device)}",
         samples("forward"),
         samples("backward"),
         device.kernel_us.known() * 1e-6,
         COPY_SHARE * device.memory_gbs.known(),
         device.operator_us.known() * 1e-6,
-        launching=launching,
+        launching=_launching(device),
     )
 
 
@@ -66,9 +63,12 @@ def _launching(device: DeviceFigures) -> Launching | None:
     return Launching(device.launch_us.known() * 1e-6, NPU_KERNEL)
 
 
-def _by(figure: Figure) -> str:
-    """Return how a figure is known, in a word."""
-    return "assumed" if figure.grade == "assumed" else "published"
+def _launches_text(device: DeviceFigures) -> str:
+    """Return what is said of launches where they are counted."""
+    if device.launch_us.value is None:
+        return ""
+    known = "assumed" if device.launch_us.grade == "assumed" else "published"
+    return f"; each launch {device.launch_us.value:g} µs of the host, {known}"
 
 
 def messages_of(operation_us: float | None) -> Messages:
