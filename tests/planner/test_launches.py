@@ -77,7 +77,7 @@ def counted(here: Here, call: Call, rank: int) -> Counted:
 def priced(call: Call, rank: int) -> Counted:
     """What the planner takes them to launch."""
     schedule, size = call.schedule(), call.size()
-    found = {}
+    found: Counted = {}
     for each in PASSES:
         program = lower(schedule, rank, each, size, transport_target("hccl"), NpuFusion.supports_patch)
         records = PassRecords(schedule, Records(schedule, size, each))
@@ -169,7 +169,7 @@ def test_ascend_presets_count_launches(name: str) -> None:
     rates = machine_of_preset(name, torch.float16).rates
     assert rates.launching is not None and rates.launching.kernel == "npu-fusion"
     assert rates.launching.seconds == pytest.approx(10e-6)
-    assert (rates.call_seconds, rates.op_seconds) == (pytest.approx(5e-6), pytest.approx(2e-6))
+    assert rates.call_seconds == pytest.approx(5e-6) and rates.op_seconds == pytest.approx(2e-6)
     assert "each launch 10 µs of the host, assumed" in rates.source
 
 

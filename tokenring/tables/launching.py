@@ -1,4 +1,4 @@
-"""How the host of a device launches what runs there: the seconds of a launch, and what a kernel call launches."""
+"""The launches of a device's operators: seconds of each on the host, and how many a kernel call asks for."""
 
 from __future__ import annotations
 

@@ -112,10 +112,7 @@ def launched(
     for each in executors.values():
         each.steps = [log.of(number, step) for number, step in enumerate(each.steps)]
         each.views.base.zero_()
-    rows = {"q": size.q_length // schedule.world_size, "k": size.kv_length // schedule.world_size}
-    shape = lambda name, heads: (size.batch, rows[name], heads, size.head_dim)  # noqa: E731
-    q, dout = (torch.zeros(shape("q", size.q_heads), dtype=size.dtype, device="npu") for _ in range(2))
-    k, v = (torch.zeros(shape("k", size.kv_heads), dtype=size.dtype, device="npu") for _ in range(2))
+    q, k, v, dout = (own_part(size, schedule.world_size, name) for name in ("q", "k", "v", "dout"))
     found = {}
     with noted(log):
         out, lse, kept = run_forward(executors["forward"], None, q, k, v)
@@ -125,3 +122,9 @@ def launched(
         run_backward(executors["backward"], None, dout, q, k, v, out, sound, kept)
         found["backward"] = log.taken(programs["backward"].instructions)
     return found
+
+
+def own_part(size: Workload, ranks: int, name: str) -> torch.Tensor:
+    """A rank's own part of q, k, v or dout: zeros."""
+    whole, heads = (size.kv_length, size.kv_heads) if name in "kv" else (size.q_length, size.q_heads)
+    return torch.zeros(size.batch, whole // ranks, heads, size.head_dim, dtype=size.dtype, device="npu")

@@ -1,4 +1,4 @@
-"""What a program launches: the operators that its instructions ask a device for, and the messages that they post.
+"""The launches of a program: operators that its instructions ask a device for, and messages that they post.
 
 Counted as the executor runs them with tensors as callers have them: contiguous, merged by torch's operators. Patches
 that a kernel computes in one call (packed documents) count as a call each, and a mask of a patch's own as none.
@@ -22,7 +22,7 @@ DELTA = 2  # of a row's dout · out: a product and its sum, beside two conversio
 
 
 class PassRecords:
-    """What the programs of one pass have in common: the blocks' records, and how many rows each rank has of its own."""
+    """The common ground of a pass's programs: the records of blocks, and how many rows each rank has of its own."""
 
     def __init__(self, schedule: ScheduleData, records: Records) -> None:
         size = records.workload
