@@ -13,6 +13,7 @@ from ascend.ranks import NpuPools
 from ranks import Here
 
 from tokenring.backends.kernels.npu_fusion import NpuFusion
+from tokenring.cli.main import main as cli
 from tokenring.ir.schedule_data import PASSES, ScheduleData
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.lower import lower
@@ -94,6 +95,21 @@ def test_counted_and_priced_are_equal(call: Call, npus: NpuPools) -> None:
         assert priced(call, rank) == found
 
 
+# Operators and messages of rank 0, as docs/planner.md has them: forward, backward.
+BY_HAND = {
+    "ring": ((93, 14), (97, 28)), "direct-kv": ((21, 20), (37, 40)), "tokenring": ((92, 28), (187, 28)),
+    "usp/2": ((90, 24), (162, 42)), "ulysses": ((59, 33), (94, 33)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS[: len(BY_HAND)], ids=str)
+def test_the_documented_counts(call: Call) -> None:
+    for direction, (operators, messages) in zip(PASSES, BY_HAND[call.name], strict=True):
+        found = priced(call, 0)[direction]
+        posts = sum(what.startswith(("Send", "Recv")) for what, _ in found)
+        assert (sum(count for _, count in found) - posts, posts) == (operators, messages)
+
+
 @pytest.mark.parametrize("name", ["ring", "direct-kv"])
 def test_replaced_results_launch_less(name: str, npus: NpuPools) -> None:
     """In fp32 the caller's own tensors are replaced by npu_attention_update's, where torch_npu has it: 4 for 6."""
@@ -171,6 +187,13 @@ def test_ascend_presets_count_launches(name: str) -> None:
     assert rates.launching.seconds == pytest.approx(10e-6)
     assert rates.call_seconds == pytest.approx(5e-6) and rates.op_seconds == pytest.approx(2e-6)
     assert "each launch 10 µs of the host, assumed" in rates.source
+
+
+def test_the_command_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--seq", "4k", "--heads", "8", "--schedules", "ring", "--pass", "forward", "--topology"]
+    for name, said in (("atlas-800t-a2", True), ("hgx-h100", False)):
+        assert cli([*plan, f"preset:{name}"]) == 0
+        assert ("each launch 10 µs of the host, assumed" in capsys.readouterr().out) is said
 
 
 def test_ascend_devices_that_were_probed_count_launches() -> None:
