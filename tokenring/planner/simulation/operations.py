@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -111,25 +112,31 @@ class _Host:
 
     def launch(self, instruction: object, made: list[Operation], step: int) -> list[Operation]:
         """Return the operations of an instruction with the cost of all that it launches, none before it is launched."""
-        count = self.launches.of(instruction)
-        return self._launched(made, count, step) if count and made else made
+        if isinstance(instruction, Wait):
+            return made  # by the device
+        if isinstance(instruction, Send | Recv):
+            self.seconds += self.each * len(made)
+            return [Compute(0.0, False, step, "launch", self.seconds), *made] if made else made
+        works = [each for each in made if isinstance(each, Compute)]
+        return list(self._launched(works, self.launches.of(instruction), step))
 
     def after(self) -> list[Operation]:
         """Return what is launched after the last instruction."""
-        return self._launched([], self.launches.after(), self.last_step)
+        return list(self._launched([], self.launches.after(), self.last_step))
 
-    def _launched(self, made: list[Operation], count: int, step: int) -> list[Operation]:
+    def _launched(self, works: list[Compute], count: int, step: int) -> Iterator[Operation]:
+        """Yield the kernel, if any, and then all other operators of an instruction as one piece of work."""
         first, self.seconds = self.seconds + self.each, self.seconds + count * self.each
-        if isinstance(made[-1] if made else None, SimulatedPost):
-            return [Compute(0.0, False, step, "launch", self.seconds), *made]
-        kernel = [each._replace(launched=first) for each in made if isinstance(each, Compute) and each.kernel]
-        others = [each for each in made if isinstance(each, Compute) and not each.kernel]
-        more = count - len(kernel) - len(others)  # operators that are no operation of their own
-        seconds = sum(each.seconds for each in others) + more * self.rates.op_seconds
-        some = count - len(kernel)  # and end no earlier than the last of them, launched last
-        label = others[0].label if others else "launch"
-        begin = max(first, self.seconds - seconds * (some - 1) / some) if some else first
-        return [*kernel, Compute(seconds, False, step, label, begin)]
+        if works and works[0].kernel:
+            yield works.pop(0)._replace(launched=first)
+            count -= 1
+        if not count:
+            return
+        label, seconds = (works[0].label, works[0].seconds) if works else ("launch", self.rates.op_seconds)
+        seconds += (count - 1) * self.rates.op_seconds
+        # Each is as long, and the last one begins no earlier than it is launched, which is last.
+        begin = max(first, self.seconds - seconds * (count - 1) / count)
+        yield Compute(seconds, False, step, label, begin)
 
 
 class _Maker:
