@@ -78,6 +78,7 @@ _V100 = "NVIDIA's V100 data sheet, as catalogues repeat it"
 _A10 = "NVIDIA's A10 data sheet, as catalogues repeat it"
 _L40S = "NVIDIA's L40S data sheet (without sparsity), as a dealer reproduces it"
 _L20 = "NVIDIA's L20 data sheet (without sparsity), as catalogues repeat it"
+_4090 = "WareDB's page on the GeForce RTX 4090 (dense, 16 bits with fp32 sums)"
 _MSMODELING = "Ascend's msmodeling, device profiles"
 _950 = "texts on the vendor's announcement of September 2025: 950DT, 144 GB at 4 TB/s, 1 PFLOP/s in FP8"
 _950_HALF = "half of the 1 PFLOP/s that the vendor announced for FP8: no figure of 16-bit formats was found"
@@ -147,6 +148,11 @@ _ALL = (
         "l40s", "NVIDIA L40S 48 GB",
         Figure(91.6, _L40S, "table"), Figure(362.05, _L40S, "table"),
         Figure(362.05, _L40S, "table"), Figure(864, _L40S, "table"), Figure(48, _L40S, "table"), *LIKE_A100,
+    ),
+    DeviceFigures(
+        "rtx4090", "NVIDIA GeForce RTX 4090 24 GB",
+        Figure(82.58, _4090, "table"), Figure(165.15, _4090, "table"),
+        Figure(165.15, _4090, "table"), Figure(1008, _4090, "table"), Figure(24, _4090, "table"), *LIKE_A100,
     ),
     DeviceFigures(
         "a10", "NVIDIA A10 24 GB",

@@ -32,8 +32,8 @@ CPU_MESSAGES = Messages(
 )  # fmt: skip
 MODELS_OF = {  # what probes call a device's model → its figures; the first that the name contains
     "V100": "v100-sxm2", "A100": "a100-sxm", "A800": "a100-sxm", "H100": "h100-sxm", "H800": "h100-sxm",
-    "H200": "h100-sxm", "L40S": "l40s", "L20": "l20", "A10": "a10", "910B2": "910b2", "910B": "910b3",
-    "910C": "910c-die", "910_93": "910c-die", "910A": "910a", "MI300X": "mi300x",
+    "H200": "h100-sxm", "L40S": "l40s", "L20": "l20", "RTX 4090": "rtx4090", "A10": "a10", "910B2": "910b2",
+    "910B": "910b3", "910C": "910c-die", "910_93": "910c-die", "910A": "910a", "MI300X": "mi300x",
 }  # fmt: skip
 
 
