@@ -10,7 +10,9 @@ import torch
 from ascend.launches import launched
 from ascend.operators import register
 from ascend.ranks import NpuPools
+from nets import clusters, named, setting, workload
 from ranks import Here
+from test_planner_fold import folded_seconds
 
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.cli.main import main as cli
@@ -166,6 +168,18 @@ def predicted(call: Call, rates: Rates) -> float:
     net = full_mesh(call.ranks, 1.0)
     setting = Setting(call.size(), net, machine, PASSES, target=transport_target("hccl"))
     return predict(call.schedule(), setting).seconds
+
+
+@pytest.mark.parametrize("name", ["ring", "tokenring", "direct-kv", "usp/4"])
+def test_one_host_stands_for_all(name: str) -> None:
+    """What ranks launch is in the programs of host 0 as in everybody's."""
+    asked = setting(clusters(3, 4), workload(12, (12, 12), 192), ("backward",), tflops=0.5)
+    launching = replace(asked.machine.rates, op_seconds=1e-6, launching=Launching(1e-3, "npu-fusion"))
+    slower = replace(asked, machine=replace(asked.machine, rates=launching))
+    schedule = named(name, 12, slower.workload.q_length)
+    exact = predict(schedule, slower).seconds
+    assert exact > 1.2 * predict(schedule, asked).seconds
+    assert folded_seconds(name, slower) == pytest.approx(exact, rel=0.01)
 
 
 def test_a_host_that_is_ahead_costs_nothing() -> None:
