@@ -50,6 +50,7 @@ class Call(NamedTuple):
     mask: str = "causal"
     batch: int = 1
     dtype: torch.dtype = BF16
+    transport: str = "hccl"
 
     def schedule(self) -> ScheduleData:
         layout = make_layout(self.layout, self.ranks, 32 * self.ranks)
@@ -65,7 +66,8 @@ CALLS = (
     Call("direct-q"), Call("double-ring/4"), Call("bidirectional", 4), Call("tokenring/keep", 4),
     Call("ring", 4, layout="contiguous", mask="full"), Call("ring", 4, batch=2), Call("tokenring", 4, batch=2),
     Call("ulysses", 4, (8, 4), batch=2), Call("tokenring", 4, dtype=FP32), Call("direct-kv/pieces2", 4),
-    Call("mesh-kv/2x2", 4), Call("tiles/2x2", 4),
+    Call("mesh-kv/2x2", 4), Call("tiles/2x2", 4), Call("ulysses", 4, (8, 4), transport="hccl/collectives"),
+    Call("all-gather-kv", 4, layout="contiguous", mask="full", transport="hccl/collectives"),
 )  # fmt: skip
 Counted = dict[str, list[tuple[str, int]]]
 
@@ -73,7 +75,7 @@ Counted = dict[str, list[tuple[str, int]]]
 def counted(here: Here, call: Call, rank: int) -> Counted:
     """What a rank's instructions launch on the emulated NPU; the last: after them."""
     register(WHEEL)
-    found = launched(call.schedule(), call.size(), rank, NpuFusion(), transport_target("hccl"))
+    found = launched(call.schedule(), call.size(), rank, NpuFusion(), transport_target(call.transport))
     return {each: [(str(what), count.total()) for what, count in found[each]] for each in PASSES}
 
 
@@ -82,7 +84,7 @@ def priced(call: Call, rank: int) -> Counted:
     schedule, size = call.schedule(), call.size()
     found: Counted = {}
     for each in PASSES:
-        program = lower(schedule, rank, each, size, transport_target("hccl"), NpuFusion.supports_patch)
+        program = lower(schedule, rank, each, size, transport_target(call.transport), NpuFusion.supports_patch)
         records = PassRecords(schedule, Records(schedule, size, each))
         launches = Launches(program, records, KERNELS["npu-fusion"])
         whole = [(str(what), launches.of(what)) for what in program.instructions]

@@ -7,7 +7,7 @@ has come into: what is launched does not depend on it. So messages are posted to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ NO_LAUNCHES = {
     "aten::_unsafe_view", "aten::_reshape_alias",
 }  # fmt: skip
 POST = "post"
+Tensors = Mapping[int, torch.Tensor]
 Launched = list[tuple[Instruction | None, Counter[str]]]  # of a pass: what each instruction launched; None: after all
 
 
@@ -48,6 +49,14 @@ class Nowhere:
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         return self.send(data, src, channel, label)
+
+    def all_to_all(self, sends: Tensors, recvs: Tensors, ranks: tuple[int, ...], label: str) -> Work:
+        self._log.add(POST)
+        return self
+
+    def all_gather(self, data: torch.Tensor, recvs: Tensors, ranks: tuple[int, ...], label: str) -> Work:
+        self._log.add(POST)
+        return self
 
     def wait(self) -> None:
         """Nothing is on its way."""

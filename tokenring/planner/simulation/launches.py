@@ -41,6 +41,7 @@ class Launches:
         self.records, self.size = of_pass.records, of_pass.records.workload
         self.forward, self.half = program.direction == "forward", self.size.dtype != torch.float32
         self._has_delta = False
+        self._collectives = {message: each for each in program.collectives for message in each.messages}
 
     def of(self, instruction: object) -> int:
         """Return what an instruction launches."""
@@ -53,8 +54,8 @@ class Launches:
                 return self._pack(self._record(into.slot))
             case Fill(kind):
                 return OUT_AND_LSE if self.forward else TENSORS[kind]
-            case Recv() | Send():
-                return 1
+            case Recv(message) | Send(message):
+                return self._post(message)
         return 0
 
     def after(self) -> int:
@@ -62,6 +63,13 @@ class Launches:
         if self.forward:
             return 1 + self.half  # lse in memory of its own, and out in the caller's dtype
         return (TENSORS["q"] + TENSORS["kv"]) * self.half
+
+    def _post(self, message: int) -> int:
+        """Return 1, or of messages that go as one operation, at the last of them, how many operations that is."""
+        collective = self._collectives.pop(message, None)
+        if collective is None:
+            return 1
+        return 0 if any(each in self._collectives for each in collective.messages) else collective.parts
 
     def _pack(self, record: Record) -> int:
         delta = not self._has_delta and any(field.name == "delta" for field in record.fields)

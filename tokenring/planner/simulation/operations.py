@@ -115,7 +115,7 @@ class _Host:
         if isinstance(instruction, Wait):
             return made  # by the device
         if isinstance(instruction, Send | Recv):
-            self.seconds += self.each * len(made)
+            self.seconds += self.each * self.launches.of(instruction)
             return [Compute(0.0, False, step, "launch", self.seconds), *made] if made else made
         works = [each for each in made if isinstance(each, Compute)]
         return list(self._launched(works, self.launches.of(instruction), step))
