@@ -189,7 +189,7 @@ class AttentionKernel(Protocol):
     Hkv. `patch` says what is visible, from its own corner (row0 = col0 = 0). lse is fp32, natural
     log, [B, Hq, Sq]; a row that sees nothing has out 0, lse -inf and no gradient. Results come in
     fp32 or the input's dtype. scale is positive, and not too small for fp32: others are folded into q
-    (`runtime.scaling`).
+    (`runtime.bound_kernel`).
     """
 
     name: str

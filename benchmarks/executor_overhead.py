@@ -23,8 +23,7 @@ from tokenring.lowering.target import IDEAL
 from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.names import SCHEMES
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import SCHEMES, named_schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import Causal
 from tokenring.sequence.region import Patch

@@ -10,9 +10,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tokenring._version import __version__
-
 if TYPE_CHECKING:
+    from tokenring._version import __version__
     from tokenring.api.attention import attention, plan
     from tokenring.api.capture import CapturedAttention, capture
     from tokenring.api.context import ContextParallel
@@ -76,6 +75,7 @@ __all__ = [
 # The modules that the public names come from. They are imported when first asked for: most need torch, which takes
 # longer to import than `tokenring topology` to answer.
 _MODULES = {
+    "_version": "__version__",
     "api.attention": "attention plan",
     "api.capture": "CapturedAttention capture",
     "api.context": "ContextParallel",

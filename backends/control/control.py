@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from tokenring.backends.control import semaphores
 from tokenring.backends.control.failure_board import (
     CELL_BYTES,
     SLICE_SECONDS,
@@ -30,7 +29,7 @@ from tokenring.backends.control.failure_board import (
     StoreFailureBoard,
 )
 from tokenring.backends.control.process_info import ProcessInfo, this_process
-from tokenring.backends.control.segments import Segment
+from tokenring.backends.control.segments import Segment, no_semaphores
 from tokenring.backends.control.store_gather import StoreGather
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, PeerLost
@@ -97,7 +96,7 @@ class Control:
         apart = next((rank for rank, each in enumerate(self.members) if not each.shares_memory_with(mine)), None)
         if apart is not None:
             return None, f"rank {apart} is on another machine or in another network namespace than rank {self.rank}"
-        if reason := semaphores.unavailable():
+        if reason := no_semaphores():
             return None, reason
         size = ShmFailureBoard.size_bytes(self.world_size)
         segment, reasons = shared_segment(self.name, size + room_bytes, self.rank, meeting.gather, self._init)

@@ -12,12 +12,11 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from tokenring.backends.control.segments import Segment
-from tokenring.backends.control.semaphores import SIZE_BYTES, Semaphore
+from tokenring.backends.control.segments import SEMAPHORE_BYTES, Segment, Semaphore
 from tokenring.backends.control.store_gather import StoreSilent, bounded
 
 SLICE_SECONDS = 0.1  # how long a wait sleeps before it looks whether the peer still lives
-CELL_BYTES = SIZE_BYTES - 4  # what a rank may say at once, after the number of the exchange
+CELL_BYTES = SEMAPHORE_BYTES - 4  # what a rank may say at once, after the number of the exchange
 VERDICT_BYTES = 1024
 NOBODY = -1
 ROUNDS = 1 << 31  # even: exchanges take turns between two rows
@@ -67,7 +66,7 @@ class FailureBoard(Protocol):
 class ShmFailureBoard:
     """A board in shared memory; also small exchanges between all ranks, and room for a transport's signals.
 
-    In the segment, in cells of SIZE_BYTES: the board's name, a lock and a flag for the verdict, the
+    In the segment, in cells of SEMAPHORE_BYTES: the board's name, a lock and a flag for the verdict, the
     verdict, for whom each rank waits, two rows of exchanged payloads by rank, tickets, and a gate and
     a fence for each rank; then what the transport wants.
 
@@ -77,11 +76,11 @@ class ShmFailureBoard:
 
     def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
         self.segment, self.rank, self.world_size = segment, rank, world_size
-        cells = iter(range(0, segment.bytes.numel(), SIZE_BYTES))
+        cells = iter(range(0, segment.bytes.numel(), SEMAPHORE_BYTES))
         next(cells)  # the name
         self._lock, self._ready = self._semaphore(next(cells)), self._semaphore(next(cells))
         self._verdict_at = next(cells)
-        for _ in range(VERDICT_BYTES // SIZE_BYTES - 1):
+        for _ in range(VERDICT_BYTES // SEMAPHORE_BYTES - 1):
             next(cells)
         self._waits_at = [next(cells) for _ in range(world_size)]
         self._payloads_at = [[next(cells) for _ in range(world_size)] for _ in range(2)]
@@ -96,11 +95,11 @@ class ShmFailureBoard:
     @staticmethod
     def size_bytes(world_size: int) -> int:
         """Return the shared memory, in bytes, that the board of so many ranks takes."""
-        return SIZE_BYTES * (4 + VERDICT_BYTES // SIZE_BYTES + 5 * world_size)
+        return SEMAPHORE_BYTES * (4 + VERDICT_BYTES // SEMAPHORE_BYTES + 5 * world_size)
 
     def create(self, name: str) -> None:
         """Set up a new segment; by one rank."""
-        self.segment.write(0, name.encode()[:SIZE_BYTES])
+        self.segment.write(0, name.encode()[:SEMAPHORE_BYTES])
         for semaphore in self._all:
             semaphore.create()
         self._lock.post()
@@ -111,7 +110,7 @@ class ShmFailureBoard:
 
     def is_called(self, name: str) -> bool:
         """Return True if this is the very memory that the rank which created it wrote the name into."""
-        return self.segment.read(0, SIZE_BYTES).rstrip(b"\0") == name.encode()[:SIZE_BYTES]
+        return self.segment.read(0, SEMAPHORE_BYTES).rstrip(b"\0") == name.encode()[:SEMAPHORE_BYTES]
 
     def verdict(self) -> FailureReport | None:
         """Return the group's verdict, or None; see FailureBoard.verdict."""
@@ -172,8 +171,8 @@ class ShmFailureBoard:
     def hear(self) -> list[bytes]:
         """Return what all ranks said, by rank, once `heard` has returned True."""
         row = self._payloads_at[self._round % 2]
-        cells = self.segment.read(row[0], len(row) * SIZE_BYTES)
-        return [cells[at + 4 : at + SIZE_BYTES] for at in range(0, len(cells), SIZE_BYTES)]
+        cells = self.segment.read(row[0], len(row) * SEMAPHORE_BYTES)
+        return [cells[at + 4 : at + SEMAPHORE_BYTES] for at in range(0, len(cells), SEMAPHORE_BYTES)]
 
     def _semaphore(self, at: int) -> Semaphore:
         return Semaphore(self.segment.address + at)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from tokenring.backends.kernels.delta import whole_out
-from tokenring.backends.kernels.reference import dense_mask
 from tokenring.sequence.region import Patch
 
 BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted
@@ -93,6 +92,8 @@ def _additive(patch: Patch) -> _Mask:
 
 
 def _make(patch: Patch) -> _Mask:
+    from tokenring.backends.kernels.reference import dense_mask
+
     visible = dense_mask(patch, torch.device("cpu"))
     assert visible is not None  # only full patches have none
     bias = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, float("-inf"))

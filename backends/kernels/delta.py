@@ -1,4 +1,4 @@
-"""The output from which a gradient computes delta = rowsum(dout · out), where delta travelled and out did not."""
+"""delta = rowsum(dout · out); and the output from which a gradient computes it, where it travelled and out did not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import math
 
 import torch
 
-from tokenring.backends.kernels.reference import given
-
 EXPONENT, UNIT = 0xFF << 23, 1 << 23  # of a number in fp32: its exponent's bits, and the least of them
 LEAST_SQUARE = 2.0**-20  # what the squares of a row come to, at least, once it is scaled: 2⁻¹⁴
+
+
+def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return delta = rowsum(dout · out), in fp32 or wider (FlashAttention-2, §3.1.2)."""
+    return (wide(dout) * wide(out)).sum(dim=-1)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x in fp32, or in float64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -59,3 +67,10 @@ def lean_stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     made = torch.mul(dout, scale[..., None], out=torch.empty_like(dout))
     square = torch.linalg.vector_norm(made, dim=-1, dtype=torch.float32).square_().clamp_min_(LEAST_SQUARE)
     return made.mul_((delta * scale / square)[..., None])
+
+
+def given(out: torch.Tensor | None) -> torch.Tensor:
+    """Return out, where a kernel was given no delta. Raises TypeError if it was given neither."""
+    if out is None:
+        raise TypeError("a kernel's backward needs delta or out")
+    return out

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from tokenring.backends.kernels.delta import row_dot
 from tokenring.backends.kernels.flash_common import HALF, Gradients
 from tokenring.backends.kernels.masks import MaskedKernel, Masks
-from tokenring.backends.kernels.reference import row_dot
 from tokenring.errors import BackendUnavailable
 from tokenring.sequence.region import Patch
 

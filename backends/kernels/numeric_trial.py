@@ -24,7 +24,8 @@ import torch
 
 from tokenring.backends.devices import device_of, has_device
 from tokenring.backends.interfaces import AttentionKernel
-from tokenring.backends.kernels.reference import Reference, row_dot
+from tokenring.backends.kernels.delta import row_dot
+from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.kernels.torch_cuda import cudnn_version
 from tokenring.errors import MOST_SAID, one_line
 from tokenring.ir.schedule_data import Pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenring.backends.kernels.delta import given, row_dot, wide
 from tokenring.sequence.region import Patch
 
 
@@ -54,7 +55,7 @@ class Reference:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse in fp32, or in float64 when given float64; see AttentionKernel.forward."""
-        q, k, v = _wide(q), _wide(k), _wide(v)
+        q, k, v = wide(q), wide(k), wide(v)
         s = scores(q, k, patch, scale)
         lse = torch.logsumexp(s, dim=-1)
         p = _probabilities(s, lse)
@@ -75,7 +76,7 @@ class Reference:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk, dv in fp32, or in float64 when given float64; see AttentionKernel.backward."""
-        dout, q, k, v = _wide(dout), _wide(q), _wide(k), _wide(v)
+        dout, q, k, v = wide(dout), wide(q), wide(k), wide(v)
         if delta is None:
             delta = row_dot(dout, given(out))
         kv_heads = k.shape[1]
@@ -89,22 +90,6 @@ class Reference:
         return dq.flatten(1, 2), dk, dv
 
 
-def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return delta = rowsum(dout · out), in fp32 or wider (FlashAttention-2, §3.1.2)."""
-    return (_wide(dout) * _wide(out)).sum(dim=-1)
-
-
-def given(out: torch.Tensor | None) -> torch.Tensor:
-    """Return out, where a kernel was given no delta. Raises TypeError if it was given neither."""
-    if out is None:
-        raise TypeError("a kernel's backward needs delta or out")
-    return out
-
-
 def _probabilities(s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Return exp(s - lse); 0 in rows that see nothing, where both are -inf."""
     return torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -13,11 +13,11 @@ import torch
 
 from tokenring.backends.control.control import Control, Controlled
 from tokenring.backends.interfaces import Transport, Work
-from tokenring.backends.transports.gloo import GlooTransport
 from tokenring.backends.transports.shm import ShmTransport
 from tokenring.errors import BackendUnavailable
 from tokenring.launch.groups import held
 from tokenring.lowering.target import Target
+from tokenring.tables.kept_files import TRANSPORTS_MEASURED, may_have
 from tokenring.tables.transport_choice import PAIRS, Domain, TransportChoice, choose
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ def choice_of(
 
     The reason says where that table cannot be used.
     """
+    if any(unavailable[name] is not None for name in PAIRS[kind]) or not may_have(TRANSPORTS_MEASURED):
+        return choose(kind, domain, unavailable, message_bytes)
     from tokenring.backends.table_keys import transfers_key
     from tokenring.tables.transport_times import kept
 
-    if any(unavailable[name] is not None for name in PAIRS[kind]):
-        return choose(kind, domain, unavailable, message_bytes)
     table, note = kept(transfers_key(kind, domain, ranks))
     found = choose(kind, domain, unavailable, message_bytes, table)
     if note:
@@ -161,4 +161,6 @@ class AutoTransport(Preferring):
         return self._second()
 
     def _second(self) -> Transport:
+        from tokenring.backends.transports.gloo import GlooTransport
+
         return GlooTransport(self._group, self._timeout_seconds)

@@ -16,8 +16,7 @@ import torch
 
 from tokenring.backends.control.control import Control, Controlled, shared_segment
 from tokenring.backends.control.failure_board import SLICE_SECONDS, ShmFailureBoard
-from tokenring.backends.control.segments import Segment
-from tokenring.backends.control.semaphores import SIZE_BYTES, Semaphore
+from tokenring.backends.control.segments import SEMAPHORE_BYTES, Segment, Semaphore
 from tokenring.backends.interfaces import Work
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 CHANNELS = (REQUESTS, PARTIALS)
 RING = 32  # receives of one pair and channel whose places can be known ahead; more wait here
 ENTRY = struct.Struct("qqq")  # number of the heap, offset, size in bytes
-LINE_BYTES = 2 * SIZE_BYTES + -(-RING * ENTRY.size // SIZE_BYTES) * SIZE_BYTES
+LINE_BYTES = 2 * SEMAPHORE_BYTES + -(-RING * ENTRY.size // SEMAPHORE_BYTES) * SEMAPHORE_BYTES
 LEAST_HEAP_BYTES, PAGE_BYTES = 1 << 16, 4096
 
 
@@ -39,9 +38,9 @@ class ShmLine:
     """One direction of a pair on one channel: its signals and its ring of places."""
 
     def __init__(self, segment: Segment, at: int) -> None:
-        self.segment, self._ring_at = segment, at + 2 * SIZE_BYTES
+        self.segment, self._ring_at = segment, at + 2 * SEMAPHORE_BYTES
         self.posted = Semaphore(segment.address + at)
-        self.arrived = Semaphore(segment.address + at + SIZE_BYTES)
+        self.arrived = Semaphore(segment.address + at + SEMAPHORE_BYTES)
 
     def write(self, number: int, place: tuple[int, int, int]) -> None:
         """Write where message `number` goes into the ring: heap, offset and size in bytes."""
@@ -284,7 +283,7 @@ def _pages(nbytes: int) -> int:
 
 def room_bytes(world_size: int) -> int:
     """Return the shared memory, in bytes, for the signals of so many ranks."""
-    return len(CHANNELS) * world_size**2 * LINE_BYTES + world_size * SIZE_BYTES
+    return len(CHANNELS) * world_size**2 * LINE_BYTES + world_size * SEMAPHORE_BYTES
 
 
 def _lines_at(world_size: int) -> dict[tuple[str, int, int], int]:
@@ -296,13 +295,13 @@ def _lines_at(world_size: int) -> dict[tuple[str, int, int], int]:
 
 def _bells_at(world_size: int) -> list[int]:
     start = ShmFailureBoard.size_bytes(world_size) + len(CHANNELS) * world_size**2 * LINE_BYTES
-    return [start + rank * SIZE_BYTES for rank in range(world_size)]
+    return [start + rank * SEMAPHORE_BYTES for rank in range(world_size)]
 
 
 def create_signals(segment: Segment, world_size: int) -> None:
     """Set up the semaphores of all lines and bells; by one rank."""
     for at in _lines_at(world_size).values():
         for semaphore in range(2):
-            Semaphore(segment.address + at + semaphore * SIZE_BYTES).create()
+            Semaphore(segment.address + at + semaphore * SEMAPHORE_BYTES).create()
     for at in _bells_at(world_size):
         Semaphore(segment.address + at).create()

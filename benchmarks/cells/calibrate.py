@@ -38,7 +38,7 @@ from tokenring.lowering.storage import storage_of  # noqa: E402
 from tokenring.planner.interconnects.emulated import OVERHEADS, Overheads, interconnect_of_shape  # noqa: E402
 from tokenring.planner.simulation import operations  # noqa: E402
 from tokenring.planner.simulation.simulate import simulate  # noqa: E402
-from tokenring.schedule.pieces import named_schedule  # noqa: E402
+from tokenring.schedule.names import named_schedule  # noqa: E402
 from tokenring.sequence.layout import make_layout  # noqa: E402
 from tokenring.sequence.mask import parse_mask  # noqa: E402
 from tokenring.sequence.workload import Workload  # noqa: E402

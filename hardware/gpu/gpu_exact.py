@@ -16,7 +16,7 @@ from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.registry import make_kernel
 from tokenring.errors import one_line
 from tokenring.schedule.families import variants
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import named_schedule
 from tokenring.sequence.layout import Positions, make_layout
 from tokenring.sequence.mask import Causal
 from tokenring.sequence.workload import Workload

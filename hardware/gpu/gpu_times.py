@@ -29,7 +29,7 @@ from tokenring.backends.transports import symmetric
 from tokenring.cli.rates.command import candidates
 from tokenring.errors import one_line
 from tokenring.runtime.call import ActiveCall
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import named_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Positions, make_layout
 from tokenring.sequence.mask import Causal

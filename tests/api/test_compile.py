@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tokenring as tr
 from tokenring import Causal, ContextParallel, Mask, attention, shard
-from tokenring.api.context_registry import context_of
+from tokenring.api.standing import context_of
 
 Tensors = tuple[torch.Tensor, ...]
 KEEPING = "ulysses"  # its forward leaves bytes to its backward

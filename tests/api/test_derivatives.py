@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 import tokenring as tr
 from tokenring import ContextParallel, UnsupportedError, attention, shard, unshard
-from tokenring.runtime.derivatives import BATCHED, FORWARD_MODE, RECORDED, SECOND, TRANSFORM
+from tokenring.api.autograd import BATCHED, FORWARD_MODE, RECORDED, SECOND, TRANSFORM
 
 functional: Any = torch.autograd.functional  # untyped
 WRAPPED = "torch.func cannot look into a call of several ranks"  # of the operands that its transforms make

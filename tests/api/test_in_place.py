@@ -12,7 +12,7 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring import ConfigurationError, attention, shard, unshard
-from tokenring.runtime.results import Changes
+from tokenring.api.autograd import Changes
 from tokenring.runtime.trace import Agree
 from tokenring.sequence.layout import zigzag
 

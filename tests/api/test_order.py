@@ -14,7 +14,7 @@ from test_capture import device as device  # a fixture
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, TokenRingWarning, attention, plan, shard
-from tokenring.sequence import axis_order as order
+from tokenring.api import inputs as order
 
 CALL_SECONDS = 110.0  # with the import of the compiler
 LENGTH, HEADS, DIM = 24, (4, 2), 8

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import tokenring as tr
 from tokenring import ContextParallel, UnsupportedError
-from tokenring.api.context_registry import context_of
+from tokenring.api.standing import context_of
 
 X = torch.ones(1, 8, 2, 16)
 

@@ -23,7 +23,7 @@ import tokenring as tr
 from tokenring import Causal, ConfigurationError, Documents, Full, Mask, SlidingWindow, attention
 from tokenring.backends import registry
 from tokenring.backends.kernels.reference import Reference
-from tokenring.runtime.scaling import LEAST, WHOLE, folded
+from tokenring.runtime.bound_kernel import LEAST, WHOLE, folded
 
 LENGTH, HEADS, DIM = 48, (4, 2), 16
 MASKS = {"full": Full(), "causal": Causal(), "documents": Documents([0, 11, 30, 44]) & SlidingWindow(7, 2)}

@@ -22,8 +22,7 @@ from tokenring.cli.trace.table import spent
 from tokenring.cli.trace.worker import Clocked, trace
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PASSES
-from tokenring.schedule.names import SCHEMES
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import SCHEMES, named_schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask
 

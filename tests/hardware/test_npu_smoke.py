@@ -149,7 +149,7 @@ class Ran(NamedTuple):
 def smoke(folder: Path, *options: str, seconds: float = 110, python: str = sys.executable) -> Ran:
     path = folder / "found.json"
     arguments = [python, str(REPO / "ci" / "npu-smoke"), "--no-doctor", "-o", str(path), *options]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=folder, timeout=seconds)
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=folder, timeout=patient(seconds))
     assert path.exists(), done.stderr
     return Ran(done.returncode, done.stdout, json.loads(path.read_text(encoding="utf-8")))
 

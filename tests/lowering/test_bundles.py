@@ -21,9 +21,9 @@ from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program, Recv, Send, Wait
 from tokenring.lowering.records import Records
 from tokenring.lowering.storage import storage_of
-from tokenring.lowering.target import Target
+from tokenring.lowering.target import Target, beyond
 from tokenring.planner.simulation.operations import Await, Compute, SimulatedPost, operations
-from tokenring.proof.replay import beyond, replay, replay_schedule
+from tokenring.proof.replay import replay, replay_schedule
 from tokenring.proof.verify import replay_once
 from tokenring.schedule.schedule import Schedule
 from tokenring.tables.rates import constant
@@ -204,7 +204,7 @@ def test_replay_refuses(change: object, says: str) -> None:
 
 
 def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenring.runtime import collective
+    from tokenring.runtime import message_groups
     class Noting:
         target = transport_target("gloo")
 
@@ -215,7 +215,7 @@ def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> Non
     replay_once.cache_clear()
     schedule = whole("ulysses", 3)
     for _ in range(2):  # proved once
-        collective.connect(Noting(), schedule, "forward", torch.device("cpu"))  # type: ignore[arg-type]
+        message_groups.connect(Noting(), schedule, "forward", torch.device("cpu"))  # type: ignore[arg-type]
     assert seen == [True] * 4  # both passes, received in turns and from the start
 
 

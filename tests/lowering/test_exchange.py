@@ -18,11 +18,11 @@ from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.lowering.backend_names import TRANSPORTS, transport_target
 from tokenring.lowering.exchanges import exchanges
-from tokenring.lowering.footprint import contacts, links, staged_bytes
+from tokenring.lowering.footprint import staged_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import ALL_GATHER, ALL_TO_ALL, Attend, Program, Recv, Send, Wait
 from tokenring.lowering.storage import storage_of
-from tokenring.lowering.target import Target
+from tokenring.lowering.target import Target, contacts, links
 from tokenring.proof.replay import Kept, replay
 from tokenring.proof.verify import verify_lowered
 from tokenring.schedule.schedule import Schedule
@@ -220,7 +220,8 @@ def test_they_are_replayed_where_they_are_asked_for(monkeypatch: pytest.MonkeyPa
 
 def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """No group is prepared for what cannot be proved."""
-    from tokenring.runtime import collective
+    from tokenring.proof import verify
+    from tokenring.runtime import message_groups
 
     asked: list[str] = []
 
@@ -237,11 +238,11 @@ def test_they_are_proved_before_they_run(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ScheduleError("refused")
 
     made, device = whole("all-gather-kv", 3), torch.device("cpu")
-    collective.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
+    message_groups.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
     assert asked == ["links", "groups"]
-    monkeypatch.setattr(collective, "verify_lowered", refuse)
+    monkeypatch.setattr(verify, "verify_lowered", refuse)
     with pytest.raises(ScheduleError, match="refused"):
-        collective.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
+        message_groups.connect(Noting(), made, "forward", device)  # type: ignore[arg-type]
     assert asked == ["links", "groups", "links"]
 
 

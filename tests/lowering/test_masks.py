@@ -26,7 +26,7 @@ from tokenring.lowering.lower import lower
 from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import named_schedule
 from tokenring.sequence.layout import make_layout
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ from tokenring.backends.transports.hccl import CONNECTION_BYTES
 from tokenring.cli.main import main
 from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.backend_names import transport_target
-from tokenring.lowering.footprint import connections, links
+from tokenring.lowering.footprint import connections
+from tokenring.lowering.target import links
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.scale_out import Task, figures
 from tokenring.planner.choosing.symmetry import folded, symmetry_of

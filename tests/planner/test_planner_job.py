@@ -26,7 +26,7 @@ from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.planner import Planner
 from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric, full_mesh, of_one_host, ring_fabric
 from tokenring.sequence.layout import make_layout
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 from tokenring.tables.rates import constant
 from tokenring.topology.ranks import Topology
 from tokenring.topology.ranks import full_mesh as joined

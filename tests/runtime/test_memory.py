@@ -20,9 +20,8 @@ from tokenring.api.inputs import make_request
 from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.ir.schedule_data import PASSES, Kind, Pass
-from tokenring.lowering.footprint import aligned, scratch_bytes, slot_bytes
 from tokenring.lowering.lower import lower
-from tokenring.lowering.records import Records
+from tokenring.lowering.records import Records, aligned, scratch_bytes, slot_bytes
 from tokenring.runtime.call import ActiveCall
 from tokenring.sequence.region import Patch
 

@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from tokenring import ContextParallel, attention, shard
 from tokenring.api.inputs import make_request
 from tokenring.ir.schedule_data import PASSES
-from tokenring.runtime import ranges
+from tokenring.runtime import call as loop
 from tokenring.runtime.labels import range_names
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 OURS = "tokenring "
 
@@ -77,18 +77,18 @@ def test_ranges(schedule: str, ranks: RankPools) -> None:
 def opened() -> Iterator[list[str]]:
     """The ranges that are opened inside."""
     names: list[str] = []
-    whole: Any = vars(ranges)["record_function"]
+    whole: Any = vars(loop)["record_function"]
 
     class Watched(whole):  # type: ignore[misc]
         def __init__(self, name: str) -> None:
             names.append(name)
             super().__init__(name)
 
-    vars(ranges)["record_function"] = Watched
+    vars(loop)["record_function"] = Watched
     try:
         yield names
     finally:
-        vars(ranges)["record_function"] = whole
+        vars(loop)["record_function"] = whole
 
 
 def unseen(here: Here, case: Case) -> list[str]:

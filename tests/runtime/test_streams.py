@@ -18,7 +18,7 @@ from tokenring.lowering.target import Target
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import START, Streams, post_waits
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import named_schedule
 from tokenring.sequence.layout import make_layout
 
 TOKENS, HEADS, DIM = 8, 2, 4  # at each rank

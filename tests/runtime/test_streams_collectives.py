@@ -22,7 +22,7 @@ from tokenring.lowering.lower import lower
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.runtime.streams import Streams
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import named_schedule
 from tokenring.sequence.layout import make_layout
 
 TOKENS, HEADS, DIM = 8, 3, 4  # at each rank

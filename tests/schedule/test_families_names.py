@@ -98,7 +98,7 @@ class TestNames:
             tr.ContextParallel(schedule="usp")
 
     def test_a_workload_without_the_heads_is_refused_where_it_is_planned(self) -> None:
-        from tokenring.schedule.pieces import named_schedule
+        from tokenring.schedule.names import named_schedule
 
         whole = make_layout("zigzag", 4, 64)
         with pytest.raises(ConfigurationError, match="6 query heads over 6 kv heads do not split into 4 equal"):

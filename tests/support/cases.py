@@ -29,8 +29,7 @@ from tokenring import (
     shard,
 )
 from tokenring.ir.schedule_data import PASSES
-from tokenring.schedule.names import make_schedule
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import make_schedule, named_schedule
 from tokenring.sequence.layout import make_layout
 
 SCHEDULES = ("ring+", "ring-", "tokenring+", "tokenring-", "bidirectional", "direct-kv", "direct-q")

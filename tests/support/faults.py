@@ -211,7 +211,7 @@ def lasting_names() -> set[str]:
     found = shared_names()
     for _ in range(10):
         if found:
-            time.sleep(0.1)
+            time.sleep(patient(0.1))
             found &= shared_names()
     return found
 

@@ -41,7 +41,7 @@ from patience import patient, set_stretch, stretch
 from tokenring import ContextParallel
 from tokenring.backends.interfaces import Transport
 from tokenring.ir.schedule_data import ScheduleData
-from tokenring.lowering.target import Target
+from tokenring.lowering.target import APART, Target
 from tokenring.proof import replay
 
 PRELOADED = [
@@ -280,7 +280,7 @@ def _leave_replays_to_rank_0(world_size: int) -> None:
     """Each rank replays the programs of all ranks; of schedules for this whole pool one does, as all find the same."""
     whole = replay.replay_schedule
 
-    def some(schedule: ScheduleData, targets: Sequence[Target] = replay.APART) -> None:
+    def some(schedule: ScheduleData, targets: Sequence[Target] = APART) -> None:
         if schedule.world_size < world_size:
             whole(schedule, targets)
 

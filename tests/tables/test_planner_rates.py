@@ -21,8 +21,7 @@ from tokenring.planner.choosing.planner import Planner
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import Mask
 from tokenring.sequence.region import Patch
-from tokenring.sequence.request import Request
-from tokenring.sequence.workload import Workload
+from tokenring.sequence.workload import Request, Workload
 from tokenring.tables.kernel_rates import KernelKey, keep, kept, read_table
 from tokenring.tables.rates import Rates
 

@@ -131,7 +131,7 @@ def measured(here: Here, transport: str, seconds: float) -> Facts:
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_all_ranks_have_equal_facts(ranks: RankPools, transport: str) -> None:
-    first, *others = ranks(3)(measured, transport, 10.0)
+    first, *others = ranks(3)(measured, transport, patient(10.0))
     assert all(each == first for each in others)
     assert len(first.measurements) >= 6
     assert all((each.gbs or 0) > 0 and each.spread is not None for each in first.measurements[:6])
@@ -154,7 +154,7 @@ def test_one_rank_is_single() -> None:
 
 
 def test_command_on_ranks_of_its_own(tmp_path: Path, warm: str) -> None:
-    command = [warm, "-m", "tokenring", "topology", "--measure", "--ranks", "2", "--seconds", "5"]
+    command = [warm, "-m", "tokenring", "topology", "--measure", "--ranks", "2", "--seconds", f"{patient(5.0)}"]
     command += ["--save", "t.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(90))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from numbers import Real
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.nearest import hint
-from tokenring.sequence.layout import Layout, as_integer
+from tokenring.sequence.layout import Layout, as_integer, read_name
 from tokenring.sequence.mask import Mask
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ def check_schedule_name(name: object) -> None:
     asked = families.split(",") if restricted else [base]
     unknown = [each for each in asked if not is_known(each)]
     if (base != "auto" and (restricted or unknown)) or (restricted and unknown):
+        from tokenring.nearest import hint
+
         wrong = unknown[0] if unknown else name
         like = hint(family_of(wrong), ["auto", *FAMILIES])
         raise ConfigurationError(
@@ -43,14 +44,34 @@ def check_schedule_name(name: object) -> None:
             parse(each)
 
 
+def check_computing(layout: object, kernel: object) -> None:
+    """Raise ConfigurationError unless this is a Layout, or the name of one, and the name of a kernel."""
+    from tokenring.lowering.backend_names import KERNELS
+
+    if not isinstance(layout, Layout):
+        read_name(layout)
+    check_name("kernel", kernel, KERNELS, "")
+
+
+def check_planning(
+    topology: object, memory_limit_bytes: object, world_size: int, tensor_parallel: object
+) -> None:
+    """Raise ConfigurationError unless this is what the planner takes; what is left out, it does."""
+    if topology is None and memory_limit_bytes is None and type(tensor_parallel) is int and tensor_parallel == 1:
+        return
+    from tokenring.planner.choosing.checks import check_memory_limit, check_topology
+
+    check_topology(topology, world_size, tensor_parallel)
+    check_memory_limit(memory_limit_bytes)
+
+
 def check_schedule(given: object, pieces: object, world_size: int) -> None:
     """Raise ConfigurationError unless this schedule, by name or itself, fits so many ranks and pieces."""
     from tokenring.ir.schedule_data import ScheduleData
-    from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.families.registry import misfit
     from tokenring.schedule.scheme import Scheme
 
-    made = given.schedule if isinstance(given, Plan) else given
+    made = given.schedule if is_plan(given) else given
     if not isinstance(made, (Scheme, ScheduleData)):
         check_schedule_name(made)
         assert isinstance(made, str)
@@ -66,9 +87,17 @@ def check_schedule(given: object, pieces: object, world_size: int) -> None:
         raise ConfigurationError(f"pieces={pieces} goes with a schedule by name; others say it themselves")
 
 
+def is_plan(given: object) -> TypeGuard[Plan]:
+    """Tell whether a schedule was given as a Plan: of the planner's, which names and schedules do without."""
+    if isinstance(given, str):
+        return False
+    from tokenring.planner.choosing.plan import Plan
+
+    return isinstance(given, Plan)
+
+
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:
     """Return the schedule as ranks compare it; of the user's own, all its content. made: makes that of a Scheme."""
-    from tokenring.planner.choosing.plan import Plan
     from tokenring.runtime.agreement import named_digest
     from tokenring.schedule.schedule import Schedule
 
@@ -76,7 +105,7 @@ def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Sche
         return given
     if isinstance(given, Schedule):
         return named_digest(given)
-    if isinstance(given, Plan):
+    if is_plan(given):
         return f"{named_digest(given.schedule)} over {given.transport or 'any transport'}"
     try:  # a Scheme's functions print differently in each process; what they make does not
         return named_digest(made())
@@ -130,6 +159,8 @@ def check_name(what: str, given: object, known: Collection[str], more: str) -> N
     if not isinstance(given, str):
         raise ConfigurationError(f"{what} is of type {type(given).__name__}; {choice}")
     if given != "auto" and given not in known:
+        from tokenring.nearest import hint
+
         raise ConfigurationError(f"unknown {what} {given!r}; {choice}{hint(given, ['auto', *known])}")
 
 

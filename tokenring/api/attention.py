@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from tokenring.api.autograd import AttentionFunction
+from tokenring.api.autograd import AttentionFunction, refuse_transforms
 from tokenring.api.compiled import traced_attention
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import call_inputs, check_context, check_types, make_request, under_autocast
+from tokenring.api.inputs import (
+    Order,
+    call_inputs,
+    check_context,
+    check_types,
+    in_order,
+    make_request,
+    out_in_order,
+    under_autocast,
+    warn_if_swapped,
+)
 from tokenring.errors import UnsupportedError
-from tokenring.planner.choosing.plan import Plan
-from tokenring.runtime.derivatives import refuse_transforms
-from tokenring.runtime.refusal import refusing
-from tokenring.sequence.axis_order import Order, in_order, out_in_order, warn_if_swapped
+from tokenring.runtime.agreement import refusing
 from tokenring.sequence.mask_words import MaskLike, read_mask
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
+
+if TYPE_CHECKING:
+    from tokenring.planner.choosing.plan import Plan
 
 
 @overload

@@ -7,20 +7,25 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from tokenring.api.attention import ordered, prepared
-from tokenring.api.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.api.autograd import (
+    FORWARD_MODE,
+    GRADIENT_OF_LSE,
+    refuse_recorded,
+    refuse_transforms,
+    run_backward,
+    run_forward,
+)
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import call_inputs, check_context
+from tokenring.api.inputs import Order, call_inputs, check_context, in_order, out_in_order, warn_if_swapped
 from tokenring.backends.devices import NO_GRAPHS, DeviceRuntime, device_of
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
-from tokenring.runtime.derivatives import FORWARD_MODE, refuse_recorded, refuse_transforms
+from tokenring.runtime.agreement import refusing
 from tokenring.runtime.executor import Executor
-from tokenring.runtime.refusal import refusing
 from tokenring.runtime.streams import Streams
-from tokenring.sequence.axis_order import Order, in_order, out_in_order, warn_if_swapped
 from tokenring.sequence.mask_words import MaskLike
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 WARM_UP_CALLS = 3  # kernels load, tune and allocate in their first calls, which a graph must not hold
 

@@ -17,16 +17,22 @@ from typing import Any, NoReturn
 
 import torch
 
-from tokenring.api.autograd import GRADIENT_OF_LSE, run_backward, run_forward
+from tokenring.api.autograd import (
+    GRADIENT_OF_LSE,
+    SECOND,
+    Changes,
+    refuse_tangents,
+    refuse_transforms,
+    run_backward,
+    run_forward,
+)
 from tokenring.api.context import ContextParallel
-from tokenring.api.context_registry import context_of
 from tokenring.api.inputs import check_tensors, request_of
+from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.runtime.derivatives import SECOND, refuse_tangents, refuse_transforms
-from tokenring.runtime.refusal import refusing
-from tokenring.runtime.results import Changes
+from tokenring.runtime.agreement import refusing
 from tokenring.sequence.mask import Mask
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 CALL = (
     "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "

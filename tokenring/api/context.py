@@ -13,29 +13,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.api.arguments import (
+    check_computing,
     check_made_for,
-    check_name,
+    check_planning,
     check_schedule,
     check_transport,
     schedule_text,
     seconds_limit,
 )
-from tokenring.api.context_registry import new_handle
-from tokenring.api.standing import Standing
+from tokenring.api.standing import Standing, new_handle
+from tokenring.backends import registry
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
-from tokenring.planner.choosing.checks import check_memory_limit, check_topology
-from tokenring.runtime.agreement import Description, agree, beginning, settle
-from tokenring.runtime.description import describe, no_kernel
+from tokenring.runtime.agreement import Description, agree, beginning, describe, no_kernel, refusing, settle
 from tokenring.runtime.exclusive import share_turn, turn_of
-from tokenring.runtime.refusal import refusing
-from tokenring.runtime.trace import Agree, Event, Trace
-from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme, build
-from tokenring.sequence.layout import Layout, make_layout, read_name
-from tokenring.sequence.request import Request
-from tokenring.sequence.workload import Workload
+from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.workload import Request, Workload
 from tokenring.weak_method import weakly
 
 if TYPE_CHECKING:
@@ -48,6 +44,7 @@ if TYPE_CHECKING:
     from tokenring.planner.interconnects.interconnect import Interconnect
     from tokenring.runtime.executor import Executor
     from tokenring.runtime.pool import Pool
+    from tokenring.runtime.trace import Trace
     from tokenring.topology.ranks import Topology
 
 SCHEDULE_VARIABLE = "TOKENRING_SCHEDULE"
@@ -130,13 +127,8 @@ class ContextParallel(Standing):
         return f"ContextParallel(schedule {names[0]}, layout {names[1]}, rank {self.rank} of {self.world_size}{state})"
 
     def _check(self) -> None:
-        from tokenring.lowering.backend_names import KERNELS
-
-        if not isinstance(self.layout, Layout):
-            read_name(self.layout)
-        check_name("kernel", self.kernel_name, KERNELS, "")
-        check_topology(self.topology, self.world_size, self.tensor_parallel)
-        check_memory_limit(self.memory_limit_bytes)
+        check_computing(self.layout, self.kernel_name)
+        check_planning(self.topology, self.memory_limit_bytes, self.world_size, self.tensor_parallel)
         check_transport(self._transport, self.rank, self.world_size)
         check_schedule(self.schedule, self.pieces, self.world_size)
 
@@ -197,12 +189,10 @@ class ContextParallel(Standing):
             return self._transport
         if self._is_alone or self._group is None:
             return None
-        from tokenring.backends.registry import make_transport
-
         name = self._transport_name(device)
         if name not in self._made_here:
             expected = None if size is None else size.ring_bytes(self.world_size)
-            self._made_here[name] = make_transport(name, self._group, self.timeout_seconds, expected)
+            self._made_here[name] = registry.make_transport(name, self._group, self.timeout_seconds, expected)
             share_turn(self._made_here[name], self.turn)
         return self._made_here[name]
 
@@ -213,10 +203,8 @@ class ContextParallel(Standing):
         return None if self._is_alone else self._made_here.get(self._transport_name(device))
 
     def _transport_name(self, device: torch.device | None) -> str:
-        from tokenring.backends.registry import automatic
-
         assert isinstance(self._transport, str) and self._group is not None
-        return automatic(self._group, device) if self._transport == "auto" else self._transport
+        return registry.automatic(self._group, device) if self._transport == "auto" else self._transport
 
     def speaker(self, device: torch.device | None, size: Workload | None = None) -> Transport | None:
         """Return the transport by which ranks agree on a call of tensors on this device, made where there is none yet.
@@ -234,7 +222,7 @@ class ContextParallel(Standing):
 
     def _carrier(self, request: Request) -> Transport | None:
         """Return the transport that moves the messages of a call, in the mode that its plan needs."""
-        transport, mode = self.transport_for(request.device, request.workload), self.plan(request).transport
+        transport, mode = self.transport_for(request.device, request.workload), self._taken(request).transport
         return transport.in_mode(mode) if mode and transport is not None and transport.target.modal else transport
 
     def plan(self, request: Request) -> Plan:
@@ -242,6 +230,12 @@ class ContextParallel(Standing):
 
         On accelerators without a topology the first plan probes, which all ranks do together.
         """
+        from tokenring.planner.choosing.plan import plan_of
+
+        return plan_of(self._taken(request), request.workload)
+
+    def _taken(self, request: Request) -> Plan | GivenSchedule:
+        """Return what `plan` says, where the schedule was given without anything of the planner."""
         return self._agreed.get(request) or self._plan(request)
 
     def executor(self, request: Request, direction: Pass) -> Executor:
@@ -288,19 +282,21 @@ class ContextParallel(Standing):
         began = perf_counter()
         agree(transport, mine)
         if self._trace is not None:
-            self._trace.events.append(Event(self.rank, direction, 0, Agree(), began, perf_counter()))
+            self._trace.agreed(self.rank, direction, began)
 
     def pool(self, device: torch.device) -> Pool:
         """Return the buffer pool of a device: all programs share it, since one runs at a time."""
-        from tokenring.runtime.pool import Pool
-
         if device not in self._pools:
+            from tokenring.runtime.pool import Pool
+
             self._pools[device] = Pool.of(self.transport_for(device), device)
         return self._pools[device]
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """Time every instruction of the calls made inside; costs some microseconds for each."""
+        from tokenring.runtime.trace import Trace
+
         before, self._trace = self._trace, Trace()
         try:
             yield self._trace
@@ -314,18 +310,18 @@ class ContextParallel(Standing):
 
     def kernel(self, device: torch.device) -> AttentionKernel:
         """Return the kernel that computes the tiles of calls with tensors on this device."""
-        from tokenring.backends.registry import make_kernel
+        return registry.make_kernel(self.kernel_name, device)
 
-        return make_kernel(self.kernel_name, device)
+    def _make_plan(self, request: Request) -> Plan | GivenSchedule:
+        from tokenring.schedule.names import named_schedule
 
-    def _make_plan(self, request: Request) -> Plan:
-        from tokenring.backends.registry import modes_of
-        from tokenring.planner.choosing.connections import within_connections
-        from tokenring.planner.choosing.plan import Plan
-        from tokenring.schedule.pieces import named_schedule
+        def given(made: Schedule, why: str) -> GivenSchedule:
+            found = GivenSchedule(made, why)
+            if not registry.modes_of(self._transport, self._group, request.device):
+                return found
+            from tokenring.planner.choosing.connections import within_connections
 
-        def given(made: Schedule, why: str) -> Plan:
-            return within_connections(Plan(made, size, why, ()), self._transport, self._group, request.device)
+            return within_connections(found, self._transport, self._group, request.device)
 
         size, mask = request.workload, request.mask
         q_layout, kv_layout = self._layouts(request)
@@ -335,16 +331,16 @@ class ContextParallel(Standing):
             return given(asked.verify(), "the schedule that was given")
         if isinstance(asked, Scheme):
             return given(build(asked, q_layout, kv_layout, mask).verify(), "the scheme that was given")
-        if isinstance(asked, Plan):
+        if not isinstance(asked, str):  # a Plan
             check_made_for(asked.schedule, q_layout, kv_layout, mask)
             reason = f"the plan that was given: {asked.reason}"
-            return Plan(asked.schedule.verify(), size, reason, asked.candidates, asked.transport)
+            return replace(asked, schedule=asked.schedule.verify(), workload=size, reason=reason)
         if not self._plans:
             made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
             return given(made, f"asked for by name: {asked}")
         transport = self.transport_for(request.device, request.workload)
         target = None if transport is None else transport.target
-        kernel, modes = self.kernel(request.device), modes_of(self._transport, self._group, request.device)
+        kernel, modes = self.kernel(request.device), registry.modes_of(self._transport, self._group, request.device)
         found = self._planner.plan(request, (q_layout, kv_layout), kernel, target, modes)
         why = getattr(transport, "why", "")  # of those that are chosen among several
         return replace(found, reason=f"{found.reason}; {why}") if why else found
@@ -369,7 +365,7 @@ class ContextParallel(Standing):
     def _plan_together(self, transport: Transport, request: Request) -> None:
         """Take rank 0's plan on all ranks. Raises ConfigurationError, on every rank, where nothing fits."""
         self.kernel(request.device)  # raises where there is none, before others wait for a plan
-        agreed = self._planner.together(transport, request, self._layouts(request), lambda: self._plan(request))
+        agreed = self._planner.together(transport, request, self._layouts(request), lambda: self.plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
         self._agreed[request] = agreed
@@ -377,10 +373,10 @@ class ContextParallel(Standing):
     def _make_executor(self, request: Request, direction: Pass) -> Executor:
         from tokenring.lowering.lower import lower
         from tokenring.lowering.target import IDEAL
-        from tokenring.runtime.collective import connect
         from tokenring.runtime.executor import Executor
+        from tokenring.runtime.message_groups import connect
 
-        schedule, kernel = self.plan(request).schedule, self.kernel(request.device)
+        schedule, kernel = self._taken(request).schedule, self.kernel(request.device)
         if reason := no_kernel(self, request, direction):
             raise UnsupportedError(reason)
         transport = self._carrier(request)
@@ -393,5 +389,5 @@ class ContextParallel(Standing):
             return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
 
     def _describe(self, request: Request, direction: Pass) -> Description:
-        schedule = schedule_text(self.schedule, lambda: self.plan(request).schedule)
+        schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
         return describe(self, request, direction, schedule, self._plans)

@@ -1,17 +1,39 @@
-"""Inputs of a call: their checks, and the request that they make."""
+"""Inputs of a call: the order of their axes, their checks, and the request that they make.
+
+Tensors that cannot be computed with here are refused before anything of theirs is looked at. Axes are [B, T, H, D], or
+[B, H, T, D] where the caller says so.
+"""
 
 from __future__ import annotations
 
+import warnings
+from typing import Literal
+
 import torch
+from torch.autograd import forward_ad
 
 from tokenring.api.context import ContextParallel
-from tokenring.api.tensor_checks import check_tensor
-from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.runtime.scaling import checked_scale
+from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
+from tokenring.runtime.bound_kernel import checked_scale
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
-from tokenring.sequence.request import Request
-from tokenring.sequence.workload import Workload
+from tokenring.sequence.workload import Request, Workload
+
+Order = Literal["bthd", "bhtd"]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# Models have up to 128 heads, and a rank has some hundred tokens at least. So where the third axis of q and of k is as
+# long as that, and longer than the second, the second is rather heads. That misses a rank's part of fewer than 128
+# tokens, or of fewer than heads. It is a false alarm where 128 heads, of k too (no grouped ones), meet fewer tokens.
+MANY = 128
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # by their very type: whatever is derived from them is looked at
+NO_PLACEMENT = "it has a placement on a mesh, which says nothing of a layout; give this rank's part, x.to_local()"
+PADDED = "pad it to one length, or lay its sequences end to end and give mask=Documents(cu_seqlens)"
+NO_DATA = "it has no data; give tensors on the device that is to compute"
+NO_TRANSFORMS = "torch.func cannot look into a call of several ranks: "
+BY_NAME = {"DTensor": NO_PLACEMENT, "NestedTensor": PADDED, "FakeTensor": NO_DATA}
+WAITS_BY_ITSELF = "AsyncCollectiveTensor"  # what functional collectives give, and to_local() may
 
 
 def make_request(
@@ -109,3 +131,131 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
         )
     mask.check_length(q_length)
     return Workload(q.shape[0], q_length, kv_length, q.shape[2], k.shape[2], q.shape[3], q.dtype)
+
+
+# ---------- tensors
+
+
+def check_tensor(what: str, x: torch.Tensor) -> None:
+    """Raise UnsupportedError for a tensor whose data are not at hand. what: what is done with the tensor."""
+    try:
+        found = unusable(x)
+    except Exception as error:  # of a kind that refuses to be asked
+        raise UnsupportedError(f"{what} of a {type(x).__name__} is not supported: {one_line(error)}") from error
+    if found is not None:
+        raise UnsupportedError(f"{what} of {found}")
+
+
+def unusable(x: torch.Tensor) -> str | None:
+    """Return why a tensor cannot be computed with, and what to do; None: it can be."""
+    if type(x) not in PLAIN and (found := _unusable_type(x)) is not None:
+        return found
+    if x.is_nested:
+        return f"a nested tensor is not supported: {PADDED}"
+    if x.is_meta:
+        return f"a meta tensor is not supported: {NO_DATA}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return f"a tensor under vmap is not supported: {NO_TRANSFORMS}make its dimension a part of the batch"
+        return f"a tensor under torch.func is not supported: {NO_TRANSFORMS}use torch.autograd"
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        return "a tensor with a tangent is not supported: forward mode is not computed here; use torch.autograd.grad"
+    return None
+
+
+def unsharded(x: torch.Tensor) -> str | None:
+    """Return why a tensor cannot even be indexed, for which it needs no data; None: it can be."""
+    for each in type(x).__mro__ if type(x) not in PLAIN else ():
+        if each.__name__ in ("DTensor", "NestedTensor"):
+            return _named(each.__name__)
+    return f"a nested tensor is not supported: {PADDED}" if x.is_nested else None
+
+
+def _unusable_type(x: torch.Tensor) -> str | None:
+    """Return why a tensor of its type cannot be computed with; None: it can.
+
+    Types go by their names, so that nothing is imported to compare: whoever has such a tensor has imported its type.
+    """
+    names = [each.__name__ for each in type(x).__mro__]
+    for name in BY_NAME:
+        if name in names:
+            return _named(name)
+    acts_itself = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if acts_itself and WAITS_BY_ITSELF not in names and not _holds_data(x):
+        return f"a {type(x).__name__} is not supported: it stands for other tensors; give a plain one"
+    return None
+
+
+def _named(name: str) -> str:
+    return f"a {name} is not supported: {BY_NAME[name]}"
+
+
+def _holds_data(x: torch.Tensor) -> bool:
+    try:
+        return x.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+# ---------- the order of axes
+
+
+class Once:
+    """A warning that a process hears once, whatever its text; again if it was raised as an error."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def __call__(self, text: str, stacklevel: int) -> None:
+        """Warn, unless this was called before and did not raise."""
+        if not self.said:
+            warnings.warn(text, TokenRingWarning, stacklevel=stacklevel + 1)
+            self.said = True
+
+
+SWAPPED = Once()
+
+
+def in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: Order | None) -> Inputs:
+    """Return q, k and v as [B, T, H, D]: views, where they have another order. Raises ConfigurationError."""
+    if order == "bhtd":
+        return _swapped(q), _swapped(k), _swapped(v)
+    if order is not None and order != "bthd":
+        raise ConfigurationError(
+            f"order={order!r}: write 'bthd' for q, k and v as [B, T, H, D], or 'bhtd' for [B, H, T, D]"
+        )
+    return q, k, v
+
+
+def out_in_order(out: torch.Tensor, order: Order | None) -> torch.Tensor:
+    """Return out [B, T, H, D] in the order of the call, a view if that is another."""
+    return out.transpose(1, 2) if order == "bhtd" else out
+
+
+def warn_if_swapped(q: torch.Tensor, k: torch.Tensor, order: Order | None) -> None:
+    """Warn, once in a process, where no order was said and the shapes look like another.
+
+    Called by what users call, at its end: where warnings are errors, the ranks are in step, and calls that were refused
+    have said so.
+    """
+    if order is not None or not q.dim() == k.dim() == 4:
+        return
+    if q.shape[2] >= MANY and k.shape[2] >= MANY and q.shape[1] < q.shape[2]:
+        _tell("" if torch.compiler.is_compiling() else f" {list(q.shape)}")  # sizes of a graph may be variables
+
+
+def _swapped(x: torch.Tensor) -> torch.Tensor:
+    """Return x with its axes 1 and 2 swapped; what is no such tensor as it is, for the checks of the call to say."""
+    return x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+
+
+def _tell(shape: str) -> None:
+    SWAPPED(
+        f"q{shape} is read as [B, T, H, D], this rank's tokens before heads, and looks like [B, H, T, D], the order "
+        f"of scaled_dot_product_attention: say order='bhtd' if it is that, or order='bthd' if it is not",
+        stacklevel=4,
+    )
+
+
+# What torch.compiler.assume_constant_result sets, without its import of the compiler: it runs when a graph is traced.
+_tell._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tokenring.api.context import ContextParallel
-from tokenring.api.tensor_checks import check_tensor, unsharded
+from tokenring.api.inputs import check_tensor, unsharded
 from tokenring.errors import MOST_SAID, ConfigurationError, UnsupportedError, one_line
-from tokenring.runtime.agreement import REFUSED, Disagreement, refusals
-from tokenring.runtime.refusal import refusing
+from tokenring.runtime.agreement import REFUSED, Disagreement, refusals, refusing
 from tokenring.sequence.layout import Layout, as_integer, split_order
 
 CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position

@@ -1,11 +1,20 @@
-"""Objects bound to this process: shown by the names that users call, copied as themselves, never pickled."""
+"""Objects bound to this process: shown by the names that users call, copied as themselves, never pickled.
+
+Operators that can be given tensors, numbers and texts only know contexts by a name.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakValueDictionary
 
-from tokenring.errors import NotPicklable
+from tokenring.errors import ConfigurationError, NotPicklable
+
+# State of the process: a graph of torch.compile outlives every frame that could hand it one. It holds nobody alive.
+_numbers = itertools.count(1)
+_contexts: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 class Shown(type):
@@ -37,3 +46,21 @@ class Standing(metaclass=Shown):
             f"memory of this process. Save model.state_dict() instead of the model, or take the context out before, "
             f"and set one made anew after loading"
         )
+
+
+def new_handle(cp: object) -> str:
+    """Return a new name for a context, unique in this process: a text, which torch.compile never takes for a size."""
+    handle = f"cp{next(_numbers)}"
+    _contexts[handle] = cp
+    return handle
+
+
+def context_of(handle: str) -> Any:
+    """Return the context of a handle. Raises ConfigurationError if the context was freed."""
+    found = _contexts.get(handle)
+    if found is None:
+        raise ConfigurationError(
+            f"a compiled graph calls attention over context {handle}, which is gone: keep the ContextParallel for as "
+            f"long as what was compiled with it"
+        )
+    return found

@@ -1,8 +1,8 @@
 """Accelerators emulated on one Linux machine: a network namespace for each rank, joined by shaped links.
 
-A `Shape` is what is asked for. `shapes` turns it into an `EmulatedFabric` (nodes, links, routes), `ways` gives the
-wires that a message passes, `plan` the commands of the tools: all of it data, which needs no root. `build` calls the
-tools, `guardian` removes what they made, however this process ends, `processes` runs the ranks. See docs/emulate.md.
+A `Shape` is the request. `shapes` turns it into an `EmulatedFabric` (nodes, links, routes), `ways` gives the route of
+each message, `plan` the commands of the tools. All of these are data and need no root. `build` calls the tools,
+`guardian` removes what they made, however this process ends, and `processes` runs the ranks. See docs/emulate.md.
 
     with Emulated("full-mesh", ranks=4, link_gbit=0.1) as net:
         lines = net.run("my_module", ["--option"], timeout_seconds=60)

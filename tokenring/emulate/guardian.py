@@ -1,8 +1,8 @@
-"""A guardian that removes namespaces with their processes: at the end, after a death, and those left by earlier ones.
+"""A guardian that removes namespaces and their processes: at the end, after a crash, and leftovers of earlier runs.
 
-A program of its own as well, `python guardian.py PREFIX`, in a session of its own: it waits until its standard input
-ends, as it does when its parent dies in whatever way, and removes what begins with the prefix. It imports nothing but
-the standard library, so that it starts at once.
+It is also a program, `python guardian.py PREFIX`, in a session of its own. It waits for the end of its standard input,
+which comes when its parent closes it or dies in any way, and removes all namespaces whose names begin with the prefix.
+It imports only the standard library, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 NAME = re.compile(r"tokenring-(\d+)-(\d+)-\d+-[a-z]+\d*")  # owner, its start, number there, node
 TOOL_FOLDERS = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")  # sbin is not on everybody's PATH
 REMOVE_SECONDS = 20.0
-LOOK_SECONDS = 1.0  # how often the parent is looked for, should somebody else hold the pipe
+LOOK_SECONDS = 1.0  # interval of the checks for the parent, in case another process holds the pipe
 NOBODY = ("Z", "X", "x")  # states of a process that is dead
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,13 +40,13 @@ def prefix_of(pid: int, number: int) -> str:
 def start_time(pid: int) -> int | None:
     """Return when a living process started, in ticks since boot; None if it is dead.
 
-    A PID that was given out again has another start time.
+    A reused PID has another start time.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the command in brackets may hold anything
+    fields = text.rpartition(")")[2].split()  # the command in brackets may contain any characters
     return None if fields[0] in NOBODY else int(fields[19])
 
 
@@ -86,7 +86,7 @@ def processes_in(some: Sequence[str]) -> list[int]:
 def end_processes(some: Sequence[str]) -> None:
     """Kill all processes in these namespaces; wait REMOVE_SECONDS at most.
 
-    It ends after two looks that find nobody: a process may just have been starting another.
+    It ends after two checks that find no process, because a process may have been starting another.
     """
     deadline = time.monotonic() + REMOVE_SECONDS
     looks = 0
@@ -113,7 +113,7 @@ def remove(some: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Wait until the parent lets go or dies, and clean up after it."""
+    """Wait until the parent closes the pipe or dies, and clean up after it."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> None:
     while not poll.poll(1000 * LOOK_SECONDS) and os.getppid() == parent:
         pass
     deadline = time.monotonic() + REMOVE_SECONDS
-    empty = 0  # looks: `ip netns add` of the parent's may still be running when it is killed
+    empty = 0  # checks without a namespace: `ip netns add` may outlive its killed parent
     while empty < 3 and time.monotonic() < deadline:
         found = names(argv[0])
         remove(found)

@@ -1,4 +1,4 @@
-"""An emulation that is up: made, used for as many runs as wanted, and removed, however the process ends."""
+"""A running emulation: created, used for any number of runs, and removed, however the process ends."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NUMBERS = itertools.count()  # an emulation's within its process
 
 
 class Emulated:
-    """A shape made real while the context lasts: one namespace a rank, joined by shaped links.
+    """An emulation of a shape, for the duration of the context: one namespace a rank, joined by shaped links.
 
-    The arguments are those of Shape. Raises ConfigurationError for a shape that cannot be, and on entering
-    BackendUnavailable if this machine cannot make it. At the end, and if this process dies in whatever way, all
-    processes in the namespaces are killed and the namespaces removed. On entering, what dead processes left is removed.
+    The arguments are those of Shape. Raises ConfigurationError for an impossible shape, and on entering
+    BackendUnavailable if this machine cannot create it. At the end, and if this process dies in any way, all processes
+    in the namespaces are killed and the namespaces removed. Entering also removes leftovers of dead processes.
     """
 
     def __init__(self, kind: str, ranks: int, link_gbit: float, **options: Any) -> None:
@@ -40,7 +40,7 @@ class Emulated:
 
     @property
     def namespaces(self) -> list[str]:
-        """The ranks' namespaces, by rank; none unless it is up."""
+        """The ranks' namespaces, by rank; none unless the emulation is running."""
         if self._prefix is None:
             return []
         return [self._prefix + rank_node(rank) for rank in range(self.shape.ranks)]
@@ -78,7 +78,7 @@ class Emulated:
             with suppress(subprocess.TimeoutExpired):
                 self._guardian.wait(GUARDIAN_SECONDS)
         if self._prefix is not None:
-            guardian.remove(guardian.names(self._prefix))  # somebody may have killed the guardian
+            guardian.remove(guardian.names(self._prefix))  # the guardian may have been killed
         self._guardian = self._prefix = None
 
     def start(
@@ -107,7 +107,7 @@ class Emulated:
     ) -> list[str]:
         """Run `python -m module arguments` at every rank until all have ended; return rank 0's lines.
 
-        show: gets each line as it comes. environment: variables beside our own and torchrun's. Raises PeerLost,
+        show: gets each line as it comes. environment: variables beside tokenring's and torchrun's. Raises PeerLost,
         whose `rank` failed or did not end in time.
         """
         with self.start(module, arguments, environment) as ranks:

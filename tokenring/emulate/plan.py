@@ -1,4 +1,4 @@
-"""The commands of an emulation's tools: the whole of it as text, in batches.
+"""The commands that create an emulation: all of them as text, in batches for the tools.
 
 docs/emulate.md gives the reasons for these figures.
 """
@@ -14,15 +14,15 @@ from tokenring.emulate.ways import wires
 BITS_PER_GBIT = 1e9
 LEAST_PACKET_BYTES, MOST_PACKET_BYTES = 1500, 64000  # the stack's limit for an offloaded packet is 64 KiB
 MOST_MTU = 9000  # larger packets are offloaded: several segments that pass in one piece
-PACKETS_PER_S = 20_000  # on all wires together, when all are busy: half of what two cores can move in time
-LATE_SECONDS = 0.001  # what a bucket holds beside one packet: lateness of timers that a link makes up for
-QUEUE_BYTES = 64 << 20  # never drops: the links that are emulated lose nothing
-WINDOW_SECONDS = 0.008  # of the fastest link: what one connection may have on its way
+PACKETS_PER_S = 20_000  # of all wires together, when all are busy: half of what two cores can move in time
+LATE_SECONDS = 0.001  # a bucket holds this beside one packet: the lateness of timers for which a link compensates
+QUEUE_BYTES = 64 << 20  # never drops packets: the emulated links lose nothing
+WINDOW_SECONDS = 0.008  # of the fastest link: the data that one connection may have in flight
 LEAST_WINDOW_BYTES = 1 << 17
 HEADER_BYTES = 54  # Ethernet, IPv4 and TCP without options
-PATIENCE = "rto_min 2s"  # nothing is lost: what is late waits in a queue, and must not be sent twice
+PATIENCE = "rto_min 2s"  # without loss a late packet only waits in a queue, and must not be sent again
 SETTINGS = {
-    "net/ipv4/tcp_congestion_control": "reno",  # needs no module, paces nothing, and there are no losses
+    "net/ipv4/tcp_congestion_control": "reno",  # needs no module and does no pacing; there are no losses
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_timestamps": "0",
     "net/ipv4/tcp_early_retrans": "0",
@@ -97,7 +97,7 @@ def make_plan(fabric: EmulatedFabric, prefix: str) -> EmulationPlan:
 def packet_bytes(fabric: EmulatedFabric) -> int:
     """Return the least packet that the processor allows, in bytes.
 
-    Small packets share wires finely, and an idle wire lets one pass for free.
+    Small packets share a wire more evenly, and the one packet that an idle wire lets pass at once costs less.
     """
     total = sum(wires(fabric).values()) * BITS_PER_GBIT / 8
     return max(LEAST_PACKET_BYTES, min(MOST_PACKET_BYTES, round(total / PACKETS_PER_S)))
@@ -113,8 +113,8 @@ def bucket(gbit: float, packet: int) -> str:
 
 
 def burst_bytes(gbit: float, packet: int) -> int:
-    """Return the bytes that a bucket holds, and lets pass at once after the wire has been idle."""
-    # With less than a packet and its headers, tbf would cut packets up.
+    """Return the bytes that a bucket holds. They pass at once after the wire has been idle."""
+    # tbf would split packets larger than the bucket.
     return round(1.02 * packet + HEADER_BYTES + gbit * BITS_PER_GBIT / 8 * LATE_SECONDS)
 
 
@@ -124,7 +124,7 @@ def _windows(gbit: float) -> dict[str, str]:
 
 
 def _shape(link: EmulatedLink, packet: int, inside: dict[str, list[str]], shaping: dict[str, list[str]]) -> None:
-    """Add a bucket at each end; where both directions share the rate, one that all packets pass through."""
+    """Add a bucket at each end; if both directions share the rate, one bucket for the packets of both."""
     bucket_text = bucket(link.gbit, packet)
     if not link.half_duplex:
         for node, device in (link.a, link.b):

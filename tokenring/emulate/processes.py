@@ -20,7 +20,7 @@ from tokenring.emulate.plan import address
 from tokenring.errors import PeerLost
 from tokenring.launch.processes import OutputLines, ending_with_parent, rank_environment
 
-PORT = "29500"  # every emulation has this one for itself
+PORT = "29500"  # each emulation has namespaces of its own, so the port is free
 GRACE_SECONDS = 3.0  # after the first rank's failure the others may say what they saw
 END_SECONDS = 20.0
 LOG_LINES = 20
@@ -31,7 +31,7 @@ STOPPED = ("T", "t")
 class RankProcesses:
     """One `python -m module arguments` in each namespace, in a session of its own. Use it as a context.
 
-    Standard output of rank 0, or of all with `all_speak`, is what `read` returns; all else is in the ranks'
+    `read` returns the standard output of rank 0, or of all ranks with `all_speak`; all other output is in the ranks'
     logs.
     """
 
@@ -46,7 +46,7 @@ class RankProcesses:
         self.namespaces, self.all_speak = list(namespaces), all_speak
         self.command = [sys.executable, "-m", module, *arguments]
         self.environment = dict(environment)
-        self.ended: list[tuple[int, int]] = []  # rank and exit code, in the order in which we saw them end
+        self.ended: list[tuple[int, int]] = []  # rank and exit code, in the order in which their ends were seen
         self._failed_at: float | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -94,7 +94,7 @@ class RankProcesses:
             "MASTER_PORT": PORT,
             "GLOO_SOCKET_IFNAME": "lo",
             "TP_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that names cannot be looked up, and there are none
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it warns about name look-ups, and there is no name server
             "TMPDIR": str(self.folder),
         }
 
@@ -114,7 +114,7 @@ class RankProcesses:
         """
         seen = {rank for rank, _ in self.ended}
         found = [(rank, process.poll()) for rank, process in enumerate(self._processes) if rank not in seen]
-        # Of those that ended since the last look, signals come first: nobody says so for them.
+        # Of the ranks that ended since the last check, those ended by a signal come first: they leave no message.
         ended = sorted((code, rank) for rank, code in found if code is not None)
         self.ended += [(rank, code) for code, rank in ended]
         if self._failed_at is None and any(code for _, code in self.ended):
@@ -144,7 +144,7 @@ class RankProcesses:
         return PeerLost(f"rank {rank} {how}; the others were ended too{self._tail(rank)}", rank, True)
 
     def hung(self, seconds: float) -> PeerLost:
-        """Make the error for ranks that did not end in time: it names one that is stopped, else all that still run."""
+        """Make the error for ranks that did not end in time. It names a stopped one, else all that still run."""
         left = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
         stopped = [rank for rank in left if _state(self._processes[rank].pid) in STOPPED]
         guilty = stopped or left
@@ -168,7 +168,7 @@ class RankProcesses:
     def _clean_up(self) -> None:
         self._kill()
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # only one that is stuck in the kernel takes so long
+            with suppress(subprocess.TimeoutExpired):  # only a process stuck in the kernel takes so long
                 process.wait(END_SECONDS)
         end_processes(self.namespaces)  # what ranks have started in sessions of their own
         self._lines.close()

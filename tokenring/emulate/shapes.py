@@ -16,10 +16,10 @@ LEAF_RANKS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape as it is asked for. Rates are Gbit/s in each direction, of payload.
+    """The request for a shape. Rates are Gbit/s in each direction, of payload.
 
     uplink_gbit: of pcie-tree's leaves, of two-node's shared uplink, or with nic_per_rank of each rank's port to
-    the network; None: as the links. half_duplex_uplink: both directions share that rate. node_fabric: inside
+    the network; None: as link_gbit. half_duplex_uplink: both directions share that rate. node_fabric: inside
     each of two nodes; None: full-mesh. Raises ConfigurationError for what does not fit together.
     """
 
@@ -88,7 +88,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class EmulatedLink:
-    """A link: its two devices, each (node, name there), and its two directions by name, equal where they share it."""
+    """A link: two devices, each (node, name there), and the names of both directions, equal if they share a rate."""
 
     a: tuple[str, str]
     b: tuple[str, str]
@@ -104,7 +104,7 @@ class EmulatedLink:
 
 @dataclass(frozen=True)
 class Route:
-    """A rank's route to another: out of `device`, to `via`, the neighbour that forwards, if there is one."""
+    """A rank's route to another: out through `device`, to `via`, the neighbour that forwards, if there is one."""
 
     rank: int
     to: int
@@ -128,7 +128,7 @@ class EmulatedFabric:
         return [*map(rank_node, range(self.ranks)), *self.switches]
 
     def pair(self, i: int, j: int, gbit: float) -> None:
-        """Add a link between two ranks, theirs alone; gbit is its rate in Gbit/s."""
+        """Add a link that only these two ranks use; gbit is its rate in Gbit/s."""
         ends = (rank_node(i), f"to{j}"), (rank_node(j), f"to{i}")
         self.links.append(EmulatedLink(*ends, gbit, f"{i}>{j}", f"{j}>{i}"))
 
@@ -172,7 +172,7 @@ def _switch(shape: Shape) -> EmulatedFabric:
 
 
 def _ring(shape: Shape) -> EmulatedFabric:
-    """Join neighbours only; the ranks in between forward, the shorter way round."""
+    """Join neighbours only; the ranks in between forward in the shorter direction."""
     count = shape.ranks
     if count == 2:
         return _full_mesh(shape)
@@ -187,10 +187,10 @@ def _ring(shape: Shape) -> EmulatedFabric:
 
 
 def _next_hop(rank: int, to: int, count: int) -> int:
-    """Return the neighbour that leads to a rank the shorter way.
+    """Return the first neighbour on the shorter route to a rank.
 
-    To the opposite rank even ones go onwards and odd ones back, so that both ways carry as much. All ranks in
-    between are nearer one way, and so agree.
+    To the opposite rank, even ranks send forwards and odd ranks backwards, so that both directions carry equally
+    much. For every rank in between one direction is shorter, so all agree.
     """
     ahead = (to - rank) % count
     onwards = 2 * ahead < count or (2 * ahead == count and rank % 2 == 0)
@@ -198,7 +198,7 @@ def _next_hop(rank: int, to: int, count: int) -> int:
 
 
 def _pcie_tree(shape: Shape) -> EmulatedFabric:
-    """Put two ranks on each leaf; the leaves' uplinks meet in a root."""
+    """Put two ranks on each leaf; the leaves' uplinks lead to a root switch."""
     leaves = [f"leaf{index}" for index in range(shape.ranks // LEAF_RANKS)]
     fabric = EmulatedFabric(shape.ranks, [*leaves, "root"])
     for rank in range(shape.ranks):
@@ -209,7 +209,7 @@ def _pcie_tree(shape: Shape) -> EmulatedFabric:
 
 
 def _two_node(shape: Shape) -> EmulatedFabric:
-    """Make two halves that meet in one uplink that all ranks share, or in a switch where each rank has a port."""
+    """Make two halves, joined by one uplink that all ranks share, or by a switch on which each rank has a port."""
     half, inside = shape.ranks // 2, shape.node_fabric or FULL_MESH
     nodes = [range(half), range(half, shape.ranks)]
     fabric = EmulatedFabric(shape.ranks, ["node0", "node1"])

@@ -1,7 +1,7 @@
-"""The wires that a message passes, and the time that a wire needs for the bytes it carries.
+"""The route of each message, as the wires that it uses, and the time that a wire needs for its bytes.
 
-A wire is one direction of a link, or both where they share it. Ways are walked over the links and routes that
-are really made, so that they cannot differ from them.
+A wire is the unit of sharing: one direction of a link, or both directions if they share one rate. The routes are
+computed from the same links and routing entries that the emulation creates, so they cannot differ from these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Pair = tuple[int, int]  # from rank to rank
 
 
 class EmulatedHop(NamedTuple):
-    """A hop across one link: out of a node by `device` to another node, over a wire."""
+    """A hop across one link: it leaves a node through `device`, uses `wire`, and enters the node `to`."""
 
     device: str
     to: str
@@ -24,7 +24,7 @@ class EmulatedHop(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The wire that needs longest for its bytes alone, and its seconds."""
+    """The wire that needs most time for its bytes alone, and that time."""
 
     wire: str
     seconds: float
@@ -36,7 +36,7 @@ def wires(fabric: EmulatedFabric) -> dict[str, float]:
 
 
 def ways(fabric: EmulatedFabric) -> dict[Pair, tuple[str, ...]]:
-    """Return the wires from every rank to every other, in order."""
+    """Return the route from every rank to every other: the wires that it uses, in order."""
     hops: dict[str, list[EmulatedHop]] = {node: [] for node in fabric.nodes}
     for link in fabric.links:
         hops[link.a[0]].append(EmulatedHop(link.a[1], link.b[0], link.a_to_b))
@@ -64,9 +64,9 @@ def _walk(
 def _across(
     fabric: EmulatedFabric, hops: Mapping[str, list[EmulatedHop]], switch: str, target: str
 ) -> list[EmulatedHop]:
-    """Return the hops from a switch to a rank's port on it, or on a switch that it is joined to.
+    """Return the hops from a switch to a rank's port on this switch, or on another one of the tree of switches.
 
-    The switches make a tree. Raises LookupError if no port is found.
+    Raises LookupError if no port is found.
     """
     waiting: list[tuple[str, list[EmulatedHop]]] = [(switch, [])]
     seen = {switch}
@@ -82,7 +82,7 @@ def _across(
 
 
 def heaviest(fabric: EmulatedFabric, link_bytes: Mapping[Pair, int]) -> Load | None:
-    """Return the wire that needs longest for these bytes from rank to rank; None if nothing moves."""
+    """Return the wire that needs most time for these bytes from rank to rank; None if nothing moves."""
     seconds = dict.fromkeys(wires(fabric), 0.0)
     gbit, passed = wires(fabric), ways(fabric)
     for pair, nbytes in link_bytes.items():

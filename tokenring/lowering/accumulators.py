@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from tokenring.ir.schedule_data import Block, Kind
 from tokenring.lowering.agenda import Agenda, incoming_key
-from tokenring.lowering.bundles import Bundle
-from tokenring.lowering.exchanges import Exchange
-from tokenring.lowering.filled_rows import Coverage
 from tokenring.lowering.program import Fill, Instruction, Merge, Result, Slot, Span, Wait
 from tokenring.lowering.records import Records
-from tokenring.lowering.slots import Slots
+from tokenring.lowering.slots import Coverage, Slots
 from tokenring.lowering.storage import Group, Message, Slab
 from tokenring.sequence.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenring.lowering.bundles import Bundle
+    from tokenring.lowering.exchanges import Exchange
 
 
 class Listing:

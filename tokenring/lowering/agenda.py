@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Pass, Tile
 from tokenring.lowering.calls import KernelCall, Supports, calls
-from tokenring.lowering.filled_rows import Coverage
+from tokenring.lowering.slots import Coverage
 from tokenring.lowering.storage import Group, Message, Slab, Storage
 
 

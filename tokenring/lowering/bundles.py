@@ -7,12 +7,11 @@ Both ends find the same from the schedule alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.program import BUNDLE
-from tokenring.lowering.records import Records
+from tokenring.lowering.records import Records, nbytes
 from tokenring.lowering.storage import Message, Storage
 from tokenring.lowering.uses import Uses, first_uses, points
 
@@ -47,11 +46,6 @@ def bundles(
             some.append([message])
     found = (run for some in runs.values() for run in some if len(run) > 1)
     return tuple(Bundle((run[0].src, run[0].dst), tuple(run)) for run in found)
-
-
-def nbytes(messages: Iterable[Message], records: Records) -> int:
-    """Return the bytes of these messages together."""
-    return sum(records(each.kind, each.full_precision).nbytes * each.rows for each in messages)
 
 
 def _together(a: Message, b: Message, uses: Uses) -> bool:

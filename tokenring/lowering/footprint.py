@@ -8,13 +8,20 @@ from typing import NamedTuple
 
 from tokenring.ir.schedule_data import PARTIALS, PASSES, Pass, ScheduleData
 from tokenring.lowering.calls import Supports
-from tokenring.lowering.exchanges import exchanges
 from tokenring.lowering.lower import lower
 from tokenring.lowering.mailboxes import lay
-from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Program, Recv, Send
-from tokenring.lowering.records import STATISTIC_BYTES, Records, check_workload
-from tokenring.lowering.storage import storage_of
-from tokenring.lowering.target import Link, Target
+from tokenring.lowering.program import (
+    ALL_GATHER,
+    BUNDLE,
+    Program,
+    Recv,
+    Send,
+    bundled_bytes,
+    landing_slots,
+    message_bytes,
+)
+from tokenring.lowering.records import Records, aligned, check_workload, scratch_bytes, slot_bytes
+from tokenring.lowering.target import Contacts, Link, Target, contacts
 from tokenring.sequence.workload import Workload
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
@@ -28,34 +35,6 @@ def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "fo
         full = move.channel == PARTIALS and schedule.in_full_precision(move)
         links[move.src, move.dst] += records(move.block.kind, full).nbytes * schedule.unit_length(move.block.kind)
     return dict(sorted(links.items()))
-
-
-def links(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> set[Link]:
-    """Return (source, destination, channel) of all messages of these passes."""
-    return {(move.src, move.dst, move.channel) for direction in passes for move in schedule.moves_in(direction)}
-
-
-class Contacts(NamedTuple):
-    """Connections that messages and collectives need: of two ranks, and of all ranks of an exchange."""
-
-    links: frozenset[Link]
-    groups: frozenset[tuple[int, ...]] = frozenset()
-
-
-def contacts(schedule: ScheduleData, target: Target, passes: Iterable[Pass] = PASSES) -> Contacts:
-    """Return what a transport has to connect for these passes: with collectives, no two ranks for what goes as one."""
-    if not target.collectives:
-        return Contacts(frozenset(links(schedule, passes)))
-    storage = storage_of(schedule)
-    found: set[Link] = set()
-    groups: set[tuple[int, ...]] = set()
-    for direction in passes:
-        together = exchanges(storage, direction)
-        groups.update(each.ranks for each in together)
-        apart = {message for rank in range(schedule.world_size) for message in storage.messages(rank, direction)}
-        apart.difference_update(message for each in together for message in each.messages)
-        found.update((message.src, message.dst, message.channel) for message in apart)
-    return Contacts(frozenset(found), frozenset(groups))
 
 
 def connections(some: Iterable[Link], target: Target, rank: int) -> int:
@@ -107,28 +86,6 @@ def held(used: Contacts, target: Target, pools: Sequence[int]) -> HeldBytes:
     return HeldBytes(peak, count, nbytes)
 
 
-def slot_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> list[int]:
-    """Return the bytes of each slot of a program."""
-    records = Records(schedule, workload, program.direction)
-    forward = Records(schedule, workload, "forward")
-    return [
-        (forward if slot.kept else records)(slot.kind, slot.full_precision, slot.all_heads).nbytes * slot.rows
-        for slot in program.slots
-    ]
-
-
-def scratch_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
-    """Return the bytes of two statistics for each row of the largest merge."""
-    heads = workload.q_heads // schedule.head_groups
-    return 2 * program.scratch_rows * workload.batch * heads * STATISTIC_BYTES
-
-
-def landing_slots(program: Program) -> list[int]:
-    """Return kept slots that receive messages: one-sided transports need pool memory for these to land in."""
-    received = {each.span.slot for each in program.instructions if isinstance(each, Recv)}
-    return sorted(slot for slot in received if program.slots[slot].kept)
-
-
 def program_bytes(schedule: ScheduleData, workload: Workload, program: Program, one_sided: bool = False) -> int:
     """Return the bytes of one rank's buffer pool for a program; saved tensors and outputs are not counted."""
     sizes = slot_bytes(schedule, workload, program)
@@ -136,25 +93,6 @@ def program_bytes(schedule: ScheduleData, workload: Workload, program: Program, 
     slots += landing_slots(program) if one_sided else []
     bundled = sum(aligned(each) for each in bundled_bytes(sizes, program).values())
     return sum(aligned(sizes[slot]) for slot in slots) + bundled + aligned(scratch_bytes(schedule, workload, program))
-
-
-def bundled_bytes(sizes: Sequence[int], program: Program) -> dict[Collective, int]:
-    """Return, of each bundle, the bytes of its messages, which lie together in the pool beside their slots.
-
-    sizes: bytes of the program's slots.
-    """
-    found = [each for each in program.collectives if each.kind == BUNDLE]
-    given = message_bytes(sizes, program) if found else {}
-    return {each: sum(given[message] for message in each.messages) for each in found}
-
-
-def message_bytes(sizes: Sequence[int], program: Program) -> dict[int, int]:
-    """Return the bytes of each message, by its number; sizes: bytes of the slots."""
-    return {
-        each.message: sizes[each.span.slot] // program.slots[each.span.slot].rows * each.span.rows
-        for each in program.instructions
-        if isinstance(each, Send | Recv)
-    }
 
 
 def staged_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
@@ -193,11 +131,6 @@ def kept_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> 
     """Return the bytes that forward keeps for backward beside the rank's own tensors."""
     sizes = slot_bytes(schedule, workload, program)
     return sum(size for size, slot in zip(sizes, program.slots, strict=True) if slot.kept)
-
-
-def aligned(nbytes: int) -> int:
-    """Return the bytes rounded up to a multiple of a cache line (64 bytes), at which slots begin."""
-    return -(-nbytes // 64) * 64
 
 
 def peak_bytes(

@@ -10,6 +10,7 @@ of each exchange (`exchange`) are posted together, before the others of their st
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,15 +18,17 @@ from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Pass, ScheduleData, Tile
 from tokenring.lowering.accumulators import Accumulators
 from tokenring.lowering.agenda import Agenda, incoming_key
-from tokenring.lowering.bundles import Bundle, bundles, nbytes
 from tokenring.lowering.calls import KernelCall, Supports, anything
-from tokenring.lowering.exchanges import Exchange, exchanges
 from tokenring.lowering.program import OWN, Attend, Collective, Pack, Program, Recv, Send, Slot, Span
-from tokenring.lowering.records import Records, check_workload
+from tokenring.lowering.records import Records, check_workload, nbytes
 from tokenring.lowering.storage import Group, Message, Slab, Storage, storage_of
 from tokenring.lowering.target import IDEAL, Target
 from tokenring.sequence.layout import as_integer
 from tokenring.sequence.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenring.lowering.bundles import Bundle
+    from tokenring.lowering.exchanges import Exchange
 
 
 def lower(
@@ -61,9 +64,13 @@ def lower_agenda(agenda: Agenda, workload: Workload, target: Target) -> Program:
     storage, direction = agenda.storage, agenda.direction
     together: Sequence[Exchange | Bundle] = ()
     if target.early_receives and target.bundle_bytes:
+        from tokenring.lowering.bundles import bundles
+
         records = Records(agenda.schedule, workload, direction)
         together = bundles(storage, agenda.rank, direction, records, target.bundle_bytes)
     elif target.collectives and not target.early_receives:
+        from tokenring.lowering.exchanges import exchanges
+
         together = exchanges(storage, direction)
     return _Lowering(agenda, workload, target.early_receives, together).run(target.ahead_bytes)
 

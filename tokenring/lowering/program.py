@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -145,3 +146,28 @@ class Program:
     scratch_rows: int
     steps: tuple[int, ...]  # the step of each instruction, for messages and traces
     collectives: tuple[Collective, ...] = ()  # where the transport has any
+
+
+def landing_slots(program: Program) -> list[int]:
+    """Return kept slots that receive messages: one-sided transports need pool memory for these to land in."""
+    received = {each.span.slot for each in program.instructions if isinstance(each, Recv)}
+    return sorted(slot for slot in received if program.slots[slot].kept)
+
+
+def bundled_bytes(sizes: Sequence[int], program: Program) -> dict[Collective, int]:
+    """Return, of each bundle, the bytes of its messages, which lie together in the pool beside their slots.
+
+    sizes: bytes of the program's slots.
+    """
+    found = [each for each in program.collectives if each.kind == BUNDLE]
+    given = message_bytes(sizes, program) if found else {}
+    return {each: sum(given[message] for message in each.messages) for each in found}
+
+
+def message_bytes(sizes: Sequence[int], program: Program) -> dict[int, int]:
+    """Return the bytes of each message, by its number; sizes: bytes of the slots."""
+    return {
+        each.message: sizes[each.span.slot] // program.slots[each.span.slot].rows * each.span.rows
+        for each in program.instructions
+        if isinstance(each, Send | Recv)
+    }

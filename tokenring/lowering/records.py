@@ -6,14 +6,18 @@ pieces is one contiguous message whatever it carries, and kernels read it in pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Kind, Pass, ScheduleData
 from tokenring.sequence.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenring.lowering.program import Program
+    from tokenring.lowering.storage import Message
 
 CODECS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STATISTIC_BYTES = 4  # lse and delta are fp32 everywhere
@@ -111,3 +115,29 @@ class Records:
         """Return the heads [low, high) of a head group, in tensors of this kind."""
         of = self.workload.q_head_range if kind.startswith("q") else self.workload.kv_head_range
         return of(group, self.groups)
+
+
+def nbytes(messages: Iterable[Message], records: Records) -> int:
+    """Return the bytes of these messages together."""
+    return sum(records(each.kind, each.full_precision).nbytes * each.rows for each in messages)
+
+
+def slot_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> list[int]:
+    """Return the bytes of each slot of a program."""
+    records = Records(schedule, workload, program.direction)
+    forward = Records(schedule, workload, "forward")
+    return [
+        (forward if slot.kept else records)(slot.kind, slot.full_precision, slot.all_heads).nbytes * slot.rows
+        for slot in program.slots
+    ]
+
+
+def scratch_bytes(schedule: ScheduleData, workload: Workload, program: Program) -> int:
+    """Return the bytes of two statistics for each row of the largest merge."""
+    heads = workload.q_heads // schedule.head_groups
+    return 2 * program.scratch_rows * workload.batch * heads * STATISTIC_BYTES
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes rounded up to a multiple of a cache line (64 bytes), at which slots begin."""
+    return -(-nbytes // 64) * 64

@@ -1,8 +1,16 @@
-"""The target that programs are lowered for: all that a transport says of itself to lowering, planner and runtime."""
+"""The target that programs are lowered for: all that a transport says of itself to lowering, planner and runtime.
+
+And what follows from it: which connections a schedule needs, and which programs are to be proved beside the usual ones.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tokenring.ir.schedule_data import PASSES, Pass, ScheduleData
 
 Link = tuple[int, int, str]  # source, destination, channel
 LOWERED = ("early_receives", "collectives", "bundle_bytes", "ahead_bytes")  # the flags that programs depend on
@@ -66,3 +74,46 @@ class Target:
 
 
 IDEAL = Target()  # of a transport of which nothing is known
+APART = (Target(), Target(early_receives=False))  # whose programs the proof of a schedule replays
+NO_END = sys.maxsize
+
+
+def beyond(target: Target) -> list[Target]:
+    """Return the targets whose programs prove those of this one, beside APART: by sizes it makes either of them.
+
+    What stays within a limit in bytes depends on the workload, so limits have no end: all that there can be.
+    """
+    most = replace(target.lowered, bundle_bytes=NO_END if target.bundle_bytes else 0)
+    ahead = [replace(most, ahead_bytes=NO_END)] if target.ahead_bytes else []
+    return [each for each in (replace(most, ahead_bytes=0), *ahead) if each not in APART]
+
+
+def links(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> set[Link]:
+    """Return (source, destination, channel) of all messages of these passes."""
+    return {(move.src, move.dst, move.channel) for direction in passes for move in schedule.moves_in(direction)}
+
+
+class Contacts(NamedTuple):
+    """Connections that messages and collectives need: of two ranks, and of all ranks of an exchange."""
+
+    links: frozenset[Link]
+    groups: frozenset[tuple[int, ...]] = frozenset()
+
+
+def contacts(schedule: ScheduleData, target: Target, passes: Iterable[Pass] = PASSES) -> Contacts:
+    """Return what a transport has to connect for these passes: with collectives, no two ranks for what goes as one."""
+    if not target.collectives:
+        return Contacts(frozenset(links(schedule, passes)))
+    from tokenring.lowering.exchanges import exchanges
+    from tokenring.lowering.storage import storage_of
+
+    storage = storage_of(schedule)
+    found: set[Link] = set()
+    groups: set[tuple[int, ...]] = set()
+    for direction in passes:
+        together = exchanges(storage, direction)
+        groups.update(each.ranks for each in together)
+        apart = {message for rank in range(schedule.world_size) for message in storage.messages(rank, direction)}
+        apart.difference_update(message for each in together for message in each.messages)
+        found.update((message.src, message.dst, message.channel) for message in apart)
+    return Contacts(frozenset(found), frozenset(groups))

@@ -13,10 +13,8 @@ its token's owner.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData, T
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Send, Span, Wait
 from tokenring.lowering.storage import Storage
-from tokenring.lowering.target import Target
+from tokenring.lowering.target import APART, Target
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.proof.slot_contents import (
     NOBODY,
@@ -49,20 +47,6 @@ from tokenring.sequence.workload import Workload
 
 RESULTS = REQUEST_OF.keys()  # the kinds of what tiles make
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
-
-
-APART = (Target(), Target(early_receives=False))
-NO_END = sys.maxsize
-
-
-def beyond(target: Target) -> list[Target]:
-    """Return the targets whose programs prove those of this one, beside APART: by sizes it makes either of them.
-
-    What stays within a limit in bytes depends on the workload, so limits have no end: all that there can be.
-    """
-    most = replace(target.lowered, bundle_bytes=NO_END if target.bundle_bytes else 0)
-    ahead = [replace(most, ahead_bytes=NO_END)] if target.ahead_bytes else []
-    return [each for each in (replace(most, ahead_bytes=0), *ahead) if each not in APART]
 
 
 def replay_schedule(schedule: ScheduleData, targets: Sequence[Target] = APART) -> None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from tokenring.errors import ScheduleError
 from tokenring.gc_pause import no_collection
 from tokenring.ir.schedule_data import KINDS, PASSES, REQUESTS, Block, Kind, Move, Pass, ScheduleData, Tile
-from tokenring.lowering.target import Target
+from tokenring.lowering.target import Target, beyond
 from tokenring.proof.wellformed import check_form
 
 REPLAY_LIMIT = 16  # ranks up to which verify() also replays the lowered programs
@@ -40,8 +40,6 @@ def verify(schedule: ScheduleData) -> None:
 
 def verify_lowered(schedule: ScheduleData, target: Target) -> None:
     """Replay, once, the programs for such a target that `verify` has not, for up to 16 ranks. Raises ScheduleError."""
-    from tokenring.proof.replay import beyond
-
     if schedule.world_size <= REPLAY_LIMIT and (others := beyond(target)):
         replay_once(schedule, tuple(others))
 

@@ -2,24 +2,40 @@
 
 Each call exchanges 32 bytes: the digest of a description of the call. Only if digests differ do the
 descriptions travel, so that the error can name rank, field and values; every rank raises it. A rank that
-cannot make the call takes part with its reason instead.
+cannot make the call takes part with its reason instead: it refuses.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tokenring.backends.interfaces import Transport
-from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.errors import ConfigurationError, PeerLost, TokenRingError, one_line
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
+from tokenring.sequence.workload import Workload
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from tokenring.ir.schedule_data import Pass
+    from tokenring.runtime.caller import Caller
+    from tokenring.sequence.workload import Request
+
+LOG = logging.getLogger("tokenring")
 REFUSED = "refused"  # the field of a rank that makes no call, with the reason
+TOLD = "_tokenring_told"  # of an error that passes through several calls, as in a checkpoint: it is told once
 
 
 class Disagreement(ConfigurationError):
@@ -38,6 +54,44 @@ class Description:
         """Make a description with its SHA-256 digest; the fields must print alike on all ranks."""
         texts = tuple((name, str(value)) for name, value in fields.items())
         return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest())
+
+
+def describe(cp: Caller, request: Request, direction: Pass, schedule: str, planned: bool) -> Description:
+    """Describe all that ranks must agree on. schedule: as text, with all its content. planned: if it is chosen here."""
+    transport = cp.made_transport(request.device)
+    most = None if transport is None else transport.target.most_connections  # by this rank's environment
+    return Description.of(
+        {
+            "pass": direction,
+            **{field.name: getattr(request.workload, field.name) for field in fields(Workload)},
+            "mask": request.mask,
+            "scale": repr(request.scale),
+            "gradients enabled": request.training,
+            "device": request.device.type,
+            "layout": cp.layout if isinstance(cp.layout, str) else named_digest(cp.layout),
+            "schedule": schedule,
+            "pieces": cp.pieces,
+            "kernel": no_kernel(cp, request, direction) or "computes it",
+            **({} if most is None else {"communicators at most": most}),
+            **({"planned for": "both passes" if request.backward else "forward"} if planned else {}),
+        }
+    )
+
+
+def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
+    """Return the reason why this rank cannot compute or merge the call; None: it can.
+
+    Ranks may differ in it by what is installed on them.
+    """
+    from tokenring.backends.merging.mergers import merge_refusal
+    from tokenring.backends.registry import kernel_refusal
+
+    try:
+        kernel = cp.kernel(request.device)
+    except TokenRingError as error:
+        return str(error)
+    reason = kernel_refusal(kernel, request.workload, request.device, direction)
+    return reason or (merge_refusal(request.device, request.workload.head_dim) if cp.world_size > 1 else None)
 
 
 def named_digest(some: Layout | Schedule) -> str:
@@ -107,3 +161,56 @@ def refusals(texts: Sequence[str | None]) -> str:
 def _ranks(values: Sequence[str | None], value: str) -> str:
     ranks = [str(rank) for rank, each in enumerate(values) if each == value]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+
+
+# ---------- refusals
+
+
+class refusing:
+    """A guard around this rank's own checks of a call on which all ranks are about to agree.
+
+    An error of the checks is sent to all ranks: this one raises it, every other a Disagreement with rank and reason.
+    """
+
+    __slots__ = ("_cp", "_direction", "_given")
+
+    def __init__(self, cp: Caller, direction: Pass, *given: object) -> None:
+        """Guard a pass. given: the call's tensors or device, by which ranks without a transport find the same one."""
+        self._cp, self._direction, self._given = cp, direction, given
+
+    def __enter__(self) -> None:
+        """Do nothing: calls that pass cost nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            reason = one_line(error)
+            tell(self._cp, error, lambda: self.speak(reason))
+
+    def speak(self, reason: str) -> None:
+        """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost."""
+        transport = self._cp.speaker(_device(self._given))
+        if transport is not None:
+            agree(transport, Description.of({"pass": self._direction, REFUSED: reason}))
+            settle(transport)
+
+
+def tell(cp: Caller, error: BaseException, speak: Callable[[], object]) -> None:
+    """Take part, by `speak`, in the exchange in which the others wait. Raises nothing: the caller raises `error`."""
+    heard = isinstance(error, (PeerLost, Disagreement)) or hasattr(error, TOLD)
+    if cp.world_size == 1 or heard or not isinstance(error, Exception):
+        return
+    setattr(error, TOLD, True)
+    try:
+        with cp.turn, _disable_current_modes(), torch._C.DisableTorchFunction():  # such as of FakeTensor, torch.device
+            speak()
+    except Disagreement:
+        pass
+    except Exception as unheard:  # whatever it is, it is not what the caller wants to know
+        LOG.warning("the other ranks may wait for this one, which could not tell them that it raises: %s", unheard)
+
+
+def _device(given: tuple[object, ...]) -> torch.device | None:
+    """Return the device of a call's tensors: an accelerator before the CPU, where some rank left a tensor behind."""
+    devices = [each if isinstance(each, torch.device) else getattr(each, "device", None) for each in given]
+    found = [each for each in devices if isinstance(each, torch.device) and each.type != "meta"]
+    return next((each for each in found if each.type != "cpu"), found[0] if found else None)

@@ -1,12 +1,33 @@
-"""The kernel of one program, with what it reads beside its operands."""
+"""The kernel of one program: the masks that it holds, the calls that it makes together, the scale that it is given.
+
+Calls of one tile go together where the kernel computes several patches in one call: packed documents leave a tile with
+one patch for each document, and on accelerators so many small calls cost more than their arithmetic. What is computed,
+and where it goes, stays as lowering has said it.
+
+Kernels are given positive scales only. Those that take the maximum of a row before they scale it (flash attention's
+do), or hide a pair by -inf before, are wrong for others. So a negative one is folded into q, and one that is zero in
+fp32 makes q zero: (-q)·k·|scale| and 0·k·1 are what q·k·scale is, exactly.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+from numbers import Real
+from typing import Any
+
 import torch
 
-from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Tiles
-from tokenring.lowering.program import Attend, Program
+from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, PackingKernel, Tiles
+from tokenring.errors import ConfigurationError
+from tokenring.lowering.program import Attend, Instruction, Program, Span
+from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
+
+Together = tuple[Instruction, ...]
+MOST_TOGETHER = 512  # whose operands, lists of lengths and results one call is to hold
+LEAST = torch.finfo(torch.float32).tiny  # below, kernels that scale in fp32 may take it for zero
+WHOLE = 2**24  # from here on neighbours in fp32 are whole numbers apart
 
 
 def holding(kernel: AttentionKernel, program: Program, workload: Workload, device: torch.device) -> AttentionKernel:
@@ -18,3 +39,147 @@ def holding(kernel: AttentionKernel, program: Program, workload: Workload, devic
 def held(kernel: AttentionKernel, tiles: Tiles) -> AttentionKernel:
     """Return a kernel that holds the masks of these tiles, if it uses any; they live as long as it does."""
     return kernel.holding(tiles) if isinstance(kernel, MaskingKernel) else kernel
+
+
+# ---------- calls that go together
+
+
+def together(instructions: Iterable[Instruction], kernel: AttentionKernel) -> Iterator[Together]:
+    """Yield the instructions in order, in tuples: kernel calls that go together in one, all others alone."""
+    run: list[Attend] = []  # of one tile, each beyond the one before
+    for instruction in instructions:
+        if isinstance(instruction, Attend) and isinstance(kernel, PackingKernel):
+            if run and not _follows(run[-1], instruction):
+                yield from _packed(run, kernel)
+                run = []
+            run.append(instruction)
+            continue
+        yield from _packed(run, kernel)
+        run = []
+        yield (instruction,)
+    yield from _packed(run, kernel)
+
+
+def _packed(run: list[Attend], kernel: AttentionKernel) -> Iterator[Together]:
+    """Yield a run in parts that the kernel takes, in order."""
+    at = 0
+    while at < len(run):
+        count = _most(run[at : at + MOST_TOGETHER], kernel)
+        yield tuple(run[at : at + count])
+        at += count
+
+
+def _most(run: list[Attend], kernel: AttentionKernel) -> int:
+    """Return the number of patches, from the first on, that the kernel takes in one call.
+
+    Searches by doubling, then by halving: of what a kernel takes it takes fewer, too.
+    """
+    if not isinstance(kernel, PackingKernel):
+        return 1
+
+    def packs(count: int) -> bool:
+        return kernel.packs(patches(tuple(run[:count])))
+
+    taken, refused = 1, len(run) + 1
+    while taken < len(run) and refused > len(run):
+        tried = min(2 * taken, len(run))
+        taken, refused = (tried, refused) if packs(tried) else (taken, tried)
+    while refused - taken > 1 and refused <= len(run):
+        tried = (taken + refused) // 2
+        taken, refused = (tried, refused) if packs(tried) else (taken, tried)
+    return taken
+
+
+def patches(attends: tuple[Attend, ...]) -> tuple[Patch, ...]:
+    """Return the patches of kernel calls, shifted to start at the corner of the first."""
+    first = attends[0]
+    return tuple(
+        each.patch.shifted(each.q.start - first.q.start, each.kv.start - first.kv.start) for each in attends
+    )
+
+
+def spanned(first: Span, last: Span) -> Span:
+    """Return the span from the first row of one span to the last of the other."""
+    return first._replace(stop=last.stop)
+
+
+def _follows(before: Attend, attend: Attend) -> bool:
+    """Tell whether a call is of the same tile, with all its rows and columns beyond those of the one before."""
+    kept = (before.kept_q and before.kept_q.slot) == (attend.kept_q and attend.kept_q.slot)
+    return (
+        kept
+        and before.step == attend.step
+        and _beyond(before.q, attend.q)
+        and _beyond(before.kv, attend.kv)
+    )  # fmt: skip
+
+
+def _beyond(before: Span, span: Span) -> bool:
+    return (before.slot, before.heads) == (span.slot, span.heads) and span.start >= before.stop
+
+
+# ---------- the scale
+
+
+def checked_scale(given: object, head_dim: int) -> float:
+    """Return the scale as a number; None is 1/√D. Raises ConfigurationError if it is not a finite number, or too large.
+
+    q and k of ordinary size (1 in each of D dimensions) have q·k up to D. The largest scale is where such scores reach
+    2²⁴: beyond, rounding them in fp32 changes probabilities by a factor of e, and gradients, which compute them again,
+    grow without bound.
+    """
+    if given is None:
+        return 1 / math.sqrt(head_dim)
+    if not isinstance(given, Real) or isinstance(given, bool):
+        shown = "a Tensor, which would get no gradient" if isinstance(given, torch.Tensor) else repr(given)
+        raise ConfigurationError(f"scale is {shown}; give a finite number, or None for 1/√D")
+    try:
+        scale = float(given)
+    except OverflowError:  # an integer or a fraction, of any number of digits
+        raise ConfigurationError(
+            f"scale is of type {type(given).__name__} and beyond what a float holds; {_largest(head_dim)}"
+        ) from None
+    if not math.isfinite(scale):
+        raise ConfigurationError(f"scale is {given!r}; give a finite number, or None for 1/√D")
+    if abs(scale) > WHOLE / max(head_dim, 1):
+        raise ConfigurationError(f"scale is {given!r}, and fp32 does not hold scores so large; {_largest(head_dim)}")
+    return scale
+
+
+def _largest(head_dim: int) -> str:
+    return (
+        f"give a number up to 2^24/D in size, which is {WHOLE / max(head_dim, 1):.9g} for head dim {head_dim}, "
+        f"or None for 1/√D; what is larger belongs in q and k, whose values decide what can be computed"
+    )
+
+
+def folded(kernel: Any, scale: float) -> tuple[Any, float]:
+    """Return a kernel that computes with this scale, and the positive scale to give it."""
+    if scale >= LEAST:
+        return kernel, scale
+    sign = -1.0 if scale <= -LEAST else 0.0
+    return _Folded(kernel, sign), -scale if sign else 1.0
+
+
+class _Folded:
+    """A kernel that is given q times a sign."""
+
+    def __init__(self, kernel: Any, sign: float) -> None:
+        self._kernel, self._sign = kernel, sign
+
+    def forward(self, q: torch.Tensor, *others: Any, **options: Any) -> Any:
+        return self._kernel.forward(q * self._sign, *others, **options)
+
+    def forward_packed(self, q: torch.Tensor, *others: Any, **options: Any) -> Any:
+        return self._kernel.forward_packed(q * self._sign, *others, **options)
+
+    def backward(self, dout: torch.Tensor, q: torch.Tensor, *others: Any, **options: Any) -> Any:
+        made = self._kernel.backward(dout, q * self._sign, *others, **options)
+        made[0].mul_(self._sign)
+        return made
+
+    def backward_packed(self, dout: torch.Tensor, q: torch.Tensor, *others: Any, **options: Any) -> Any:
+        made = self._kernel.backward_packed(dout, q * self._sign, *others, **options)
+        for each in made:
+            each[0].mul_(self._sign)
+        return made

@@ -1,13 +1,25 @@
-"""One attention call as it runs: its tensors, and the steps of a bound program that are done to them."""
+"""One attention call as it runs: its tensors, and the loop over the steps of a bound program that are done to them.
+
+The loop is plain, with the clock, or with names for profilers. While a profiler of torch is at work, each instruction
+runs in a range that says what it is. torch.profiler shows them beside its operators; torch.autograd.profiler.emit_nvtx
+makes them NVTX ranges. At other times nothing is named, and a pass asks once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.profiler import record_function
 
+from tokenring.backends.devices import device_of
 from tokenring.backends.interfaces import Work
+from tokenring.lowering.program import Instruction, Program
+
+if TYPE_CHECKING:
+    from tokenring.runtime.trace import Trace
 
 
 @dataclass
@@ -21,3 +33,57 @@ class ActiveCall:
 
 
 Step = Callable[[ActiveCall], None]
+
+
+def profiling() -> bool:
+    """Tell whether a profiler of torch is at work."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def run_steps(
+    program: Program,
+    instructions: Sequence[tuple[Instruction, int]],
+    steps: Sequence[Step],
+    named: Sequence[Step] | None,
+    call: ActiveCall,
+    trace: Trace | None,
+) -> None:
+    """Run all steps of a program, in order. named: the same steps in ranges, taken while a profiler is at work."""
+    if named is None:
+        _loop(program, instructions, steps, call, trace)
+        return
+    with record_function(f"tokenring {program.direction}"):
+        _loop(program, instructions, named, call, trace)
+
+
+def _loop(
+    program: Program,
+    instructions: Sequence[tuple[Instruction, int]],
+    steps: Sequence[Step],
+    call: ActiveCall,
+    trace: Trace | None,
+) -> None:
+    if trace is None:
+        for step in steps:
+            step(call)
+        return
+    from tokenring.runtime.trace import Event
+
+    clock = device_of(next(iter(call.own.values()))).stream_clock  # moves on other streams go on
+    for step, (instruction, number) in zip(steps, instructions, strict=True):
+        began = clock()
+        step(call)
+        trace.events.append(Event(program.rank, program.direction, number, instruction, began, clock()))
+
+
+def ranged(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
+    """Return the steps, each in a range of its name."""
+    return [_ranged(step, name) for step, name in zip(steps, names, strict=True)]
+
+
+def _ranged(step: Step, name: str) -> Step:
+    def run(call: ActiveCall) -> None:
+        with record_function(name):
+            step(call)
+
+    return run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,18 +32,14 @@ from tokenring.lowering.program import (
     Wait,
 )
 from tokenring.runtime.agreement import Disagreement, settle
-from tokenring.runtime.bound_kernel import holding
-from tokenring.runtime.call import ActiveCall, Step
-from tokenring.runtime.call_groups import patches, spanned, together
-from tokenring.runtime.collective import Collectives
-from tokenring.runtime.labels import range_names
-from tokenring.runtime.message_groups import grouped, placed, settled
+from tokenring.runtime.bound_kernel import folded, holding, patches, spanned, together
+from tokenring.runtime.call import ActiveCall, Step, profiling, ranged, run_steps
+from tokenring.runtime.message_groups import Collectives, grouped, placed, settled
 from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
-from tokenring.runtime.ranges import profiling, ranged, run_steps
-from tokenring.runtime.scaling import folded
-from tokenring.runtime.streams import on_streams
-from tokenring.runtime.trace import Trace
 from tokenring.sequence.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenring.runtime.trace import Trace
 
 GRADIENTS: dict[str, tuple[str, ...]] = {"q_partial": ("dq",), "kv_partial": ("dk", "dv")}
 
@@ -76,6 +72,8 @@ class Executor:
         steps = grouped(transport, alone, binder.bind_all(alone))
         self.streams, self.steps = pool.streams, settled(transport, alone, steps)
         if self.streams is not None:
+            from tokenring.runtime.streams import on_streams
+
             self.steps = on_streams(self.steps, alone, self.streams)
         self._begin = placed(transport, self.views, alone)
         self.adopted = binder.adopted
@@ -105,6 +103,8 @@ class Executor:
     @cached_property
     def ranged_steps(self) -> list[Step]:
         """The steps as profilers want them, each in a range of its name."""
+        from tokenring.runtime.labels import range_names
+
         return ranged(self.steps, range_names(*self._named_by))
 
     def result(self, call: ActiveCall, kind: Kind, name: str) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -11,12 +11,14 @@ from tokenring.backends.devices import device_of
 from tokenring.backends.interfaces import Transport, Work
 from tokenring.errors import UnsupportedError
 from tokenring.ir.schedule_data import ScheduleData
-from tokenring.lowering.footprint import aligned, bundled_bytes, landing_slots, scratch_bytes, slot_bytes
-from tokenring.lowering.program import Collective, Program, Span
-from tokenring.lowering.records import Field, Record, Records
-from tokenring.runtime.streams import Streams
+from tokenring.lowering.program import Collective, Program, Span, bundled_bytes, landing_slots
+from tokenring.lowering.records import Field, Record, Records, aligned, scratch_bytes, slot_bytes
 from tokenring.sequence.workload import Workload
 from tokenring.weak_method import weakly
+
+if TYPE_CHECKING:
+    from tokenring.backends.devices import DeviceRuntime
+    from tokenring.runtime.streams import Streams
 
 Allocate = Callable[[int], "torch.Tensor | None"]
 
@@ -31,7 +33,7 @@ class Pool:
     def __init__(self, device: torch.device, allocate: Allocate | None = None) -> None:
         self.data = torch.empty(0, dtype=torch.uint8, device=device)
         self.high_water_bytes = 0
-        self.streams = Streams.of(device_of(device))
+        self.streams = _streams_of(device_of(device))
         self._allocate = allocate
 
     @staticmethod
@@ -211,3 +213,12 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 def rows_first(x: torch.Tensor) -> torch.Tensor:
     """Return a view with rows first: [B, H, S, ...] → [S, B, H, ...]."""
     return x.permute(2, 0, 1, 3) if x.dim() == 4 else x.permute(2, 0, 1)
+
+
+def _streams_of(device: DeviceRuntime) -> Streams | None:
+    """Make the streams of a device; None if it has none."""
+    if device.current_stream() is None:
+        return None
+    from tokenring.runtime.streams import Streams
+
+    return Streams(device)

@@ -33,11 +33,6 @@ class Streams:
         self._of_channel: dict[str, Any] = {}
         self._computing: Any = None  # the stream of the last call
 
-    @staticmethod
-    def of(device: DeviceRuntime) -> Streams | None:
-        """Make the streams of a device; None if it has none."""
-        return None if device.current_stream() is None else Streams(device)
-
     def of_channel(self, channel: str) -> Any:
         """Return the stream on which a channel's messages are posted."""
         if channel not in self._of_channel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass
@@ -38,6 +39,10 @@ class Trace:
     """The events of the calls that ran while it was active, in order."""
 
     events: list[Event] = field(default_factory=list)
+
+    def agreed(self, rank: int, direction: Pass, began_seconds: float) -> None:
+        """Add the event of an exchange by which the ranks agreed, which has just ended."""
+        self.events.append(Event(rank, direction, 0, Agree(), began_seconds, perf_counter()))
 
     def split_seconds(self) -> dict[str, float]:
         """Return the seconds in kernels, in waits for messages or other ranks (exposed), and in everything else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import REQUESTS
@@ -16,11 +17,14 @@ from tokenring.schedule.families.basic import (
     tokenring,
 )
 from tokenring.schedule.families.change import arranged
-from tokenring.schedule.families.registry import FAMILIES, SMALL_TILE_TOKENS, Named, check_fit, parse
+from tokenring.schedule.families.registry import FAMILIES, SMALL_TILE_TOKENS, Named, check_fit, check_heads, parse
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import Scheme, build
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
+
+if TYPE_CHECKING:
+    from tokenring.sequence.workload import Workload
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "ring": ring,
@@ -29,17 +33,23 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "direct-kv": direct_kv,
     "direct-q": direct_q,
 }  # those that need no parameters, whatever the heads; all families are in FAMILIES
+PIECES_THAT_PAY = (2,)  # measured: more cost more messages than they hide
+LEAST_PIECE_BYTES = 1 << 16  # below, a message costs more than its bytes
+CUT_BY_DEFAULT = frozenset({"direct-kv", "direct-q"})
 
 __all__ = [
+    "CUT_BY_DEFAULT",
     "FAMILIES",
     "SCHEMES",
     "at_key",
     "at_query",
     "bidirectional",
+    "default_pieces",
     "direct_kv",
     "direct_q",
     "make_schedule",
     "moved_tokens",
+    "named_schedule",
     "ring",
     "tokenring",
 ]
@@ -98,3 +108,31 @@ def _is_small(scheme: Scheme, q_layout: Layout, kv_layout: Layout) -> bool:
 def moved_tokens(schedule: Schedule) -> int:
     """Return tokens times hops of all requests: what tells two directions of one ring apart."""
     return sum(schedule.unit_length(move.block.kind) for move in schedule.moves if move.channel == REQUESTS)
+
+
+def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: Layout) -> int | None:
+    """Return in how many pieces a named schedule moves its chunks by default: direct ones, where it pays."""
+    if name not in CUT_BY_DEFAULT:
+        return None
+    layout = kv_layout if name == "direct-kv" else q_layout
+    heads = 2 * workload.kv_heads if name == "direct-kv" else workload.q_heads
+    chunk_bytes = layout.chunk_length * workload.batch * heads * workload.head_dim * workload.itemsize
+    for pieces in PIECES_THAT_PAY:
+        if layout.chunk_length % pieces == 0 and chunk_bytes // pieces >= LEAST_PIECE_BYTES:
+            return pieces
+    return 1
+
+
+def named_schedule(
+    name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None = None,
+    order: Sequence[int] | None = None,
+) -> Schedule:  # fmt: skip
+    """Make a named schedule for a workload, in its default pieces unless `pieces` says how many.
+
+    order: as of `make_schedule`.
+    """
+    if pieces is None:
+        pieces = default_pieces(name, workload, q_layout, kv_layout)
+    made = make_schedule(name, q_layout, kv_layout, mask, pieces=pieces, order=order)
+    check_heads(name, made.head_groups, workload)
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
@@ -83,6 +83,18 @@ class Schedule(ir.ScheduleData):
         from tokenring.ir.text_parse import parse_text
 
         return Schedule.of(parse_text(_text("parse", text)))
+
+
+@dataclass(frozen=True)
+class GivenSchedule:
+    """The schedule of a call that was asked for, where nothing was planned; and why it is this one.
+
+    transport: the mode of the transport in which it keeps to a limit; None: as it is.
+    """
+
+    schedule: Schedule
+    reason: str
+    transport: str | None = None
 
 
 def _text(reader: str, given: object) -> str:

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import NamedTuple, cast
 
 from tokenring.errors import ConfigurationError
-from tokenring.nearest import hint
 
 COUNTED_LENGTH = 2**24  # positions that may be counted one by one, for chunks that interleave in no way of ours
 NAME = re.compile("([a-z]+)(?:/([1-9][0-9]{0,8}))?", re.ASCII)
@@ -177,13 +176,15 @@ def make_layout(name: str | Layout, world_size: int, length: int) -> Layout:
     return LAYOUTS[base](world_size, length, cuts)
 
 
-def read_name(name: str) -> tuple[str, int]:
+def read_name(name: object) -> tuple[str, int]:
     """Return the kind of layout that a name stands for, and how often it is cut. Raises ConfigurationError."""
     known = f"choose one of {', '.join(LAYOUTS)}, or cut one finer, as in 'zigzag/2'"
     if not isinstance(name, str):
         raise ConfigurationError(f"layout is of type {type(name).__name__}; {known}, or give a Layout")
     match = NAME.fullmatch(name)
     if match is None or match[1] not in LAYOUTS:
+        from tokenring.nearest import hint
+
         raise ConfigurationError(f"unknown layout {name!r}; {known}{hint(name.partition('/')[0], LAYOUTS)}")
     return match[1], int(match[2] or 1)
 

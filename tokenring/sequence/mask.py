@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import cast
 
 from tokenring.errors import ConfigurationError
-from tokenring.nearest import hint
 from tokenring.sequence.layout import Positions, as_integer
 from tokenring.sequence.region import Patch, Region, inside, tidy, window_region
 
@@ -181,6 +180,8 @@ def parse_mask(text: str) -> Mask:
         try:
             mask &= _part(part)
         except (KeyError, ValueError, TypeError):
+            from tokenring.nearest import hint
+
             raise ConfigurationError(
                 f"unknown mask {_short(part)}; write full, causal, window(left,right), band(low,high), "
                 f"documents(0,end,...), joined by &{hint(part.partition('(')[0].strip(), MASKS)}"

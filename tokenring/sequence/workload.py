@@ -1,13 +1,17 @@
-"""The sizes of one attention call, as the planner and the byte counts need them."""
+"""The sizes of one attention call, as the planner and the byte counts need them; and its request.
+
+By requests plans, programs and descriptions are kept.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.sequence.layout import as_integer
+from tokenring.sequence.mask import Mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,3 +66,23 @@ class Workload:
             raise ConfigurationError(
                 f"{self.q_heads} query heads over {self.kv_heads} kv heads do not split into {groups} equal head groups"
             )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kind of attention call, as this rank sees it.
+
+    training: gradients are enabled. differentiable: an input wants some, also where they are not enabled now, as in a
+    reentrant checkpoint; ranks may differ in that. backward: a plan is for both passes.
+    """
+
+    workload: Workload
+    mask: Mask
+    scale: float
+    training: bool
+    device: torch.device
+    differentiable: bool = field(default=False, compare=False)
+    backward: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backward", self.training or self.differentiable)

@@ -6,9 +6,12 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from fnmatch import filter as named
 from pathlib import Path
 
 from tokenring.errors import ConfigurationError
+
+TRANSPORTS_MEASURED = "transports-*.json"  # the files of tables.transport_times
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
@@ -18,6 +21,15 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
         return Path(asked) / "tokenring"
     home = environment.get("HOME", "")
     return Path(home) / ".cache" / "tokenring" if os.path.isabs(home) else None
+
+
+def may_have(pattern: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the folder may have files of these names: it does, or does not let itself be looked into."""
+    folder = cache_folder(environment)
+    try:
+        return folder is not None and bool(named(os.listdir(folder), pattern))
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenring.errors import MOST_SAID, ConfigurationError, one_line
-from tokenring.tables.kept_files import cache_folder, keep_document
+from tokenring.tables.kept_files import TRANSPORTS_MEASURED, cache_folder, keep_document
 from tokenring.tables.rates import interpolate
 from tokenring.tables.transport_choice import DOMAINS, PAIRS, Domain, Spread, choose, size_text, time_text
 
 FORMAT, VERSION = "tokenring-transports/1", 1  # a table without a format is read as well
-FILES = "transports-*.json"
 
 
 class Sample(NamedTuple):
@@ -51,7 +50,7 @@ class TransportKey:
     @property
     def file_name(self) -> str:
         """The file's name in the cache."""
-        return FILES.replace("*", hashlib.sha256(repr(self).encode()).hexdigest()[:16])
+        return TRANSPORTS_MEASURED.replace("*", hashlib.sha256(repr(self).encode()).hexdigest()[:16])
 
     def __str__(self) -> str:
         return f"{self.ranks} ranks on {self.device}, {DOMAINS[self.domain]}, torch {self.torch}"
@@ -189,7 +188,7 @@ def all_kept(
     key_of: the key of this machine's table for a kind, a domain and a number of ranks.
     """
     folder = cache_folder(environment)
-    for path in sorted(folder.glob(FILES)) if folder is not None else ():
+    for path in sorted(folder.glob(TRANSPORTS_MEASURED)) if folder is not None else ():
         try:
             key, transfers = read(path)
         except ConfigurationError as error:

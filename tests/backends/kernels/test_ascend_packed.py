@@ -20,7 +20,7 @@ from tokenring.backends.kernels import npu_packed
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.kernels.npu_packed import NpuPacking
 from tokenring.lowering.program import Attend, Instruction, Span, Wait
-from tokenring.runtime.call_groups import patches, together
+from tokenring.runtime.bound_kernel import patches, together
 from tokenring.sequence.region import Patch
 
 WITHOUT_LAYOUT, WITH_LAYOUT = "op-plugin 7.1.0", "2.9.1"  # whether the statistics can be asked for in token order

@@ -104,7 +104,7 @@ def traced_seconds(monkeypatch: pytest.MonkeyPatch, module: LateModule, wait: An
         return real(self, *tensors, **how)
 
     monkeypatch.setattr(Reference, "forward", forward)
-    monkeypatch.setattr("tokenring.runtime.ranges.device_of", lambda x: SimpleNamespace(stream_clock=clock))
+    monkeypatch.setattr("tokenring.runtime.call.device_of", lambda x: SimpleNamespace(stream_clock=clock))
     q = torch.randn(1, 8, 2, 4)
     with tr.ContextParallel(kernel="reference") as cp, cp.trace() as seen:
         tr.attention(q, q, q, cp)

@@ -29,8 +29,8 @@ from tokenring.backends.transports.hccl import warm_up_order
 from tokenring.backends.transports.hccl_environment import connection_bytes
 from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUESTS
 from tokenring.lowering.backend_names import transport_target
-from tokenring.lowering.footprint import connections, links
-from tokenring.lowering.target import Target
+from tokenring.lowering.footprint import connections
+from tokenring.lowering.target import Target, links
 from tokenring.planner.interconnects.interconnect import full_mesh
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")

@@ -26,8 +26,9 @@ from tokenring import ConfigurationError, ContextParallel
 from tokenring.backends.registry import make_transport
 from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.backend_names import transport_target
-from tokenring.lowering.footprint import connections, contacts
+from tokenring.lowering.footprint import connections
 from tokenring.lowering.program import ALL_GATHER, Program, Wait
+from tokenring.lowering.target import contacts
 
 COLLECTIVES = "hccl/collectives"
 GROUP, PAIR = 400 * MEGABYTE, 40 * MEGABYTE

@@ -12,6 +12,7 @@ import pytest
 import symm_ranks
 import torch.distributed as dist
 from boxed_ranks import Boxed
+from patience import patient
 from ranks import Here, RankPools
 from symm_ranks import AutoOnCpu, OnCpu
 from test_symm import Hears
@@ -118,7 +119,7 @@ def tried(here: Here, name: str, spoiled: str) -> tuple[str, str]:
         if here.rank == 1:
             spoil_all(patched, BROKEN[spoiled][0])
         with pytest.raises(BackendUnavailable) as caught:
-            make_transport(name, dist.group.WORLD, TIMEOUT_SECONDS)  # type: ignore[arg-type]
+            make_transport(name, dist.group.WORLD, patient(TIMEOUT_SECONDS))  # type: ignore[arg-type]
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -187,7 +188,7 @@ def goes_on(here: Here, spoiled: str) -> list[tuple[str, str]]:
         if here.rank == 1:
             spoil_all(patched, BROKEN[spoiled][0])
         for _ in range(2):
-            made = Remembering(dist.group.WORLD, TIMEOUT_SECONDS)  # type: ignore[arg-type]
+            made = Remembering(dist.group.WORLD, patient(TIMEOUT_SECONDS))  # type: ignore[arg-type]
             found.append((type(made.now).__name__, made.why))
             made.close()
     return [*found, ("log", heard[0])]

@@ -7,7 +7,7 @@ from tokenring.cli.trace.predicted import timeline
 from tokenring.cli.trace.record import Simulated
 from tokenring.planner.choosing.planner import Planner
 from tokenring.planner.simulation.predict import predict
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 
 def simulated(cp: ContextParallel, request: Request) -> Simulated | None:

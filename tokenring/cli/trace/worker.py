@@ -38,7 +38,7 @@ from tokenring.runtime.executor import Executor
 from tokenring.runtime.labels import tiles as tiles_of
 from tokenring.runtime.trace import Event
 from tokenring.sequence.mask import Mask, parse_mask
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 WAIT_SECONDS = 600.0  # for other ranks
 WARM_UP_ROUNDS = 2

@@ -21,7 +21,7 @@ from tokenring.integrations.megatron.startup import Announcer
 from tokenring.schedule.families.registry import misfit
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import Mask
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
     from tokenring.integrations.megatron.groups import KeptGroup, LayerGroup

@@ -13,7 +13,7 @@ from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 LOG = logging.getLogger("tokenring")
 

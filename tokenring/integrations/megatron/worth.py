@@ -11,7 +11,7 @@ from tokenring.display.units import time_text
 from tokenring.integrations.megatron.contexts import Contexts
 from tokenring.integrations.megatron.options import SCHEDULE
 from tokenring.planner.choosing.plan import Plan
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 LOG = logging.getLogger("tokenring")
 

@@ -17,7 +17,7 @@ from tokenring.integrations.megatron.worth import saves_too_little
 from tokenring.integrations.mindspeed.flags import is_auto
 from tokenring.integrations.mindspeed_llm import as_subclasses_expect, check_whole
 from tokenring.sequence.mask import Mask
-from tokenring.sequence.request import Request
+from tokenring.sequence.workload import Request
 
 WORTH = 0.05  # of the time of MindSpeed's own algorithm: predictions are not good enough to change for less
 

@@ -28,7 +28,7 @@ from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import good_order, node_sizes
 from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
-from tokenring.schedule.pieces import CUT_BY_DEFAULT, named_schedule
+from tokenring.schedule.names import CUT_BY_DEFAULT, named_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.size_limits import MADE_RANKS
 from tokenring.sequence.layout import Layout

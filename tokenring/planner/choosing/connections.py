@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from tokenring.backends.registry import automatic, modes_of
 from tokenring.lowering.backend_names import transport_target
 
-if TYPE_CHECKING:  # a named schedule needs nothing of the planner: its first call is to import little
+if TYPE_CHECKING:
     from tokenring.launch.groups import Held
     from tokenring.planner.choosing.plan import Plan
+    from tokenring.schedule.schedule import GivenSchedule
+
+P = TypeVar("P", "Plan", "GivenSchedule")
 
 
-def within_connections(plan: Plan, asked: object, group: Held | None, device: torch.device) -> Plan:
+def within_connections(plan: P, asked: object, group: Held | None, device: torch.device) -> P:
     """Return a plan that was not chosen here, over the first mode of transport "auto" in which it keeps to a limit.
 
     The plan itself where there is no limit, where it keeps to it anyway, and where it does so in no mode: then the

@@ -10,7 +10,8 @@ from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 from tokenring.ir.schedule_data import ScheduleData
-from tokenring.lowering.footprint import HeldBytes, Pools, contacts, held, kept_bytes, program_bytes, staged_bytes
+from tokenring.lowering.footprint import HeldBytes, Pools, held, kept_bytes, program_bytes, staged_bytes
+from tokenring.lowering.target import contacts
 from tokenring.planner.simulation.predict import Setting, lowered
 
 T = TypeVar("T")

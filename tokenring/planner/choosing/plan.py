@@ -10,7 +10,7 @@ import torch
 
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.candidates import Candidate, candidate_of, table
-from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.sequence.workload import Workload
 
 VERSION = 1
@@ -89,6 +89,13 @@ class Plan:
         if transport is not None and not isinstance(transport, str):
             raise ConfigurationError(f"the plan's transport is {transport!r}: a name, or null")
         return Plan(Schedule.from_json(json.dumps(found["schedule"])), workload, reason, candidates, transport)
+
+
+def plan_of(found: Plan | GivenSchedule, workload: Workload) -> Plan:
+    """Return a plan as it is; one with the schedule that was given, for this workload."""
+    if isinstance(found, Plan):
+        return found
+    return Plan(found.schedule, workload, found.reason, (), found.transport)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from tokenring.planner.machines.machine import (
     models_of,
 )
 from tokenring.planner.simulation.predict import Setting
-from tokenring.schedule.names import make_schedule
-from tokenring.schedule.pieces import named_schedule
+from tokenring.schedule.names import make_schedule, named_schedule
 from tokenring.sequence.layout import Layout
 from tokenring.tables.kernel_rates import KernelKey, kept
 from tokenring.tables.rates import Machine, Rates
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.launch.groups import Held
     from tokenring.lowering.target import Target
-    from tokenring.sequence.request import Request
+    from tokenring.sequence.workload import Request
 
 LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"

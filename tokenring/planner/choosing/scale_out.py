@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, fields, replace
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.footprint import Contacts, HeldBytes, held, kept_bytes, links, program_bytes
+from tokenring.lowering.footprint import HeldBytes, held, kept_bytes, program_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program
-from tokenring.lowering.target import Target
+from tokenring.lowering.target import Contacts, Target, links
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import Candidate, over_limit
 from tokenring.planner.choosing.plan import Forecast

@@ -7,8 +7,20 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass, ScheduleData
-from tokenring.lowering.footprint import bundled_bytes
-from tokenring.lowering.program import Attend, Collective, Fill, Merge, Pack, Program, Recv, Result, Send, Span, Wait
+from tokenring.lowering.program import (
+    Attend,
+    Collective,
+    Fill,
+    Merge,
+    Pack,
+    Program,
+    Recv,
+    Result,
+    Send,
+    Span,
+    Wait,
+    bundled_bytes,
+)
 from tokenring.lowering.records import Records
 from tokenring.planner.simulation.launches import Launches, PassRecords
 from tokenring.sequence.region import Patch

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass, ScheduleData
 from tokenring.lowering.calls import Supports, anything, calls
-from tokenring.lowering.footprint import Pools, contacts, held, kept_bytes, link_bytes
+from tokenring.lowering.footprint import Pools, held, kept_bytes, link_bytes
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import Program
 from tokenring.lowering.storage import Storage, storage_of
-from tokenring.lowering.target import IDEAL, Target
+from tokenring.lowering.target import IDEAL, Target, contacts
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.operations import Compute, Costs, Operation
 from tokenring.planner.simulation.simulate import Outcome, simulate

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tokenring.schedule.families.cycles import hamiltonian
-from tokenring.schedule.families.family import Numbers
+from tokenring.schedule.families.family import Numbers, split_heads
 
 if TYPE_CHECKING:
     from tokenring.sequence.workload import Workload
@@ -20,14 +20,6 @@ LEAST_GAIN = 4  # query heads a kv head from which moving Q never pays
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, from 1 on."""
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def split_heads(workload: Workload | None, groups: int) -> bool:
-    """Return whether heads divide into so many groups; unknown heads do."""
-    if workload is None:
-        return True
-    q, kv = workload.q_heads, workload.kv_heads
-    return q % groups == 0 and (groups % kv if groups > kv else kv % groups) == 0
 
 
 def ulysses(world_size: int, workload: Workload | None, local: int) -> Iterator[Numbers]:

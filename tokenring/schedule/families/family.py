@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tokenring.errors import ConfigurationError
 
@@ -26,9 +27,31 @@ def refuse(when: bool, why: str) -> None:
         raise Misfit(why)
 
 
+class Later:
+    """A module of this package that is imported when a function of it is first called: a call takes one schedule."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*given: object) -> object:
+            return getattr(import_module(f"{__package__}.{self._module}"), name)(*given)
+
+        self.__dict__[name] = call  # the same one whenever it is asked for
+        return call
+
+
 def once(world_size: int, workload: Workload | None, local: int) -> Iterable[Numbers]:
     """Return no parameters: for a family without any, or with their defaults alone."""
     return [()]
+
+
+def split_heads(workload: Workload | None, groups: int) -> bool:
+    """Return whether heads divide into so many groups; unknown heads do."""
+    if workload is None:
+        return True
+    q, kv = workload.q_heads, workload.kv_heads
+    return q % groups == 0 and (groups % kv if groups > kv else kv % groups) == 0
 
 
 @dataclass(frozen=True)

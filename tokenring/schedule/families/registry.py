@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
-from tokenring.nearest import hint
-from tokenring.schedule.families import basic, choices, mixed, multi_ring, nodes, one_hop
+from tokenring.schedule.families import basic
 from tokenring.schedule.families.change import in_pieces, mirrored
-from tokenring.schedule.families.family import Family, Numbers
+from tokenring.schedule.families.family import Family, Later, Numbers, split_heads
 from tokenring.schedule.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ OPTIONS = {"late": _late, "keep": _keep, "regather": _regather}
 
 RING, TOKENRING = "Ring Attention, arXiv:2310.01889", "TokenRing, arXiv:2412.20501"
 MINE = "tokenring"
+choices, mixed, multi_ring, nodes, one_hop = map(Later, ("choices", "mixed", "multi_ring", "nodes", "one_hop"))
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -138,6 +138,8 @@ def parse(name: str) -> Named:
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     family = FAMILIES.get(match[1]) if match else None
     if match is None or family is None:
+        from tokenring.nearest import hint
+
         written = family_of(name) if isinstance(name, str) else ""
         raise ConfigurationError(f"unknown schedule {name!r}; choose one of {forms()}{hint(written, FAMILIES)}")
     numbers = tuple(map(int, match[2].split("x"))) if match[2] else ()
@@ -151,6 +153,8 @@ def parse(name: str) -> Named:
     if len(pieces) > 1:
         raise ConfigurationError(f"schedule {name!r} says twice how many pieces")
     if unknown := [option for option in options if option not in OPTIONS]:
+        from tokenring.nearest import hint
+
         known = ", ".join([*OPTIONS, "piecesN"])
         like = hint(unknown[0], OPTIONS, f"{name.removesuffix(f'/{unknown[0]}')}/")
         raise ConfigurationError(f"schedule {name!r}: there is no option {unknown[0]!r}; use {known}{like}")
@@ -248,7 +252,7 @@ def check_fit(
 
 def check_heads(name: str, groups: int, workload: Workload) -> None:
     """Raise ConfigurationError unless the heads divide into so many groups."""
-    if not choices.split_heads(workload, groups):
+    if not split_heads(workload, groups):
         raise ConfigurationError(
             f"schedule {name!r}: {workload.q_heads} query heads over {workload.kv_heads} kv heads do not split into "
             f"{groups} equal head groups; choose one with other head groups, as sub-sharded/UxAxB, or with none"
