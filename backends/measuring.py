@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from statistics import median
 
@@ -16,6 +17,7 @@ from tokenring.errors import UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.lowering.footprint import FLOPS_PER_PAIR
 from tokenring.sequence.region import Patch
+from tokenring.tables.launching import KERNELS, Launching
 from tokenring.tables.rates import Rates, Sample
 
 HEADS = 8
@@ -25,6 +27,7 @@ SECONDS = 1.0  # of one call of a pass: larger tiles are not measured
 QUEUED_SECONDS, MOST_QUEUED = 0.02, 50  # calls between two readings of the clock
 KNOWN = 4  # times a call's own cost: above, the rest is the kernel's
 COPY_BYTES = 64 << 20
+SMALL = 1024  # numbers, which no device needs long to copy
 
 
 def measured_rates(
@@ -42,8 +45,12 @@ def measured_rates(
     calls = min(_call_seconds(found[direction], head_dim, direction) for direction in PASSES)
     forward, backward = (_without_call(found[direction], head_dim, direction, calls) for direction in PASSES)
     copy_gbs, operation = _copies(device, clock)
+    merge = max(0.0, _merge_seconds(device, clock) - operation)
+    launching = _launching(kernel, device, clock)
+    if launching is not None:  # operators around the kernel, and those of a merge, are counted one by one
+        calls, merge = max(0.0, calls - (launching.of_kernel.forward - 1) * operation), 0.0
     source = f"measured: {key_of(kernel, device, dtype, head_dim)}"
-    return Rates(source, forward, backward, calls, copy_gbs, operation)
+    return Rates(source, forward, backward, calls, copy_gbs, operation, merge, launching)
 
 
 def _samples(
@@ -121,13 +128,36 @@ def _without_call(
 
 
 def _copies(device: torch.device, clock: DeviceRuntime) -> tuple[float, float]:
-    """Return the GB/s that a copy reads and writes together, and the seconds of a small merge."""
+    """Return the GB/s that a copy reads and writes together, and the seconds of a small one."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     gbs = 2 * COPY_BYTES / timed(lambda: target.copy_(source), clock) / 1e9
+    return gbs, timed(_small_copy(device), clock)
+
+
+def _small_copy(device: torch.device) -> Callable[[], object]:
+    source, target = torch.zeros(SMALL, device=device), torch.zeros(SMALL, device=device)
+    return lambda: target.copy_(source)
+
+
+def _merge_seconds(device: torch.device, clock: DeviceRuntime) -> float:
+    """Return the seconds of a small merge, by log-sum-exp."""
     out, lse = torch.zeros(16, 1, HEADS, 64, device=device), torch.zeros(16, 1, HEADS, device=device)
     scratch = torch.zeros(2, 16, 1, HEADS, device=device)
     merge_ = merger_for(device, 64).merge_
-    return gbs, timed(lambda: merge_(out, lse, out, lse, scratch), clock)
+    return timed(lambda: merge_(out, lse, out, lse, scratch), clock)
 
 
+def _launching(kernel: AttentionKernel, device: torch.device, clock: DeviceRuntime) -> Launching | None:
+    """Return what a launch takes the host, where the kernel's are counted: small copies, for whose end nobody waits."""
+    if kernel.name not in KERNELS:
+        return None
+    launch, taken = _small_copy(device), []
+    for _ in range(ROUNDS):
+        launch()
+        clock.clock()  # what was launched before is done
+        began = time.perf_counter()
+        for _ in range(MOST_QUEUED):
+            launch()
+        taken.append((time.perf_counter() - began) / MOST_QUEUED)
+    return Launching(median(taken), kernel.name)

@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PASSES
 from tokenring.tables.kept_files import cache_folder, keep_document
+from tokenring.tables.launching import Launching
 from tokenring.tables.rates import Rates
 
 FORMAT, VERSION = "tokenring-rates/1", 1  # a table without a format is read as well
@@ -80,7 +81,9 @@ def read_table(path: Path) -> tuple[KernelKey, Rates]:
             raise ValueError(f"version {found['version']!r}, not {VERSION}")
         values = found["rates"]
         samples = {name: tuple((int(side), float(rate)) for side, rate in values[name]) for name in PASSES}
-        return KernelKey(**found["key"]), Rates(**{**values, **samples})
+        launching = values.get("launching")  # older tables have none
+        made = None if launching is None else Launching(**launching)
+        return KernelKey(**found["key"]), Rates(**{**values, **samples, "launching": made})
     except OSError as error:
         raise ConfigurationError(f"cannot read rates from {str(path)!r}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -13,6 +13,7 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.footprint import FLOPS_PER_PAIR
 from tokenring.lowering.target import Target
 from tokenring.sequence.region import Patch
+from tokenring.tables.launching import Launching
 
 Sample = tuple[int, float]  # tokens on the shorter side of a square tile, TFLOP/s
 
@@ -26,6 +27,9 @@ class Rates:
     call_seconds: of a kernel call, whatever its size. copy_gbs: bytes that a copy moves in a second, reads and
         writes together. op_seconds: of a copy or merge, whatever its size. merge_seconds: what merging results with
         their log-sum-exp takes more, where that is several operations (on a CPU), whatever the size.
+    launching: how the host launches operators, where it may be slower than the device. Each of them costs op_seconds
+        then, so call_seconds is the kernel's alone, and a merge no more than its operators. None: an instruction is
+        one operation.
     source: where the figures are from; a guess says so.
     """
 
@@ -36,6 +40,7 @@ class Rates:
     copy_gbs: float = math.inf
     op_seconds: float = 0.0
     merge_seconds: float = 0.0
+    launching: Launching | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):

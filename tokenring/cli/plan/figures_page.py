@@ -27,6 +27,7 @@ flops (1.2 x) and bytes.
 """
 DEVICE_HEAD = (
     "device", "", "fp32", "bf16", "fp16", "memory GB/s", "memory GiB", "forward", "backward",
+    "kernel us", "operator us", "launch us",
 )  # fmt: skip
 MODEL_HEAD = ("model", "", "q heads", "kv heads", "head dim", "layers", "mask", "dtype", "source")
 
@@ -42,7 +43,8 @@ def page() -> str:
         parts += [f"### {each.name}\n", f"{each.note}\n", _table(["", "value", "grade", "source"], _rows(each))]
     parts += [
         "## Devices\n",
-        "Dense peaks in TFLOP/s, memory in GB/s and GiB, and the share of the peak that attention reaches.\n",
+        "Dense peaks in TFLOP/s, memory in GB/s and GiB, and the share of the peak that attention reaches;\n"
+        "what a kernel and another operator cost on the device beside what they do, and the host for each launch.\n",
         _table(DEVICE_HEAD, map(_device, DEVICES.values())),
         _table(["device", "figure", "grade", "source"], _device_sources()),
         "## Models\n",

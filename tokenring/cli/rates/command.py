@@ -111,9 +111,11 @@ def table(rates: Rates) -> list[str]:
         cells = [f"{each[side]:8.3g}" if side in each else f"{'-':>8}" for each in (forward, backward)]
         lines.append(f"{f'{side} × {side}':>13}  {cells[0]}  {cells[1]}")
     lines.append(
-        f"a call {rates.call_seconds * 1e6:.3g} µs, a merge {rates.op_seconds * 1e6:.3g} µs, "
-        f"copies {rates.copy_gbs:.3g} GB/s read and written"
+        f"a call {rates.call_seconds * 1e6:.3g} µs, a copy {rates.op_seconds * 1e6:.3g} µs, a merge "
+        f"{(rates.op_seconds + rates.merge_seconds) * 1e6:.3g} µs, copies {rates.copy_gbs:.3g} GB/s read and written"
     )
+    if rates.launching is not None:
+        lines.append(f"a launch {rates.launching.seconds * 1e6:.3g} µs of the host")
     return lines
 
 

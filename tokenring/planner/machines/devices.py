@@ -20,6 +20,8 @@ from tokenring.nearest import hint
 from tokenring.planner.machines.sourced import Figure, unknown
 
 GIB = 1 << 30
+EAGER = Figure(8.0, "of a launch from Python, for every device alike: no measurement was read", "assumed")
+NOT_COUNTED = unknown("each instruction is taken for one operation: what it launches is not counted")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class DeviceFigures:
     """One accelerator, as a rank sees it: a GPU, or a die.
 
     *_tflops: dense peak. memory_gbs: its own memory. forward, backward: share of the bf16 or fp16 peak that
-    attention reaches.
+    attention reaches. kernel_us, operator_us: of an attention kernel, and of a copy or another small operator, beside
+    what it computes and moves. launch_us: of the host for each operator that it launches, where all are counted.
     """
 
     name: str
@@ -39,6 +42,9 @@ class DeviceFigures:
     memory_gib: Figure
     forward: Figure
     backward: Figure
+    kernel_us: Figure = EAGER
+    operator_us: Figure = EAGER
+    launch_us: Figure = NOT_COUNTED
 
     @property
     def memory_bytes(self) -> int:
@@ -72,6 +78,7 @@ _V100 = "NVIDIA's V100 data sheet, as catalogues repeat it"
 _A10 = "NVIDIA's A10 data sheet, as catalogues repeat it"
 _L40S = "NVIDIA's L40S data sheet (without sparsity), as a dealer reproduces it"
 _L20 = "NVIDIA's L20 data sheet (without sparsity), as catalogues repeat it"
+_4090 = "WareDB's page on the GeForce RTX 4090 (dense, 16 bits with fp32 sums)"
 _MSMODELING = "Ascend's msmodeling, device profiles"
 _950 = "texts on the vendor's announcement of September 2025: 950DT, 144 GB at 4 TB/s, 1 PFLOP/s in FP8"
 _950_HALF = "half of the 1 PFLOP/s that the vendor announced for FP8: no figure of 16-bit formats was found"
@@ -96,6 +103,16 @@ CDNA3 = (Figure(0.4, _CDNA3, "assumed"), Figure(0.3, _CDNA3, "assumed"))
 _TORCH_NPU = "README of Huawei's pto-isa: torch_npu's fused attention on 910B2, 151 of 354 at 32k, one head of 128"
 NPU_FORWARD = Figure(0.43, _TORCH_NPU, "measured")
 NPU_OTHER = Figure(0.43, "as 910B2 reaches: no measurement was found", "assumed")
+_STATIC = "Ascend's msmodeling, static costs of ATLAS_800:"
+_AS_910B = "as on 910B: no figure found"
+_HOST = "of torch_npu's queue of operators, 10 to 20 by a review of its code: no measurement was read"
+NPU_LAUNCH = Figure(10.0, _HOST, "assumed")
+NPU_OPERATORS = (
+    Figure(5.0, f"{_STATIC} 5 us an operation on matrices", "vendor"),
+    Figure(2.0, f"{_STATIC} 2 us another operation", "vendor"),
+    NPU_LAUNCH,
+)
+NPU_OPERATORS_TAKEN = (Figure(5.0, _AS_910B, "assumed"), Figure(2.0, _AS_910B, "assumed"), NPU_LAUNCH)
 NPU_BACKWARD = Figure(0.37, "as forward, in FlashAttention-2's proportion: no measurement was found", "assumed")
 
 _ALL = (
@@ -133,6 +150,11 @@ _ALL = (
         Figure(362.05, _L40S, "table"), Figure(864, _L40S, "table"), Figure(48, _L40S, "table"), *LIKE_A100,
     ),
     DeviceFigures(
+        "rtx4090", "NVIDIA GeForce RTX 4090 24 GB",
+        Figure(82.58, _4090, "table"), Figure(165.15, _4090, "table"),
+        Figure(165.15, _4090, "table"), Figure(1008, _4090, "table"), Figure(24, _4090, "table"), *LIKE_A100,
+    ),
+    DeviceFigures(
         "a10", "NVIDIA A10 24 GB",
         Figure(31.2, _A10, "repeated"), Figure(125, _A10, "repeated"),
         Figure(125, _A10, "repeated"), Figure(600, _A10, "repeated"), Figure(24, _A10, "repeated"), *LIKE_A100,
@@ -141,31 +163,32 @@ _ALL = (
         "910a", "Huawei Ascend 910A 32 GB",
         unknown("no figure found"), unknown("910A has no bf16"),
         Figure(256, _910A, "repeated"), Figure(1200, "catalogues", "repeated"), Figure(32, "catalogues", "repeated"),
-        NPU_OTHER, NPU_BACKWARD,
+        NPU_OTHER, NPU_BACKWARD, *NPU_OPERATORS_TAKEN,
     ),
     DeviceFigures(
         "910b2", "Huawei Ascend 910B2 64 GB (24 cores)",
         Figure(99.5, _MSMODELING, "vendor"), Figure(353.9, _MSMODELING, "vendor"),
         Figure(376, _MSMODELING, "vendor"), Figure(1600, _MSMODELING, "vendor"), Figure(64, _MSMODELING, "vendor"),
-        NPU_FORWARD, NPU_BACKWARD,
+        NPU_FORWARD, NPU_BACKWARD, *NPU_OPERATORS,
     ),
     DeviceFigures(
         "910b3", "Huawei Ascend 910B3 64 GB (20 cores)",
         Figure(83, _MSMODELING, "vendor"), Figure(294.9, _MSMODELING, "vendor"),
         Figure(313, _MSMODELING, "vendor"), Figure(1600, _MSMODELING, "vendor"), Figure(64, _MSMODELING, "vendor"),
-        NPU_OTHER, NPU_BACKWARD,
+        NPU_OTHER, NPU_BACKWARD, *NPU_OPERATORS,
     ),
     DeviceFigures(
         "910c-die", "Huawei Ascend 910C, one die of two, 64 GB",
         Figure(99.5, _MSMODELING, "vendor"), Figure(353.9, _MSMODELING, "vendor"),
         Figure(376, _MSMODELING, "vendor"), Figure(1600, _MSMODELING, "vendor"), Figure(64, _MSMODELING, "vendor"),
-        NPU_OTHER, NPU_BACKWARD,
+        NPU_OTHER, NPU_BACKWARD, *NPU_OPERATORS,
     ),
     DeviceFigures(
         "950dt", "Huawei Ascend 950DT 144 GB",
         unknown("no figure found"),
         Figure(500, _950_HALF, "assumed"), Figure(500, _950_HALF, "assumed"),
         Figure(4000, _950, "table"), Figure(144, _950, "table"), NPU_OTHER, NPU_BACKWARD,
+        *NPU_OPERATORS_TAKEN,
     ),
     DeviceFigures(
         "mi300x", "AMD Instinct MI300X 192 GB",

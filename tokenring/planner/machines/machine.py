@@ -10,6 +10,7 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.machines.devices import DEVICES, DeviceFigures, device_figures
 from tokenring.planner.machines.presets import PRESETS, find
+from tokenring.tables.launching import Launching
 from tokenring.tables.rates import Machine, Messages, Rates, Sample
 from tokenring.topology.model.facts import PROCESS
 from tokenring.topology.ranks import Topology
@@ -17,8 +18,8 @@ from tokenring.topology.ranks import Topology
 # How a flash kernel's rate grows with the length of its tile: shares of the rate at 16k tokens on A100, forward,
 # head dim 128 (FlashAttention-2, arXiv:2307.08691, figure 4: 16k tokens in batches of sequences of this length).
 RAMP = ((128, 0.4), (512, 0.75), (1024, 0.87), (2048, 0.94), (4096, 0.97), (16384, 1.0))
+NPU_KERNEL = "npu-fusion"
 ASSUMED_OPERATION_US = 10.0  # of a message, where nothing is known
-LAUNCH_SECONDS = 8e-6  # of a kernel from Python, assumed for every accelerator
 COPY_SHARE = 0.8  # of the memory's published rate, assumed
 CPU_FORWARD = ((32, 0.045), (64, 0.058), (128, 0.068), (1024, 0.075))  # one core of the machine of docs/measurements.md
 CPU_BACKWARD = ((32, 0.03), (64, 0.04), (128, 0.05), (1024, 0.055))
@@ -31,8 +32,8 @@ CPU_MESSAGES = Messages(
 )  # fmt: skip
 MODELS_OF = {  # what probes call a device's model → its figures; the first that the name contains
     "V100": "v100-sxm2", "A100": "a100-sxm", "A800": "a100-sxm", "H100": "h100-sxm", "H800": "h100-sxm",
-    "H200": "h100-sxm", "L40S": "l40s", "L20": "l20", "A10": "a10", "910B2": "910b2", "910B": "910b3",
-    "910C": "910c-die", "910_93": "910c-die", "910A": "910a", "MI300X": "mi300x",
+    "H200": "h100-sxm", "L40S": "l40s", "L20": "l20", "RTX 4090": "rtx4090", "A10": "a10", "910B2": "910b2",
+    "910B": "910b3", "910C": "910c-die", "910_93": "910c-die", "910A": "910a", "MI300X": "mi300x",
 }  # fmt: skip
 
 
@@ -43,16 +44,31 @@ def device_rates(device: DeviceFigures, dtype: torch.dtype) -> Rates:
         whole = device.attention_tflops(dtype, direction)
         return tuple((side, whole * share) for side, share in RAMP)
 
-    memory_gbs = device.memory_gbs.known()
     return Rates(
         f"published figures of {device.title}: peak × {device.forward.known():g} forward, "
-        f"× {device.backward.known():g} backward, less for tiles below 16k tokens",
+        f"× {device.backward.known():g} backward, less for tiles below 16k tokens{_launches_text(device)}",
         samples("forward"),
         samples("backward"),
-        LAUNCH_SECONDS,
-        COPY_SHARE * memory_gbs,
-        LAUNCH_SECONDS,
+        device.kernel_us.known() * 1e-6,
+        COPY_SHARE * device.memory_gbs.known(),
+        device.operator_us.known() * 1e-6,
+        launching=_launching(device),
     )
+
+
+def _launching(device: DeviceFigures) -> Launching | None:
+    """Return how such a device's host launches; None where launches are not counted."""
+    if device.launch_us.value is None:
+        return None
+    return Launching(device.launch_us.known() * 1e-6, NPU_KERNEL)
+
+
+def _launches_text(device: DeviceFigures) -> str:
+    """Return what is said of launches where they are counted."""
+    if device.launch_us.value is None:
+        return ""
+    known = "assumed" if device.launch_us.grade == "assumed" else "published"
+    return f"; each launch {device.launch_us.value:g} µs of the host, {known}"
 
 
 def messages_of(operation_us: float | None) -> Messages:
@@ -121,5 +137,5 @@ def models_of(topology: Topology) -> list[str | None]:
 def _accelerator(device: DeviceFigures, rates: Rates, messages: Messages) -> Machine:
     """Return the machine with the transport and the kernel of such devices, where they have one for them alone."""
     ascend = device.name.startswith(("910", "950"))
-    transport, kernel = ("hccl", "npu-fusion") if ascend else (None, None)
+    transport, kernel = ("hccl", NPU_KERNEL) if ascend else (None, None)
     return Machine(rates, messages, transport=transport, kernel=kernel)

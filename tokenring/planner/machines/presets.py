@@ -82,6 +82,7 @@ NDR_MI300X = Figure(50, f"{_IB}: eight NDR ports (Azure's page on ND MI300X v5)"
 ROCE_200_L40S = Figure(25, "two ports of 200 Gbit/s, one a socket: servers with this board differ", "assumed")
 ROCE_200_L20 = Figure(25, "two ports of 200 Gbit/s, one a socket: servers with this board differ", "assumed")
 ROCE_100_A10 = Figure(12.5, "one port of 100 Gbit/s: the TokenRing paper names one machine and no network", "assumed")
+ROCE_100_4090 = Figure(12.5, "one port of 100 Gbit/s a socket: servers with this board differ", "assumed")
 ROCE_100 = Figure(12.5, "summary of a paper's appendix: RoCE of 100 Gbit/s on each 910A", "repeated")
 ROCE_200 = Figure(25, "hccn_tool prints 200000 Mbit/s for each 910B", "measured")
 CLOS_950 = Figure(400, "the Atlas 850's topology file: eight ports of each NPU, of 400 Gbit/s, to CLOS", "vendor")
@@ -102,6 +103,10 @@ REACHED_950 = Figure(0.94, "as on 910B: no measurement found", "assumed")
 REACHED_CLOS = Figure(0.94, "as between peers: no measurement found", "assumed")
 REACHED_PCIE_3 = Figure(0.76, "NCCL plans with 12 of 15.75", "vendor")
 REACHED_PCIE_4 = Figure(0.85, "p2pBandwidthLatencyTest, RTX 6000 Ada below one host bridge: 26.3 of 31", "measured")
+REACHED_4090 = Figure(
+    0.48, "p2pBandwidthLatencyTest, two RTX 4090 without peer access: 29.8 of 62 both ways, 21.7 of 31 one way alone",
+    "measured",
+)
 REACHED_PCIE_5 = Figure(0.88, "ML Engineering, nvbandwidth on H200, host and device: 55.4 of 63", "measured")
 REACHED_SOCKETS = Figure(
     1.0, "NCCL's figure is what traffic gets; DGX-1 pairs were measured with 4.3 to 5.9 of 6", "vendor"
@@ -120,6 +125,10 @@ OP_A100, OP_H100, OP_L40S = (
 OP_A800 = Figure(10.0, "as on A100: no measurement found", "assumed")
 OP_H800 = Figure(6.2, "as on H100: no measurement found", "assumed")
 OP_L20 = Figure(7.7, "as on L40S: no measurement found", "assumed")
+OP_4090 = Figure(
+    12.2, "p2pBandwidthLatencyTest, two RTX 4090 without peer access: 11.4 to 13.1 us a copy from one to the other",
+    "measured",
+)
 OP_A10 = Figure(7.7, "as on L40S: no measurement found", "assumed")
 OP_ASCEND = Figure(10.0, "Ascend's msmodeling: 10 us an operation", "vendor")
 OP_910A = Figure(10.0, "as on 910B: no figure found", "assumed")
@@ -224,6 +233,15 @@ _ALL = (
                levels=_numa_tree(1, UPI_TAKEN, UP_4), slot=PCIE_4),
         {"pcie": REACHED_PCIE_4, "sys": REACHED_SOCKETS, "network": REACHED_ROCE}, OP_L20,
         "The tree is that of the L40S preset, no page of a server's having been read. Probe yours.",
+    ),
+    Preset(
+        "rtx4090-pcie", "8 RTX 4090 on PCIe 4, each on a host bridge of its own, four a socket, no peer access",
+        "rtx4090", "pcie-numa",
+        Server(8, "GPU", "NVIDIA GeForce RTX 4090", "nvidia", Nics(2, ROCE_100_4090, level=0),
+               levels=(Level("numa", 2, AMD_SOCKETS), Level("host-bridge", 4, INSIDE)), slot=PCIE_4),
+        {"pcie": REACHED_4090, "sys": REACHED_SOCKETS, "network": REACHED_ROCE}, OP_4090,
+        "GeForce cards have no peer access: what they send passes the host's memory. Servers differ in their trees (in "
+        "an issue of NVIDIA's go-gpuallocator SYS joins all pairs): probe yours.",
     ),
     Preset(
         "a10-pix-4", "4 A10 on PCIe 4 in pairs: PIX inside, PXB across (the TokenRing paper's machine)", "a10",

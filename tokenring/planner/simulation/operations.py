@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass, ScheduleData
@@ -20,20 +22,26 @@ from tokenring.lowering.program import (
     bundled_bytes,
 )
 from tokenring.lowering.records import Records
+from tokenring.planner.simulation.launches import Launches, PassRecords
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
+from tokenring.tables.launching import Launching
 from tokenring.tables.rates import Rates
 
 TOUCHED = {True: 2, False: 3}  # by `first`: a copy reads and writes, a merge reads both and writes
 
 
 class Compute(NamedTuple):
-    """The rank is busy: with a kernel, or with copies and merges."""
+    """The rank is busy: with a kernel, or with copies and merges.
+
+    launched: the seconds, from the start of the pass, before which the host has not launched it.
+    """
 
     seconds: float
     kernel: bool
     step: int
     label: str
+    launched: float = 0.0
 
 
 class SimulatedPost(NamedTuple):
@@ -76,10 +84,15 @@ class Costs:
     """Costs of the programs of one pass, of any rank: ranks do much the same, so results are kept."""
 
     def __init__(self, schedule: ScheduleData, workload: Workload, direction: Pass, rates: Rates) -> None:
-        self.workload, self.direction, self.rates = workload, direction, rates
+        self.schedule, self.workload, self.direction, self.rates = schedule, workload, direction, rates
         self.records = Records(schedule, workload, direction)
         self.heads = workload.q_heads // schedule.head_groups
         self._of_patch: dict[Patch, float] = {}
+
+    @cached_property
+    def pass_records(self) -> PassRecords:
+        """The records by which launches are counted."""
+        return PassRecords(self.schedule, self.records)
 
     def operations(self, program: Program) -> list[Operation]:
         """Return what a program costs, as the function `operations` does."""
@@ -89,10 +102,10 @@ class Costs:
             for each in maker.of(instruction, step):
                 last = made[-1] if made else None
                 if isinstance(each, Compute) and isinstance(last, Compute) and not (each.kernel or last.kernel):
-                    made[-1] = last._replace(seconds=last.seconds + each.seconds)
+                    made[-1] = _joined(last, each)
                 else:
                     made.append(each)
-        return made
+        return [*made, *maker.after()]
 
     def kernel_seconds(self, patch: Patch) -> float:
         """Return the seconds of one kernel call of a head group."""
@@ -104,9 +117,55 @@ class Costs:
         return known
 
 
+def _joined(first: Compute, then: Compute) -> Compute:
+    """Return two pieces of work, one after the other, as one that ends when they would."""
+    launched = max(first.launched, then.launched - first.seconds)
+    return first._replace(seconds=first.seconds + then.seconds, launched=launched)
+
+
+class _Host:
+    """The host that launches a program's operators one after another, whatever the device does meanwhile."""
+
+    def __init__(self, costs: Costs, program: Program, launching: Launching) -> None:
+        self.rates, self.each = costs.rates, launching.seconds
+        self.launches = Launches(program, costs.pass_records, launching.of_kernel)
+        self.last_step = program.steps[-1] if program.steps else 0
+        self.seconds = 0.0  # until now
+
+    def launch(self, instruction: object, made: list[Operation], step: int) -> list[Operation]:
+        """Return the operations of an instruction with the cost of all that it launches, none before it is launched."""
+        if isinstance(instruction, Wait):
+            return made  # by the device
+        if isinstance(instruction, Send | Recv):
+            self.seconds += self.each * self.launches.of(instruction)
+            return [Compute(0.0, False, step, "launch", self.seconds), *made] if made else made
+        works = [each for each in made if isinstance(each, Compute)]
+        return list(self._launched(works, self.launches.of(instruction), step))
+
+    def after(self) -> list[Operation]:
+        """Return what is launched after the last instruction."""
+        return list(self._launched([], self.launches.after(), self.last_step))
+
+    def _launched(self, works: list[Compute], count: int, step: int) -> Iterator[Operation]:
+        """Yield the kernel, if any, and then all other operators of an instruction as one piece of work."""
+        first, self.seconds = self.seconds + self.each, self.seconds + count * self.each
+        if works and works[0].kernel:
+            yield works.pop(0)._replace(launched=first)
+            count -= 1
+        if not count:
+            return
+        label, seconds = (works[0].label, works[0].seconds) if works else ("launch", self.rates.op_seconds)
+        seconds += (count - 1) * self.rates.op_seconds
+        # Each is as long, and the last one begins no earlier than it is launched, which is last.
+        begin = max(first, self.seconds - seconds * (count - 1) / count)
+        yield Compute(seconds, False, step, label, begin)
+
+
 class _Maker:
     def __init__(self, costs: Costs, program: Program) -> None:
         self.program, self.costs = program, costs
+        launching = costs.rates.launching
+        self.host = None if launching is None else _Host(costs, program, launching)
         self.row_bytes = [costs.records(slot.kind, slot.full_precision).nbytes for slot in program.slots]
         sizes = [nbytes * slot.rows for nbytes, slot in zip(self.row_bytes, program.slots, strict=True)]
         self.bundled = bundled_bytes(sizes, program)
@@ -114,6 +173,15 @@ class _Maker:
         self.taken: set[Collective] = set()  # bundles that were waited for
 
     def of(self, instruction: object, step: int) -> list[Operation]:
+        """Return the operations of an instruction."""
+        made = self._of(instruction, step)
+        return made if self.host is None else self.host.launch(instruction, made, step)
+
+    def after(self) -> list[Operation]:
+        """Return the operations after the last instruction."""
+        return [] if self.host is None else self.host.after()
+
+    def _of(self, instruction: object, step: int) -> list[Operation]:
         match instruction:
             case Attend():
                 return self._attend(instruction)

@@ -254,6 +254,10 @@ class Simulation:
             each = program[at]
             match each:
                 case Compute():
+                    if (late := each.launched - self.now) > EPSILON_SECONDS:
+                        self.at[rank] = at
+                        self._work(rank, late)
+                        return
                     if each.seconds > 0:
                         self.at[rank] = at + 1
                         self._work(rank, each.seconds, each)

@@ -1,0 +1,132 @@
+"""The launches of a program: operators that its instructions ask a device for, and messages that they post.
+
+Counted as the executor runs them with tensors as callers have them: contiguous, merged by torch's operators. Patches
+that a kernel computes in one call (packed documents) count as a call each, and a mask of a patch's own as none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tokenring.ir.schedule_data import Kind, ScheduleData
+from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Result, Send, Span
+from tokenring.lowering.records import Record, Records
+from tokenring.tables.launching import KernelLaunches
+
+TENSORS = {"q": 1, "kv": 2, "q_partial": 1, "kv_partial": 2}  # operands, or gradients, that a block of a kind has
+OUT_AND_LSE = 2
+MERGE = 6  # logaddexp, clamp, sub, exp, lerp, copy: a merge by log-sum-exp (`torch_merger.py`), beside a conversion
+DELTA = 2  # of a row's dout · out: a product and its sum, beside two conversions
+
+
+class PassRecords:
+    """The common ground of a pass's programs: the records of blocks, and how many rows each rank has of its own."""
+
+    def __init__(self, schedule: ScheduleData, records: Records) -> None:
+        size = records.workload
+        self.records = records
+        self.forward_records = Records(schedule, size, "forward")  # of what forward keeps
+        self.own_rows: Mapping[Kind, int] = {
+            "q": size.q_length // schedule.world_size, "kv": size.kv_length // schedule.world_size
+        }  # fmt: skip
+
+
+class Launches:
+    """Counts the launches of one program. Instructions are given in their order: what is made once, the first makes."""
+
+    def __init__(self, program: Program, of_pass: PassRecords, kernel: KernelLaunches) -> None:
+        self.program, self.kernel, self.of_pass = program, kernel, of_pass
+        self.records, self.size = of_pass.records, of_pass.records.workload
+        self.forward, self.half = program.direction == "forward", self.size.dtype != torch.float32
+        self._has_delta = False
+        self._collectives = {message: each for each in program.collectives for message in each.messages}
+
+    def of(self, instruction: object) -> int:
+        """Return what an instruction launches."""
+        match instruction:
+            case Attend():
+                return self._attend(instruction)
+            case Merge(kind, source, into, first):
+                return self._accepted(kind, into, first, source)
+            case Pack(_, _, into):
+                return self._pack(self._record(into.slot))
+            case Fill(kind):
+                return OUT_AND_LSE if self.forward else TENSORS[kind]
+            case Recv(message) | Send(message):
+                return self._post(message)
+        return 0
+
+    def after(self) -> int:
+        """Return what is launched after the last instruction: results as the caller gets them."""
+        if self.forward:
+            return 1 + self.half  # lse in memory of its own, and out in the caller's dtype
+        return (TENSORS["q"] + TENSORS["kv"]) * self.half
+
+    def _post(self, message: int) -> int:
+        """Return 1, or of messages that go as one operation, at the last of them, how many operations that is."""
+        collective = self._collectives.pop(message, None)
+        if collective is None:
+            return 1
+        return 0 if any(each in self._collectives for each in collective.messages) else collective.parts
+
+    def _pack(self, record: Record) -> int:
+        delta = not self._has_delta and any(field.name == "delta" for field in record.fields)
+        self._has_delta |= delta
+        return len(record.fields) + delta * (DELTA + 2 * self.half)
+
+    # ---------- kernel calls
+
+    def _attend(self, attend: Attend) -> int:
+        kernel, q, kv = self.kernel, attend.kept_q or attend.q, attend.kv
+        copied = TENSORS["kv"] * self._is_copied("kv", kv) + self._is_copied("q", q)
+        if self.forward:
+            return kernel.forward + copied + self._results(attend)
+        copied += self._is_copied("q", attend.q)  # dout, which lies with what is new
+        if attend.q.slot == OWN:
+            return kernel.backward + copied + self._is_copied("q", attend.q) + self._results(attend)  # out
+        stand_in = kernel.stand_in + 2 * self.half + (self.size.batch > 1)
+        return kernel.backward + stand_in + copied + self._results(attend)
+
+    def _is_copied(self, kind: Kind, span: Span) -> bool:
+        """Return True if operands do not lie as kernels want them: beside other fields, or only some of the heads."""
+        batch = self.size.batch > 1
+        if span.slot == OWN:
+            return self.records.groups > 1 or (batch and span.rows != self.of_pass.own_rows[kind])
+        return batch or len(self._record(span.slot).fields) > 1
+
+    def _results(self, attend: Attend) -> int:
+        return sum(self._result(attend, each) for each in attend.results)
+
+    def _result(self, attend: Attend, result: Result) -> int:
+        if self._is_adopted(attend, result):
+            return 0
+        return self._accepted(result.kind, result.into, result.first)
+
+    def _is_adopted(self, attend: Attend, result: Result) -> bool:
+        """Return True if the caller gets what the kernel made."""
+        slot = self.program.slots[result.into.slot]
+        whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
+        low, high = self.records.head_range(slot.kind, result.into.heads)
+        all_heads = high - low == self._record(result.into.slot).heads
+        return slot.output and result.first and all_heads and result.into.rows == whole == slot.rows
+
+    def _accepted(self, kind: Kind, into: Span, first: bool, source: Span | None = None) -> int:
+        """Return the launches of a result that is copied, merged or added to where it belongs; None: of a kernel's."""
+        if not self.forward:
+            return TENSORS[kind]
+        if first:
+            return OUT_AND_LSE
+        given = self.size.dtype if source is None else self._out(source.slot)
+        return MERGE + (given != self._out(into.slot))
+
+    # ---------- slots
+
+    def _record(self, slot: int) -> Record:
+        spec = self.program.slots[slot]
+        records = self.of_pass.forward_records if spec.kept else self.records
+        return records(spec.kind, spec.full_precision, spec.all_heads)
+
+    def _out(self, slot: int) -> torch.dtype:
+        return self._record(slot).field("out").dtype
