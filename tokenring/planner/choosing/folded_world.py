@@ -13,7 +13,7 @@ from tokenring.lowering.program import Program
 from tokenring.lowering.target import Contacts, Target, links
 from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.simulation.operations import busy_seconds, operations
+from tokenring.planner.simulation.operations import alone_seconds, operations
 from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of
 from tokenring.planner.simulation.simulate import TakesLonger, simulate
 from tokenring.schedule.families.registry import parse
@@ -93,10 +93,10 @@ class FoldedWorld:
         return self._known[direction]
 
     def work_seconds(self, direction: Pass) -> float:
-        """Return how long rank 0 is busy in a pass: no pass takes less."""
+        """Return how long rank 0 takes alone in a pass: no pass takes less."""
         if direction not in self._work:
             costs = operations(self.schedule, self.size, self._program(direction, 0), self.rates)
-            self._work[direction] = sum(busy_seconds(each, self.messages.post_seconds) for each in costs)
+            self._work[direction] = alone_seconds(costs, self.messages.post_seconds)
         return self._work[direction]
 
     def needs(self, direction: Pass) -> HeldBytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -73,6 +73,15 @@ def busy_seconds(operation: Operation, post_seconds: float) -> float:
         case SimulatedPost():
             return post_seconds
     return 0.0
+
+
+def alone_seconds(program: Iterable[Operation], post_seconds: float) -> float:
+    """Return how long a rank takes that waits for no other: no operation begins before the host has launched it."""
+    now = 0.0
+    for each in program:
+        now = max(now, each.launched) if isinstance(each, Compute) else now
+        now += busy_seconds(each, post_seconds)
+    return now
 
 
 def operations(schedule: ScheduleData, workload: Workload, program: Program, rates: Rates) -> list[Operation]:

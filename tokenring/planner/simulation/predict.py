@@ -16,7 +16,7 @@ from tokenring.lowering.program import Program
 from tokenring.lowering.storage import Storage, storage_of
 from tokenring.lowering.target import IDEAL, Target, contacts
 from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.simulation.operations import Compute, Costs, Operation, busy_seconds
+from tokenring.planner.simulation.operations import Compute, Costs, Operation, alone_seconds
 from tokenring.planner.simulation.simulate import Outcome, TakesLonger, simulate
 from tokenring.sequence.workload import Workload
 from tokenring.tables.rates import Machine
@@ -138,13 +138,13 @@ def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs
 
 
 def work_seconds(schedule: ScheduleData, setting: Setting, rank: int) -> list[float]:
-    """Return how long a rank is busy in each pass: with kernels, copies, merges and posts. No pass takes less."""
+    """Return how long a rank takes alone in each pass: kernels, copies, merges, posts. No pass takes less."""
     found = []
     for direction in setting.passes:
         costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
         (program,) = lowered(schedule, setting, direction, [rank])
         post_seconds = setting.machine.messages.post_seconds
-        found.append(sum(busy_seconds(each, post_seconds) for each in costs.operations(program)))
+        found.append(alone_seconds(costs.operations(program), post_seconds))
     return found
 
 
