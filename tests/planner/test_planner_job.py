@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from functools import partial
 from threading import Event
@@ -13,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from nets import call, named, setting
+from nets import call, named, setting, workload
 from oracle import allowed, attention64, relative_error
 from patience import patient
 from ranks import Here, RankPools
@@ -141,6 +142,7 @@ def logged(here: Here) -> list[str]:
 
 def test_one_line_says_what_and_why(ranks: RankPools) -> None:
     first, *others = ranks(RANKS)(logged)
+    first = [each for each in first if not each.startswith("rank 0 plans: ")]  # said on a busy machine
     assert len(first) == 1
     assert first[0].startswith("schedule auto: ")
     for part in (" predicted for forward + backward on ", " × the lower bound, bound by ", "; next "):
@@ -152,8 +154,12 @@ def test_one_line_says_what_and_why(ranks: RankPools) -> None:
     assert others == [[], [], []]
 
 
-def slow(here: Here) -> bool:
-    """A call whose planning takes twice as long as any wait may."""
+def slow(here: Here) -> tuple[bool, list[str]]:
+    """A call whose planning takes twice as long as any wait may; whether it is right, and what was said meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("tokenring")
     cp = tr.ContextParallel(layout="contiguous", transport="gloo", timeout_seconds=patient(SHORT_SECONDS))
     plans = cp._planner.plan
 
@@ -162,12 +168,27 @@ def slow(here: Here) -> bool:
         return plans(*arguments)
 
     cp._planner.plan = late  # type: ignore[assignment, method-assign]
-    with cp:
-        return exact(cp)
+    log.addHandler(handler)
+    try:
+        with cp, patch("tokenring.planner.choosing.planner.SAY_AGAIN", 1):
+            return exact(cp), lines
+    finally:
+        log.removeHandler(handler)
 
 
 def test_who_waits_for_a_plan_hears_that_it_is_made(ranks: RankPools) -> None:
-    assert ranks(RANKS)(slow) == [True] * RANKS
+    """Rank 0 alone also says how far it is."""
+    (right, said), *others = ranks(RANKS)(slow)
+    assert right and others == [(True, [])] * (RANKS - 1)
+    line = re.compile(r"rank 0 plans: \d+ of \d+ schedules; the other ranks wait")
+    assert said and all(map(line.fullmatch, said))
+
+
+def test_progress_counts_what_is_looked_at() -> None:
+    asked = call(setting(full_mesh(4, 1.0), workload(4, (4, 4), 64), tflops=1e-2), tr.Causal())
+    plan = plan_call(asked)
+    assert str(asked.progress) == f"{asked.progress.known} of {asked.progress.known} schedules"
+    assert asked.progress.known >= len(plan.candidates)
 
 
 def test_work_aside() -> None:

@@ -23,6 +23,7 @@ from tokenring.planner.choosing.candidates import MISFIT
 from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.memory_limits import needs
 from tokenring.planner.choosing.plan import Forecast, Plan
+from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.choosing.scale_out import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
 from tokenring.planner.choosing.select import Judged, Judgement, Selection, decide, judge
 from tokenring.planner.interconnects.interconnect import Interconnect
@@ -58,6 +59,7 @@ class CallToPlan:
     memory_limit_bytes: int | None = None
     everything: bool = False  # simulate also what cannot win
     modes: Mapping[str, Target] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     def in_mode(self, name: str | None) -> CallToPlan:
         """Return the call over one of the modes; None: as it is."""
@@ -204,7 +206,7 @@ def _task(call: CallToPlan) -> Task:
     size = call.setting.workload
     share = visible_share(call.mask, size.q_length, size.kv_length)
     notes = () if is_even(call.mask, call.q_layout, call.kv_layout) else (_uneven_note(call),)
-    return Task(call.setting, share, (call.q_layout, call.kv_layout), notes)
+    return Task(call.setting, share, (call.q_layout, call.kv_layout), notes, progress=call.progress)
 
 
 def _uneven_note(call: CallToPlan) -> str:
@@ -245,7 +247,14 @@ def first_names(call: CallToPlan) -> list[str]:
 
 def _choices(call: CallToPlan, names: Iterable[str]) -> list[Selection]:
     order = order_of(call.setting.interconnect)
-    return [Selection(name, partial(make_in_order, call, name, order)) for name in names]
+
+    def made(name: str) -> Schedule:
+        call.progress.looked_at += 1
+        return make_in_order(call, name, order)
+
+    choices = [Selection(name, partial(made, name)) for name in names]
+    call.progress.known += len(choices)
+    return choices
 
 
 def _whole(found: Judgement) -> list[Judged]:

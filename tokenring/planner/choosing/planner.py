@@ -24,6 +24,7 @@ from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.checks import check_memory_limit, check_topology
 from tokenring.planner.choosing.kept_plans import plan_kept
 from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.shared_links import group_net
 from tokenring.planner.machines.devices import device_figures
@@ -53,6 +54,7 @@ LOG = logging.getLogger("tokenring")
 REFUSAL = "refusal"
 PROBE = b"probe"  # what rank 0 says where it has to look at what joins the ranks
 STILL_PLANNING, STILL_SECONDS = b"still planning", 0.5  # what rank 0 says meanwhile, and how often
+SAY_AGAIN = 10  # after so many of these rank 0 logs how far it is
 ASSUMED_DEVICE = "a100-sxm"  # what ranks compute with where nothing is known of their accelerators
 MEASURED_HERE = "kernels at the rates that `tokenring rates` measured here"
 
@@ -74,6 +76,7 @@ class Planner:
         self.memory_limit_bytes, self.tensor_parallel = memory_limit_bytes, tensor_parallel
         self._given = topology
         self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}
+        self._progress = Progress()  # of the plan that is made now
         self._kept: dict[KernelKey, Rates | None] = {}  # tables of rates as this planner found them when it first asked
         check_topology(topology, world_size, tensor_parallel)
         check_memory_limit(memory_limit_bytes)
@@ -129,7 +132,9 @@ class Planner:
         if self.world_size == 1:
             made = make_schedule("ring", *layouts, request.mask)  # whatever is allowed: some families need two ranks
             return Plan(made, request.workload, "nothing has to move")
-        return plan_kept(replace(self._call(request, layouts, kernel, target), modes=modes or {}), os.environ)
+        self._progress = Progress()
+        call = replace(self._call(request, layouts, kernel, target), modes=modes or {}, progress=self._progress)
+        return plan_kept(call, os.environ)
 
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, target: Target | None
@@ -156,10 +161,14 @@ class Planner:
         """Return on every rank what rank 0 plans, by `plan`. Raises ConfigurationError, on all, where nothing fits."""
         self._look_together(transport, request.device)
         told = None if transport.rank != 0 else Background(lambda: self._said(request, plan))
+        asked = 0
         while True:
             word = b"" if told is None else self._so_far(told, transport)
             if (said := transport.exchange_text(word, "the plan")[0]) != STILL_PLANNING:
                 return self.understood(said, request, layouts)
+            asked += 1
+            if told is not None and asked % SAY_AGAIN == 0:
+                LOG.warning("rank 0 plans: %s; the other ranks wait", self._progress)
 
     def _look_together(self, transport: Transport, device: torch.device) -> None:
         """Probe, all ranks together, where rank 0 knows nothing of accelerators: what others know does not count."""

@@ -21,6 +21,7 @@ from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import Candidate, over_limit
 from tokenring.planner.choosing.folded_world import Figures, FoldedWorld, tiles_of_host
 from tokenring.planner.choosing.plan import Forecast
+from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.choosing.select import binding_text, check_count, connected, too_little_text
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.predict import Setting
@@ -52,6 +53,7 @@ class Task:
     layouts: tuple[Layout | None, Layout | None] = (None, None)
     notes: tuple[str, ...] = ()
     most_tiles: int = MOST_TILES
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
     known: dict[tuple[str, int], FoldedWorld] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def world(self, name: str, hosts: int, unit: int) -> FoldedWorld:
@@ -91,7 +93,9 @@ def _judged(
     """
     fastest = [math.inf] * best  # of what keeps to the limit
     waiting: list[tuple[float, int, str]] = []
+    task.progress.known += len(names)
     for at, name in enumerate(names):
+        task.progress.looked_at += 1
         try:
             worlds, _ = _worlds(name, task, FEW_HOSTS)
             waiting.append((sum(worlds[-1].work_seconds(each) for each in task.setting.passes), at, name))
