@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -110,7 +111,8 @@ def main() -> int:
         command += ["--seq", str(options.tokens * ranks), "--heads", "64", "--kv-heads", "8", "--json"]
         began = time.perf_counter()
         try:
-            done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=MOST_SECONDS)
+            anew = {**os.environ, "TOKENRING_PLAN_CACHE": "off"}
+            done = subprocess.run(command, cwd=REPO, env=anew, capture_output=True, text=True, timeout=MOST_SECONDS)
         except subprocess.TimeoutExpired:
             print(f"{hosts:6} {ranks:6} over {MOST_SECONDS} s: not planned", flush=True)
             continue
