@@ -21,6 +21,7 @@ from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.lower import lower
 from tokenring.lowering.records import Records
 from tokenring.planner.choosing.auto import CallToPlan, plan_call
+from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.interconnects.wiring import interconnect_of
 from tokenring.planner.machines.machine import machine_of_device, machine_of_preset
@@ -219,12 +220,14 @@ def test_ascend_devices_that_were_probed_count_launches() -> None:
 
 def test_launches_decide_short_sequences() -> None:
     """Of 2,048 tokens what launches least wins; of 128k tokens launches are hidden, and change no choice."""
-    short, long = ({"counted": choice(tokens), "free": choice(tokens, False)} for tokens in (2048, 131072))
-    assert short["counted"] != short["free"]
-    assert long["counted"] == long["free"]
+    short, long = ({"counted": planned(tokens), "free": planned(tokens, False)} for tokens in (2048, 131072))
+    assert short["counted"].name != short["free"].name
+    assert "bound by launches, copies and merges (" in short["counted"].reason
+    assert long["counted"].name == long["free"].name
+    assert "bound by kernels (" in long["counted"].reason
 
 
-def choice(tokens: int, counted: bool = True) -> str:
+def planned(tokens: int, counted: bool = True) -> Plan:
     """What auto takes on an Atlas 800T A2 among some families."""
     net, machine = interconnect_of(preset("atlas-800t-a2")), machine_of_preset("atlas-800t-a2", BF16)
     if not counted:
@@ -235,4 +238,4 @@ def choice(tokens: int, counted: bool = True) -> str:
         transport_target("hccl"),
     )  # fmt: skip
     call = CallToPlan(setting, layout, layout, parse_mask("causal"), ("direct-kv", "all-gather-kv", "ulysses", "ring"))
-    return plan_call(call).name
+    return plan_call(call)

@@ -201,7 +201,7 @@ def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str
 
 def _binding(best: Figures, task: Task) -> str:
     wire = "its busiest wire" if len(task.setting.passes) == 1 else "the busiest wire of each pass"
-    return binding_text(best.seconds, best.compute_seconds, wire, best.worst_wire_seconds)
+    return binding_text(best.seconds, best.compute_seconds, best.exposed_seconds, wire, best.worst_wire_seconds)
 
 
 def _candidate(name: str, each: Figures, best: Figures, task: Task, bound: Bound, limit: float) -> Candidate:

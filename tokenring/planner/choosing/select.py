@@ -304,14 +304,21 @@ def _binding(found: Prediction) -> str:
         name = f"wire {wires.worst}"
     else:
         name = "wires " + " and ".join(f"{each.wire} in {each.direction}" for each in wires.of_passes)
-    return binding_text(found.seconds, found.compute_seconds, name, wires.seconds)
+    return binding_text(found.seconds, found.compute_seconds, found.exposed_seconds, name, wires.seconds)
 
 
-def binding_text(seconds: float, compute_seconds: float, wire: str, wire_seconds: float) -> str:
-    """Return what a schedule of so many seconds in all is bound by: kernels, a wire (of each pass), or neither."""
+def binding_text(
+    seconds: float, compute_seconds: float, exposed_seconds: float, wire: str, wire_seconds: float
+) -> str:
+    """Return what a schedule of so many seconds in all is bound by: kernels, a wire (of each pass), or neither.
+
+    Then it is by what it waits for, or by the busiest rank's other work, whichever takes longer.
+    """
     kernels, moves = (part / seconds if seconds else 0.0 for part in (compute_seconds, wire_seconds))
     if max(kernels, moves) < BINDS:
-        return f"bound by messages and waits (kernels {kernels:.0%}, {wire} {moves:.0%} of the time)"
+        waits = exposed_seconds >= seconds - compute_seconds - exposed_seconds
+        what = "messages and waits" if waits else "launches, copies and merges"
+        return f"bound by {what} (kernels {kernels:.0%}, {wire} {moves:.0%} of the time)"
     return f"bound by {'kernels' if kernels >= moves else wire} ({max(kernels, moves):.0%} of the time)"
 
 
