@@ -118,6 +118,14 @@ class UnitsDue(NamedTuple):
     steps: dict[int, int]
 
 
+class UnitsMade(NamedTuple):
+    """Units of one owner, and the ranks that make partials for them, with the step of the last tile of each."""
+
+    blocks: tuple[Block, ...]
+    owner: int
+    steps: dict[int, int]
+
+
 def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> dict[tuple[int, int, int], UnitsDue]:
     layout = schedule.layout_of(kind)
     found = {}
@@ -170,14 +178,18 @@ def _requests(routes: Routes) -> Iterable[Move]:
 
 def _partials(schedule: Schedule, kind: Kind, tiles: list[Tile], back: Return) -> Iterable[Move]:
     """Yield the moves home of what tiles make for units of this kind that are owned elsewhere."""
-    makers: dict[tuple[Block, ...], dict[int, int]] = defaultdict(dict)  # of units of one owner: last step of each rank
-    for step, rank, *both in tiles:
-        blocks = both[0] if kind == "q" else both[1]
-        if schedule.owner(blocks[0]) != rank:
-            steps = makers[blocks]
-            steps[rank] = max(steps.get(rank, 0), step)
+    makers: dict[int, UnitsMade] = {}  # of units of one owner, which all tiles have as one and the same object
+    for step, rank, q, kv in tiles:
+        blocks = q if kind == "q" else kv
+        made = makers.get(id(blocks))
+        if made is None:
+            made = makers[id(blocks)] = UnitsMade(blocks, schedule.owner(blocks[0]), {})
+        if made.owner != rank and made.steps.get(rank, -1) < step:
+            made.steps[rank] = step
     partial = PARTIAL_OF[kind]
-    for blocks, steps in makers.items():
+    for blocks, _, steps in makers.values():
+        if not steps:
+            continue
         for block in blocks:
             _, chunk, heads, piece, _ = block
             for step, src, dst, _, add in back(_origin(schedule, block), steps):

@@ -21,6 +21,7 @@ from tokenring.planner.simulation.predict import (
     Prediction,
     Setting,
     least_seconds,
+    most_laden,
     predict_within,
     work_seconds,
 )
@@ -131,7 +132,9 @@ def judge(
 ) -> Judgement:
     """Judge these schedules and add them to those judged before. One that does just what another does is left out."""
     made, misfits = _made(choices, before, setting)
-    least = {name: least_seconds(schedule, setting) for name, schedule in made}
+    # Of most schedules the kernels of one rank show that they cannot win.
+    looked_at = {name: () if everything else (most_laden(schedule),) for name, schedule in made}
+    least = {name: least_seconds(schedule, setting, looked_at[name]) for name, schedule in made}
     judged = list(before.judged)
     if memory_limit_bytes is not None and not any(each.fits(memory_limit_bytes) for each in judged):
         least_of = _all_above(memory_limit_bytes, [schedule for _, schedule in made], setting)
@@ -160,19 +163,23 @@ def _simulated(
 ) -> Iterator[Judged]:
     """Yield the schedules with predictions, the most promising first; without, where they cannot win.
 
-    A schedule waits in order of the least that it takes: first by its wires and kernels, then, once it is the first,
-    by all the work of one rank.
+    A schedule waits in order of the least that it takes, and each time that it is the first more is counted: its wires
+    and the kernels of one rank; all that this rank does; the kernels of all ranks, and how it is weighed.
     """
-    waiting = [(each.weighed_seconds, at, each, False) for at, each in enumerate(some)]
+    waiting = [(each.seconds, at, each, 3 if everything else 1) for at, each in enumerate(some)]
     heapq.heapify(waiting)
     while waiting:
-        weighed, at, each, knows_work = heapq.heappop(waiting)
-        if not everything and weighed > fastest * SAME:
+        least, at, each, turn = heapq.heappop(waiting)
+        if not everything and least > fastest * SAME:
             yield each
-        elif not everything and not knows_work:
+        elif turn == 1:
             work = work_seconds(each.schedule, setting, each.least.busiest_rank)
             each = replace(each, least=each.least.with_work(work))
-            heapq.heappush(waiting, (each.weighed_seconds, at, each, True))
+            heapq.heappush(waiting, (each.seconds, at, each, 2))
+        elif turn == 2:
+            whole = least_seconds(each.schedule, setting).with_work(each.least.of_passes)
+            each = replace(each, least=whole)
+            heapq.heappush(waiting, (each.weighed_seconds, at, each, 3))
         else:
             most = math.inf if everything else fastest * SAME - each.risk_seconds
             each = _predicted(each, setting, most)

@@ -95,8 +95,8 @@ class Setting:
 class Least(NamedTuple):
     """The least that a schedule needs, as its parts overlap at best.
 
-    of_passes: seconds of each pass. kernel_seconds: as a prediction's compute_seconds. busiest_rank: of all, the one
-    whose kernels take longest in the last pass.
+    of_passes: seconds of each pass. kernel_seconds: as a prediction's compute_seconds, of the ranks that were looked
+    at. busiest_rank: of these, the one whose kernels take longest in the last pass.
     """
 
     of_passes: tuple[float, ...]
@@ -119,17 +119,29 @@ class Least(NamedTuple):
         return self._replace(of_passes=tuple(map(max, self.of_passes, of_passes)))
 
 
-def least_seconds(schedule: ScheduleData, setting: Setting) -> Least:
-    """Return the least that a schedule needs: far cheaper than a prediction, and never above it."""
+def least_seconds(schedule: ScheduleData, setting: Setting, some_ranks: Sequence[int] = ()) -> Least:
+    """Return the least that a schedule needs: far cheaper than a prediction, and never above it.
+
+    some_ranks: whose kernels are looked at; none: those of all.
+    """
     storage, wires = storage_of(schedule), busiest(schedule, setting)
+    ranks = some_ranks or _ranks(schedule)
     kernels, of_ranks = [], [0.0]
     for direction in setting.passes:
         costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
-        of_ranks = [_kernels_of_rank(storage, rank, setting, costs) for rank in _ranks(schedule)]
+        of_ranks = [_kernels_of_rank(storage, rank, setting, costs) for rank in ranks]
         kernels.append(setting.machine.kernel_seconds(of_ranks))
     net = setting.interconnect
     moving = [each.seconds - _burst_seconds(each.wire, net) for each in wires.of_passes]
-    return Least(tuple(map(max, moving, kernels)), wires, sum(kernels), of_ranks.index(max(of_ranks)))
+    return Least(tuple(map(max, moving, kernels)), wires, sum(kernels), ranks[of_ranks.index(max(of_ranks))])
+
+
+def most_laden(schedule: ScheduleData) -> int:
+    """Return the rank whose tiles have most pairs of blocks."""
+    load: Counter[int] = Counter()
+    for tile in schedule.tiles:
+        load[tile.rank] += len(tile.q) * len(tile.kv)
+    return max(load, key=load.__getitem__, default=0)
 
 
 def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs) -> float:
