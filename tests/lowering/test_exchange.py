@@ -265,7 +265,7 @@ def test_a_group_in_place_of_all_its_pairs() -> None:
 
 
 def test_plans_count_them() -> None:
-    """In the command: one communicator of all ranks; times are those of the same messages in another order."""
+    """In the command: one communicator of all ranks; times are those of the same messages in fewer launches."""
     options = (*A2, "--schedules", "ulysses", "--all")
     apart, one = (
         json.loads(printed(*options, "--json", "--transport", name))["candidates"][0]
@@ -273,7 +273,7 @@ def test_plans_count_them() -> None:
     )
     assert (apart["connections"], one["connections"]) == (28, 1)
     assert one["connection_bytes"] == 400 * MB
-    assert one["predicted_seconds"] == pytest.approx(apart["predicted_seconds"], rel=0.02)
+    assert 0.9 < one["predicted_seconds"] / apart["predicted_seconds"] < 1.0
     text = printed(*options, "--transport", "hccl/collectives")
     assert "419 MB are those of 1 communicator of two ranks or of all that exchange" in text
 
