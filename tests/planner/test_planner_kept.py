@@ -16,7 +16,9 @@ import torch
 from nets import BOTH, call, setting, workload
 
 import tokenring as tr
+from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.cli.main import main
+from tokenring.errors import ConfigurationError
 from tokenring.lowering.target import Target
 from tokenring.planner.choosing import kept_plans
 from tokenring.planner.choosing.auto import CallToPlan, plan_call
@@ -65,10 +67,6 @@ def test_the_same_call_is_not_planned_again(kept: Kept, monkeypatch: pytest.Monk
     assert (found, str(found)) == (plan_call(kept[0]), str(plan_call(kept[0])))
 
 
-def takes_nothing(patch: Patch) -> str | None:
-    return "nothing"
-
-
 OTHERS: dict[str, Callable[[CallToPlan], CallToPlan]] = {
     "length": lambda each: call(setting(full_mesh(4, 1.0), workload(4, (4, 2), 128), BOTH, tflops=1e-2), tr.Causal()),
     "heads": lambda each: call(setting(full_mesh(4, 1.0), workload(4, (4, 4), 64), BOTH, tflops=1e-2), tr.Causal()),
@@ -89,11 +87,14 @@ OTHERS: dict[str, Callable[[CallToPlan], CallToPlan]] = {
         each, setting=replace(each.setting, machine=replace(each.setting.machine, shared_cores=2.0))
     ),
     "target": lambda each: replace(each, setting=replace(each.setting, target=Target(collectives=True))),
-    "kernel": lambda each: replace(each, setting=replace(each.setting, supports=takes_nothing)),
+    "kernel": lambda each: replace(each, setting=replace(each.setting, supports=CpuFlash.supports_patch)),
     "families": lambda each: replace(each, families=("ring",)),
     "limit": lambda each: replace(each, memory_limit_bytes=1 << 30),
     "everything": lambda each: replace(each, everything=True),
-    "modes": lambda each: replace(each, modes={"few": Target(channels=1)}),
+    "modes": lambda each: replace(each, modes={"few": Target(channels=1), "fewer": Target(channels=3)}),
+    "modes in another order": lambda each: replace(
+        each, modes={"fewer": Target(channels=3), "few": Target(channels=1)}
+    ),
 }
 
 
@@ -110,6 +111,7 @@ def test_code_and_versions_count(asked: CallToPlan, monkeypatch: pytest.MonkeyPa
         patched.setattr(kept_plans, "__version__", "another")
         assert digest(asked) != before
     files = kept_plans._sources()
+    assert any("backends/kernels/cpu_flash.py" in str(each[0]) for each in files)
     assert any("planner/choosing/select.py" in str(each[0]) for each in files)
     with monkeypatch.context() as patched:
         patched.setattr(kept_plans, "_sources", lambda: files[1:])
@@ -198,14 +200,55 @@ def test_the_oldest_go(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names) == 3 and kept[2].name in names and "plan-4.json" in names
 
 
+def test_what_was_begun_long_ago_goes(kept: Kept) -> None:
+    """A job that was killed left it; what somebody may still write stays."""
+    old, new = (kept[2].parent / f".writing-{age}" for age in ("old", "new"))
+    for each in (old, new):
+        each.touch()
+    os.utime(old, (1, 1))
+    plan_kept(OTHERS["families"](kept[0]), kept[1])
+    assert not old.exists() and new.exists()
+
+
 def test_a_family_of_the_user_is_not_kept(asked: CallToPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code may change without anybody noticing."""
 
     def mine(world_size: int) -> Scheme:
         return FAMILIES["ring"].scheme(world_size)
 
-    monkeypatch.setitem(FAMILIES, "mine", replace(FAMILIES["ring"], name="mine", scheme=mine))
-    assert path_of(asked, {"TOKENRING_PLAN_CACHE": str(tmp_path)}) is None
+    environment = {"TOKENRING_PLAN_CACHE": str(tmp_path)}
+    assert path_of(asked, environment) is not None
+    for part in ({"scheme": mine}, {"cut": mine}, {"small": mine}, {"choices": mine}):
+        with monkeypatch.context() as patched:
+            patched.setitem(FAMILIES, "mine", replace(FAMILIES["ring"], name="mine", **part))  # type: ignore[arg-type]
+            assert path_of(asked, environment) is None, part
+
+
+def test_a_kernel_of_the_user_is_not_kept(asked: CallToPlan, tmp_path: Path) -> None:
+    def takes(patch: Patch) -> str | None:
+        return None
+
+    its = replace(asked, setting=replace(asked.setting, supports=takes))
+    assert path_of(its, {"TOKENRING_PLAN_CACHE": str(tmp_path)}) is None
+
+
+def test_files_of_editors_do_not_count(asked: CallToPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their locks are links to nothing; what cannot be read keeps no plan, and stops none."""
+    environment = {"TOKENRING_PLAN_CACHE": str(tmp_path / "plans")}
+    (tmp_path / "planner").mkdir()
+    (tmp_path / "planner" / "a.py").touch()
+    (tmp_path / "planner" / ".#a.py").symlink_to(tmp_path / "nothing")
+    monkeypatch.setattr(kept_plans, "PACKAGE", tmp_path)
+    kept_plans._sources.cache_clear()
+    try:
+        assert [each[0] for each in kept_plans._sources()] == ["planner/a.py"]
+        assert path_of(asked, environment) is not None
+        kept_plans._sources.cache_clear()
+        (tmp_path / "planner" / "b.py").symlink_to(tmp_path / "nothing")
+        assert path_of(asked, environment) is None
+        assert plan_kept(asked, environment) == plan_call(asked)
+    finally:
+        kept_plans._sources.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -214,13 +257,18 @@ def test_a_family_of_the_user_is_not_kept(asked: CallToPlan, tmp_path: Path, mon
         ({"TOKENRING_PLAN_CACHE": "/a/b"}, "/a/b"),
         ({"TOKENRING_PLAN_CACHE": "off", "HOME": "/h"}, None),
         ({"HOME": "/h"}, "/h/.cache/tokenring/plans"),
-        ({"TOKENRING_PLAN_CACHE": "relative", "HOME": "/h"}, "/h/.cache/tokenring/plans"),
         ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/tokenring/plans"),
         ({}, None),
     ],
 )
 def test_where_plans_are_kept(environment: dict[str, str], folder: str | None) -> None:
     assert folder_of_plans(environment) == (None if folder is None else Path(folder))
+
+
+@pytest.mark.parametrize("asked", ["relative", "OFF", "~/plans", "0"])
+def test_a_folder_that_is_none_is_refused(asked: str) -> None:
+    with pytest.raises(ConfigurationError, match="give an absolute path, or 'off'"):
+        folder_of_plans({"TOKENRING_PLAN_CACHE": asked, "HOME": "/h"})
 
 
 def test_the_command_keeps_plans_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

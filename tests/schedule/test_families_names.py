@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+from importlib import import_module
 
 import pytest
 from families import points
@@ -10,6 +12,8 @@ from families import points
 import tokenring as tr
 from tokenring.errors import ConfigurationError
 from tokenring.schedule.families import misfit, parse, variants
+from tokenring.schedule.families.family import LaterFunction
+from tokenring.schedule.families.registry import FAMILIES
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.workload import Workload
 
@@ -104,3 +108,17 @@ class TestNames:
         with pytest.raises(ConfigurationError, match="6 query heads over 6 kv heads do not split into 4 equal"):
             named_schedule("ulysses", Workload(1, 64, 64, 6, 6, 8), whole, whole, tr.Full())
         assert named_schedule("ulysses", Workload(1, 64, 64, 4, 2, 8), whole, whole, tr.Full()).name == "ulysses"
+
+
+def test_functions_that_are_imported_later_exist() -> None:
+    """A name that is misspelt in the table would show only in a call; and families can be pickled."""
+    later = [
+        (family, part)
+        for family in FAMILIES.values()
+        for part in (family.scheme, family.choices, family.cut, family.small)
+        if isinstance(part, LaterFunction)
+    ]
+    assert len(later) > 20
+    for family, part in later:
+        assert callable(getattr(import_module(f"tokenring.schedule.families.{part.module}"), part.name)), part
+        assert pickle.loads(pickle.dumps(family)) == family

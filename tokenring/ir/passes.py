@@ -56,6 +56,7 @@ class _Sight:
         self._mask, self._q, self._kv = mask, q, kv
         self._q_pieces, self._kv_pieces = q_pieces, kv_pieces
         self._seen: list[frozenset[int] | None] = [None] * len(q)
+        self._everything = frozenset(range(len(kv)))
 
     def part(self, tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...]) -> Tile:
         """Return the tile with these blocks alone, without those that see or show nothing."""
@@ -69,7 +70,10 @@ class _Sight:
         """Return the kv units of which a q unit sees anything."""
         known = self._seen[unit]
         if known is None:
-            known = self._seen[unit] = self._mask.seen(self._q[unit], self._kv)
+            known = self._mask.seen(self._q[unit], self._kv)
+            if len(known) == len(self._kv):  # one set for all that see everything
+                known = self._everything
+            self._seen[unit] = known
         return known
 
 
@@ -78,7 +82,7 @@ def _sight_of(schedule: ScheduleData) -> _Sight:
     return _sight(each.mask, each.q_layout, each.kv_layout, each.q_pieces, each.kv_pieces)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _sight(mask: Mask, q_layout: Layout, kv_layout: Layout, q_pieces: int, kv_pieces: int) -> _Sight:
     return _Sight(mask, units_of(q_layout, q_pieces), units_of(kv_layout, kv_pieces), q_pieces, kv_pieces)
 

@@ -14,6 +14,7 @@ from tokenring.errors import ConfigurationError
 TRANSPORTS_MEASURED = "transports-*.json"  # the files of tables.transport_times
 
 PLAN_CACHE, OFF = "TOKENRING_PLAN_CACHE", "off"
+BEGUN = ".writing-"  # how the name of a file begins that is not whole yet
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
@@ -35,12 +36,17 @@ def may_have(pattern: str, environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def folder_of_plans(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder of kept plans: the user's, or TOKENRING_PLAN_CACHE; None where that is "off" or no home is."""
+    """Return the folder of kept plans: the user's, or TOKENRING_PLAN_CACHE; None where that is "off" or no home is.
+
+    Raises ConfigurationError for a TOKENRING_PLAN_CACHE that is neither "off" nor an absolute path.
+    """
     asked = environment.get(PLAN_CACHE, "")
     if asked == OFF:
         return None
     if os.path.isabs(asked):
         return Path(asked)
+    if asked:
+        raise ConfigurationError(f"{PLAN_CACHE}={asked!r}: give an absolute path, or {OFF!r} to keep no plans")
     folder = cache_folder(environment)
     return None if folder is None else folder / "plans"
 
@@ -48,7 +54,7 @@ def folder_of_plans(environment: Mapping[str, str]) -> Path | None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all: ranks of two jobs may write at once, and readers must never see half."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=BEGUN)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
             file.write(text)

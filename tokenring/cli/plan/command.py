@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         return _explain(options, asked, console)
     console.status(f"planning for {asked.call.setting.interconnect.world_size} ranks")  # for many it takes a while
     environment = {PLAN_CACHE: OFF} if options.no_cache else os.environ
-    plan = plan_or_forecast_kept(asked.call, environment)
+    plan = found = plan_or_forecast_kept(asked.call, environment)
     if options.json:
         console.clear()
         print(plan.to_json(), end="")
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         console.clear()
         console.say(table(plan, asked, candidates, options.all))
     if options.save is not None:
-        write_file(options.save, plan.to_json())
+        write_file(options.save, found.to_json())
     if options.timeline is not None:
         _timeline(options.timeline, plan.candidates[0].name, asked.call.in_mode(plan.transport))
     return 0

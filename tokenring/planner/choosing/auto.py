@@ -248,11 +248,10 @@ def first_names(call: CallToPlan) -> list[str]:
 def _choices(call: CallToPlan, names: Iterable[str]) -> list[Selection]:
     order = order_of(call.setting.interconnect)
 
-    def made(name: str) -> Schedule:
+    def looked_at() -> None:
         call.progress.looked_at += 1
-        return make_in_order(call, name, order)
 
-    choices = [Selection(name, partial(made, name)) for name in names]
+    choices = [Selection(name, partial(make_in_order, call, name, order), looked_at) for name in names]
     call.progress.known += len(choices)
     return choices
 

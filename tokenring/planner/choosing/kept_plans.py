@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -33,14 +34,17 @@ from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.scale_out import is_large
 from tokenring.schedule.families.registry import FAMILIES
 from tokenring.schedule.size_limits import MADE_RANKS
-from tokenring.tables.kept_files import folder_of_plans, write_whole
+from tokenring.tables.kept_files import BEGUN, folder_of_plans, write_whole
 
 LOG = logging.getLogger("tokenring")
 FORMAT = "tokenring-kept-plan/1"
 MOST_FILES, MOST_BYTES = 1000, 1 << 20  # in the folder; of one file
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PACKAGE = Path(__file__).resolve().parents[2]
-PLANS = ("sequence", "ir", "lowering", "schedule", "tables", "planner")  # rooms whose code decides what a plan is
+PLANS = (  # rooms whose code decides what a plan is, and what is said of it
+    "sequence", "ir", "lowering", "schedule", "tables", "backends/kernels", "planner", "display",
+)  # fmt: skip
+STALE_SECONDS = 3600  # after which a file that somebody began to write is somebody's who was killed
 
 
 Known = dict[int, tuple[object, list[object]]]  # by identity: a value, and what was written for it
@@ -76,7 +80,7 @@ def path_of(call: CallToPlan, environment: Mapping[str, str]) -> Path | None:
         return None
     try:
         return folder / f"plan-{digest(call)[:40]}.json"
-    except Unknown as what:
+    except (Unknown, OSError) as what:  # of a source file that goes while it is looked at
         LOG.debug("plan not kept: %s", what)
         return None
 
@@ -92,21 +96,27 @@ def digest(call: CallToPlan) -> str:
 
 @cache
 def _sources() -> list[list[object]]:
-    """Return size and time of every source file that decides what a plan is: code may change within a version."""
+    """Return a hash of every source file that decides what a plan is: code may change within a version."""
     found: list[list[object]] = []
     for room in PLANS:
-        for path in sorted((PACKAGE / room).rglob("*.py")):
-            about = path.stat()
-            found.append([str(path.relative_to(PACKAGE)), about.st_size, about.st_mtime_ns])
+        for path in sorted((PACKAGE / room).rglob("[!.]*.py")):  # editors leave files that begin with a dot
+            found.append([str(path.relative_to(PACKAGE)), hashlib.sha256(path.read_bytes()).hexdigest()])
     return found
 
 
 def _families() -> list[str]:
     """Return the names of the registered families, all of them our own. Raises Unknown for a user's."""
     for family in FAMILIES.values():
-        if not str(family.scheme.__module__).startswith("tokenring."):
-            raise Unknown(f"family {family.name!r} is not one of tokenring's own, and its code may change")
+        for part in (family.scheme, family.choices, family.cut, family.small):
+            if part is not None and not _is_ours(part):
+                raise Unknown(f"family {family.name!r} is not one of tokenring's own, and its code may change")
     return list(FAMILIES)
+
+
+def _is_ours(function: object) -> bool:
+    """Return whether a function's code is in tokenring's own files, and all of it: it has no values from elsewhere."""
+    ours = str(getattr(function, "__module__", "")).startswith("tokenring.")
+    return ours and getattr(function, "__closure__", None) is None
 
 
 def _plain(value: object, known: Known) -> object:
@@ -134,13 +144,14 @@ def _parts(value: object, known: Known) -> Iterator[object]:
     if is_dataclass(value):
         yield from (_plain(getattr(value, each.name), known) for each in fields(value) if each.compare)
     elif isinstance(value, Mapping):
-        pairs = ([_plain(key, known), _plain(each, known)] for key, each in value.items())
-        yield from sorted(pairs, key=json.dumps)
+        yield from ([_plain(key, known), _plain(each, known)] for key, each in value.items())  # the order may count
     elif isinstance(value, Set):
         yield from sorted((_plain(each, known) for each in value), key=json.dumps)
     elif isinstance(value, Sequence):
         yield from (_plain(each, known) for each in value)
     elif callable(value) and hasattr(value, "__qualname__"):  # what a kernel takes: by the kernel's class
+        if not _is_ours(value):
+            raise Unknown(f"{value.__qualname__} is not tokenring's own, and its code may change")
         owner = getattr(value, "__self__", None)
         yield from (value.__module__, value.__qualname__, type(owner).__qualname__, str(getattr(owner, "name", "")))
     else:
@@ -175,13 +186,18 @@ def _keep(path: Path, plan: Plan, order: tuple[int, ...] | None) -> None:
 
 
 def _remove_oldest(folder: Path) -> None:
+    plans: list[tuple[float, str]] = []
     with os.scandir(folder) as entries:
-        files = [entry for entry in entries if entry.name.startswith("plan-")]
-    if len(files) <= MOST_FILES:
-        return
-    for entry in sorted(files, key=lambda each: each.stat().st_mtime_ns)[: len(files) - MOST_FILES]:
-        with suppress(OSError):  # another job was faster
-            os.unlink(entry.path)
+        for entry in entries:
+            with suppress(OSError):  # another job was faster
+                written = entry.stat(follow_symlinks=False).st_mtime
+                if entry.name.startswith("plan-"):
+                    plans.append((written, entry.path))
+                elif entry.name.startswith(BEGUN) and written < time.time() - STALE_SECONDS:
+                    os.unlink(entry.path)
+    for _, path in sorted(plans)[: max(0, len(plans) - MOST_FILES)]:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def _read(path: Path, call: CallToPlan) -> Plan | None:
@@ -197,6 +213,7 @@ def _read(path: Path, call: CallToPlan) -> Plan | None:
         reason, transport = _word(found["reason"]), None if found["transport"] is None else _word(found["transport"])
         with no_collection():
             made = make_in_order(call, _word(found["name"]), order)
+        LOG.debug("plan taken from %s", path)
         return Plan(made, call.setting.workload, reason, candidates, transport)
     except FileNotFoundError:
         return None

@@ -167,7 +167,7 @@ class Planner:
             if (said := transport.exchange_text(word, "the plan")[0]) != STILL_PLANNING:
                 return self.understood(said, request, layouts)
             asked += 1
-            if told is not None and asked % SAY_AGAIN == 0:
+            if told is not None and asked % SAY_AGAIN == 0 and self._progress.known:
                 LOG.warning("rank 0 plans: %s; the other ranks wait", self._progress)
 
     def _look_together(self, transport: Transport, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from tokenring.planner.choosing.candidates import Candidate, over_limit
 from tokenring.planner.choosing.folded_world import Figures, FoldedWorld, tiles_of_host
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.progress import Progress
-from tokenring.planner.choosing.select import binding_text, check_count, connected, too_little_text
+from tokenring.planner.choosing.select import ROUNDING, binding_text, check_count, connected, too_little_text
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.predict import Setting
 from tokenring.planner.simulation.simulate import TakesLonger
@@ -95,15 +95,16 @@ def _judged(
     waiting: list[tuple[float, int, str]] = []
     task.progress.known += len(names)
     for at, name in enumerate(names):
-        task.progress.looked_at += 1
         try:
             worlds, _ = _worlds(name, task, FEW_HOSTS)
             waiting.append((sum(worlds[-1].work_seconds(each) for each in task.setting.passes), at, name))
         except ConfigurationError as error:
+            task.progress.looked_at += 1
             yield name, error
     for _, _, name in sorted(waiting):
+        task.progress.looked_at += 1
         try:
-            each = figures(name, task, FEW_HOSTS, times * fastest[best - 1])
+            each = figures(name, task, FEW_HOSTS, ROUNDING * times * fastest[best - 1])
             if each is not None:
                 check_count(round(each.connections), task.setting.target)
                 insort(fastest, each.seconds if each.peak_bytes <= limit_bytes else math.inf)

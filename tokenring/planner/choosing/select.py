@@ -27,17 +27,22 @@ from tokenring.planner.simulation.predict import (
 )
 from tokenring.schedule.schedule import Schedule
 
-ROUNDING = 1 + 1e-9
+ROUNDING = 1 + 1e-9  # two ways to the same time may differ by so much
+WIRES, WORK, ALL = range(3)  # what of a schedule was counted: wires and kernels of a rank, all its work, of all ranks
 SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
 RISK = 0.1  # of the time for which the busiest wire alone is at work: where predictions fall short, it is there
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A schedule that may be chosen, by the name that makes it again; made when it is first needed."""
+    """A schedule that may be chosen, by the name that makes it again; made when it is first needed.
+
+    looked_at: called once it is known what becomes of it.
+    """
 
     name: str
     make: Callable[[], Schedule]
+    looked_at: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -131,10 +136,14 @@ def judge(
     before: Judgement = NOTHING_YET,
 ) -> Judgement:
     """Judge these schedules and add them to those judged before. One that does just what another does is left out."""
+    choices = list(choices)
+    looked_at = {choice.name: choice.looked_at for choice in choices}
     made, misfits = _made(choices, before, setting)
     # Of most schedules the kernels of one rank show that they cannot win.
-    looked_at = {name: () if everything else (most_laden(schedule),) for name, schedule in made}
-    least = {name: least_seconds(schedule, setting, looked_at[name]) for name, schedule in made}
+    least = {
+        name: least_seconds(schedule, setting, () if everything else (most_laden(schedule),))
+        for name, schedule in made
+    }
     judged = list(before.judged)
     if memory_limit_bytes is not None and not any(each.fits(memory_limit_bytes) for each in judged):
         least_of = _all_above(memory_limit_bytes, [schedule for _, schedule in made], setting)
@@ -145,6 +154,7 @@ def judge(
     fresh = [Judged(name, schedule, least[name], None) for name, schedule in made]
     for each in _simulated(fresh, setting, fastest, memory_limit_bytes, everything):
         judged.append(each)
+        looked_at[each.name]()
         if each.fits(memory_limit_bytes):
             fastest = min(fastest, each.weighed_seconds)
     names = [*(each.name for each in before.judged), *(name for name, _ in made)]
@@ -166,20 +176,20 @@ def _simulated(
     A schedule waits in order of the least that it takes, and each time that it is the first more is counted: its wires
     and the kernels of one rank; all that this rank does; the kernels of all ranks, and how it is weighed.
     """
-    waiting = [(each.seconds, at, each, 3 if everything else 1) for at, each in enumerate(some)]
+    waiting = [(each.seconds, at, each, ALL if everything else WIRES) for at, each in enumerate(some)]
     heapq.heapify(waiting)
     while waiting:
-        least, at, each, turn = heapq.heappop(waiting)
+        least, at, each, counted = heapq.heappop(waiting)
         if not everything and least > fastest * SAME:
             yield each
-        elif turn == 1:
+        elif counted == WIRES:
             work = work_seconds(each.schedule, setting, each.least.busiest_rank)
             each = replace(each, least=each.least.with_work(work))
-            heapq.heappush(waiting, (each.seconds, at, each, 2))
-        elif turn == 2:
+            heapq.heappush(waiting, (each.seconds, at, each, WORK))
+        elif counted == WORK:
             whole = least_seconds(each.schedule, setting).with_work(each.least.of_passes)
             each = replace(each, least=whole)
-            heapq.heappush(waiting, (each.weighed_seconds, at, each, 3))
+            heapq.heappush(waiting, (each.weighed_seconds, at, each, ALL))
         else:
             most = math.inf if everything else fastest * SAME - each.risk_seconds
             each = _predicted(each, setting, most)
@@ -217,9 +227,12 @@ def _made(
             check_connections(schedule, setting)
         except ConfigurationError as error:
             misfits.append(Candidate(choice.name, None, None, None, None, None, None, f"{MISFIT}: {error}"))
+            choice.looked_at()
             continue
         nameless = schedule.replace(name="")
-        if nameless not in seen:
+        if nameless in seen:
+            choice.looked_at()
+        else:
             seen.add(nameless)
             made.append((choice.name, schedule))
     return made, misfits
@@ -278,9 +291,12 @@ def _why_not_simulated(each: Judged) -> str:
     """Return why a schedule cannot win that was not simulated, or not to its end."""
     least = each.least
     if each.exceeds_seconds is not None:
-        return f"over {time_text(each.exceeds_seconds)}: its simulation was given up there"
+        risk = f", or at more risk, since {wires_need(least.wires)}" if each.risk_seconds else ""
+        return f"over {time_text(each.exceeds_seconds)}{risk}: its simulation was given up there"
+    if least.work_seconds > max(least.wire_seconds, least.kernel_seconds) * SAME:
+        return f"kernels, copies and merges of one rank alone take {time_text(least.work_seconds)}"
     if least.seconds > max(least.wire_seconds, least.kernel_seconds) * SAME:
-        return f"kernels, copies and merges of one rank alone take {time_text(least.seconds)}"
+        return f"its passes, each by its wires or its work alone, take {time_text(least.seconds)}"
     if least.wire_seconds < least.kernel_seconds:
         return f"its kernels alone take {time_text(least.kernel_seconds)}"
     return wires_need(least.wires, " alone")
@@ -339,11 +355,11 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
         text += f", {took / bound.seconds:.2f} × the lower bound"
     text += f", {_binding(best.prediction)}"
     simulated = [each for each in judged[1:] if each.fits(limit)]
-    others = [each for each in judged[1:] if each.prediction is None and each.needs_bytes is None]
-    if simulated:
+    others = [each.seconds for each in judged[1:] if each.prediction is None and each.needs_bytes is None]
+    if simulated and simulated[0].seconds <= min(others, default=math.inf):
         text += f"; next {simulated[0].name} with {time_text(simulated[0].seconds)}"
-    elif others:
-        text += f"; next {others[0].name} with over {time_text(others[0].seconds)}"
+    elif others and min(others) > took:
+        text += f"; all others take more than {time_text(min(others))}"
     return "; ".join([text, *net.notes])
 
 

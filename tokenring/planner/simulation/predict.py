@@ -96,13 +96,15 @@ class Least(NamedTuple):
     """The least that a schedule needs, as its parts overlap at best.
 
     of_passes: seconds of each pass. kernel_seconds: as a prediction's compute_seconds, of the ranks that were looked
-    at. busiest_rank: of these, the one whose kernels take longest in the last pass.
+    at. busiest_rank: of these, the one whose kernels take longest in the last pass. work_seconds: of all that this rank
+    does, once that was counted.
     """
 
     of_passes: tuple[float, ...]
     wires: Busiest
     kernel_seconds: float
     busiest_rank: int
+    work_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -116,7 +118,8 @@ class Least(NamedTuple):
 
     def with_work(self, of_passes: Iterable[float]) -> Least:
         """Return the least where a rank is busy for so long in each pass."""
-        return self._replace(of_passes=tuple(map(max, self.of_passes, of_passes)))
+        work = tuple(of_passes)
+        return self._replace(of_passes=tuple(map(max, self.of_passes, work)), work_seconds=sum(work))
 
 
 def least_seconds(schedule: ScheduleData, setting: Setting, some_ranks: Sequence[int] = ()) -> Least:

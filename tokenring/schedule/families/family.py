@@ -27,18 +27,29 @@ def refuse(when: bool, why: str) -> None:
         raise Misfit(why)
 
 
+@dataclass(frozen=True)
+class LaterFunction:
+    """A function of a module of this package, which is imported when it is first called."""
+
+    module: str
+    name: str
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """Call it."""
+        return getattr(import_module(f"{__package__}.{self.module}"), self.name)(*given, **options)
+
+
 class Later:
-    """A module of this package that is imported when a function of it is first called: a call takes one schedule."""
+    """A module of this package, of whose functions each call imports it: a call of attention takes one schedule."""
 
     def __init__(self, module: str) -> None:
         self._module = module
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*given: object) -> object:
-            return getattr(import_module(f"{__package__}.{self._module}"), name)(*given)
-
-        self.__dict__[name] = call  # the same one whenever it is asked for
-        return call
+    def __getattr__(self, name: str) -> LaterFunction:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = self.__dict__[name] = LaterFunction(self._module, name)  # the same one whenever it is asked for
+        return found
 
 
 def once(world_size: int, workload: Workload | None, local: int) -> Iterable[Numbers]:
