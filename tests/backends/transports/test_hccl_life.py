@@ -139,6 +139,7 @@ def test_the_emulated_watchdog_counts_from_the_post(how: str, npus: NpuPools) ->
 def dropped(here: Here, name: str, closes: bool) -> list[str]:
     """A transport whose messages were waited for, which blocks no host."""
     fresh()
+    gc.collect()  # what an earlier call on these ranks left
     ledger.torn.clear()
     transport, peer = made(here, name), 1 - here.rank
     memory, into = (torch.zeros(8, dtype=torch.uint8, device=NPU) for _ in range(2))

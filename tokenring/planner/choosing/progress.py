@@ -1,4 +1,4 @@
-"""How far planning is: rank 0 says so while the other ranks wait for its plan."""
+"""The progress of planning: rank 0 logs it while the other ranks wait for its plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Progress:
-    """How many schedules there are to look at, as far as is known, and how many were; another thread may read it."""
+    """The schedules to look at, as far as they are known, and those that were; another thread may read the numbers."""
 
     known: int = 0
     looked_at: int = 0
