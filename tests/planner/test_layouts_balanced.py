@@ -1,0 +1,129 @@
+"""Balanced layouts: even work, few rows on the busiest port, the same on every host."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+import tokenring as tr
+from tokenring.planner.layouts.assignment import Assignment
+from tokenring.planner.layouts.balanced import NAME, SLACK, balanced_layout, imbalance
+from tokenring.planner.layouts.demand import demand_of
+from tokenring.sequence.layout import Positions
+
+LENGTH = 16384
+
+
+def pack(seed: int, length: int = LENGTH) -> tr.Mask:
+    """Causal documents of a length: most are short, a few have a quarter of it."""
+    random, bounds = Random(seed), [0]
+    while bounds[-1] < length:
+        size = random.choice((40, 200, 500, 900, 2500, length // 4))
+        bounds.append(min(length, bounds[-1] + random.randint(size // 2, size)))
+    return tr.Causal() & tr.Documents(bounds)
+
+
+MASKS = {
+    "causal": tr.Causal(),
+    "full": tr.Full(),
+    "window": tr.SlidingWindow(100),
+    "documents": tr.Documents([0, 100, 130, 400, 512]),
+    "pack": tr.Causal() & tr.Documents([0, 7, 250, 260, 500]),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_demand_is_what_the_mask_shows(name: str) -> None:
+    mask, length, chunks, grains = MASKS[name], 512, 16, 4
+    found, rows = demand_of(mask, length, chunks, grains), length // chunks
+    for chunk in range(chunks):
+        seen = [(q, kv) for q in range(chunk * rows, chunk * rows + rows) for kv in range(length) if mask.allows(q, kv)]
+        needed = {kv * chunks * grains // length for _, kv in seen}
+        assert found.pairs[chunk] == len(seen)
+        assert {bit for bit in range(chunks * grains) if found.needs[chunk] >> bit & 1} == needed
+
+
+def test_coarser_demand_is_that_of_larger_chunks() -> None:
+    mask = pack(1)
+    assert demand_of(mask, LENGTH, 64, 4).coarser(4) == demand_of(mask, LENGTH, 16, 16)
+
+
+def state(of: Assignment) -> tuple[object, ...]:
+    return of.owners, of.loads, of.received, of.sent, of.moved, of.owned, of.needed
+
+
+def test_swaps_keep_the_books() -> None:
+    """After each swap all sums are those of the owners that result."""
+    ranks, demand, random = 4, demand_of(pack(2), LENGTH, 32, 4), Random(5)
+    now = Assignment(demand, [chunk % ranks for chunk in range(32)], ranks, sum(demand.pairs) / ranks)
+    now.price()
+    for _ in range(60):
+        rank, chunk = random.randrange(ranks), random.randrange(32)
+        if now.owners[chunk] == rank:
+            continue
+        swap = now.swap(rank, random.randrange(len(now.held[rank])), chunk, float("inf"))
+        assert swap is not None
+        now.take(swap)
+        fresh = Assignment(demand, now.owners, ranks, now.most_pairs)
+        assert state(now) == state(fresh)
+        assert sorted(map(tuple, map(sorted, now.held))) == sorted(map(tuple, fresh.held))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_work_is_even_and_fewer_rows_move_than_by_work_alone(ranks: int) -> None:
+    for seed in range(3):
+        mask = pack(seed)
+        found = balanced_layout(mask, LENGTH, ranks)
+        assert imbalance(mask, found) <= SLACK + 0.02
+        assert busiest(mask, found) <= 0.75 * busiest(mask, by_work_alone(mask, ranks, len(found.chunks)))
+
+
+def by_work_alone(mask: tr.Mask, ranks: int, chunks: int) -> tr.Layout:
+    """Each chunk, from that with most work on, goes to the rank that has least and room for it."""
+    pairs, rows = demand_of(mask, LENGTH, chunks, 1).pairs, LENGTH // chunks
+    owners, loads, held = [0] * chunks, [0] * ranks, [0] * ranks
+    for chunk in sorted(range(chunks), key=lambda chunk: -pairs[chunk]):
+        owner = min((rank for rank in range(ranks) if held[rank] < chunks // ranks), key=lambda rank: loads[rank])
+        owners[chunk] = owner
+        loads[owner], held[owner] = loads[owner] + pairs[chunk], held[owner] + 1
+    where = tuple(Positions(chunk * rows, (chunk + 1) * rows) for chunk in range(chunks))
+    return tr.Layout("by work", ranks, LENGTH, where, tuple(owners))
+
+
+def busiest(mask: tr.Mask, layout: tr.Layout) -> int:
+    """Rows that the busiest rank sends or receives, counted one by one."""
+    sent, received = [0] * layout.world_size, [0] * layout.world_size
+    owner = [0] * layout.length
+    for rank in range(layout.world_size):
+        for position in layout.positions(rank):
+            owner[position] = rank
+    ends = [end for end in mask.cu_seqlens or (0, layout.length)]
+    start = [0] * layout.length
+    for a, b in pairwise(ends):
+        start[a:b] = [a] * (b - a)
+    for rank in range(layout.world_size):
+        needed: set[int] = set()
+        for index in layout.owned_by(rank):
+            chunk = layout.chunks[index]
+            needed |= set(range(min(start[chunk.start : chunk.stop]), chunk.stop))
+        for position in needed:
+            if owner[position] != rank:
+                received[rank] += 1
+                sent[owner[position]] += 1
+    return max(*sent, *received)
+
+
+def test_usual_layouts_stay_where_they_do_as_well() -> None:
+    assert balanced_layout(tr.Causal(), LENGTH, 4).name == "zigzag"
+    assert balanced_layout(tr.SlidingWindow(64), LENGTH, 4).name == "contiguous"
+    assert balanced_layout(tr.Full(), LENGTH, 4).name in ("zigzag", "contiguous")
+    assert balanced_layout(pack(0), LENGTH, 1).world_size == 1
+    assert balanced_layout(pack(0, 96), 96, 4).name in ("zigzag", "contiguous")  # too few rows to search
+
+
+def test_a_pack_gets_a_layout_of_its_own() -> None:
+    found = balanced_layout(pack(0), LENGTH, 8)
+    assert found.name == NAME
+    assert found == balanced_layout.__wrapped__(pack(0), LENGTH, 8)  # searched again

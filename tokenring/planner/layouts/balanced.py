@@ -1,0 +1,158 @@
+"""Balanced layouts: chunks dealt to ranks so that work is even for a mask and the busiest port moves few rows.
+
+Packed documents leave the usual layouts with one rank that has twice the work of the others. Here each rank gets as
+many tokens as before and nearly the same work; among such layouts the search looks for one in which few rows leave
+their rank. It starts from a greedy deal of large chunks, improves it by swaps, and goes on with smaller ones. All of it
+is deterministic, in integers and in floating-point operations that every host rounds alike, so that ranks need not
+talk to find the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from random import Random
+
+from tokenring.planner.layouts.assignment import Assignment
+from tokenring.planner.layouts.demand import Demand, demand_of
+from tokenring.sequence.layout import Layout, Positions, contiguous, zigzag
+from tokenring.sequence.mask import Mask
+
+NAME = "balanced"
+SLACK = 1.045  # times the mean work that a rank may have
+SWAPS = (2000, 2500, 500)  # tried at each size of chunk, from large to small
+WARMTH = 0.4  # by how much a swap may cost more than before, at most and at first
+LIKED = 0.7  # share of tried swaps that bring a rank a chunk that it likes
+RELIEVED = 0.6  # share of them that begin at the costliest rank
+GRAINS = 4  # in the smallest chunk
+CHUNKS, CHUNKS_A_RANK = 256, 32  # of the smallest size: at least so many where rows suffice
+LEAST_ROWS = 64  # in a chunk
+
+
+@lru_cache(maxsize=64)
+def balanced_layout(mask: Mask, length: int, world_size: int) -> Layout:
+    """Return the layout for a mask: a usual one where it does as well, else one that was searched for.
+
+    Raises ConfigurationError when the length does not divide by the ranks.
+    """
+    usual = [make(world_size, length) for make in (zigzag, contiguous) if length % (2 * world_size) == 0]
+    usual = usual or [contiguous(world_size, length)]
+    count = _chunks(length, world_size)
+    if world_size == 1 or count is None:
+        return usual[0]
+    demand = demand_of(mask, length, count, GRAINS)
+    most_pairs = SLACK * max(sum(demand.pairs), 1) / world_size
+    known = [Assignment(demand, _owners(layout, count), world_size, most_pairs) for layout in usual]
+    found = _searched(demand, world_size, most_pairs)
+    best = min(known, key=_standing)
+    if _standing(best) <= _standing(found):
+        return usual[known.index(best)]
+    return _layout(found.owners, world_size, length)
+
+
+def imbalance(mask: Mask, layout: Layout) -> float:
+    """Return the pairs that the busiest rank's queries see, as a multiple of the mean over ranks."""
+    whole = Positions(0, layout.length)
+    loads = [
+        sum(patch.pairs() for chunk in layout.owned_by(rank) for patch in mask.region(layout.chunks[chunk], whole))
+        for rank in range(layout.world_size)
+    ]
+    return max(loads) * layout.world_size / sum(loads) if any(loads) else 1.0
+
+
+def _standing(assignment: Assignment) -> tuple[float, int]:
+    """Return what makes one assignment better than another: work that is even enough, then the busiest port."""
+    return max(max(assignment.loads) / assignment.most_pairs, 1.0), assignment.busiest_port
+
+
+def _chunks(length: int, world_size: int) -> int | None:
+    """Return how many chunks the search deals at last: a multiple of all sizes; None where there are too few rows."""
+    coarsest = 1 << (len(SWAPS) - 1)
+    wanted = max(CHUNKS, CHUNKS_A_RANK * world_size)
+    count = world_size * coarsest
+    if length % (count * GRAINS) or length // count < LEAST_ROWS:
+        return None
+    while 2 * count <= wanted and length % (2 * count * GRAINS) == 0 and length // (2 * count) >= LEAST_ROWS:
+        count *= 2
+    return count
+
+
+def _owners(layout: Layout, count: int) -> list[int]:
+    """Return the owners of so many chunks in a layout whose own chunks are whole numbers of these."""
+    return [owner for owner in layout.owners for _ in range(count // len(layout.owners))]
+
+
+def _layout(owners: Sequence[int], world_size: int, length: int) -> Layout:
+    """Return the layout in which the chunks have these owners, of chunks as large as can be."""
+    while len(owners) % 2 == 0 and owners[::2] == owners[1::2]:
+        owners = owners[::2]
+    rows = length // len(owners)
+    chunks = tuple(Positions(at * rows, (at + 1) * rows) for at in range(len(owners)))
+    return Layout(NAME, world_size, length, chunks, tuple(owners))
+
+
+# ---------- the search
+
+
+def _searched(demand: Demand, world_size: int, most_pairs: float) -> Assignment:
+    """Return the best assignment that is found, of the smallest chunks."""
+    factor = 1 << (len(SWAPS) - 1)
+    owners, random = _dealt(demand.coarser(factor), world_size, most_pairs), Random(0)
+    for swaps in SWAPS:
+        sized = demand.coarser(factor)
+        owners = [owner for owner in owners for _ in range(len(sized.pairs) // len(owners))]
+        owners = _improved(Assignment(sized, owners, world_size, most_pairs), swaps, random)
+        factor //= 2
+    return Assignment(demand, owners, world_size, most_pairs)
+
+
+def _dealt(demand: Demand, world_size: int, most_pairs: float) -> list[int]:
+    """Return owners of chunks, dealt from the one with most work to that with least, each to where it adds least."""
+    count, each = len(demand.pairs), len(demand.pairs) // world_size
+    owners, ranks = [0] * count, range(world_size)
+    owned, needed, loads, held = ([0] * world_size for _ in range(4))
+    for chunk in sorted(range(count), key=lambda chunk: -demand.pairs[chunk]):
+        need, own, pairs = demand.needs[chunk], demand.own(chunk), demand.pairs[chunk]
+
+        def adds(rank: int, need: int = need, own: int = own, pairs: int = pairs) -> tuple[float, int, int]:
+            absent = ((needed[rank] | need) & ~(owned[rank] | own)).bit_count()
+            more = absent - (needed[rank] & ~owned[rank]).bit_count()
+            return max(0, loads[rank] + pairs - most_pairs), more, loads[rank]
+
+        best = min((rank for rank in ranks if held[rank] < each), key=adds)
+        owners[chunk] = best
+        owned[best], needed[best] = owned[best] | own, needed[best] | need
+        loads[best], held[best] = loads[best] + pairs, held[best] + 1
+    return owners
+
+
+def _improved(now: Assignment, swaps: int, random: Random) -> list[int]:
+    """Return the cheapest owners met while trying so many swaps; less and less is lost on the way."""
+    drawn = random.random
+    now.price()
+    best, cheapest = list(now.owners), now.cost
+    for tried in range(swaps):
+        rank = now.costliest() if drawn() < RELIEVED else int(drawn() * now.ranks)
+        chunk = _drawn_chunk(now, rank, random)
+        fitting = now.fitting(rank, chunk)
+        if not fitting:
+            continue
+        place = fitting[int(drawn() * len(fitting))]
+        swap = now.swap(rank, place, chunk, now.cost + WARMTH * drawn() * (1 - tried / swaps))
+        if swap is not None:
+            now.take(swap)
+            if now.cost < cheapest:
+                best, cheapest = list(now.owners), now.cost
+    return best
+
+
+def _drawn_chunk(now: Assignment, rank: int, random: Random) -> int:
+    """Return a chunk of another rank: one that the rank likes, or any where it has too much work to choose by rows."""
+    if random.random() < LIKED and now.loads[rank] <= now.most_pairs:
+        liked = now.liked(rank)
+        chunk = liked[int(random.random() * len(liked))]
+        if now.owners[chunk] != rank:
+            return chunk
+    other = int(random.random() * (now.ranks - 1))
+    held = now.held[other + (other >= rank)]
+    return held[int(random.random() * len(held))]
