@@ -20,7 +20,7 @@ from tokenring.sequence.mask import Mask
 
 NAME = "balanced"
 SLACK = 1.045  # times the mean work that a rank may have
-SWAPS = (2000, 2500, 500)  # tried at each size of chunk, from large to small
+SWAPS = (2000, 2500, 500)
 WARMTH = 0.4  # by how much a swap may cost more than before, at most and at first
 LIKED = 0.7  # share of tried swaps that bring a rank a chunk that it likes
 RELIEVED = 0.6  # share of them that begin at the costliest rank
@@ -101,6 +101,7 @@ def _searched(demand: Demand, world_size: int, most_pairs: float) -> Assignment:
     for swaps in SWAPS:
         sized = demand.coarser(factor)
         owners = [owner for owner in owners for _ in range(len(sized.pairs) // len(owners))]
+        owners = _evened(sized, owners, world_size, most_pairs)
         owners = _improved(Assignment(sized, owners, world_size, most_pairs), swaps, random)
         factor //= 2
     return Assignment(demand, owners, world_size, most_pairs)
@@ -123,6 +124,33 @@ def _dealt(demand: Demand, world_size: int, most_pairs: float) -> list[int]:
         owners[chunk] = best
         owned[best], needed[best] = owned[best] | own, needed[best] | need
         loads[best], held[best] = loads[best] + pairs, held[best] + 1
+    return owners
+
+
+def _evened(demand: Demand, owners: Sequence[int], world_size: int, most_pairs: float) -> list[int]:
+    """Return owners in which no rank has more work than it may, as far as swaps of two chunks get there.
+
+    Each takes from the rank with most work: with the other rank and the two chunks by which these two end evenest.
+    """
+    owners, pairs = list(owners), demand.pairs
+    held = [[chunk for chunk, owner in enumerate(owners) if owner == rank] for rank in range(world_size)]
+    loads = [sum(pairs[chunk] for chunk in some) for some in held]
+    while (load := max(loads)) > most_pairs:
+        rank = loads.index(load)
+        swaps = [
+            (max(load - pairs[mine] + pairs[theirs], loads[other] + pairs[mine] - pairs[theirs]), mine, theirs)
+            for other in range(world_size)
+            for mine in held[rank]
+            for theirs in held[other]
+        ]
+        most, mine, theirs = min(swaps)
+        if most >= load:
+            break
+        other = owners[theirs]
+        owners[mine], owners[theirs] = other, rank
+        for each, gone, come in ((rank, mine, theirs), (other, theirs, mine)):
+            held[each][held[each].index(gone)] = come
+            loads[each] += pairs[come] - pairs[gone]
     return owners
 
 
