@@ -127,3 +127,18 @@ def test_a_pack_gets_a_layout_of_its_own() -> None:
     found = balanced_layout(pack(0), LENGTH, 8)
     assert found.name == NAME
     assert found == balanced_layout.__wrapped__(pack(0), LENGTH, 8)  # searched again
+
+
+def test_slow_links_get_fewer_rows_and_less_even_work() -> None:
+    """The longer of work and transfers gets shorter than in the layout that only balances."""
+    for seed in range(3):
+        mask = pack(seed)
+        even = balanced_layout(mask, LENGTH, 8)
+        pairs = sum(demand_of(mask, LENGTH, 8, 1).pairs) / 8
+        pairs_a_row = round(3 * pairs / busiest(mask, even))  # transfers take three times as long as even work
+        found = balanced_layout(mask, LENGTH, 8, pairs_a_row)
+
+        def longest(layout: tr.Layout, mask: tr.Mask = mask, slow: int = pairs_a_row, even: float = pairs) -> float:
+            return max(imbalance(mask, layout) * even, busiest(mask, layout) * slow)
+
+        assert longest(found) <= 0.9 * longest(even), (longest(found), longest(even))

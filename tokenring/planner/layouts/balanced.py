@@ -23,6 +23,7 @@ SLACK = 1.045  # times the mean work that a rank may have
 SWAPS = (2000, 2500, 500)
 WARMTH = 0.4  # by how much a swap may cost more than before, at most and at first
 LIKED = 0.7  # share of tried swaps that bring a rank a chunk that it likes
+LOOSENED = 3  # searches with less even work, where transfers take longer
 RELIEVED = 0.6  # share of them that begin at the costliest rank
 GRAINS = 4  # in the smallest chunk
 CHUNKS, CHUNKS_A_RANK = 256, 32  # of the smallest size: at least so many where rows suffice
@@ -30,9 +31,11 @@ LEAST_ROWS = 64  # in a chunk
 
 
 @lru_cache(maxsize=64)
-def balanced_layout(mask: Mask, length: int, world_size: int) -> Layout:
+def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int = 0) -> Layout:
     """Return the layout for a mask: a usual one where it does as well, else one that was searched for.
 
+    pairs_a_row: (query, key) pairs that a rank computes while one row of kv enters or leaves it. Where transfers would
+    take longer than even work, work is less even; 0: transfers are hidden, or nothing is known of them.
     Raises ConfigurationError when the length does not divide by the ranks.
     """
     usual = [make(world_size, length) for make in (zigzag, contiguous) if length % (2 * world_size) == 0]
@@ -43,10 +46,12 @@ def balanced_layout(mask: Mask, length: int, world_size: int) -> Layout:
     demand = demand_of(mask, length, count, GRAINS)
     most_pairs = SLACK * max(sum(demand.pairs), 1) / world_size
     known = [Assignment(demand, _owners(layout, count), world_size, most_pairs) for layout in usual]
-    found = _searched(demand, world_size, most_pairs)
-    best = min(known, key=_standing)
-    if _standing(best) <= _standing(found):
-        return usual[known.index(best)]
+    pairs_a_grain = pairs_a_row * (length // (count * GRAINS))
+    found = _searched(demand, world_size, most_pairs, pairs_a_grain)
+    standings = [_standing(each, pairs_a_grain) for each in known]
+    best = min(standings)
+    if best <= _standing(found, pairs_a_grain):
+        return usual[standings.index(best)]
     return _layout(found.owners, world_size, length)
 
 
@@ -60,9 +65,14 @@ def imbalance(mask: Mask, layout: Layout) -> float:
     return max(loads) * layout.world_size / sum(loads) if any(loads) else 1.0
 
 
-def _standing(assignment: Assignment) -> tuple[float, int]:
-    """Return what makes one assignment better than another: work that is even enough, then the busiest port."""
-    return max(max(assignment.loads) / assignment.most_pairs, 1.0), assignment.busiest_port
+def _standing(assignment: Assignment, pairs_a_grain: int) -> tuple[float, int]:
+    """Return what makes one assignment better than another: the longer of work and transfers, then the busiest port.
+
+    Both as pairs; work that is even enough is as good as even work.
+    """
+    port = assignment.busiest_port
+    enough = SLACK * sum(assignment.loads) / assignment.ranks
+    return max(enough, *assignment.loads, port * pairs_a_grain), port
 
 
 def _chunks(length: int, world_size: int) -> int | None:
@@ -94,8 +104,25 @@ def _layout(owners: Sequence[int], world_size: int, length: int) -> Layout:
 # ---------- the search
 
 
-def _searched(demand: Demand, world_size: int, most_pairs: float) -> Assignment:
-    """Return the best assignment that is found, of the smallest chunks."""
+def _searched(demand: Demand, world_size: int, most_pairs: float, pairs_a_grain: int) -> Assignment:
+    """Return the best assignment that is found, of the smallest chunks.
+
+    Where its transfers take longer than its work, ranks may have more work, half way between the two, and so on.
+    """
+    best = _searched_within(demand, world_size, most_pairs)
+    for _ in range(LOOSENED):
+        transfer, work = best.busiest_port * pairs_a_grain, max(best.loads)
+        if transfer <= work:
+            break
+        looser = _searched_within(demand, world_size, (transfer + work) / 2)
+        if _standing(looser, pairs_a_grain) >= _standing(best, pairs_a_grain):
+            break
+        best = looser
+    return best
+
+
+def _searched_within(demand: Demand, world_size: int, most_pairs: float) -> Assignment:
+    """Return the best assignment that is found in which no rank has more work than this."""
     factor = 1 << (len(SWAPS) - 1)
     owners, random = _dealt(demand.coarser(factor), world_size, most_pairs), Random(0)
     for swaps in SWAPS:
