@@ -100,8 +100,8 @@ def posted_bytes(schedule: Schedule, direction: Pass, kind: type[Send | Recv]) -
         program = lower(schedule, rank, direction, workload)
         nbytes = message_bytes(slot_bytes(schedule, workload, program), program)
         for post in program.instructions:
-            if isinstance(post, kind):
-                link = (rank, post.dst) if type(post) is Send else (post.src, rank)
+            if isinstance(post, Recv | Send) and isinstance(post, kind):
+                link = (rank, post.dst) if isinstance(post, Send) else (post.src, rank)
                 found[link] = found.get(link, 0) + nbytes[post.message]
     return dict(sorted(found.items()))
 
