@@ -16,7 +16,9 @@ from tokenring import Causal, Documents, Mask, SlidingWindow
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 3, 4),
-    "schedule": ("ring", "tokenring", "direct-kv", "direct-q", "bidirectional", "mesh-kv", "mesh-q", "reduced", "ring/keep"),
+    "schedule": (
+        "ring", "tokenring", "direct-kv", "direct-q", "bidirectional", "mesh-kv", "mesh-q", "reduced", "ring/keep"
+    ),
     "layout": ("contiguous", "zigzag", "striped", "zigzag/2"),
     "mask": ("window", "both sides", "documents", "causal documents", "window of documents"),
     "transport": ("gloo", "shm"),
