@@ -192,7 +192,7 @@ REFUSED = [
     ("tiles[4].kv[0].piece", 1, "tiles[4].kv[0].piece: 1 is not a kv piece of 1"),
     ("tiles[4].q", [], "tiles[4].q: a tile needs at least one q unit"),
     ("tiles[4].q[0]", 3, "tiles[4].q[0]: expected an object, found 3"),
-    ("version", 2, "version: 2 is not known; this program reads version 1"),
+    ("version", 3, "version: 3 is not known; this program reads versions 1 and 2"),
     ("version", "1", 'version: expected an integer, found "1"'),
     ("format", "gpx", 'format: expected "tokenring-schedule", found "gpx"'),
     ("slack", DROP, "document: has no key 'slack'"),
@@ -372,7 +372,7 @@ class TestCheckerOfThePage:
         ("ring", lambda doc: doc["returns"][0].update(add=False), "backward: partials never come home"),
         ("ring", lambda doc: doc["mask"].update(high=1), "forward: not computed exactly once"),
         ("direct-q", lambda doc: doc.update(head_groups=2), "forward: not computed exactly once"),
-        ("direct-kv", lambda doc: doc.update(version=2), "not a schedule of version 1"),
+        ("direct-kv", lambda doc: doc.update(version=3), "not a schedule of version 1 or 2"),
     )
 
     @pytest.mark.parametrize("name, edit, says", MUTANTS)

@@ -10,12 +10,13 @@ from typing import TypeVar
 
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.passes import move_order
-from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Runs, ScheduleData, Tile
 from tokenring.sequence.layout import Layout, Positions, make_layout
 from tokenring.sequence.mask import Mask
 
 FORMAT = "tokenring-schedule"
 VERSION = 1
+ROWS_VERSION = 2  # of documents with a move that carries only some rows: readers of version 1 know of none
 INTEGER_LIMIT = 2**53 - 1  # beyond it JSON readers of other languages lose digits
 T = TypeVar("T")
 Name = TypeVar("Name", bound=str)
@@ -31,7 +32,7 @@ def _document(schedule: ScheduleData) -> dict[str, object]:
     partials = [move for move in schedule.moves if move.block.kind not in PARTIAL_OF]
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": ROWS_VERSION if schedule.cuts_rows else VERSION,
         "name": schedule.name,
         "world_size": schedule.world_size,
         "mask": mask_document(schedule.mask),
@@ -87,7 +88,8 @@ def _return_document(schedule: ScheduleData, move: Move) -> dict[str, object]:
 def _common(move: Move) -> tuple[dict[str, object], dict[str, object]]:
     block = move.block
     unit = {"kind": block.kind, "chunk": block.chunk, "heads": block.heads, "piece": block.piece}
-    return {"step": move.step, **unit}, {"src": move.src, "dst": move.dst, "channel": move.channel}
+    rows = {} if move.rows is None else {"rows": move.rows}
+    return {"step": move.step, **unit}, {"src": move.src, "dst": move.dst, "channel": move.channel, **rows}
 
 
 def _dump(value: object, depth: int = 0) -> str:
@@ -133,8 +135,8 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _schedule(root: JsonNode) -> ScheduleData:
     kind = root.fields("format", "version", others=True)
     kind["format"].choice(FORMAT)
-    if (version := kind["version"].integer()) != VERSION:
-        raise kind["version"].error(f"{version} is not known; this program reads version {VERSION}")
+    if (version := kind["version"].integer()) not in (VERSION, ROWS_VERSION):
+        raise kind["version"].error(f"{version} is not known; this program reads versions {VERSION} and {ROWS_VERSION}")
     part = root.fields(
         "format", "version", "name", "world_size", "mask", "q_layout", "kv_layout", "head_groups", "q_pieces",
         "kv_pieces", "keep", "slack", "codecs", "tiles", "moves", "returns",
@@ -157,8 +159,9 @@ def _schedule(root: JsonNode) -> ScheduleData:
         _codecs(part["codecs"]),
     )
     tiles = part["tiles"].each(lambda node: _tile(node, empty))
-    moves = part["moves"].each(lambda node: _request(node, empty))
-    returns = part["returns"].each(lambda node: _return(node, empty))
+    optional = ("rows",) if version == ROWS_VERSION else ()
+    moves = part["moves"].each(lambda node: _request(node, empty, optional))
+    returns = part["returns"].each(lambda node: _return(node, empty, optional))
     # Each list keeps its own order, which verify() checks; a sorted pair gives the total order back.
     return empty.replace(tiles=tuple(tiles), moves=tuple(merge(moves, returns, key=move_order)))
 
@@ -248,13 +251,15 @@ def _unit(part: dict[str, JsonNode], kind: Kind, schedule: ScheduleData, heads: 
     return chunk, heads, part["piece"].index(schedule.pieces_of(kind), f"a {name} piece")
 
 
-def _request(node: JsonNode, schedule: ScheduleData) -> Move:
-    part = node.fields("step", "kind", "chunk", "heads", "piece", "src", "dst", "channel")
+def _request(node: JsonNode, schedule: ScheduleData, optional: tuple[str, ...]) -> Move:
+    part = node.fields("step", "kind", "chunk", "heads", "piece", "src", "dst", "channel", optional=optional)
     return _move(part, part["kind"].choice("q", "kv"), None, schedule, REQUESTS)
 
 
-def _return(node: JsonNode, schedule: ScheduleData) -> Move:
-    part = node.fields("step", "kind", "chunk", "heads", "piece", "made_at", "src", "dst", "channel", "add")
+def _return(node: JsonNode, schedule: ScheduleData, optional: tuple[str, ...]) -> Move:
+    part = node.fields(
+        "step", "kind", "chunk", "heads", "piece", "made_at", "src", "dst", "channel", "add", optional=optional
+    )
     made_at = part["made_at"].index(schedule.world_size, "a rank")
     move = _move(part, part["kind"].choice("q_partial", "kv_partial"), made_at, schedule, PARTIALS)
     return move._replace(add=part["add"].boolean())
@@ -264,7 +269,24 @@ def _move(part: dict[str, JsonNode], kind: Kind, made_at: int | None, schedule: 
     heads = part["heads"].index(schedule.head_groups, "a head group")
     block = Block(kind, *_unit(part, kind, schedule, heads), made_at)
     src, dst = (part[end].index(schedule.world_size, "a rank") for end in ("src", "dst"))
-    return Move(part["step"].integer(0), block, src, dst, part["channel"].choice(channel))
+    rows = _rows(part["rows"], schedule.unit_length(kind)) if "rows" in part else None
+    return Move(part["step"].integer(0), block, src, dst, part["channel"].choice(channel), rows=rows)
+
+
+def _rows(node: JsonNode, length: int) -> Runs:
+    """Return runs of rows of a unit of this length. Raises ScheduleError."""
+    runs: list[tuple[int, int]] = []
+
+    def add(entry: JsonNode) -> None:
+        run = entry.each(lambda end: end.integer(0, length))
+        if len(run) != 2 or not (runs[-1][1] if runs else -1) < run[0] < run[1]:
+            raise entry.error(f"is no run [start, stop] of {length} rows, or not beyond the run before it")
+        runs.append((run[0], run[1]))
+
+    node.each(add)
+    if not runs or runs == [(0, length)]:
+        raise node.error("names no row, or all of them: leave it out for all")
+    return tuple(runs)
 
 
 class JsonNode:
@@ -280,18 +302,22 @@ class JsonNode:
     def _expected(self, what: str) -> ScheduleError:
         return self.error(f"expected {what}, found {_short(self.value)}")
 
-    def fields(self, *names: str, others: bool = False) -> dict[str, JsonNode]:
-        """Return the values of an object with exactly these keys, or with `others` more. Raises ScheduleError."""
+    def fields(self, *names: str, others: bool = False, optional: tuple[str, ...] = ()) -> dict[str, JsonNode]:
+        """Return the values of an object with these keys; it may have those of `optional`, with `others` any more.
+
+        Raises ScheduleError.
+        """
         if not isinstance(self.value, dict):
             raise self._expected("an object")
         for name in names:
             if name not in self.value:
                 raise self.error(f"has no key {name!r}")
         for name in self.value:
-            if name not in names and not others:
+            if name not in names and name not in optional and not others:
                 raise self.error(f"has an unknown key {_short(name)}")
         dot = "." if self.path else ""
-        return {name: JsonNode(self.value[name], f"{self.path}{dot}{name}") for name in names}
+        found = (*names, *(name for name in optional if name in self.value))
+        return {name: JsonNode(self.value[name], f"{self.path}{dot}{name}") for name in found}
 
     def each(self, read: Callable[[JsonNode], T]) -> list[T]:
         """Return what `read` makes of each element of a list. Raises ScheduleError if this is no list."""

@@ -94,7 +94,7 @@ def _needed_requests(schedule: ScheduleData, used: Set[tuple[Block, int]]) -> It
     """
     needed, moves = set(used), schedule.moves
     for at in sorted(range(len(moves)), key=lambda at: -moves[at].step):
-        _, block, src, dst, channel, _ = moves[at]
+        _, block, src, dst, channel, *_ = moves[at]
         if channel != PARTIALS and (block, dst) in needed:
             needed.add((block, src))
             yield at
@@ -108,7 +108,7 @@ def _fed_partials(schedule: ScheduleData, used: Set[tuple[Block, int]]) -> Itera
     held = {(block.partial(rank), rank) for block, rank in used if schedule.owner(block) != rank}
     moves = schedule.moves
     for at in sorted(range(len(moves)), key=lambda at: moves[at].step):
-        _, block, src, dst, channel, add = moves[at]
+        _, block, src, dst, channel, add, _ = moves[at]
         if channel == PARTIALS and (block, src) in held:
             held.add((block._replace(made_at=dst) if add else block, dst))
             yield at

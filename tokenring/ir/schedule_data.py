@@ -25,6 +25,7 @@ Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 REQUESTS = "requests"
 PARTIALS = "partials"
+Runs = tuple[tuple[int, int], ...]  # rows [start, stop) of a unit: ascending, with rows between them that are left out
 PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}
 REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
 
@@ -61,7 +62,10 @@ class Block(NamedTuple):
 
 
 class Move(NamedTuple):
-    """`block` goes from rank src to rank dst; with `add`, dst adds it to its own partial for that unit."""
+    """`block` goes from rank src to rank dst; with `add`, dst adds it to its own partial for that unit.
+
+    rows: the only rows of the unit that go; None: all of them.
+    """
 
     step: int
     block: Block
@@ -69,6 +73,7 @@ class Move(NamedTuple):
     dst: int
     channel: str
     add: bool = False
+    rows: Runs | None = None
 
 
 class Tile(NamedTuple):
@@ -159,6 +164,19 @@ class ScheduleData:
     @cached_property
     def _unit_lengths(self) -> dict[Kind, int]:
         return {kind: self.layout_of(kind).chunk_length // self.pieces_of(kind) for kind in KINDS}
+
+    def runs(self, move: Move) -> Runs:
+        """Return the rows of its unit that a move carries."""
+        return ((0, self.unit_length(move.block.kind)),) if move.rows is None else move.rows
+
+    def moved_rows(self, move: Move) -> int:
+        """Return how many rows a move carries."""
+        return sum(stop - start for start, stop in self.runs(move))
+
+    @cached_property
+    def cuts_rows(self) -> bool:
+        """True if a move carries only some rows of its unit."""
+        return any(move.rows is not None for move in self.moves)
 
     def moves_in(self, direction: Pass) -> tuple[Move, ...]:
         """Return the moves that take place in a pass."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from tokenring.ir.json import known_layout
-from tokenring.ir.schedule_data import PARTIAL_OF, Block, Kind, Move, ScheduleData, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, Block, Kind, Move, Runs, ScheduleData, Tile
 from tokenring.sequence.layout import Layout
 
 LETTERS: dict[Kind, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}
 WORD = r'[\w./+-]+|"(?:[^"\\]|\\.)*"'
-Unit = tuple[int, int | None, int | None]  # chunk; piece, or None for all; where made, or None for here
+Unit = tuple[int, int | None, int | None, Runs]  # chunk; piece, or None for all; where made, or None for here; rows
+
+NO_ROWS: Mapping[Block, Runs] = {}
 
 LEGEND = (
     "# A cell: requests sent (kv3>2: kv chunk 3, to rank 2), tiles computed (q × kv), partials sent.",
@@ -27,6 +29,7 @@ LEGEND = (
 )
 PIECES_LEGEND = "# Pieces: kv3.p1 is piece 1 of kv chunk 3; kv3 is all of them."
 HEADS_LEGEND = "# Heads: h2:q3 is q chunk 3, of head group 2."
+ROWS_LEGEND = "# Rows: kv3[0:4+60:64]>2 sends only rows 0 to 3 and 60 to 63 of each unit."
 
 
 def to_text(schedule: ScheduleData) -> str:
@@ -74,6 +77,8 @@ def _legend(schedule: ScheduleData) -> Iterator[str]:
         yield PIECES_LEGEND
     if schedule.head_groups > 1:
         yield HEADS_LEGEND
+    if schedule.cuts_rows:
+        yield ROWS_LEGEND
 
 
 class Cell(NamedTuple):
@@ -140,9 +145,10 @@ def sends(schedule: ScheduleData, moves: Iterable[Move]) -> list[str]:
 def _payload(schedule: ScheduleData, moves: Sequence[Move]) -> str:
     """Return the blocks of one rank's moves to another: in their order by chunk, as moves have one of their own."""
     first = moves[0]
-    blocks = sorted((move.block for move in moves), key=lambda block: (block.made_at or 0, block.chunk, block.piece))
-    units = _units(schedule, blocks, first.src)
-    units.sort(key=lambda unit: tuple(-1 if part is None else part for part in (unit[2], unit[1], unit[0])))
+    rows = {move.block: move.rows or () for move in moves}
+    blocks = sorted(rows, key=lambda block: (block.made_at or 0, block.chunk, block.piece))
+    units = _units(schedule, blocks, first.src, rows)
+    units.sort(key=lambda unit: (*(-1 if part is None else part for part in (unit[2], unit[1])), unit[3], unit[0]))
     return _heads(schedule, first.block) + _names(units, first.block.kind)
 
 
@@ -150,19 +156,26 @@ def _heads(schedule: ScheduleData, block: Block) -> str:
     return f"h{block.heads}:" if schedule.head_groups > 1 else ""
 
 
-def _units(schedule: ScheduleData, blocks: Sequence[Block], rank: int) -> list[Unit]:
-    """Return a unit for each block, or for all pieces of a chunk if they stand one after another."""
+def _units(
+    schedule: ScheduleData, blocks: Sequence[Block], rank: int, rows: Mapping[Block, Runs] = NO_ROWS
+) -> list[Unit]:
+    """Return a unit for each block, or for all pieces of a chunk if they stand one after another with the same rows.
+
+    rows: of the blocks of which only some go.
+    """
     pieces = schedule.pieces_of(blocks[0].kind)
     units: list[Unit] = []
     at = 0
     while at < len(blocks):
         first = blocks[at]
         made_at = None if first.made_at == rank else first.made_at
-        if tuple(blocks[at : at + pieces]) == tuple(first._replace(piece=piece) for piece in range(pieces)):
-            units.append((first.chunk, None, made_at))
+        together, own_rows = blocks[at : at + pieces], rows.get(first, ())
+        alike = not rows or all(rows.get(block, ()) == own_rows for block in together)
+        if alike and tuple(together) == tuple(first._replace(piece=piece) for piece in range(pieces)):
+            units.append((first.chunk, None, made_at, own_rows))
             at += pieces
         else:
-            units.append((first.chunk, first.piece, made_at))
+            units.append((first.chunk, first.piece, made_at, own_rows))
             at += 1
     return units
 
@@ -172,14 +185,15 @@ def _names(units: Sequence[Unit], kind: Kind) -> str:
     names = (
         f"{numbers}{suffix}"
         for suffix, group in groupby(units, key=_suffix)
-        for numbers in _runs([chunk for chunk, _, _ in group])
+        for numbers in _runs([chunk for chunk, *_ in group])
     )
     return LETTERS[kind] + ",".join(names)
 
 
 def _suffix(unit: Unit) -> str:
-    _, piece, made_at = unit
-    return ("" if piece is None else f".p{piece}") + ("" if made_at is None else f"@{made_at}")
+    _, piece, made_at, rows = unit
+    name = ("" if piece is None else f".p{piece}") + ("" if made_at is None else f"@{made_at}")
+    return name + (f"[{'+'.join(f'{start}:{stop}' for start, stop in rows)}]" if rows else "")
 
 
 def ranges(numbers: Sequence[int]) -> str:

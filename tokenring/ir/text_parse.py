@@ -10,14 +10,14 @@ from typing import NamedTuple
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.json import known_layout
 from tokenring.ir.passes import move_order
-from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Runs, ScheduleData, Tile
 from tokenring.ir.text import LETTERS, WORD
 from tokenring.sequence.layout import Layout, Positions
 from tokenring.sequence.mask import Mask, parse_mask
 
 KINDS: dict[str, Kind] = {letters: kind for kind, letters in LETTERS.items()}
 NUMBER = re.compile("[0-9]{1,15}")
-ITEM = re.compile(r"([0-9]+(?:-[0-9]+)?)(?:\.p([0-9]+))?(?:@([0-9]+))?")
+ITEM = re.compile(r"([0-9]+(?:-[0-9]+)?)(?:\.p([0-9]+))?(?:@([0-9]+))?(?:\[([0-9:+]*)\])?")
 TILE = re.compile(r"(?:h([0-9]+):)?q([^×x]+)[×x]kv([^×x]+)")
 SEND = re.compile(r"(?:h([0-9]+):)?(q|kv|o|dkv)([^>]+)>([0-9,-]+)(\+?)")
 CODEC = re.compile(rf"(?<!\S)(q|kv)=({WORD})(?!\S)", re.ASCII)
@@ -278,8 +278,8 @@ def _fill(frame: ScheduleData, lines: Sequence[Spot]) -> ScheduleData:
 
 def _tile(frame: ScheduleData, step: int, rank: int, word: Spot, match: re.Match[str]) -> Tile:
     heads = _heads(frame, word, match)
-    q = _blocks(frame, "q", heads, word.group(match, 2))
-    return Tile(step, rank, tuple(q), tuple(_blocks(frame, "kv", heads, word.group(match, 3))))
+    q = _whole(_blocks(frame, "q", heads, word.group(match, 2)), word)
+    return Tile(step, rank, tuple(q), tuple(_whole(_blocks(frame, "kv", heads, word.group(match, 3)), word)))
 
 
 def _moves(frame: ScheduleData, step: int, rank: int, word: Spot, match: re.Match[str]) -> Iterator[Move]:
@@ -290,7 +290,7 @@ def _moves(frame: ScheduleData, step: int, rank: int, word: Spot, match: re.Matc
     blocks = list(_blocks(frame, kind, _heads(frame, word, match), word.group(match, 3), made_at))
     channel = REQUESTS if kind in PARTIAL_OF else PARTIALS
     for dst in word.group(match, 4).numbers(frame.world_size, "a rank"):
-        yield from (Move(step, block, rank, dst, channel, add) for block in blocks)
+        yield from (Move(step, block, rank, dst, channel, add, rows) for block, rows in blocks)
 
 
 def _heads(frame: ScheduleData, word: Spot, match: re.Match[str]) -> int:
@@ -299,7 +299,16 @@ def _heads(frame: ScheduleData, word: Spot, match: re.Match[str]) -> int:
     return 0 if match[1] is None else word.group(match, 1).ordinal(frame.head_groups, "a head group")
 
 
-def _blocks(frame: ScheduleData, kind: Kind, heads: int, spot: Spot, made_at: int | None = None) -> Iterator[Block]:
+def _whole(blocks: Iterator[tuple[Block, Runs | None]], word: Spot) -> Iterator[Block]:
+    for block, rows in blocks:
+        if rows is not None:
+            raise word.error("is a tile, which names no rows")
+        yield block
+
+
+def _blocks(
+    frame: ScheduleData, kind: Kind, heads: int, spot: Spot, made_at: int | None = None
+) -> Iterator[tuple[Block, Runs | None]]:
     name = "q" if kind.startswith("q") else "kv"
     for item in spot.split(","):
         match = ITEM.fullmatch(item.text)
@@ -310,5 +319,20 @@ def _blocks(frame: ScheduleData, kind: Kind, heads: int, spot: Spot, made_at: in
         if match[2] is not None:
             piece = item.group(match, 2).ordinal(len(pieces), f"a {name} piece")
             pieces = range(piece, piece + 1)
+        rows = None if match[4] is None else _rows(item.group(match, 4), frame.unit_length(kind))
         for chunk in item.group(match, 1).span(len(frame.layout_of(kind).chunks), f"a {name} chunk"):
-            yield from (Block(kind, chunk, heads, piece, at) for piece in pieces)
+            yield from ((Block(kind, chunk, heads, piece, at), rows) for piece in pieces)
+
+
+def _rows(spot: Spot, length: int) -> Runs:
+    """Return the rows that `0:4+60:64` stands for. Raises ScheduleError unless they are runs of so many rows."""
+    runs: list[tuple[int, int]] = []
+    for part in spot.split("+"):
+        ends = list(part.split(":"))
+        if len(ends) != 2:
+            raise part.error("is not start:stop")
+        start, stop = (end.integer() for end in ends)
+        if not (runs[-1][1] if runs else -1) < start < stop <= length:
+            raise part.error(f"is no run of {length} rows, or not beyond the run before it")
+        runs.append((start, stop))
+    return tuple(runs)

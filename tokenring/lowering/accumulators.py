@@ -52,7 +52,7 @@ class Accumulators:
         self.slots = Slots(self.emit)
         self.patience = None if schedule.slack is None else max(1, schedule.slack)
         self.kinds: tuple[Kind, ...] = ("q_partial",) if self.direction == "forward" else ("q_partial", "kv_partial")
-        self.arriving: dict[Block, int] = {}  # what has not been waited for yet, and in which message it comes
+        self.arriving: dict[Block, list[int]] = {}  # what has not been waited for yet, and in which messages it comes
         self.posted: list[Message] = []
         self.uses = Counter(agenda.uses)  # that are still to come
         self.homecoming, self.adds = list(agenda.homecoming), list(agenda.adds)
@@ -83,10 +83,10 @@ class Accumulators:
     def _await(self, blocks: Iterable[Block]) -> None:
         """Wait for what of these has not been waited for yet."""
         arriving = self.arriving
-        numbers = {arriving[block] for block in blocks if block in arriving}
+        numbers = {number for block in blocks for number in arriving.get(block, ())}
         for number in sorted(numbers):
             for block in self.posted[number].blocks:
-                del arriving[block]
+                arriving[block].remove(number)
             self.emit(Wait(number))
 
     def _local_rows(self, kind: Kind) -> int:
@@ -140,7 +140,7 @@ class Accumulators:
             self._merge_incoming(incoming)
         kind, slab = message.kind, self.storage.slab(self.rank, message.unit)
         slot, covered = self._partial_slot(kind, slab), self.coverage[kind, slab.key]
-        span = self._span(slot, self.storage.row(self.rank, message.unit), message.rows, message.unit)
+        span = self._span(slot, self.storage.row(self.rank, message.unit) + message.first, message.rows, message.unit)
         self._fill(kind, span, covered)
         if self.slots.specs[slot].full_precision and not self._full(message):
             wire = self._wire_slot(message, slab)
@@ -185,29 +185,29 @@ class Accumulators:
         else:
             slab = self.storage.slab(self.rank, message.unit)
             into, covered = self._partial_slot(kind, slab), self.coverage[kind, slab.key]
-        for start, unit, rows in self._neighbours(message, at_home):
-            row = self.storage.own_row(unit) if at_home else self.storage.row(self.rank, unit)
+        for start, row, rows in self._neighbours(message, at_home):
             for low, high, again in list(covered.runs(row, row + rows)):
-                target = Span(into, low, high, unit.heads)
+                target = Span(into, low, high, message.unit.heads)
                 self._note_merge(kind, again, target)
-                part = Span(source, start + low - row, start + high - row, unit.heads)
+                part = Span(source, start + low - row, start + high - row, message.unit.heads)
                 self.emit(Merge(kind, part, target, not again))
             covered.add(row, row + rows)
         self._used(self.agenda.use_key(message), source)
 
-    def _neighbours(self, message: Message, at_home: bool) -> Iterator[tuple[int, Block, int]]:
-        """Yield (row in the incoming slot, first unit, rows) of runs that lie together where they are merged, too."""
-        units = message.units
-        if len(units) == 1:
-            yield self.storage.group_row(units[0]), units[0], message.rows
-            return
-        length = self.schedule.unit_length(message.kind)
-        rows = [self.storage.own_row(unit) if at_home else self.storage.row(self.rank, unit) for unit in units]
-        first = 0
-        for index in range(1, len(units) + 1):
-            if index == len(units) or rows[index] != rows[index - 1] + length:
-                yield self.storage.group_row(units[first]), units[first], (index - first) * length
-                first = index
+    def _neighbours(self, message: Message, at_home: bool) -> Iterator[tuple[int, int, int]]:
+        """Yield (row in the incoming slot, row there, rows) of runs that lie together where they are merged, too."""
+        storage = self.storage
+        run: tuple[int, int, int] | None = None
+        for unit, start, stop in message.places:
+            row = start + (storage.own_row(unit) if at_home else storage.row(self.rank, unit))
+            if run is not None and row == run[1] + run[2]:
+                run = run[0], run[1], run[2] + stop - start
+                continue
+            if run is not None:
+                yield run
+            run = storage.group_row(unit) + start, row, stop - start
+        if run is not None:
+            yield run
 
     def _fill(self, kind: Kind, span: Span, covered: Coverage) -> None:
         for low, high, done in list(covered.runs(span.start, span.stop)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from functools import cached_property
 
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Pass, Tile
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Pass, Tile
 from tokenring.lowering.calls import KernelCall, Supports, calls_of_rank
 from tokenring.lowering.slots import Coverage
 from tokenring.lowering.storage import Group, Message, Slab, Storage
@@ -49,6 +50,20 @@ class Agenda:
     def incoming(self, channel: str) -> list[Message]:
         """Return the messages that this rank receives on a channel."""
         return [message for message in self.messages if message.dst == self.rank and message.channel == channel]
+
+    def leaving_rows(self, block: Block) -> list[tuple[int, int]]:
+        """Return the rows of an own block that this rank sends to anybody."""
+        runs = self._leaving[block].runs(0, self.schedule.unit_length(block.kind))
+        return [(start, stop) for start, stop, sent in runs if sent]
+
+    @cached_property
+    def _leaving(self) -> dict[Block, Coverage]:
+        leaving: dict[Block, Coverage] = defaultdict(Coverage)
+        for message in self.messages:
+            if message.src == self.rank and message.channel == REQUESTS:
+                for unit, start, stop in message.places:
+                    leaving[unit].add(start, stop)
+        return leaving
 
     def slabs(self, tile: Tile) -> tuple[Slab, Slab]:
         """Return the slabs in which the tile's q and kv blocks lie."""

@@ -79,7 +79,9 @@ def _complete(messages: Sequence[Message]) -> Iterable[Pairs]:
     for ranks in _joined(pairs):
         own = {pair: some for pair, some in pairs.items() if pair[0] in ranks}
         rows = {sum(message.rows for message in some) for some in own.values()}
-        if len(ranks) >= LEAST_RANKS and len(own) == len(ranks) * (len(ranks) - 1) and len(rows) == 1:
+        cut = any(not each.whole for some in own.values() for each in some)
+        even = len(rows) == 1 and not (cut and any(len(some) > 1 for some in own.values()))
+        if len(ranks) >= LEAST_RANKS and len(own) == len(ranks) * (len(ranks) - 1) and even:
             yield own
 
 
@@ -105,19 +107,18 @@ def _gathers(storage: Storage, direction: Pass, pairs: Pairs) -> bool:
 
     That memory is an operand of the whole operation, into which it may write.
     """
-    given: dict[int, set[tuple[Block, ...]]] = defaultdict(set)
+    given: dict[int, set[tuple[tuple[Block, int, int], ...]]] = defaultdict(set)
     taken: dict[int, set[Block]] = defaultdict(set)
     for (src, dst), some in pairs.items():
-        blocks = tuple(block for message in some for block in message.blocks)
-        given[src].add(blocks)
-        taken[dst].update(blocks)
+        given[src].add(tuple((move.block, start, stop) for each in some for move, start, stop in each.parts))
+        taken[dst].update(block for message in some for block in message.blocks)
     if any(len(different) > 1 for different in given.values()):
         return False
     sent = {id(message) for some in pairs.values() for message in some}
     return all(
-        _rests(storage, direction, src, set(blocks), taken[src], sent)
+        _rests(storage, direction, src, {block for block, _, _ in rows}, taken[src], sent)
         for src, same in given.items()
-        for blocks in same
+        for rows in same
     )
 
 

@@ -30,12 +30,12 @@ FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products 
 def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
     """Return the payload bytes of each (source, destination) that carries any in this pass."""
     records = Records(schedule, workload, direction)
-    units: dict[tuple[int, int, Kind, bool], int] = defaultdict(int)
+    rows: dict[tuple[int, int, Kind, bool], int] = defaultdict(int)
     for move in schedule.moves_in(direction):
-        units[move.src, move.dst, move.block.kind, schedule.in_full_precision(move)] += 1
+        rows[move.src, move.dst, move.block.kind, schedule.in_full_precision(move)] += schedule.moved_rows(move)
     links: dict[tuple[int, int], int] = defaultdict(int)
-    for (src, dst, kind, full), count in units.items():
-        links[src, dst] += count * records(kind, full).nbytes * schedule.unit_length(kind)
+    for (src, dst, kind, full), count in rows.items():
+        links[src, dst] += count * records(kind, full).nbytes
     return dict(sorted(links.items()))
 
 

@@ -139,7 +139,7 @@ class _Lowering(Accumulators):
         if message.dst == self.rank:
             span = self._receive_span(message)
             for block in message.blocks:
-                self.arriving[block] = number
+                self.arriving.setdefault(block, []).append(number)
             self.emit(Recv(number, span, message.src, message.channel, message.label))
             return
         span, sources = self._send_span(message)
@@ -150,25 +150,26 @@ class _Lowering(Accumulators):
     def _receive_span(self, message: Message) -> Span:
         if message.channel == REQUESTS:
             slot = self._request_slot(self.storage.slab(self.rank, message.unit))
-            return self._span(slot, self.storage.row(self.rank, message.unit), message.rows, message.unit)
-        slot = self._incoming_slot(message)
-        return self._span(slot, self.storage.group_row(message.unit), message.rows, message.unit)
+            row = self.storage.row(self.rank, message.unit)
+        else:
+            slot, row = self._incoming_slot(message), self.storage.group_row(message.unit)
+        return self._span(slot, row + message.first, message.rows, message.unit)
 
     def _send_span(self, message: Message) -> tuple[Span, list[int]]:
         """Return the span that is sent, and the slots that are done with when this was the last send from them."""
-        unit, rows = message.unit, message.rows
+        unit, rows, first = message.unit, message.rows, message.first
         if message.channel == REQUESTS:
             slab = self.storage.slab(self.rank, unit)
             slot = self.staged[message.group] if slab.own_only else self._request_slot(slab)
             row = self.storage.group_row(unit) if slab.own_only else self.storage.row(self.rank, unit)
-            return self._span(slot, row, rows, unit), [slot]
+            return self._span(slot, row + first, rows, unit), [slot]
         if message.made_at == self.rank:
             slab = self.storage.slab(self.rank, unit)
-            span = self._span(self._wire_slot(message, slab), self.storage.row(self.rank, unit), rows, unit)
+            span = self._span(self._wire_slot(message, slab), self.storage.row(self.rank, unit) + first, rows, unit)
             wire = self.wire_slots.get(slab.key)
             return span, [self._partial_slot(message.kind, slab), *([] if wire is None else [wire])]
         slot = self.incoming_slots[incoming_key(message)]
-        return self._span(slot, self.storage.group_row(unit), rows, unit), [slot]
+        return self._span(slot, self.storage.group_row(unit) + first, rows, unit), [slot]
 
     # ---------- requests
 
@@ -185,6 +186,7 @@ class _Lowering(Accumulators):
             self.packed.add(block)
             slab, group = self.storage.slab(self.rank, block), self.storage.group(block)
             length, source = self.schedule.unit_length(block.kind), self.storage.own_row(block)
+            runs = [(0, length)]
             if slab.own_only:
                 if group not in self.staged:
                     rows = len(self.storage.group_blocks(group)) * length
@@ -192,9 +194,12 @@ class _Lowering(Accumulators):
                     # wires empty between any two pieces.
                     self.staged[group] = self.slots.take(Slot(block.kind, rows), self.listing.step, None)
                 slot, row = self.staged[group], self.storage.group_row(block)
+                runs = self.agenda.leaving_rows(block)
             else:
                 slot, row = self._request_slot(slab), self.storage.row(self.rank, block)
-            self.emit(Pack(block.kind, self._span(OWN, source, length, block), self._span(slot, row, length, block)))
+            for start, stop in runs:
+                own = self._span(OWN, source + start, stop - start, block)
+                self.emit(Pack(block.kind, own, self._span(slot, row + start, stop - start, block)))
 
     def _request_slot(self, slab: Slab) -> int:
         if slab.key not in self.request_slots:

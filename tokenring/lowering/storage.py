@@ -16,12 +16,24 @@ from tokenring.ir.schedule_data import REQUEST_OF, Block, Kind, Move, Pass, Sche
 Group = tuple[Kind, int, int, int]  # kind (q or kv), owner, head group, piece
 
 
-class Message:
-    """Moves of one step, source, destination and channel whose rows are neighbours at both ends."""
+class Part(NamedTuple):
+    """Rows [start, stop) of a move's unit."""
 
-    def __init__(self, storage: Storage, moves: list[Move]) -> None:
-        first, schedule = moves[0], storage.schedule
-        self.moves = tuple(moves)
+    move: Move
+    start: int
+    stop: int
+
+
+class Message:
+    """Parts of moves of one step, source, destination and channel whose rows are neighbours at both ends.
+
+    first: the first row of the first unit that goes; whole: all rows of all its units go.
+    """
+
+    def __init__(self, storage: Storage, parts: list[Part]) -> None:
+        first, schedule = parts[0].move, storage.schedule
+        self.parts, self.first = tuple(parts), parts[0].start
+        self.whole = all(part.move.rows is None for part in parts)
         self.step, self.src, self.dst, self.channel, self.add = (
             first.step,
             first.src,
@@ -31,14 +43,23 @@ class Message:
         )
         self.block = first.block
         self.kind, self.made_at = first.block.kind, first.block.made_at
-        self.blocks = tuple(move.block for move in moves)
+        self.blocks = tuple(part.move.block for part in parts)
         self.units = self.blocks if self.made_at is None else tuple(block.request() for block in self.blocks)
         self.unit = self.units[0]
         self.owner = schedule.owner(self.unit)
         self.group = storage.group(self.unit)
-        self.rows = len(moves) * schedule.unit_length(self.kind)
+        self.rows = sum(stop - start for _, start, stop in parts)
         self.full_precision = schedule.in_full_precision(first)
-        self.label = f"step {self.step}, {','.join(map(str, self.blocks))}"
+        self.label = f"step {self.step}, {','.join(map(_name, parts))}"
+
+    @property
+    def places(self) -> Iterator[tuple[Block, int, int]]:
+        """The rows [start, stop) of each unit that go."""
+        return ((unit, start, stop) for unit, (_, start, stop) in zip(self.units, self.parts, strict=True))
+
+
+def _name(part: Part) -> str:
+    return str(part.move.block) + ("" if part.move.rows is None else f"[{part.start}:{part.stop}]")
 
 
 class Slab(NamedTuple):
@@ -144,31 +165,34 @@ class Storage:
         """Return the messages that a rank sends and receives in a pass, in the order that both ends share."""
         if direction not in self._messages:
             found = self._messages[direction] = [[] for _ in range(self.schedule.world_size)]
-            for moves in self._runs(self.schedule.moves_in(direction)):
-                message = Message(self, moves)
+            for parts in self._joined_parts(self.schedule.moves_in(direction)):
+                message = Message(self, parts)
                 found[message.src].append(message)
                 found[message.dst].append(message)
         return self._messages[direction][rank]
 
-    def _runs(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
-        """Yield moves that go in one message. In the total order those of one step, pair and piece stand together."""
-        run: list[Move] = []
+    def _joined_parts(self, moves: Sequence[Move]) -> Iterator[list[Part]]:
+        """Yield what goes in one message. In the total order moves of one step, pair and piece stand together."""
+        joined: list[Part] = []
         for move in moves:
-            if run and not self._adjacent(run[-1], move):
-                yield run
-                run = []
-            run.append(move)
-        if run:
-            yield run
+            for start, stop in self.schedule.runs(move):
+                part = Part(move, start, stop)
+                if joined and not self._adjacent(joined[-1], part):
+                    yield joined
+                    joined = []
+                joined.append(part)
+        if joined:
+            yield joined
 
-    def _adjacent(self, a: Move, b: Move) -> bool:
-        if (a.step, a.src, a.dst, a.channel, a.add) != (b.step, b.src, b.dst, b.channel, b.add):
+    def _adjacent(self, before: Part, part: Part) -> bool:
+        a, b = before.move, part.move
+        if a is b or (a.step, a.src, a.dst, a.channel, a.add) != (b.step, b.src, b.dst, b.channel, b.add):
             return False
         precise = self.schedule.in_full_precision
         if self._slot_group(a.block) != self._slot_group(b.block) or precise(a) != precise(b):
             return False
-        length = self.schedule.unit_length(a.block.kind)
-        return all(self._wire_row(rank, b.block) - self._wire_row(rank, a.block) == length for rank in (a.src, a.dst))
+        apart = before.stop - part.start
+        return all(self._wire_row(rank, b.block) - self._wire_row(rank, a.block) == apart for rank in (a.src, a.dst))
 
     def _slot_group(self, block: Block) -> tuple[Group, int | None]:
         return self.group(block), block.made_at

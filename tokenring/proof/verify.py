@@ -78,6 +78,11 @@ class ProofFacts:
                     sets[blocks] = sum(1 << schedule.unit_index(block) for block in blocks)
             self.tiles[tile.step].append((tile, sets[tile.q], sets[tile.kv]))
         self.owners = {kind: schedule.layout_of(kind).owners for kind in KINDS}
+        self.read = {}
+        if schedule.cuts_rows:
+            from tokenring.proof.moved_rows import rows_read
+
+            self.read = rows_read(schedule)
 
 
 class _Proof:
@@ -94,6 +99,11 @@ class _Proof:
         self.home: dict[tuple[object, ...], int] = defaultdict(int)  # unit at its owner → bits merged
         self.made: dict[tuple[object, ...], int] = defaultdict(int)  # partial → bits in it
         self.added: dict[Block, int] = {}  # partial → the step of the last partial added to it
+        self.rows = None
+        if facts.read:
+            from tokenring.proof.moved_rows import MovedRows
+
+            self.rows = MovedRows(self.schedule, direction, facts.read)
 
     def run(self) -> None:
         if self.direction == "backward":
@@ -122,6 +132,8 @@ class _Proof:
             for move in self.schedule.moves_in("forward"):
                 if move.block.kind == "kv":
                     self.held[move.dst][move.block] = -1
+                    if self.rows is not None:
+                        self.rows.request(move)
 
     def _request(self, move: Move) -> None:
         step, block, src, dst = move[:4]
@@ -131,6 +143,8 @@ class _Proof:
         if dst == owner or block in there:
             raise self._fail(step, dst, f"receives {block} from rank {src} but holds it already")
         there[block] = step
+        if self.rows is not None:
+            self.rows.request(move)
 
     def _tile(self, tile: Tile, q_bits: int, kv_bits: int) -> None:
         step, rank = tile.step, tile.rank
@@ -140,6 +154,8 @@ class _Proof:
             for block in blocks:
                 if owners[block[1]] != rank and held.get(block, step) >= step:
                     raise self._fail(step, rank, f"computes with {block} but does not hold it yet")
+        if self.rows is not None:
+            self.rows.tile(tile)
         for block in tile.q:
             unit = block[1] * q_pieces + block[3]
             bits = kv_bits & self.facts.of_q[unit]
@@ -167,7 +183,7 @@ class _Proof:
         self.made[partial] |= bits
 
     def _partial(self, move: Move) -> None:
-        step, block, src, dst, _, add = move
+        step, block, src, dst, _, add, _ = move
         made_here = block[4] == src
         bits = self.made.get(block, 0) if made_here or self.held[src].get(block, step) < step else 0
         if made_here and bits and self.added.get(block, -1) >= step:
@@ -177,6 +193,8 @@ class _Proof:
         if block in self.sent[src]:
             raise self._fail(step, src, f"sends {block} a second time")
         self.sent[src].add(block)
+        if self.rows is not None:
+            self.rows.partial(move)
         if dst == self.owners[block[0]][block[1]]:
             unit = block[:4]
             if again := self.home[unit] & bits:

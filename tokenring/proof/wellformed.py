@@ -21,7 +21,7 @@ def check_form(schedule: ScheduleData) -> None:
     ranks, owners = range(schedule.world_size), {kind: schedule.layout_of(kind).owners for kind in KINDS}
     channels = {kind: PARTIALS if kind.endswith("partial") else REQUESTS for kind in KINDS}
     for move in schedule.moves:
-        step, block, src, dst, channel, add = move
+        step, block, src, dst, channel, add, rows = move
         partial = block.made_at is not None
         if (
             step < 0
@@ -32,6 +32,7 @@ def check_form(schedule: ScheduleData) -> None:
             or channel != channels[block.kind]
             or partial != (channel == PARTIALS)
             or (add and (not partial or owners[block.kind][block.chunk] == dst))
+            or (rows is not None and not _are_runs(rows, schedule.unit_length(block.kind)))
         ):
             raise _wrong_move(schedule, move)
     if list(schedule.tiles) != sorted(schedule.tiles, key=tile_order):
@@ -111,7 +112,27 @@ def _wrong_move(schedule: ScheduleData, move: Move) -> ScheduleError:
     partial = move.block.made_at is not None
     if partial != move.block.kind.endswith("partial") or move.channel != (PARTIALS if partial else REQUESTS):
         return ScheduleError(f"{where} cannot travel on channel {move.channel!r}")
-    return ScheduleError(f"{where}: add is for partials on their way, not for requests or the owner")
+    if move.add and (not partial or schedule.owner(move.block) == move.dst):
+        return ScheduleError(f"{where}: add is for partials on their way, not for requests or the owner")
+    length = schedule.unit_length(move.block.kind)
+    return ScheduleError(
+        f"{where}: its rows are {move.rows}; give runs (start, stop) of the {length} rows of a unit, in order and "
+        f"apart from each other, or None for all"
+    )
+
+
+def _are_runs(rows: object, length: int) -> bool:
+    """Return whether these are runs of rows of a unit: in order, apart from each other, and not the whole of it."""
+    if not isinstance(rows, tuple) or not rows or rows == ((0, length),):
+        return False
+    at = -1
+    for run in rows:
+        if not isinstance(run, tuple) or len(run) != 2 or not all(type(row) is int for row in run):
+            return False
+        if not at < run[0] < run[1] <= length:
+            return False
+        at = run[1]
+    return True
 
 
 def _wrong_order(schedule: ScheduleData) -> ScheduleError:

@@ -107,7 +107,7 @@ def _is_small(scheme: Scheme, q_layout: Layout, kv_layout: Layout) -> bool:
 
 def moved_tokens(schedule: Schedule) -> int:
     """Return tokens times hops of all requests: what tells two directions of one ring apart."""
-    return sum(schedule.unit_length(move.block.kind) for move in schedule.moves if move.channel == REQUESTS)
+    return sum(schedule.moved_rows(move) for move in schedule.moves if move.channel == REQUESTS)
 
 
 def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: Layout) -> int | None:

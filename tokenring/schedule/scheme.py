@@ -12,7 +12,7 @@ from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Ki
 from tokenring.schedule.routes import Gather, Hop, Origin, Return, return_direct, stay
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
-from tokenring.sequence.mask import Mask
+from tokenring.sequence.mask import Causal, Full, Mask
 
 
 class Pair(NamedTuple):
@@ -26,6 +26,8 @@ class Pair(NamedTuple):
     world_size: int
 
 
+# Every unit that another sees anything of it sees all of, but for a row of a striped one: whole units go.
+WHOLE_UNITS = (Full(), Causal())
 Placement = Callable[[Pair], int]
 PlacementFor = Callable[[Layout, Layout, Mask], Placement]
 
@@ -62,7 +64,12 @@ class Scheme:
 def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
     """Build the scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
     made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
-    return order(keep_for_last(made) if scheme.late else made)
+    made = order(keep_for_last(made) if scheme.late else made)
+    if mask in WHOLE_UNITS:
+        return made
+    from tokenring.lowering.exact_rows import exact
+
+    return exact(made)
 
 
 def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
