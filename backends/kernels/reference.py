@@ -42,6 +42,7 @@ class Reference:
     """A kernel in plain torch. Computes in fp32, or in float64 when given float64."""
 
     name = "reference"
+    takes_delta = True
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         """Return None: it computes any head dim and dtype."""

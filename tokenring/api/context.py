@@ -238,9 +238,12 @@ class ContextParallel(Standing):
         """Return what `plan` says, where the schedule was given without anything of the planner."""
         return self._agreed.get(request) or self._plan(request)
 
-    def executor(self, request: Request, direction: Pass) -> Executor:
-        """Return the executor of a pass on this rank. Raises ConfigurationError if ranks ask for different calls."""
-        transport = self._begin(request, direction)
+    def executor(self, request: Request, direction: Pass, *notes: str) -> Executor:
+        """Return the executor of a pass on this rank. Raises ConfigurationError if ranks ask for different calls.
+
+        notes: what the ranks agree on besides; see `agreement.describe`.
+        """
+        transport = self._begin(request, direction, *notes)
         with beginning(transport):
             return self._bound(request, direction)
 
@@ -250,13 +253,13 @@ class ContextParallel(Standing):
             settle(self._begin(request, "forward"))
             return self.plan(request)
 
-    def _begin(self, request: Request, direction: Pass) -> Transport | None:
+    def _begin(self, request: Request, direction: Pass, *notes: str) -> Transport | None:
         """Begin to agree on a pass with all ranks; return the transport, if there are several ranks."""
         with refusing(self, direction, request.device):
             self.check_open()
             if self._is_alone:
                 return None
-            mine = self._description(request, direction)
+            mine = self._description(request, direction, *notes)
         speaker = self.speaker(request.device, request.workload)
         assert speaker is not None  # there are several ranks
         self._agree(speaker, mine, direction)
@@ -388,6 +391,6 @@ class ContextParallel(Standing):
         with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
             return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
 
-    def _describe(self, request: Request, direction: Pass) -> Description:
+    def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
-        return describe(self, request, direction, schedule, self._plans)
+        return describe(self, request, direction, schedule, self._plans, notes)

@@ -12,7 +12,8 @@ fp32 makes q zero: (-q)·k·|scale| and 0·k·1 are what q·k·scale is, exactly
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -159,6 +160,21 @@ def folded(kernel: Any, scale: float) -> tuple[Any, float]:
         return kernel, scale
     sign = -1.0 if scale <= -LEAST else 0.0
     return _Folded(kernel, sign), -scale if sign else 1.0
+
+
+def for_any_delta(kernel: Any, scale: float) -> Callable[[], Any]:
+    """Return a getter of a kernel that computes with this scale, and takes any delta; it is imported when first asked.
+
+    Of a delta that holds a gradient of lse: see `backends.kernels.lse_gradient`.
+    """
+
+    @cache
+    def made() -> Any:
+        from tokenring.backends.kernels.lse_gradient import AnyDelta
+
+        return folded(AnyDelta(kernel), scale)[0]
+
+    return made
 
 
 class _Folded:
