@@ -13,7 +13,7 @@ from test_refusals import APART, opened
 from torch.utils.checkpoint import checkpoint
 from variants import Found, Variant, compute, errors
 
-from tokenring import ContextParallel, attention, shard
+from tokenring import ContextParallel, Mask, attention, shard
 from tokenring.runtime.agreement import LSE_GRADIENT
 
 Tensors = tuple[torch.Tensor, ...]
@@ -82,7 +82,7 @@ def differently(here: Here, how: str, what: Variant, schedules: list[str]) -> bo
         leaves, wanted = leaves_of(here, cp, what)
         mask = what.case.mask
 
-        def call(q: Any, k: Any, v: Any, s: Any, cp: ContextParallel = cp) -> Any:
+        def call(q: Any, k: Any, v: Any, s: Any, cp: ContextParallel = cp, mask: Mask = mask) -> Any:
             return attention(q, k, v, cp, mask, sinks=s, return_lse=True)
 
         def loss(made: Tensors, wanted: Tensors = wanted) -> torch.Tensor:
