@@ -236,6 +236,16 @@ class TakesDelta(Protocol):
 
 
 @runtime_checkable
+class CappingKernel(Protocol):
+    """A kernel that also computes with scores s that are soft-capped: c · tanh(s / c), before any are hidden."""
+
+    softcap: float  # c; 0: none
+
+    def capped(self, softcap: float) -> AttentionKernel:
+        """Return this kernel with this cap. Raises UnsupportedError if what is installed cannot compute it."""
+
+
+@runtime_checkable
 class HeadLimited(Protocol):
     """A kernel that takes so many query heads at most, and says so of a whole call, however schedules divide it."""
 

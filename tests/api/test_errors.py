@@ -48,18 +48,12 @@ def test_what_fits_is_taken() -> None:
 
 
 HALVES = "q [2, 8, 4, 16], k [2, 8, 2, 8], v [2, 8, 2, 8]"
-NO_KERNEL = "no kernel here computes"
 Refusal = tuple[Callable[[], object], type[Exception], str]
 CALLS: dict[str, Refusal] = {
     "dropout": (
         lambda: call(dropout_p=0.1),
         UnsupportedError,
         "attention with dropout_p is not supported: its mask cannot be the same under every split; set it to 0",
-    ),
-    "softcap": (
-        lambda: call(softcap=30.0),
-        UnsupportedError,
-        f"attention with softcap is not supported: {NO_KERNEL} it; use a model without logit soft-capping",
     ),
     "sinks of other heads": (
         lambda: call(sinks=tensor(2)),

@@ -1,4 +1,4 @@
-"""A gradient of lse, and sinks: against float64, in all families, on one rank and on several."""
+"""A gradient of lse, sinks and soft-capping: against float64, in all families, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def sampled(count: int, kinds: int) -> list[Variant]:
             others = chosen.choice([None, tuple(rank for rank in range(count) if rank not in some)])
             if others is not None and chosen.random() < 0.5:
                 some, others = others, some
-            what = Variant(case, chosen.random() < 0.5, 0.0, others, None if others is None else some)
+            softcap = chosen.choice((0.0, 0.0, 1.5))
+            what = Variant(case, chosen.random() < 0.5, softcap, others, None if others is None else some)
             if misfit(name, count, case.workload, layout, layout) is None:
                 made.append(what)
     return made

@@ -57,14 +57,14 @@ class _Graph(NamedTuple):
 def capture(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
     scale: float | None = None, *, order: Order | None = None, is_causal: bool | None = None,
-    sinks: torch.Tensor | None = None, lse_gradient: bool = False,
+    sinks: torch.Tensor | None = None, lse_gradient: bool = False, softcap: float = 0.0,
 ) -> CapturedAttention:  # fmt: skip
     """Capture tokenring.attention for inputs like these: a call then costs the launch of a graph.
 
-    q, k, v and sinks as in `attention`; their values do not matter. Where one of them requires a gradient and gradients
-    are enabled, backward is captured too, with a gradient of lse if lse_gradient says so, on all ranks alike. All ranks
-    capture together: they agree on the call here, and not again when it is launched. Each place in a model that calls
-    attention needs a capture of its own, since backward finds in it what forward left. As with
+    q, k, v, sinks and softcap as in `attention`; the values of tensors do not matter. Where one of them requires a
+    gradient and gradients are enabled, backward is captured too, with a gradient of lse if lse_gradient says so, on all
+    ranks alike. All ranks capture together: they agree on the call here, and not again when it is launched. Each place
+    in a model that calls attention needs a capture of its own, since backward finds in it what forward left. As with
     torch.cuda.make_graphed_callables, results lie in memory of the capture until its next call; gradients are the
     caller's.
 
@@ -72,7 +72,9 @@ def capture(
     rank fails to capture; what attention raises.
     """
     check_context(cp)
-    made = CapturedAttention(*ordered(q, k, v, cp, order), cp, mask, scale, order, is_causal, sinks, lse_gradient)
+    made = CapturedAttention(
+        *ordered(q, k, v, cp, order), cp, mask, scale, order, is_causal, sinks, lse_gradient, softcap
+    )
     warn_if_swapped(q, k, order)
     return made
 
@@ -83,10 +85,10 @@ class CapturedAttention:
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike,
         scale: float | None, order: Order | None = None, is_causal: bool | None = None,
-        sinks: torch.Tensor | None = None, lse_gradient: bool = False,
+        sinks: torch.Tensor | None = None, lse_gradient: bool = False, softcap: float = 0.0,
     ) -> None:  # fmt: skip
         check_context(cp)
-        q, k, v, request = prepared(q, k, v, cp, mask, scale, is_causal=is_causal, sinks=sinks)
+        q, k, v, request = prepared(q, k, v, cp, mask, scale, is_causal=is_causal, sinks=sinks, softcap=softcap)
         transport = cp.transport_for(q.device, request.workload)
         with refusing(cp, "forward", q):
             _check_capturable(device_of(q), transport)

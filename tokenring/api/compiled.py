@@ -31,12 +31,13 @@ from tokenring.api.inputs import check_sinks, check_tensors, request_of, wrong_t
 from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
+from tokenring.runtime.bound_kernel import checked_softcap
 from tokenring.sequence.mask import Mask
 from tokenring.sequence.workload import Request
 
 CALL = (
     "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
-    "str? wrong=None"
+    "str? wrong=None, float softcap=0.0"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -62,6 +63,7 @@ def traced_attention(
     scale: float | None,
     training: bool,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break.
 
@@ -71,6 +73,10 @@ def traced_attention(
     mask, wrong = read
     if wrong_type(sinks) is not None:
         sinks, wrong = None, wrong_type(sinks)
+    try:
+        cap = checked_softcap(softcap)
+    except ConfigurationError as error:
+        cap, wrong = 0.0, str(error)
     low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
     if isinstance(scale, int) and not -MOST_INTEGER <= scale <= MOST_INTEGER:
         scale = math.inf  # which is refused as well
@@ -78,7 +84,7 @@ def traced_attention(
     if sinks is not None:
         differentiable = differentiable or sinks.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong
+        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, cap
     )
     return out, lse
 
@@ -207,13 +213,14 @@ def _request(
     training: bool,
     differentiable: bool,
     wrong: str | None = None,
+    softcap: float = 0.0,
 ) -> Request:
     check_tensors(q, k, v)
     if wrong is not None:
         raise ConfigurationError(wrong)
     check_sinks(sinks, q)
     mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
-    return request_of(q, k, v, cp, mask, scale, training, differentiable)
+    return request_of(q, k, v, cp, mask, scale, training, differentiable, softcap)
 
 
 @lru_cache(maxsize=MOST_MASKS)

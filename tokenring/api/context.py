@@ -315,6 +315,9 @@ class ContextParallel(Standing):
         """Return the kernel that computes the tiles of calls with tensors on this device."""
         return registry.make_kernel(self.kernel_name, device)
 
+    def _kernel_of(self, request: Request) -> AttentionKernel:
+        return registry.capped_kernel(self.kernel(request.device), self.kernel_name, request.softcap)
+
     def _make_plan(self, request: Request) -> Plan | GivenSchedule:
         from tokenring.schedule.names import named_schedule
 
@@ -343,7 +346,7 @@ class ContextParallel(Standing):
             return given(made, f"asked for by name: {asked}")
         transport = self.transport_for(request.device, request.workload)
         target = None if transport is None else transport.target
-        kernel, modes = self.kernel(request.device), registry.modes_of(self._transport, self._group, request.device)
+        kernel, modes = self._kernel_of(request), registry.modes_of(self._transport, self._group, request.device)
         found = self._planner.plan(request, (q_layout, kv_layout), kernel, target, modes)
         why = getattr(transport, "why", "")  # of those that are chosen among several
         return replace(found, reason=f"{found.reason}; {why}") if why else found
@@ -367,7 +370,7 @@ class ContextParallel(Standing):
 
     def _plan_together(self, transport: Transport, request: Request) -> None:
         """Take rank 0's plan on all ranks. Raises ConfigurationError, on every rank, where nothing fits."""
-        self.kernel(request.device)  # raises where there is none, before others wait for a plan
+        self._kernel_of(request)  # raises where there is none, before others wait for a plan
         agreed = self._planner.together(transport, request, self._layouts(request), lambda: self.plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
@@ -379,7 +382,7 @@ class ContextParallel(Standing):
         from tokenring.runtime.executor import Executor
         from tokenring.runtime.message_groups import connect
 
-        schedule, kernel = self._taken(request).schedule, self.kernel(request.device)
+        schedule, kernel = self._taken(request).schedule, self._kernel_of(request)
         if reason := no_kernel(self, request, direction):
             raise UnsupportedError(reason)
         transport = self._carrier(request)

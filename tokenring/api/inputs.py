@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
-from tokenring.runtime.bound_kernel import checked_scale
+from tokenring.runtime.bound_kernel import checked_scale, checked_softcap
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import DTYPES, Request, Workload
@@ -46,12 +46,13 @@ def make_request(
     training: bool | None = None,
     is_causal: bool | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> Request:
     """Return a call's request, after checks that everything fits together. training None: if gradients are on."""
     training = torch.is_grad_enabled() if training is None else training
     check_sinks(sinks, q)
     differentiable = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable)
+    return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable, softcap)
 
 
 def request_of(
@@ -63,11 +64,13 @@ def request_of(
     scale: float | None,
     training: bool,
     differentiable: bool,
+    softcap: float | None = None,
 ) -> Request:
     """Return a call's request where autograd's mode was another one when the call was made, as in a compiled graph."""
     mask = Full() if mask is None else mask
     workload = _workload(q, k, v, cp, mask)
-    return Request(workload, mask, checked_scale(scale, q.shape[-1]), training, q.device, differentiable)
+    scale, softcap = checked_scale(scale, q.shape[-1]), checked_softcap(softcap)
+    return Request(workload, mask, scale, training, q.device, differentiable, softcap)
 
 
 def call_inputs(

@@ -79,6 +79,7 @@ def describe(
             **{field.name: getattr(request.workload, field.name) for field in fields(Workload)},
             "mask": request.mask,
             "scale": repr(request.scale),
+            **({"softcap": repr(request.softcap)} if request.softcap else {}),
             "gradients enabled": request.training,
             "device": request.device.type,
             "layout": cp.layout if isinstance(cp.layout, str) else named_digest(cp.layout),
@@ -98,10 +99,10 @@ def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
     Ranks may differ in it by what is installed on them.
     """
     from tokenring.backends.merging.mergers import merge_refusal
-    from tokenring.backends.registry import kernel_refusal
+    from tokenring.backends.registry import capped_kernel, kernel_refusal
 
     try:
-        kernel = cp.kernel(request.device)
+        kernel = capped_kernel(cp.kernel(request.device), cp.kernel_name, request.softcap)
     except TokenRingError as error:
         return str(error)
     reason = kernel_refusal(kernel, request.workload, request.device, direction)

@@ -12,10 +12,11 @@ fp32 makes q zero: (-q)·k·|scale| and 0·k·1 are what q·k·scale is, exactly
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -145,6 +146,17 @@ def checked_scale(given: object, head_dim: int) -> float:
     if abs(scale) > WHOLE / max(head_dim, 1):
         raise ConfigurationError(f"scale is {given!r}, and fp32 does not hold scores so large; {_largest(head_dim)}")
     return scale
+
+
+def checked_softcap(given: object) -> float:
+    """Return the soft cap as a number; None and 0 are none. Raises ConfigurationError unless it is positive."""
+    if given is None:
+        return 0.0
+    number = isinstance(given, Real) and not isinstance(given, bool)
+    if not number or not 0 <= (cap := cast(float, given)) <= sys.float_info.max:
+        shown = f"of type {type(given).__name__}" if not number else repr(given)
+        raise ConfigurationError(f"softcap is {shown}; give a positive number, such as 50.0, or 0 for none")
+    return float(cap)
 
 
 def _largest(head_dim: int) -> str:
