@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from machines import APART
 from ranks import Here, RankPools
-from test_refusals import APART, opened
+from test_refusals import opened
 from torch.utils.checkpoint import checkpoint
 from variants import Found, Variant, compute, errors
 
@@ -35,7 +36,7 @@ def on_some(here: Here, name: str, what: Variant) -> tuple[Found, bool, int]:
     same = all(torch.equal(a, b) for a, b in zip(before.results, after.results, strict=True))
     passes: list[tuple[Any, ...]] = []
     begin = cp._begin
-    cp._begin = lambda *given: (passes.append(given[1:]), begin(*given))[1]  # type: ignore[assignment,func-returns-value,method-assign]
+    cp._begin = lambda *given: (passes.append(given[1:]), begin(*given))[1]  # type: ignore[func-returns-value,method-assign]
     return compute(here, what, cp), same, len(passes)
 
 
@@ -82,8 +83,7 @@ def differently(here: Here, how: str, what: Variant, schedules: list[str]) -> bo
         leaves, wanted = leaves_of(here, cp, what)
         mask = what.case.mask
 
-        def call(q: Any, k: Any, v: Any, s: Any, cp: ContextParallel = cp, mask: Mask = mask) -> Any:
-            return attention(q, k, v, cp, mask, sinks=s, return_lse=True)
+        call = calling(cp, mask)
 
         def loss(made: Tensors, wanted: Tensors = wanted) -> torch.Tensor:
             some = (made[1] * wanted[1]).sum()
@@ -96,6 +96,10 @@ def differently(here: Here, how: str, what: Variant, schedules: list[str]) -> bo
             found = torch.autograd.grad(made, leaves) if not how.startswith("reentrant") else backward(made, leaves)
         same = same and all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
     return same
+
+
+def calling(cp: ContextParallel, mask: Mask) -> Any:
+    return lambda q, k, v, s: attention(q, k, v, cp, mask, sinks=s, return_lse=True)
 
 
 def altered(how: str, call: Any, loss: Any) -> Any:

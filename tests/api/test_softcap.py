@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def check_capped(kernel: Any, tile: Tile, cap: float = CAP) -> None:
     lse = torch.logaddexp(right[1], torch.ones(())).float()
     delta = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1))
     wanted = plain.backward(
-        given.dout.double(), *exact[:3], lse.double(), delta.double(), patch=tile.patch, scale=scale
+        given.dout.double(), exact[0], exact[1], exact[2], lse.double(), delta.double(), patch=tile.patch, scale=scale
     )  # fmt: skip
     gradients = kernel.backward(given.dout, given.q, *given.tile, lse, delta, patch=tile.patch, scale=scale)
     for x, y in zip(gradients, wanted, strict=True):
@@ -96,7 +97,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are never there all at once."""
     monkeypatch.setattr(soft_cap, "MOST_SCORES", 1 << 12)
     q, k, v = (torch.randn(1, 256, 2, 8).requires_grad_() for _ in range(3))
-    with Largest() as seen:
+    with Largest() as seen:  # type: ignore[no-untyped-call]
         torch.autograd.backward(attention(q, k, v, ContextParallel(), softcap=CAP).sum())
     assert 0 < seen.elements <= 2 * 256 * 8
 
@@ -200,7 +201,7 @@ def test_any_scale(scale: float) -> None:
 @pytest.mark.parametrize("given", [-1.0, math.nan, math.inf, 10**400, "50", True, torch.tensor(5.0)], ids=str)
 def test_what_is_no_cap(given: Any) -> None:
     x = torch.randn(1, 8, 2, 8)
-    with pytest.raises(ConfigurationError, match=r"softcap is .*; give a positive number, such as 50\.0, or 0 for none"):
+    with pytest.raises(ConfigurationError, match=r"softcap is .*; give a positive number, such as"):
         attention(x, x, x, ContextParallel(), softcap=given)
 
 
@@ -269,9 +270,9 @@ def compiled(here: Here) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch says of its own parts
         torch._dynamo.reset()
-        made = torch.compile(lambda *x: attention(*x, cp, softcap=CAP), backend="aot_eager", fullgraph=True)(*leaves)
-        wrong = torch.compile(lambda *x: attention(*x, cp, softcap=-CAP), backend="aot_eager", fullgraph=True)
-        kind, text = said(lambda: wrong(*leaves))
+        compiler: Any = partial(torch.compile, backend="aot_eager", fullgraph=True)
+        made = compiler(lambda q, k, v: attention(q, k, v, cp, softcap=CAP))(*leaves)
+        kind, text = said(lambda: compiler(lambda q, k, v: attention(q, k, v, cp, softcap=-CAP))(*leaves))
     assert "softcap is -2.0" in text, (kind, text)
     gradients = [torch.autograd.grad(x.sum(), leaves) for x in (plain, made)]
     return torch.equal(plain, made) and all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))

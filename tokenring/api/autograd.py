@@ -132,7 +132,8 @@ def backward_pass(
 
     def run(*notes: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         executor = cp.executor(request, "backward", *notes)
-        return run_backward(executor, cp.active_trace, dout, *saved, dlse=dlse, lse_gradient=bool(notes))
+        q, k, v, out, lse, kept = saved
+        return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, kept, dlse, bool(notes))
 
     try:
         return run(*(() if dlse is None else (LSE_GRADIENT,)))

@@ -212,7 +212,8 @@ class _Launched(torch.autograd.Function):
         refuse_recorded()
         if dout is None and dlse is None:
             return (None,) * (1 + ctx.count)
-        return None, *ctx.captured.launch_backward(ctx.launch, dout, dlse)
+        captured: CapturedAttention = ctx.captured
+        return None, *captured.launch_backward(ctx.launch, dout, dlse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
