@@ -226,6 +226,26 @@ class AttentionKernel(Protocol):
 
 
 @runtime_checkable
+class TakesDelta(Protocol):
+    """A kernel whose backward takes delta as it is, whatever it is beside dout; others make an output that carries it.
+
+    Where a gradient flows into lse, delta is more than an output could make: see `kernels/lse_gradient.py`.
+    """
+
+    takes_delta: bool
+
+
+@runtime_checkable
+class CappingKernel(Protocol):
+    """A kernel that also computes with scores s that are soft-capped: c · tanh(s / c), before any are hidden."""
+
+    softcap: float  # c; 0: none
+
+    def capped(self, softcap: float) -> AttentionKernel:
+        """Return this kernel with this cap. Raises UnsupportedError if what is installed cannot compute it."""
+
+
+@runtime_checkable
 class HeadLimited(Protocol):
     """A kernel that takes so many query heads at most, and says so of a whole call, however schedules divide it."""
 

@@ -128,6 +128,26 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
     return cast(AttentionKernel, kernel_class(name)())
 
 
+def capped_kernel(kernel: AttentionKernel, name: str, softcap: float) -> AttentionKernel:
+    """Return the kernel `name` of a device with this soft cap; 0: none. "auto": one that computes it.
+
+    Raises UnsupportedError.
+    """
+    if softcap == 0:
+        return kernel
+    from tokenring.backends.interfaces import CappingKernel
+    from tokenring.backends.kernels.soft_cap import SoftCapped, with_cap
+
+    if name == "auto" and not isinstance(kernel, CappingKernel):
+        return SoftCapped(softcap)
+    try:
+        return with_cap(kernel, softcap)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"softcap={softcap:g}: {error}; choose another, as in ContextParallel(kernel='auto')"
+        ) from None
+
+
 @lru_cache(maxsize=64)
 def _choosing(device: torch.device) -> AttentionKernel:
     """Make one for each device of this process: it finds out about its kernels, and logs that, once."""

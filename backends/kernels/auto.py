@@ -26,6 +26,7 @@ from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Tiles
 from tokenring.backends.kernels.flash_common import named
 from tokenring.backends.kernels.numeric_trial import Kind, asserted_here, fault, ran_out, tries
 from tokenring.backends.kernels.order import LAST, KernelTable, Pick, default_order, ranked
+from tokenring.backends.kernels.soft_cap import with_cap
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.sequence.region import Patch
@@ -115,7 +116,27 @@ class Choosing:
         self._untried: set[Tried] = set()  # for which there was no memory; of one program: the next one tries again
         self._picks: dict[TileCall, list[Pick]] = {}
         self._said: set[tuple[str, str]] = set()
+        self._capped: dict[float, Choosing] = {}
         self._holding: dict[str, AttentionKernel] = {}  # those of one program; all else its copies share
+
+    softcap = 0.0
+
+    def capped(self, softcap: float) -> Choosing:
+        """Return these kernels with this cap, as far as they compute it; the same for each cap."""
+
+        def make(name: str) -> AttentionKernel:
+            made = self.kernel(name)
+            if made is None:
+                raise BackendUnavailable(self._missing[name])
+            try:
+                return with_cap(made, softcap)
+            except UnsupportedError as error:
+                raise BackendUnavailable(str(error)) from None
+
+        if softcap not in self._capped:
+            made = self._capped[softcap] = Choosing(self.order, make, self._tables, self._where, self._trial)
+            made.softcap = softcap
+        return self._capped[softcap]
 
     # ---------- who computes
 

@@ -15,6 +15,14 @@ def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return (wide(dout) * wide(out)).sum(dim=-1)
 
 
+def rows_delta(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> torch.Tensor:
+    """Return delta [B, H, T] of dout and out [B, T, H, D], less the gradient of lse in rows that see something."""
+    delta = row_dot(dout, out).transpose(1, 2)
+    return delta if dlse is None else delta - dlse.masked_fill(lse == float("-inf"), 0.0)
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Return x in fp32, or in float64 if it is."""
     return x if x.dtype == torch.float64 else x.float()

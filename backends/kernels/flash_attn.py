@@ -16,18 +16,21 @@ give lse [B, H, S] in fp32.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from tokenring.backends.kernels.flash_common import Gradients, TileKernel
 from tokenring.backends.kernels.flash_window import Window, second_version, window
-from tokenring.errors import BackendUnavailable, one_line
+from tokenring.backends.kernels.soft_cap import SoftCapped
+from tokenring.errors import BackendUnavailable, UnsupportedError, one_line
 from tokenring.sequence.region import Patch
 
+F = TypeVar("F", bound="FlashPackage")
 # What a release may want beside what we say, and its neutral value.
 NEUTRAL: dict[str, object] = {
     "dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False, "deterministic": False,
@@ -84,6 +87,8 @@ class FlashPackage(TileKernel):
     functions: ClassVar[tuple[str, str]] = ("_flash_attn_forward", "_flash_attn_backward")
     install: ClassVar[str] = ""
     unbounded: ClassVar[int | None] = -1  # a side of a window
+    caps: ClassVar[bool] = True
+    softcap = 0.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,6 +115,18 @@ class FlashPackage(TileKernel):
             f"ContextParallel(kernel='auto')"
         )
 
+    def capped(self: F, softcap: float) -> F:
+        """Return this kernel with this cap; see CappingKernel.capped. Raises UnsupportedError for older releases."""
+        if not self.caps or not (self._forward.takes("softcap") and self._backward.takes("softcap")):
+            raise UnsupportedError(f"kernel {self.name!r} of this release does not compute soft-capping in both passes")
+        made = copy.copy(self)
+        made.softcap, made._plain = softcap, SoftCapped(softcap)
+        return made
+
+    @property
+    def _cap(self) -> dict[str, float]:
+        return {"softcap": self.softcap} if self.softcap else {}
+
     def window(self, patch: Patch) -> Window | None:
         """Return the window that means this patch; None: it has to be cut."""
         return window(patch)
@@ -126,7 +143,7 @@ class FlashPackage(TileKernel):
         sides, causal = self._said(patch)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         made = self._forward(
-            sides, self.unbounded, causal, q=q, k=k, v=v, softmax_scale=scale, return_lse=True
+            sides, self.unbounded, causal, q=q, k=k, v=v, softmax_scale=scale, return_lse=True, **self._cap
         )  # fmt: skip
         # Up to 2.6 it gives the padded operands before the statistics.
         out, lse = (made[0], made[5]) if len(made) == 8 else made[:2]
@@ -143,6 +160,7 @@ class FlashPackage(TileKernel):
         made = self._backward(
             sides, self.unbounded, causal, dout=dout, q=q, k=k, v=v, out=out, lse=lse, softmax_lse=lse,
             dq=dq, dk=dk, dv=dv, softmax_scale=scale, deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._cap,
         )  # fmt: skip
         if not self._backward.takes("dq"):  # it makes them itself
             dq, dk, dv = made[:3]
@@ -182,4 +200,5 @@ class FlashAttn4(FlashPackage):
     modules = ("flash_attn.cute.interface",)
     functions = ("_flash_attn_fwd", "_flash_attn_bwd")
     install = "pip install flash-attn-4"
+    caps = False  # forward only
     unbounded = None

@@ -36,7 +36,7 @@ class TileKernel(ABC):
 
     def __init__(self) -> None:
         self._parts = lru_cache(maxsize=CACHED_PATCHES)(lambda patch: parts(patch, self.says))
-        self._plain = Reference()
+        self._plain: Reference = Reference()
 
     # ---------- what a kernel says and computes
 

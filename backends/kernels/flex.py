@@ -8,6 +8,7 @@ with w = exp(lse of the tile - lse of the row), dout arrives as w·dout, and lse
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import cache, partial
@@ -37,6 +38,7 @@ class Flex(MaskedKernel):
     name = "flex"
     head_dim_multiple = 16
     dtypes = (*HALF, torch.float32)
+    softcap = 0.0
 
     def __init__(self, compiled: bool = True, attention: Callable[..., Any] | None = None) -> None:
         super().__init__(MASKS)
@@ -46,6 +48,12 @@ class Flex(MaskedKernel):
                 f"use ContextParallel(kernel='auto')"
             )
         self._attention = cache(lambda: _differentiable(compiled, attention))  # with the first call, and once
+
+    def capped(self, softcap: float) -> Flex:
+        """Return this kernel with this cap, compiled anew; see CappingKernel.capped."""
+        made = copy.copy(self)
+        made.softcap = softcap
+        return made
 
     def says(self, patch: Patch) -> bool:
         """Return True: one call computes any patch."""
@@ -60,7 +68,8 @@ class Flex(MaskedKernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse of one call of flex_attention; see TileKernel.call_forward."""
         out, made = self._attention()(
-            q, k, v, block_mask=self.mask(patch, q), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, block_mask=self.mask(patch, q), scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+            **({"score_mod": _cap(self.softcap)} if self.softcap else {}),
         )  # fmt: skip
         lse = made if isinstance(made, torch.Tensor) else made.lse
         return out, lse.float()
@@ -80,6 +89,16 @@ class Flex(MaskedKernel):
         of_lse = weight * (row_dot(dout, tile_out.detach()) - delta)
         dq, dk, dv = torch.autograd.grad((tile_out, tile_lse), leaves, (of_out, of_lse))
         return dq, dk, dv
+
+
+@cache
+def _cap(softcap: float) -> Callable[..., torch.Tensor]:
+    """Return what flex_attention does to each score; one for each cap, as it compiles each anew."""
+
+    def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
 
 
 def _differentiable(compiled: bool, given: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from tokenring.backends.devices import device_of, has_device
-from tokenring.backends.interfaces import AttentionKernel
+from tokenring.backends.interfaces import AttentionKernel, CappingKernel
 from tokenring.backends.kernels.delta import row_dot
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.kernels.torch_cuda import cudnn_version
@@ -37,6 +37,7 @@ HEADS = (4, 2)  # of q, and of k and v
 REST = 40  # columns before the tile, which all rows see
 LIMIT = 0.06  # of a row's numbers, beside the larger of theirs and the usual; half precision gives 1%, a mistake 20%
 LSE_LIMIT = 0.02  # absolute: a factor of 1.02 in what rows weigh
+SOFTCAP = 1.0  # of kernels with a cap: one that shows in scores of ordinary size
 HEAD_DIM_MULTIPLE = 8  # head dims that operators tell apart
 EXEMPT = ("reference", "auto")  # what others are compared with; and who tries those that it chooses among
 DEVICE_FAILED = ("cuda error", "illegal memory access", "device-side assert", "unspecified launch failure")
@@ -86,6 +87,8 @@ def fault(
     memory that ran out; and what broke the device.
     """
     kept = verdicts() if kept is None else kept
+    if isinstance(kernel, CappingKernel) and kernel.softcap:
+        kernel = kernel.capped(SOFTCAP)
     for tile in tiles if kernel.name not in EXEMPT else ():
         if _unsafe(kernel, tile.patch):
             continue
@@ -143,8 +146,9 @@ def asserted_here(error: Exception) -> bool:
 
 def _key(kernel: AttentionKernel, kind: Kind, tile: TrialTile) -> str:
     head_dim = -(-kind.head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+    capped = " soft-capped" if getattr(kernel, "softcap", 0.0) else ""
     return (
-        f"attention {VERSION}: {kernel.name} {kind.direction}, {tile}, {kind.dtype}, head dim {head_dim}, on "
+        f"attention {VERSION}: {kernel.name}{capped} {kind.direction}, {tile}, {kind.dtype}, head dim {head_dim}, on "
         f"{_place(kind.device)}"
     )
 
@@ -184,7 +188,7 @@ class _Given(NamedTuple):
 
 def _tried(kernel: AttentionKernel, kind: Kind, tile: TrialTile) -> str:
     """Return what is wrong with what it computes; "": nothing."""
-    given, scale = _operands(tile, kind), 1 / math.sqrt(kind.head_dim)
+    given, scale = _operands(tile, kind, _plain(kernel)), 1 / math.sqrt(kind.head_dim)
     found = _forward if kind.direction == "forward" else _backward
     with torch.inference_mode(False), torch.no_grad():
         for name, made, right in found(kernel, given, kind, tile.patch, scale):
@@ -195,7 +199,13 @@ def _tried(kernel: AttentionKernel, kind: Kind, tile: TrialTile) -> str:
     return ""
 
 
-def _operands(tile: TrialTile, kind: Kind) -> _Given:
+def _plain(kernel: AttentionKernel) -> AttentionKernel:
+    """Return what computes the same in plain torch."""
+    softcap = getattr(kernel, "softcap", 0.0)
+    return Reference().capped(softcap) if softcap else Reference()
+
+
+def _operands(tile: TrialTile, kind: Kind, plain: AttentionKernel) -> _Given:
     random = torch.Generator(device="cpu").manual_seed(1)
 
     def block(tokens: int, heads: int) -> torch.Tensor:
@@ -207,7 +217,7 @@ def _operands(tile: TrialTile, kind: Kind) -> _Given:
     k, v = block(REST + patch.cols, kv_heads), block(REST + patch.cols, kv_heads)
     assert patch.high is not None  # so that columns before are seen by all
     whole = Patch(0, patch.rows, 0, REST + patch.cols, None, patch.high + REST)
-    out, lse = Reference().forward(q, k, v, patch=whole, scale=1 / math.sqrt(kind.head_dim))
+    out, lse = plain.forward(q, k, v, patch=whole, scale=1 / math.sqrt(kind.head_dim))
     return _Given(q, dout, k[:, :, REST:], v[:, :, REST:], out, lse)
 
 
@@ -217,7 +227,7 @@ Compared = tuple[tuple[str, torch.Tensor, torch.Tensor], ...]  # name, what was 
 def _forward(kernel: AttentionKernel, given: _Given, kind: Kind, patch: Patch, scale: float) -> Compared:
     operands = given.q, given.k, given.v
     made = kernel.forward(*(_moved(x, kind) for x in operands), patch=patch, scale=scale)
-    right = Reference().forward(*operands, patch=patch, scale=scale)
+    right = _plain(kernel).forward(*operands, patch=patch, scale=scale)
     return _compared(("out", "lse"), made, right)
 
 
@@ -225,7 +235,7 @@ def _backward(kernel: AttentionKernel, given: _Given, kind: Kind, patch: Patch, 
     """Compute by the output, and by delta, as schedules give them."""
     operands = given.dout, given.q, given.k, given.v
     lse, delta = given.whole_lse, row_dot(given.dout, given.whole_out)
-    right = Reference().backward(*operands, lse, delta, patch=patch, scale=scale)
+    right = _plain(kernel).backward(*operands, lse, delta, patch=patch, scale=scale)
     dout, q, k, v, out = (_moved(x, kind) for x in (*operands, given.whole_out))
     lse, delta = (x.to(kind.device, torch.float32) for x in (lse, delta))
     by_out = kernel.backward(dout, q, k, v, lse, None, out=out, patch=patch, scale=scale)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.delta import given, row_dot, wide
 from tokenring.sequence.region import Patch
 
@@ -26,9 +27,12 @@ def dense_mask(patch: Patch, device: torch.device) -> torch.Tensor | None:
     return visible
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, patch: Patch, scale: float) -> torch.Tensor:
-    """Return q kᵀ · scale with hidden pairs at -inf: [B, Hkv, Hq/Hkv, Sq, Skv]."""
+def scores(
+    q: torch.Tensor, k: torch.Tensor, patch: Patch, scale: float, softcap: float = 0.0
+) -> torch.Tensor:
+    """Return q kᵀ · scale, soft-capped, with hidden pairs at -inf: [B, Hkv, Hq/Hkv, Sq, Skv]."""
     made = torch.einsum("bghsd,bgtd->bghst", _grouped(q, k.shape[1]), k) * scale
+    made = softcap * torch.tanh(made / softcap) if softcap else made
     visible = dense_mask(patch, q.device)
     return made if visible is None else made.masked_fill(~visible, float("-inf"))
 
@@ -42,6 +46,8 @@ class Reference:
     """A kernel in plain torch. Computes in fp32, or in float64 when given float64."""
 
     name = "reference"
+    takes_delta = True
+    softcap = 0.0
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         """Return None: it computes any head dim and dtype."""
@@ -51,12 +57,18 @@ class Reference:
         """Return None: it computes any patch in one call."""
         return None
 
+    def capped(self, softcap: float) -> AttentionKernel:
+        """Return a kernel with this cap, which holds the scores of some rows at once; see CappingKernel.capped."""
+        from tokenring.backends.kernels.soft_cap import SoftCapped
+
+        return SoftCapped(softcap)
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse in fp32, or in float64 when given float64; see AttentionKernel.forward."""
         q, k, v = wide(q), wide(k), wide(v)
-        s = scores(q, k, patch, scale)
+        s = scores(q, k, patch, scale, self.softcap)
         lse = torch.logsumexp(s, dim=-1)
         p = _probabilities(s, lse)
         out = torch.einsum("bghst,bgtd->bghsd", p, v)
@@ -80,11 +92,14 @@ class Reference:
         if delta is None:
             delta = row_dot(dout, given(out))
         kv_heads = k.shape[1]
-        p = _probabilities(scores(q, k, patch, scale), _grouped(lse, kv_heads))
+        s = scores(q, k, patch, scale, self.softcap)
+        p = _probabilities(s, _grouped(lse, kv_heads))
         dout = _grouped(dout, kv_heads)
         dv = torch.einsum("bghst,bghsd->bgtd", p, dout)
         dp = torch.einsum("bghsd,bgtd->bghst", dout, v)
         ds = p * (dp - _grouped(delta, kv_heads)[..., None]) * scale
+        if self.softcap:
+            ds = ds * (1 - (s.masked_fill(s == float("-inf"), 0.0) / self.softcap).square())
         dq = torch.einsum("bghst,bgtd->bghsd", ds, k)
         dk = torch.einsum("bghst,bghsd->bgtd", ds, _grouped(q, kv_heads))
         return dq.flatten(1, 2), dk, dv

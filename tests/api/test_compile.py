@@ -225,36 +225,6 @@ def test_modes(ranks: RankPools) -> None:
     ranks(2).within(CALL_SECONDS, modes, case_of(KEEPING))
 
 
-def through_lse(here: Here, case: Case) -> list[str]:
-    """What is said to a loss that uses lse: inside the graph, and outside."""
-    cp, (q, k, v, _) = given(here, case)
-    mask = case.mask
-
-    def inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = attention(q, k, v, cp, mask, return_lse=True)
-        return out.sum() + lse.sum()
-
-    def outside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        return attention(q, k, v, cp, mask, return_lse=True)
-
-    said = []
-    with compiler():
-        loss = torch.compile(inside, backend="aot_eager", fullgraph=True)(q, k, v)
-        out, lse = torch.compile(outside, backend="aot_eager", fullgraph=True)(q, k, v)
-        for each in (loss, out.sum() + lse.sum()):
-            try:
-                torch.autograd.grad(each, (q, k, v))
-            except tr.UnsupportedError as error:
-                said.append(str(error))
-    return said
-
-
-def test_gradient_through_lse_is_refused(ranks: RankPools) -> None:
-    """Gradients that are all zeros, as torch.compile gives for any output, are none: `compiled` returns lse, too."""
-    for said in ranks(2).within(CALL_SECONDS, through_lse, case_of("ring", "causal")):
-        assert len(said) == 2 and all("use lse.detach() in the loss" in each for each in said)
-
-
 def copied(here: Here, case: Case) -> str:
     """The ticket of what was kept, replaced by a copy."""
     cp, (q, k, v, dout) = given(here, case)

@@ -48,7 +48,6 @@ def test_what_fits_is_taken() -> None:
 
 
 HALVES = "q [2, 8, 4, 16], k [2, 8, 2, 8], v [2, 8, 2, 8]"
-NO_KERNEL = "no kernel here computes"
 Refusal = tuple[Callable[[], object], type[Exception], str]
 CALLS: dict[str, Refusal] = {
     "dropout": (
@@ -56,15 +55,25 @@ CALLS: dict[str, Refusal] = {
         UnsupportedError,
         "attention with dropout_p is not supported: its mask cannot be the same under every split; set it to 0",
     ),
-    "softcap": (
-        lambda: call(softcap=30.0),
-        UnsupportedError,
-        f"attention with softcap is not supported: {NO_KERNEL} it; use a model without logit soft-capping",
+    "sinks of other heads": (
+        lambda: call(sinks=tensor(2)),
+        ConfigurationError,
+        "sinks are [2], and q has 4 heads here: give a logit for each, [4]",
     ),
-    "sinks": (
-        lambda: call(sinks=tensor(4)),
+    "sinks in float64": (
+        lambda: call(sinks=tensor(4).double()),
         UnsupportedError,
-        f"attention with sinks is not supported: {NO_KERNEL} them",
+        "sinks in torch.float64 are not supported; give them in float32, or as q is",
+    ),
+    "sinks elsewhere": (
+        lambda: call(sinks=tensor(4).to("meta")),
+        UnsupportedError,
+        "attention of a meta tensor is not supported: it has no data; give tensors on the device that is to compute",
+    ),
+    "sinks in a list": (
+        lambda: call(sinks=[0.0] * 4),
+        ConfigurationError,
+        "sinks are of type list; give a tensor with a logit for each query head, or None",
     ),
     "bias": (
         lambda: call(bias=tensor(8, 8)),

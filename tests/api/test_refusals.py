@@ -38,11 +38,6 @@ def attend(cp: ContextParallel, *qkv: Any, **options: Any) -> Any:
     return tr.attention(*(qkv or tensors()), cp, **options)  # type: ignore[call-overload]
 
 
-def gradient_of_lse(cp: ContextParallel, wanted: bool) -> None:
-    out, lse = attend(cp, return_lse=True)
-    torch.autograd.backward(out.sum() + lse.sum() if wanted else out.sum())
-
-
 def backward_twice(cp: ContextParallel, twice: bool) -> None:
     out = attend(cp)
     torch.autograd.backward(out.sum(), retain_graph=not twice)
@@ -55,16 +50,16 @@ def in_megatron(cp: ContextParallel, q: torch.Tensor) -> None:
     contexts.attend("ring", q, KV, KV, tr.Causal(), 0.25, False)
 
 
-def compiled(cp: ContextParallel, *qkv: torch.Tensor, grad_of_lse: bool = False) -> None:
+def compiled(cp: ContextParallel, *qkv: torch.Tensor, sinks: Any = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch says of its own parts
         import torch._dynamo as dynamo
 
         dynamo.reset()
-        made: Any = torch.compile(lambda *x: attend(cp, *x, return_lse=True), backend="aot_eager", fullgraph=True)
-        out, lse = made(*(qkv or tensors()))
+        made: Any = torch.compile(lambda *x: attend(cp, *x, sinks=sinks), backend="aot_eager", fullgraph=True)
+        out = made(*(qkv or tensors()))
         if not qkv:
-            torch.autograd.backward(out.sum() + (lse.sum() if grad_of_lse else 0))
+            torch.autograd.backward(out.sum())
 
 
 Refusal = tuple[Callable[[ContextParallel], object], Callable[[ContextParallel], object], type[Exception], str]
@@ -79,11 +74,21 @@ REFUSALS: dict[str, Refusal] = {
     "dropout": (lambda cp: attend(cp, dropout_p=0.1), attend, UnsupportedError, "attention with dropout_p is not"),
     "a dtype of k": (lambda cp: attend(cp, Q, KV.half(), KV), attend, ConfigurationError, "must share dtype"),
     "a meta tensor": (lambda cp: attend(cp, Q.to("meta"), KV, KV), attend, UnsupportedError, "of a meta tensor is not"),
-    "a gradient of lse": (
-        lambda cp: gradient_of_lse(cp, True),
-        lambda cp: gradient_of_lse(cp, False),
+    "sinks": (
+        lambda cp: attend(cp, sinks=torch.zeros(3)),
+        lambda cp: attend(cp, sinks=torch.zeros(4)),
+        ConfigurationError,
+        "sinks are [3], and q has 4 heads here",
+    ),
+    "sinks in float64": (
+        lambda cp: attend(cp, sinks=torch.zeros(4).double()),
+        attend,
         UnsupportedError,
-        "a gradient flows into the lse",
+        "sinks in torch.float64 are not supported",
+    ),
+    "a number for sinks": (lambda cp: attend(cp, sinks=3), attend, ConfigurationError, "sinks are of type int; give a"),
+    "sinks without data": (
+        lambda cp: attend(cp, sinks=torch.zeros(4, device="meta")), attend, UnsupportedError, "of a meta tensor is not"
     ),
     "a graph that is gone": (
         lambda cp: backward_twice(cp, True),
@@ -121,14 +126,17 @@ REFUSALS: dict[str, Refusal] = {
         ConfigurationError,
         "attention wants q, k and v as [B, T, H, D]",
     ),
-    "compiled, a gradient of lse": (
-        lambda cp: compiled(cp, grad_of_lse=True),
-        lambda cp: compiled(cp),
-        UnsupportedError,
-        "a gradient flows into the lse",
+    "compiled, sinks": (
+        lambda cp: compiled(cp, sinks=torch.zeros(3)),
+        compiled,
+        ConfigurationError,
+        "sinks are [3], and q has 4 heads here",
+    ),
+    "compiled, a number for sinks": (
+        lambda cp: compiled(cp, sinks=3), compiled, ConfigurationError, "sinks are of type int; give a"
     ),
 }
-SLOW = ("compiled", "compiled, three dimensions", "compiled, a gradient of lse")
+SLOW = tuple(name for name in REFUSALS if name.startswith("compiled"))
 
 
 def opened(here: Here, name: str) -> Transport:

@@ -107,6 +107,16 @@ class TestGradients:
         job = Job(*HEADS[heads], cp=cp, layers=layers)
         check_gradients(ranks(runs.worst_errors, job, schedules_for(version, job)))
 
+    @pytest.mark.parametrize("softmax", ["off-by-one", "learnable"])
+    def test_with_sinks(self, megatron: tuple[str, Ranks], softmax: str) -> None:
+        """The learned ones' too: they are a parameter of each layer."""
+        version, ranks = megatron
+        if version != NEWEST:
+            pytest.skip("Megatron-core has them from 0.16 on")
+        check_gradients(ranks(runs.worst_errors, Job(cp=4, softmax=softmax), FEW))
+        if softmax == "learnable":
+            assert ranks(runs.kept_sinks, Job(cp=4, softmax=softmax)) == [True] * 4
+
     @pytest.mark.parametrize("recompute", ["selective", "full"])
     def test_when_recomputed(self, megatron: tuple[str, Ranks], recompute: str) -> None:
         version, ranks = megatron

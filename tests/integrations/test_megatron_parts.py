@@ -58,7 +58,7 @@ class TestRefusals:
         assert text == "attention of type 'cross' is not supported: keep Megatron's own core_attention for it"
 
     @pytest.mark.parametrize(
-        "settings", [{"softmax_type": "learnable"}, {"qk_clip": True}, {"log_max_attention_logit": True}]
+        "settings", [{"softmax_type": "none such"}, {"qk_clip": True}, {"log_max_attention_logit": True}]
     )
     def test_what_changes_the_softmax_or_looks_into_it(self, settings: dict[str, Any]) -> None:
         text = refusal(UnsupportedError, lambda: layer(config(**settings)))

@@ -52,21 +52,47 @@ def attention64(
     scale: float | None = None,
 ) -> Attention:
     """All of it in float64. q, dout [B, T, Hq, D]; k, v [B, T', Hkv, D]; visible [T, T']."""
+    return variant64(q, k, v, dout, None, visible, scale)[0]
+
+
+def variant64(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    visible: torch.Tensor,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Attention, torch.Tensor | None]:
+    """Also with a gradient dlse [B, Hq, T] of lse, sinks [Hq] and scores c · tanh(s / c): and the sinks' gradient.
+
+    A sink is one more column, with its logit as it is, and with a v of zeros.
+    """
     q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     repeats = q.shape[2] // k.shape[2]
     k_all, v_all = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = torch.einsum("bshd,bthd->bhst", q, k_all) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    if sinks is not None:
+        leaves.append(sinks.detach().double().requires_grad_())
+        scores = torch.cat([scores, leaves[3][:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+        v_all = torch.cat([v_all, torch.zeros_like(v_all[:, :1])], dim=1)
+        visible = torch.cat([visible, torch.ones_like(visible[:, :1])], dim=1)
     seen = visible.any(dim=-1)
     # Rows that see nothing get scores without -inf, so that nothing becomes NaN, and are cleared after.
     hidden = ~visible & seen[:, None]
     scores = scores.masked_fill(hidden, -math.inf)
     probabilities = torch.softmax(scores, dim=-1) * seen[:, None]
     out = torch.einsum("bhst,bthd->bshd", probabilities, v_all)
-    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
-    lse = torch.logsumexp(scores.detach(), dim=-1).masked_fill(~seen, -math.inf)
-    return Attention(out.detach(), lse, dq, dk, dv)
+    lse = torch.logsumexp(scores, dim=-1)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.double().masked_fill(~seen, 0.0)
+    dq, dk, dv, *dsinks = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    made = Attention(out.detach(), lse.detach().masked_fill(~seen, -math.inf), dq, dk, dv)
+    return made, dsinks[0] if dsinks else None
 
 
 def whole_sdpa(

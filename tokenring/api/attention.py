@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
     scale: float | None = None, return_lse: Literal[False] = False, *, is_causal: bool | None = None,
-    dropout_p: float = 0.0, softcap: float = 0.0, sinks: object = None, bias: object = None,
+    dropout_p: float = 0.0, softcap: float = 0.0, sinks: torch.Tensor | None = None, bias: object = None,
     order: Order | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 
@@ -42,7 +42,7 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
     scale: float | None = None, *, return_lse: Literal[True], is_causal: bool | None = None,
-    dropout_p: float = 0.0, softcap: float = 0.0, sinks: object = None, bias: object = None,
+    dropout_p: float = 0.0, softcap: float = 0.0, sinks: torch.Tensor | None = None, bias: object = None,
     order: Order | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
@@ -59,7 +59,7 @@ def attention(
     is_causal: bool | None = None,
     dropout_p: float = 0.0,
     softcap: float = 0.0,
-    sinks: object = None,
+    sinks: torch.Tensor | None = None,
     bias: object = None,
     order: Order | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -69,17 +69,22 @@ def attention(
     mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &; or its text, such
     as "causal" or "window(128,0)". is_causal: True for Causal(), as in scaled_dot_product_attention.
     scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
+    softcap: c; scores s = scale · q·k become c · tanh(s / c), before sinks; 0: as they are. Computed by the kernels
+    reference, flex, flash-attn and flash-attn-3: "auto" takes one of them, on a CPU the first.
+    sinks: [Hq], learned or not: the logit of one more column that every row of a head sees, without a value; `scale`
+    does not apply to it, nor does the mask. The same on every rank, as a parameter is. Its gradient is of this rank's
+    tokens: what adds up gradients of replicated parameters over the ranks adds up these.
     order: "bthd" (the default), or "bhtd" for q, k, v and out as [B, H, T, D], as in scaled_dot_product_attention.
 
     Returns out [B, T, Hq, D] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural
-    log; -inf and out 0 where a row sees nothing). No gradient flows through lse.
+    log, with the sink; out 0 where a row sees nothing, and lse -inf or the sink). Both are differentiable.
 
-    Raises ConfigurationError (sizes that do not fit), UnsupportedError (dropout, softcap, sinks,
-    bias, dtypes, derivatives but the first) and PeerLost (a rank that does not answer within
+    Raises ConfigurationError (sizes that do not fit), UnsupportedError (dropout, bias, dtypes, a kernel without
+    soft-capping, derivatives but the first) and PeerLost (a rank that does not answer within
     cp.timeout_seconds). Warns once (TokenRingWarning) where no order is said and q looks like [B, H, T, D].
     """
     check_context(cp)
-    unsupported = _unsupported({"dropout_p": dropout_p, "softcap": softcap, "sinks": sinks, "bias": bias})
+    unsupported = _unsupported({"dropout_p": dropout_p, "bias": bias})
     if unsupported is not None:
         if torch.compiler.is_compiling():
             raise UnsupportedError(unsupported)
@@ -87,7 +92,7 @@ def attention(
             raise UnsupportedError(unsupported)
     q, k, v = ordered(q, k, v, cp, order)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
-    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled(), is_causal)
+    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled(), is_causal, sinks, softcap)
     out = out_in_order(out, order)
     warn_if_swapped(q, k, order)
     return (out, lse) if return_lse else out
@@ -102,6 +107,8 @@ def attend(
     scale: float | None,
     training: bool,
     is_causal: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of `attention`, for a caller that knows what gradients being off does not say.
 
@@ -112,9 +119,9 @@ def attend(
         check_context(cp)
         check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
         q, k, v = under_autocast(q), under_autocast(k), under_autocast(v)
-        return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training)
-    q, k, v, request = prepared(q, k, v, cp, mask, scale, training, is_causal)
-    return attend_as(q, k, v, cp, request)
+        return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training, sinks, softcap)
+    q, k, v, request = prepared(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap)
+    return attend_as(q, k, v, cp, request, sinks)
 
 
 def prepared(
@@ -126,20 +133,27 @@ def prepared(
     scale: float | None,
     training: bool | None = None,
     is_causal: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:
     """Return the `call_inputs` and the `make_request` of a call that all ranks make; their errors reach all ranks."""
     check_context(cp)
     with refusing(cp, "forward", q, k, v):
         q, k, v = call_inputs(q, k, v, cp)
         refuse_transforms()
-        return q, k, v, make_request(q, k, v, cp, mask, scale, training, is_causal)
+        return q, k, v, make_request(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap)
 
 
 def attend_as(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: ContextParallel,
+    request: Request,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse for a request that `make_request` made from these `call_inputs`."""
-    out, lse = AttentionFunction.apply(q, k, v, cp, request)  # type: ignore[no-untyped-call]
+    out, lse = AttentionFunction.apply(q, k, v, sinks, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -171,8 +185,6 @@ def _unsupported(features: dict[str, object]) -> str | None:
     """Return the sentence about a feature that was asked for and is not computed here, and why; None: there is none."""
     advice = {
         "dropout_p": "its mask cannot be the same under every split; set it to 0",
-        "softcap": "no kernel here computes it; use a model without logit soft-capping",
-        "sinks": "no kernel here computes them",
         "bias": "only masks of positions are supported: Causal, SlidingWindow, Documents",
     }
     for name, value in features.items():

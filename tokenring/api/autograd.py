@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_tensor
-from tokenring.backends.kernels.delta import row_dot
+from tokenring.backends.kernels.delta import rows_delta
 from tokenring.errors import UnsupportedError
-from tokenring.runtime.agreement import beginning, refusing
+from tokenring.runtime.agreement import LSE_GRADIENT, SINKS, Disagreement, beginning, refusing
 from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.executor import Executor
 from tokenring.sequence.workload import Request
@@ -25,9 +25,6 @@ from tokenring.sequence.workload import Request
 if TYPE_CHECKING:
     from tokenring.runtime.trace import Trace
 
-GRADIENT_OF_LSE = (
-    "a gradient flows into the lse that tokenring.attention returned, which has none here: use lse.detach() in the loss"
-)
 INSTEAD = (
     "it has the first derivative only, by backward() or torch.autograd.grad: leave attention out of that term, or "
     "compute it there with attention that torch can differentiate twice (sdpa_kernel(SDPBackend.MATH))"
@@ -58,15 +55,21 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, request: Request
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        cp: ContextParallel,
+        request: Request,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32; save what backward needs."""
         with cp.turn:
             with refusing(cp, "forward", q):
                 q, k, v = (_rows_packed(x) for x in (q, k, v))
-            out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
+            out, lse, kept = forward_pass(cp, request, q, k, v, sinks)
         given = out.data, lse.data  # of which autograd counts changes in place apart from those of what is saved
-        ctx.save_for_backward(q, k, v, out, lse, kept)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, kept)
         ctx.cp, ctx.request = cp, request
         ctx.changes = Changes(*given) if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
@@ -74,25 +77,30 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return dq, dk and dv. Raises UnsupportedError for a gradient of lse, and for several gradients at once."""
+        """Return dq, dk, dv and the gradient of the sinks. Raises UnsupportedError for several gradients at once."""
         dout, dlse = grads
         cp, request = ctx.cp, ctx.request
         with refusing(cp, "backward", dout, dlse):
-            if dlse is not None:
-                raise UnsupportedError(GRADIENT_OF_LSE)
-            if dout is None:
-                return None, None, None, None, None
-            refuse_batched(dout)
-            check_tensor("the backward of attention", dout)
-            q, k, v, *made = ctx.saved_tensors  # may compute them anew, by calls of its own
+            if dout is None and dlse is None:
+                return (None,) * 6
+            for each in (dout, dlse):
+                if each is not None:
+                    refuse_batched(each)
+                    check_tensor("the backward of attention", each)
+            q, k, v, sinks, *made = ctx.saved_tensors  # may compute them anew, by calls of its own
+            dout = torch.zeros_like(made[0]) if dout is None else dout
+        wanted = sinks is not None and ctx.needs_input_grad[3]
 
         def compute() -> tuple[torch.Tensor, ...]:
             with cp.turn:
                 if ctx.changes.found():  # out and lse are computed again, by all ranks: they make one call
-                    made[:2] = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)[:2]
-                return run_backward(cp.executor(request, "backward"), cp.active_trace, dout, q, k, v, *made)
+                    made[:2] = forward_pass(cp, request, q, k, v, sinks)[:2]
+                found = backward_pass(cp, request, dout, dlse, q, k, v, *made)
+                return *found, *((sinks_gradient(sinks, dout, dlse, *made[:2]),) if wanted else ())
 
-        return *first(compute, dout, q, k, v), None, None
+        depends = [x for x in (dout, dlse, q, k, v, sinks) if x is not None]
+        dq, dk, dv, *dsinks = first(compute, *depends)
+        return dq, dk, dv, dsinks[0] if dsinks else None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
@@ -100,8 +108,48 @@ class AttentionFunction(torch.autograd.Function):
         raise UnsupportedError(FORWARD_MODE)
 
 
+def forward_pass(
+    cp: ContextParallel,
+    request: Request,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Agree on a forward pass with all ranks and run it; return what `run_forward` does."""
+    executor = cp.executor(request, "forward", *(() if sinks is None else (SINKS,)))
+    return run_forward(executor, cp.active_trace, q, k, v, sinks)
+
+
+def backward_pass(
+    cp: ContextParallel, request: Request, dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Agree on a backward pass with all ranks and run it; return what `run_backward` does.
+
+    Ranks may differ in whether a gradient flows into lse. Then all make the call again, as one where some does.
+    saved: q, k, v, and what forward made.
+    """
+
+    def run(*notes: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        executor = cp.executor(request, "backward", *notes)
+        q, k, v, out, lse, kept = saved
+        return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, kept, dlse, bool(notes))
+
+    try:
+        return run(*(() if dlse is None else (LSE_GRADIENT,)))
+    except Disagreement as found:
+        if found.fields != {LSE_GRADIENT}:
+            raise
+    return run(LSE_GRADIENT)
+
+
 def run_forward(
-    executor: Executor, trace: Trace | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    executor: Executor,
+    trace: Trace | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out [B, T, Hq, D] in q's dtype, lse [B, Hq, T] fp32, and the bytes that backward wants besides, if any.
 
@@ -113,9 +161,11 @@ def run_forward(
         call = ActiveCall(own, executor.views.kept_slots_in(kept))
     with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
         executor.run(call, trace)
-    out = _kept_by_caller(executor.result(call, "q_partial", "out"), q.dtype)
+    out = executor.result(call, "q_partial", "out")
     lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
-    return out, lse, kept
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return _kept_by_caller(out, q.dtype), lse, kept
 
 
 def run_backward(
@@ -128,12 +178,19 @@ def run_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     kept: torch.Tensor | None,
+    dlse: torch.Tensor | None = None,
+    lse_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made."""
+    """Return dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made.
+
+    dlse: the gradient of lse; None: none. lse_gradient: whether there is one on any rank.
+    """
     with beginning(executor.transport):
         own = {"q": q, "k": k, "v": v, "dout": dout}
         given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
-        call = ActiveCall(given, executor.views.kept_slots_in(kept))
+        if dlse is not None:
+            given["dlse"] = dlse
+        call = ActiveCall(given, executor.views.kept_slots_in(kept), lse_gradient=lse_gradient)
     with torch.autocast(q.device.type, enabled=False):
         executor.run(call, trace)
     dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
@@ -147,7 +204,7 @@ class OwnTensors(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> torch.Tensor:
         if name != "delta":
             raise KeyError(name)
-        self[name] = row_dot(self["dout"], self["out"]).transpose(1, 2)
+        self[name] = rows_delta(self["dout"], self["out"], self["lse"], self.get("dlse"))
         return self[name]
 
 
@@ -165,6 +222,31 @@ def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if result.dtype == dtype:
         return result.contiguous().data
     return torch.empty_like(result, dtype=dtype, memory_format=torch.contiguous_format).copy_(result)
+
+
+# ---------- sinks: a column of the softmax with a logit for each head, and no value (StreamingLLM; learned in gpt-oss)
+#
+# They are no part of a schedule. A rank gives its own rows the sink once these are merged: out' = out · exp(lse - lse')
+# with lse' = logaddexp(lse, sink). In backward the program that there is gets out' and lse' for out and lse: then
+# p = exp(s - lse') and delta = rowsum(dout · out') are those of rows with a sink, wherever they are computed.
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out [B, T, H, D], in fp32, and lse [B, H, T] of rows that see a sink too. sinks [H]."""
+    total = torch.logaddexp(lse, sinks.detach().float()[:, None])
+    weight = torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0))
+    return out.float() * weight.transpose(1, 2)[..., None], total
+
+
+def sinks_gradient(
+    sinks: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """Return this rank's part of the gradient of the sinks, -p · delta added up. out, lse: as `with_sinks` made them.
+
+    A row that sees nothing else has out 0, and so delta 0 but for a gradient of its lse, which is the sink's logit.
+    """
+    p = torch.exp(sinks.detach().float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+    return (p * rows_delta(dout, out, lse, dlse)).sum(dim=(0, 2)).neg().to(sinks.dtype)
 
 
 # ---------- derivatives

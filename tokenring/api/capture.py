@@ -9,27 +9,40 @@ import torch
 from tokenring.api.attention import ordered, prepared
 from tokenring.api.autograd import (
     FORWARD_MODE,
-    GRADIENT_OF_LSE,
     refuse_recorded,
     refuse_transforms,
     run_backward,
     run_forward,
+    sinks_gradient,
 )
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import Order, call_inputs, check_context, in_order, out_in_order, warn_if_swapped
+from tokenring.api.inputs import (
+    Order,
+    call_inputs,
+    check_context,
+    check_sinks,
+    in_order,
+    out_in_order,
+    warn_if_swapped,
+)
 from tokenring.backends.devices import NO_GRAPHS, DeviceRuntime, device_of
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
-from tokenring.runtime.agreement import refusing
+from tokenring.runtime.agreement import LSE_GRADIENT, SINKS, refusing
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.streams import Streams
 from tokenring.sequence.mask_words import MaskLike
 from tokenring.sequence.workload import Request
 
+GRADIENT_OF_LSE = (
+    "a gradient flows into the lse of a captured call, which was captured without: say capture(..., lse_gradient=True) "
+    "on all ranks, or use lse.detach() in the loss"
+)
 WARM_UP_CALLS = 3  # kernels load, tune and allocate in their first calls, which a graph must not hold
 
 Tensors = tuple[torch.Tensor, ...]
+NAMES = ("q", "k", "v", "sinks")
 
 
 class _Graph(NamedTuple):
@@ -44,48 +57,57 @@ class _Graph(NamedTuple):
 def capture(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
     scale: float | None = None, *, order: Order | None = None, is_causal: bool | None = None,
+    sinks: torch.Tensor | None = None, lse_gradient: bool = False, softcap: float = 0.0,
 ) -> CapturedAttention:  # fmt: skip
     """Capture tokenring.attention for inputs like these: a call then costs the launch of a graph.
 
-    q, k, v as in `attention`; their values do not matter. Where one of them requires a gradient and gradients are
-    enabled, backward is captured too. All ranks capture together: they agree on the call here, and not again when it is
-    launched. Each place in a model that calls attention needs a capture of its own, since backward finds in
-    it what forward left. As with torch.cuda.make_graphed_callables, results lie in memory of the capture until its
-    next call; gradients are the caller's.
+    q, k, v, sinks and softcap as in `attention`; the values of tensors do not matter. Where one of them requires a
+    gradient and gradients are enabled, backward is captured too, with a gradient of lse if lse_gradient says so, on all
+    ranks alike. All ranks capture together: they agree on the call here, and not again when it is launched. Each place
+    in a model that calls attention needs a capture of its own, since backward finds in it what forward left. As with
+    torch.cuda.make_graphed_callables, results lie in memory of the capture until its next call; gradients are the
+    caller's.
 
     Raises UnsupportedError where the device has no graphs or the transport cannot be captured; PeerLost where another
     rank fails to capture; what attention raises.
     """
     check_context(cp)
-    made = CapturedAttention(*ordered(q, k, v, cp, order), cp, mask, scale, order, is_causal)
+    made = CapturedAttention(
+        *ordered(q, k, v, cp, order), cp, mask, scale, order, is_causal, sinks, lse_gradient, softcap
+    )
     warn_if_swapped(q, k, order)
     return made
 
 
 class CapturedAttention:
-    """A captured call: called with q, k and v, it returns (out, lse)."""
+    """A captured call: called with q, k and v, and sinks if it has some, it returns (out, lse)."""
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike,
         scale: float | None, order: Order | None = None, is_causal: bool | None = None,
+        sinks: torch.Tensor | None = None, lse_gradient: bool = False, softcap: float = 0.0,
     ) -> None:  # fmt: skip
         check_context(cp)
-        q, k, v, request = prepared(q, k, v, cp, mask, scale, is_causal=is_causal)
+        q, k, v, request = prepared(q, k, v, cp, mask, scale, is_causal=is_causal, sinks=sinks, softcap=softcap)
         transport = cp.transport_for(q.device, request.workload)
         with refusing(cp, "forward", q):
             _check_capturable(device_of(q), transport)
-        self._order = order
+        self._order, self._lse_gradient = order, lse_gradient
         with cp.turn:
             if transport is not None:
                 cp.agreed_plan(request)  # what another rank refuses is heard before the trial
                 transport.try_capture()
-            self._capture((q, k, v), cp, request, transport)
+            self._capture((q, k, v) if sinks is None else (q, k, v, sinks), cp, request, transport)
 
     def _capture(self, given: Tensors, cp: ContextParallel, request: Request, transport: Transport | None) -> None:
         device = device_of(given[0])
         passes: tuple[Pass, ...] = PASSES if request.training and request.differentiable else PASSES[:1]
+        notes: dict[Pass, tuple[str, ...]] = {
+            "forward": (SINKS,) if len(given) > 3 else (),
+            "backward": (LSE_GRADIENT,) if self._lse_gradient else (),
+        }
         for _ in range(2):  # bound again on the memory that the pool has grown to for the other pass
-            executors = {direction: cp.executor(request, direction) for direction in passes}
+            executors = {direction: cp.executor(request, direction, *notes[direction]) for direction in passes}
         inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.detach()) for x in given)
         self._cp, self._executors = cp, executors  # with the memory that the graphs use
         self._launches, self._backward = 0, None
@@ -93,7 +115,9 @@ class CapturedAttention:
             with torch.no_grad():
                 self._forward, kept = _forward(device, executors["forward"], inputs)
                 if len(passes) > 1:
-                    self._backward = _backward(device, executors["backward"], self._forward, kept)
+                    self._backward = _backward(
+                        device, executors["backward"], self._forward, kept, self._lse_gradient
+                    )
             if transport is not None:  # a graph waits for ever for a rank that has none
                 transport.exchange(b"", "the capture")
         except BaseException as error:
@@ -103,7 +127,9 @@ class CapturedAttention:
                 transport.fail(error)
             raise
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [B, T, Hq, D] and lse [B, Hq, T], in the capture's memory until the next call; differentiable.
 
         Raises ConfigurationError for tensors of other sizes, dtypes or devices, for gradients that were not captured,
@@ -112,22 +138,27 @@ class CapturedAttention:
         self._cp.check_open()
         refuse_transforms()
         q, k, v = call_inputs(*in_order(q, k, v, self._order), self._cp)
-        for name, given, held in zip("qkv", (q, k, v), self._forward.inputs, strict=True):
+        check_sinks(sinks, q)
+        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+        if len(inputs) != len(self._forward.inputs):
+            how = ("without sinks, and is called with some", "with sinks, and is called without")[sinks is None]
+            raise ConfigurationError(f"this call was captured {how}: capture one for each")
+        for name, given, held in zip(NAMES, inputs, self._forward.inputs, strict=False):
             if (given.shape, given.dtype, given.device) != (held.shape, held.dtype, held.device):
                 raise ConfigurationError(
                     f"{name} is {list(given.shape)} {given.dtype} on {given.device}; captured was {list(held.shape)} "
                     f"{held.dtype} on {held.device}: capture a call for each size"
                 )
         if self._backward is None:
-            wanting = [name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad]
+            wanting = [name for name, x in zip(NAMES, inputs, strict=False) if x.requires_grad]
             if wanting and torch.is_grad_enabled():
                 raise ConfigurationError(
                     f"gradients of {', '.join(wanting)} are wanted, and this capture has no backward: capture with "
                     f"inputs that require gradients while these are enabled, or call it under torch.no_grad()"
                 )
-            out, lse = self.launch_forward((q, k, v))[0]
+            out, lse = self.launch_forward(inputs)[0]
         else:
-            out, lse = _Launched.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+            out, lse = _Launched.apply(self, *inputs)  # type: ignore[no-untyped-call]
         return out_in_order(out, self._order), lse
 
     @staticmethod
@@ -145,8 +176,13 @@ class CapturedAttention:
             self._launches += 1
             return self._launch(self._forward, given), self._launches
 
-    def launch_backward(self, launch: int, dout: torch.Tensor) -> Tensors:
-        """Return dq, dk, dv of a forward, the caller's to keep and add to. Raises ConfigurationError for an old one."""
+    def launch_backward(self, launch: int, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Tensors:
+        """Return dq, dk, dv of a forward, and of the sinks if it has some, the caller's to keep and add to.
+
+        Raises ConfigurationError for an old one, UnsupportedError for a gradient of lse that was not captured.
+        """
+        if dlse is not None and not self._lse_gradient:
+            raise UnsupportedError(GRADIENT_OF_LSE)
         assert self._backward is not None  # only calls that were captured with it are differentiable
         if launch != self._launches:
             raise ConfigurationError(
@@ -154,31 +190,30 @@ class CapturedAttention:
                 f"times: the last one has overwritten what it needs; capture the call for each place in the model, "
                 f"and run backward before the next forward"
             )
+        given = [held.new_zeros(()).expand(held.shape) if new is None else new
+                 for held, new in zip(self._backward.inputs, (dout, dlse), strict=False)]  # fmt: skip
         with self._cp.turn:
-            return tuple(x.clone() for x in self._launch(self._backward, (dout,)))
+            return tuple(x.clone() for x in self._launch(self._backward, tuple(given)))
 
 
 class _Launched(torch.autograd.Function):
     """Both graphs, for autograd."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: CapturedAttention
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.captured = captured
+    def forward(ctx: Any, captured: CapturedAttention, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.captured, ctx.count = captured, len(inputs)
         ctx.set_materialize_grads(False)
-        (out, lse), ctx.launch = captured.launch_forward((q, k, v))
+        (out, lse), ctx.launch = captured.launch_forward(inputs)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
         refuse_recorded()
-        if dlse is not None:
-            raise UnsupportedError(GRADIENT_OF_LSE)
-        if dout is None:
-            return None, None, None, None
-        return *ctx.captured.launch_backward(ctx.launch, dout), None
+        if dout is None and dlse is None:
+            return (None,) * (1 + ctx.count)
+        captured: CapturedAttention = ctx.captured
+        return None, *captured.launch_backward(ctx.launch, dout, dlse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
@@ -197,23 +232,29 @@ def _check_capturable(device: DeviceRuntime, transport: Transport | None) -> Non
 
 def _forward(device: DeviceRuntime, executor: Executor, inputs: Tensors) -> tuple[_Graph, torch.Tensor | None]:
     """Capture a forward pass; return its graph, and the bytes that backward wants besides its results."""
-    q, k, v = inputs
-    _warm_up(device, executor, lambda: run_forward(executor, None, q, k, v))
+    _warm_up(device, executor, lambda: run_forward(executor, None, *inputs))
     with device.capture() as graph:
-        out, lse, kept = run_forward(executor, None, q, k, v)
+        out, lse, kept = run_forward(executor, None, *inputs)
     _forget(executor)
     return _Graph(graph, inputs, (out, lse), executor.streams), kept
 
 
-def _backward(device: DeviceRuntime, executor: Executor, forward: _Graph, kept: torch.Tensor | None) -> _Graph:
+def _backward(
+    device: DeviceRuntime, executor: Executor, forward: _Graph, kept: torch.Tensor | None, lse_gradient: bool
+) -> _Graph:
     out, lse = forward.outputs
-    dout = torch.zeros_like(out)
-    given = (dout, *forward.inputs, out, lse, kept)
-    _warm_up(device, executor, lambda: run_backward(executor, None, *given))  # type: ignore[arg-type]
+    q, k, v, *sinks = forward.inputs
+    dout, dlse = torch.zeros_like(out), torch.zeros_like(lse) if lse_gradient else None
+
+    def run() -> Tensors:
+        made = run_backward(executor, None, dout, q, k, v, out, lse, kept, dlse, lse_gradient)
+        return *made, *(sinks_gradient(each, dout, dlse, out, lse) for each in sinks)
+
+    _warm_up(device, executor, run)
     with device.capture() as graph:
-        made = run_backward(executor, None, *given)  # type: ignore[arg-type]
+        made = run()
     _forget(executor)
-    return _Graph(graph, (dout,), made, executor.streams)
+    return _Graph(graph, (dout,) if dlse is None else (dout, dlse), made, executor.streams)
 
 
 def _warm_up(device: DeviceRuntime, executor: Executor, call: Any) -> None:

@@ -18,30 +18,31 @@ from typing import Any, NoReturn
 import torch
 
 from tokenring.api.autograd import (
-    GRADIENT_OF_LSE,
     SECOND,
     Changes,
+    backward_pass,
+    forward_pass,
     refuse_tangents,
     refuse_transforms,
-    run_backward,
-    run_forward,
+    sinks_gradient,
 )
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import check_tensors, request_of
+from tokenring.api.inputs import check_sinks, check_tensors, request_of, wrong_type
 from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
+from tokenring.runtime.bound_kernel import checked_softcap
 from tokenring.sequence.mask import Mask
 from tokenring.sequence.workload import Request
 
 CALL = (
     "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
-    "str? wrong=None"
+    "str? wrong=None, float softcap=0.0"
 )
-FORWARD = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor, Tensor)"
+FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ticket, {CALL}) "
-    "-> (Tensor, Tensor, Tensor)"
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, Tensor ticket, "
+    f"{CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 # Ranks agree on each call over the host: no CUDA graph that inductor records by itself may hold one.
 TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
@@ -50,6 +51,7 @@ MOST_INTEGER = 2**63 - 1  # an operator takes no larger ones
 
 Bounds = tuple[int, ...] | None
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k, v and the sinks
 
 
 def traced_attention(
@@ -60,6 +62,8 @@ def traced_attention(
     read: tuple[Mask | None, str | None],
     scale: float | None,
     training: bool,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break.
 
@@ -67,12 +71,20 @@ def traced_attention(
     """
     refuse_transforms()
     mask, wrong = read
+    if wrong_type(sinks) is not None:
+        sinks, wrong = None, wrong_type(sinks)
+    try:
+        cap = checked_softcap(softcap)
+    except ConfigurationError as error:
+        cap, wrong = 0.0, str(error)
     low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
     if isinstance(scale, int) and not -MOST_INTEGER <= scale <= MOST_INTEGER:
         scale = math.inf  # which is refused as well
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+    if sinks is not None:
+        differentiable = differentiable or sinks.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong
+        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, cap
     )
     return out, lse
 
@@ -81,18 +93,20 @@ def traced_attention(
 
 
 @torch.library.custom_op("tokenring::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: str, *call: Any
+) -> Tensors:
     cp = context_of(context)
     with cp.turn:
         with refusing(cp, "forward", q, k, v):
-            refuse_tangents(q, k, v)
-            request = _request(q, k, v, cp, *call)
-        out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
+            refuse_tangents(q, k, v, *(() if sinks is None else (sinks,)))
+            request = _request(q, k, v, sinks, cp, *call)
+        out, lse, kept = forward_pass(cp, request, q, k, v, sinks)
     return out, lse, _ticket(kept, q.device)
 
 
 @_attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
+def _(q: torch.Tensor, *others: Any) -> Tensors:
     shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (0, 0, 0)  # else refused when it runs, by all
     lse = q.new_empty(shape, dtype=torch.float32)
     return q.new_empty(q.shape), lse, q.new_empty(1, dtype=torch.uint8)
@@ -108,21 +122,22 @@ def _attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     ticket: torch.Tensor,
     context: str,
     *call: Any,
-) -> Tensors:
+) -> Gradients:
     cp = context_of(context)
     with cp.turn:
         with refusing(cp, "backward", dout):
             # Where lse leaves the graph, torch.compile gives a gradient for it in any case: zeros are none.
-            if dlse is not None and bool(dlse.any()):
-                raise UnsupportedError(GRADIENT_OF_LSE)
-            request = _request(q, k, v, cp, *call)
-        executor = cp.executor(request, "backward")
-        return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, _kept(ticket))
+            if dlse is not None and not bool(dlse.any()):
+                dlse = None
+            request = _request(q, k, v, sinks, cp, *call)
+        found = backward_pass(cp, request, dout, dlse, q, k, v, out, lse, _kept(ticket))
+    return *found, out.new_empty(0) if sinks is None else sinks_gradient(sinks, dout, dlse, out, lse)
 
 
 @_attention_backward.register_fake
@@ -132,19 +147,21 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     *others: Any,
-) -> Tensors:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+) -> Gradients:
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    q, k, v, *ctx.call = inputs
+    q, k, v, sinks, *ctx.call = inputs
     ctx.changes, ctx.traced = Changes(*output[:2]), None
     if all(type(x) is torch.Tensor for x in output):
         output = output[0].data, output[1].data, output[2]  # whose changes in place are not those of what is saved
     else:  # the compiler's, which saves memory of its own choice: to be told what autograd saves, and no copy
-        ctx.traced = (q, k, v), Changes(q, k, v)
-    ctx.save_for_backward(q, k, v, *output)
+        ctx.traced = (q, k, v, sinks), Changes(q, k, v)
+    ctx.save_for_backward(q, k, v, sinks, *output)
     ctx.set_materialize_grads(False)
 
 
@@ -152,22 +169,24 @@ def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | No
     dout, dlse, _ = grads
     nothing = (None,) * len(ctx.call)
     if dout is None and dlse is None:
-        return None, None, None, *nothing
-    q, k, v, out, lse, ticket = _whole(ctx)
+        return None, None, None, None, *nothing
+    q, k, v, sinks, out, lse, ticket = _whole(ctx)
     dout = torch.zeros_like(out) if dout is None else dout
-    made = torch.ops.tokenring.attention_backward(dout, dlse, q, k, v, out, lse, ticket, *ctx.call)
-    return *made, *nothing
+    *made, dsinks = torch.ops.tokenring.attention_backward(
+        dout, dlse, q, k, v, sinks, out, lse, ticket, *ctx.call
+    )  # fmt: skip
+    return *made, None if sinks is None else dsinks, *nothing
 
 
-def _whole(ctx: Any) -> Sequence[torch.Tensor]:
+def _whole(ctx: Any) -> Sequence[Any]:
     """Return all that backward needs; out and lse are computed again where the caller has changed them in place."""
     if not ctx.changes.found() or (ctx.traced is not None and ctx.traced[1].found()):
-        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        saved: tuple[Any, ...] = ctx.saved_tensors
         return saved
-    q, k, v, *made = ctx.saved_tensors if ctx.traced is None else ctx.traced[0]
+    q, k, v, sinks, *made = ctx.saved_tensors if ctx.traced is None else ctx.traced[0]
     with torch.no_grad():
-        out, lse, ticket = torch.ops.tokenring.attention(q, k, v, *ctx.call)
-    return q, k, v, out, lse, made[2] if made else ticket
+        out, lse, ticket = torch.ops.tokenring.attention(q, k, v, sinks, *ctx.call)
+    return q, k, v, sinks, out, lse, made[2] if made else ticket
 
 
 def _no_second(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
@@ -185,6 +204,7 @@ def _request(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     cp: ContextParallel,
     low: int | None,
     high: int | None,
@@ -193,12 +213,14 @@ def _request(
     training: bool,
     differentiable: bool,
     wrong: str | None = None,
+    softcap: float = 0.0,
 ) -> Request:
     check_tensors(q, k, v)
     if wrong is not None:
         raise ConfigurationError(wrong)
+    check_sinks(sinks, q)
     mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
-    return request_of(q, k, v, cp, mask, scale, training, differentiable)
+    return request_of(q, k, v, cp, mask, scale, training, differentiable, softcap)
 
 
 @lru_cache(maxsize=MOST_MASKS)

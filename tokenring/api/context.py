@@ -238,9 +238,12 @@ class ContextParallel(Standing):
         """Return what `plan` says, where the schedule was given without anything of the planner."""
         return self._agreed.get(request) or self._plan(request)
 
-    def executor(self, request: Request, direction: Pass) -> Executor:
-        """Return the executor of a pass on this rank. Raises ConfigurationError if ranks ask for different calls."""
-        transport = self._begin(request, direction)
+    def executor(self, request: Request, direction: Pass, *notes: str) -> Executor:
+        """Return the executor of a pass on this rank. Raises ConfigurationError if ranks ask for different calls.
+
+        notes: what the ranks agree on besides; see `agreement.describe`.
+        """
+        transport = self._begin(request, direction, *notes)
         with beginning(transport):
             return self._bound(request, direction)
 
@@ -250,13 +253,13 @@ class ContextParallel(Standing):
             settle(self._begin(request, "forward"))
             return self.plan(request)
 
-    def _begin(self, request: Request, direction: Pass) -> Transport | None:
+    def _begin(self, request: Request, direction: Pass, *notes: str) -> Transport | None:
         """Begin to agree on a pass with all ranks; return the transport, if there are several ranks."""
         with refusing(self, direction, request.device):
             self.check_open()
             if self._is_alone:
                 return None
-            mine = self._description(request, direction)
+            mine = self._description(request, direction, *notes)
         speaker = self.speaker(request.device, request.workload)
         assert speaker is not None  # there are several ranks
         self._agree(speaker, mine, direction)
@@ -312,6 +315,9 @@ class ContextParallel(Standing):
         """Return the kernel that computes the tiles of calls with tensors on this device."""
         return registry.make_kernel(self.kernel_name, device)
 
+    def _kernel_of(self, request: Request) -> AttentionKernel:
+        return registry.capped_kernel(self.kernel(request.device), self.kernel_name, request.softcap)
+
     def _make_plan(self, request: Request) -> Plan | GivenSchedule:
         from tokenring.schedule.names import named_schedule
 
@@ -340,7 +346,7 @@ class ContextParallel(Standing):
             return given(made, f"asked for by name: {asked}")
         transport = self.transport_for(request.device, request.workload)
         target = None if transport is None else transport.target
-        kernel, modes = self.kernel(request.device), registry.modes_of(self._transport, self._group, request.device)
+        kernel, modes = self._kernel_of(request), registry.modes_of(self._transport, self._group, request.device)
         found = self._planner.plan(request, (q_layout, kv_layout), kernel, target, modes)
         why = getattr(transport, "why", "")  # of those that are chosen among several
         return replace(found, reason=f"{found.reason}; {why}") if why else found
@@ -364,7 +370,7 @@ class ContextParallel(Standing):
 
     def _plan_together(self, transport: Transport, request: Request) -> None:
         """Take rank 0's plan on all ranks. Raises ConfigurationError, on every rank, where nothing fits."""
-        self.kernel(request.device)  # raises where there is none, before others wait for a plan
+        self._kernel_of(request)  # raises where there is none, before others wait for a plan
         agreed = self._planner.together(transport, request, self._layouts(request), lambda: self.plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
@@ -376,7 +382,7 @@ class ContextParallel(Standing):
         from tokenring.runtime.executor import Executor
         from tokenring.runtime.message_groups import connect
 
-        schedule, kernel = self._taken(request).schedule, self.kernel(request.device)
+        schedule, kernel = self._taken(request).schedule, self._kernel_of(request)
         if reason := no_kernel(self, request, direction):
             raise UnsupportedError(reason)
         transport = self._carrier(request)
@@ -388,6 +394,6 @@ class ContextParallel(Standing):
         with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
             return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
 
-    def _describe(self, request: Request, direction: Pass) -> Description:
+    def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
-        return describe(self, request, direction, schedule, self._plans)
+        return describe(self, request, direction, schedule, self._plans, notes)

@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 
 from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
-from tokenring.runtime.bound_kernel import checked_scale
+from tokenring.runtime.bound_kernel import checked_scale, checked_softcap
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
-from tokenring.sequence.workload import Request, Workload
+from tokenring.sequence.workload import DTYPES, Request, Workload
 
 Order = Literal["bthd", "bhtd"]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -45,11 +45,14 @@ def make_request(
     scale: float | None,
     training: bool | None = None,
     is_causal: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> Request:
     """Return a call's request, after checks that everything fits together. training None: if gradients are on."""
     training = torch.is_grad_enabled() if training is None else training
-    differentiable = any(x.requires_grad for x in (q, k, v))
-    return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable)
+    check_sinks(sinks, q)
+    differentiable = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable, softcap)
 
 
 def request_of(
@@ -61,11 +64,13 @@ def request_of(
     scale: float | None,
     training: bool,
     differentiable: bool,
+    softcap: float | None = None,
 ) -> Request:
     """Return a call's request where autograd's mode was another one when the call was made, as in a compiled graph."""
     mask = Full() if mask is None else mask
     workload = _workload(q, k, v, cp, mask)
-    return Request(workload, mask, checked_scale(scale, q.shape[-1]), training, q.device, differentiable)
+    scale, softcap = checked_scale(scale, q.shape[-1]), checked_softcap(softcap)
+    return Request(workload, mask, scale, training, q.device, differentiable, softcap)
 
 
 def call_inputs(
@@ -99,6 +104,30 @@ def check_tensors(*qkv: torch.Tensor) -> None:
         check_tensor("attention", x)
     if sparse := [x.layout for x in qkv if x.layout != torch.strided]:
         raise UnsupportedError(f"attention of {sparse[0]} tensors is not supported; make q, k and v dense and padded")
+
+
+def wrong_type(sinks: object) -> str | None:
+    """Say that sinks are no tensor, which no operator can be given; None: they are, or there are none."""
+    if sinks is None or isinstance(sinks, torch.Tensor):
+        return None
+    return f"sinks are of type {type(sinks).__name__}; give a tensor with a logit for each query head, or None"
+
+
+def check_sinks(sinks: object, q: torch.Tensor) -> None:
+    """Raise ConfigurationError or UnsupportedError unless these are None, or sinks for q [B, T, H, D]."""
+    if (wrong := wrong_type(sinks)) is not None:
+        raise ConfigurationError(wrong)
+    if not isinstance(sinks, torch.Tensor):
+        return
+    check_tensors(sinks)
+    if q.dim() == 4 and sinks.shape != q.shape[2:3]:
+        raise ConfigurationError(
+            f"sinks are {list(sinks.shape)}, and q has {q.shape[2]} heads here: give a logit for each, [{q.shape[2]}]"
+        )
+    if sinks.dtype not in DTYPES:
+        raise UnsupportedError(f"sinks in {sinks.dtype} are not supported; give them in float32, or as q is")
+    if sinks.device != q.device:
+        raise ConfigurationError(f"sinks are on {sinks.device}, and q on {q.device}: move them there")
 
 
 def under_autocast(x: torch.Tensor) -> torch.Tensor:

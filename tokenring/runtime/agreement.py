@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -35,11 +35,19 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("tokenring")
 REFUSED = "refused"  # the field of a rank that makes no call, with the reason
+SINKS, LSE_GRADIENT = "sinks", "gradient of lse"  # notes: of what a call has besides its request
 TOLD = "_tokenring_told"  # of an error that passes through several calls, as in a checkpoint: it is told once
 
 
 class Disagreement(ConfigurationError):
-    """The ranks make different calls. No rank has used anything of another, and all can go on."""
+    """The ranks make different calls. No rank has used anything of another, and all can go on.
+
+    fields: of the descriptions, those in which the ranks differ; the same on all ranks.
+    """
+
+    def __init__(self, message: str, fields: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.fields = frozenset(fields)
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,13 @@ class Description:
         return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest())
 
 
-def describe(cp: Caller, request: Request, direction: Pass, schedule: str, planned: bool) -> Description:
-    """Describe all that ranks must agree on. schedule: as text, with all its content. planned: if it is chosen here."""
+def describe(
+    cp: Caller, request: Request, direction: Pass, schedule: str, planned: bool, notes: Sequence[str] = ()
+) -> Description:
+    """Describe all that ranks must agree on.
+
+    schedule: as text, with all its content. planned: if it is chosen here. notes: SINKS, LSE_GRADIENT.
+    """
     transport = cp.made_transport(request.device)
     most = None if transport is None else transport.target.most_connections  # by this rank's environment
     return Description.of(
@@ -66,6 +79,7 @@ def describe(cp: Caller, request: Request, direction: Pass, schedule: str, plann
             **{field.name: getattr(request.workload, field.name) for field in fields(Workload)},
             "mask": request.mask,
             "scale": repr(request.scale),
+            **({"softcap": repr(request.softcap)} if request.softcap else {}),
             "gradients enabled": request.training,
             "device": request.device.type,
             "layout": cp.layout if isinstance(cp.layout, str) else named_digest(cp.layout),
@@ -74,6 +88,7 @@ def describe(cp: Caller, request: Request, direction: Pass, schedule: str, plann
             "kernel": no_kernel(cp, request, direction) or "computes it",
             **({} if most is None else {"communicators at most": most}),
             **({"planned for": "both passes" if request.backward else "forward"} if planned else {}),
+            **dict.fromkeys(notes, "given"),
         }
     )
 
@@ -84,10 +99,10 @@ def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
     Ranks may differ in it by what is installed on them.
     """
     from tokenring.backends.merging.mergers import merge_refusal
-    from tokenring.backends.registry import kernel_refusal
+    from tokenring.backends.registry import capped_kernel, kernel_refusal
 
     try:
-        kernel = cp.kernel(request.device)
+        kernel = capped_kernel(cp.kernel(request.device), cp.kernel_name, request.softcap)
     except TokenRingError as error:
         return str(error)
     reason = kernel_refusal(kernel, request.workload, request.device, direction)
@@ -109,7 +124,8 @@ def agree(transport: Transport, mine: Description) -> None:
     def judge(digests: list[bytes]) -> None:
         if any(digest != mine.digest for digest in digests):
             texts = transport.exchange_text(json.dumps(mine.fields).encode(), "what differs")
-            raise Disagreement(_difference([dict(json.loads(text)) for text in texts]))
+            descriptions = [dict(json.loads(text)) for text in texts]
+            raise Disagreement(_difference(descriptions), _differing(descriptions))
 
     if transport.target.deferring:
         transport.begin_call(mine.digest, "the call", judge)
@@ -141,15 +157,19 @@ def _difference(descriptions: list[dict[str, str]]) -> str:
     """Return the reasons of ranks that refused; else each field in which ranks differ, with its values and ranks."""
     if any(REFUSED in fields for fields in descriptions):
         return refusals([fields.get(REFUSED) for fields in descriptions])
-    names = dict.fromkeys(name for fields in descriptions for name in fields)
     found = []
-    for name in names:
+    for name in _differing(descriptions):
         values = [fields.get(name, "nothing") for fields in descriptions]
         counted = Counter(values).most_common()  # the more common value first
-        if len(counted) > 1:
-            parts = [f"{_ranks(values, value)}: {value}" for value, _ in counted]
-            found.append(f"{name}: {'; '.join(parts)}")
+        parts = [f"{_ranks(values, value)}: {value}" for value, _ in counted]
+        found.append(f"{name}: {'; '.join(parts)}")
     return f"the ranks disagree, so the call was not made. {'. '.join(found)}. Make the same call on every rank"
+
+
+def _differing(descriptions: list[dict[str, str]]) -> list[str]:
+    """Return the fields that differ."""
+    names = dict.fromkeys(name for fields in descriptions for name in fields)
+    return [name for name in names if len({fields.get(name) for fields in descriptions}) > 1]
 
 
 def refusals(texts: Sequence[str | None]) -> str:

@@ -12,9 +12,11 @@ fp32 makes q zero: (-q)·k·|scale| and 0·k·1 are what q·k·scale is, exactly
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -146,6 +148,17 @@ def checked_scale(given: object, head_dim: int) -> float:
     return scale
 
 
+def checked_softcap(given: object) -> float:
+    """Return the soft cap as a number; None and 0 are none. Raises ConfigurationError unless it is positive."""
+    if given is None:
+        return 0.0
+    number = isinstance(given, Real) and not isinstance(given, bool)
+    if not number or not 0 <= (cap := cast(float, given)) <= sys.float_info.max:
+        shown = f"of type {type(given).__name__}" if not number else repr(given)
+        raise ConfigurationError(f"softcap is {shown}; give a positive number, such as 50.0, or 0 for none")
+    return float(cap)
+
+
 def _largest(head_dim: int) -> str:
     return (
         f"give a number up to 2^24/D in size, which is {WHOLE / max(head_dim, 1):.9g} for head dim {head_dim}, "
@@ -159,6 +172,21 @@ def folded(kernel: Any, scale: float) -> tuple[Any, float]:
         return kernel, scale
     sign = -1.0 if scale <= -LEAST else 0.0
     return _Folded(kernel, sign), -scale if sign else 1.0
+
+
+def for_any_delta(kernel: Any, scale: float) -> Callable[[], Any]:
+    """Return a getter of a kernel that computes with this scale, and takes any delta; it is imported when first asked.
+
+    Of a delta that holds a gradient of lse: see `backends.kernels.lse_gradient`.
+    """
+
+    @cache
+    def made() -> Any:
+        from tokenring.backends.kernels.lse_gradient import AnyDelta
+
+        return folded(AnyDelta(kernel), scale)[0]
+
+    return made
 
 
 class _Folded:

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class ActiveCall:
-    """The tensors of one call. `own` holds q, k, v, dout [B, T, H, D] and lse, delta [B, H, T] by name."""
+    """The tensors of one call. `own` holds q, k, v, dout [B, T, H, D] and lse, delta [B, H, T] by name.
+
+    lse_gradient: on some rank a gradient flows into lse; on this one if `own` has a dlse [B, H, T].
+    """
 
     own: dict[str, torch.Tensor]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # slot → bytes that outlive the pass
     outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # slot → field → [T, B, H, ...]
     handles: dict[int, Work] = field(default_factory=dict)
+    lse_gradient: bool = False
 
 
 Step = Callable[[ActiveCall], None]

@@ -19,6 +19,7 @@ class Caller(Protocol):
     world_size: int
     layout: str | Layout
     pieces: int | None
+    kernel_name: str
     turn: Turn
 
     def kernel(self, device: torch.device) -> AttentionKernel:

@@ -32,7 +32,7 @@ from tokenring.lowering.program import (
     Wait,
 )
 from tokenring.runtime.agreement import Disagreement, settle
-from tokenring.runtime.bound_kernel import folded, holding, patches, spanned, together
+from tokenring.runtime.bound_kernel import folded, for_any_delta, holding, patches, spanned, together
 from tokenring.runtime.call import ActiveCall, Step, profiling, ranged, run_steps
 from tokenring.runtime.message_groups import Collectives, grouped, placed, settled
 from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
@@ -250,12 +250,14 @@ class _Binder:
     def _attend(self, attend: Attend) -> Step:
         patch, direction = attend.patch, self.program.direction
         kernel, scale = folded(self.kernel, self.scale)
+        others = for_any_delta(self.kernel, self.scale)
         operands = self._operands(attend, attend)
         sinks = [self._sink(attend, result) for result in attend.results]
 
         def attend_tile(call: ActiveCall) -> None:
             given, out = operands(call)
-            made = getattr(kernel, direction)(*given, **out, patch=patch, scale=scale)
+            taken = others() if call.lse_gradient else kernel
+            made = getattr(taken, direction)(*given, **out, patch=patch, scale=scale)
             for sink in sinks:
                 sink(call, made)
 
@@ -267,10 +269,12 @@ class _Binder:
         parts, (kernel, scale) = patches(attends), folded(self.kernel, self.scale)
         operands = self._operands(attends[0], attends[-1])
         sinks = [[self._sink(attend, result) for result in attend.results] for attend in attends]
-        compute = kernel.forward_packed if self.forward else kernel.backward_packed
+        others = for_any_delta(self.kernel, self.scale)
+        plainly = kernel.forward_packed if self.forward else kernel.backward_packed
 
         def attend_patches(call: ActiveCall) -> None:
             given, out = operands(call)
+            compute = others().backward_packed if call.lse_gradient else plainly
             for made, each in zip(compute(*given, **out, patches=parts, scale=scale), sinks, strict=True):
                 for sink in each:
                     sink(call, made)
@@ -286,12 +290,21 @@ class _Binder:
         if self.forward:
             return lambda call: ((q(call), k(call), v(call)), {})
         dout, lse = self._operand(q_span, "dout", "q"), self._operand(q_span, "lse", "q")
-        # The owner of q has out; elsewhere delta came with q.
-        if q_span.slot == OWN:
-            out = self._operand(q_span, "out", "q")
-            return lambda call: ((dout(call), q(call), k(call), v(call), lse(call), None), {"out": out(call)})
         delta = self._operand(q_span, "delta", "q")
-        return lambda call: ((dout(call), q(call), k(call), v(call), lse(call), delta(call)), {})
+
+        def by_delta(call: ActiveCall) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+            return (dout(call), q(call), k(call), v(call), lse(call), delta(call)), {}
+
+        if q_span.slot != OWN:  # delta came with q
+            return by_delta
+        out = self._operand(q_span, "out", "q")
+
+        def by_out(call: ActiveCall) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+            if "dlse" in call.own:  # which delta holds, and out does not
+                return by_delta(call)
+            return (dout(call), q(call), k(call), v(call), lse(call), None), {"out": out(call)}
+
+        return by_out
 
     def _sink(self, attend: Attend, result: Result) -> Sink:
         """Return a function that writes rows of a kernel's result to where they belong."""

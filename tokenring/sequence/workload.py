@@ -73,7 +73,7 @@ class Request:
     """One kind of attention call, as this rank sees it.
 
     training: gradients are enabled. differentiable: an input wants some, also where they are not enabled now, as in a
-    reentrant checkpoint; ranks may differ in that. backward: a plan is for both passes.
+    reentrant checkpoint; ranks may differ in that. softcap: of scores; 0: none. backward: a plan is for both passes.
     """
 
     workload: Workload
@@ -82,6 +82,7 @@ class Request:
     training: bool
     device: torch.device
     differentiable: bool = field(default=False, compare=False)
+    softcap: float = 0.0
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:

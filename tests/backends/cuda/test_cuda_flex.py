@@ -102,7 +102,7 @@ class Aux(NamedTuple):
 
 def differentiable(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, scale: float, enable_gqa: bool,
-    return_aux: Any = None, return_lse: bool = False,
+    return_aux: Any = None, return_lse: bool = False, score_mod: Any = None,
 ) -> tuple[torch.Tensor, Aux]:  # fmt: skip
     """flex_attention written out, out and lse differentiable, in fp32."""
     assert return_aux is not None or return_lse
@@ -110,6 +110,7 @@ def differentiable(
     groups, dtype = q.shape[1] // k.shape[1], q.dtype
     q, k, v = q.float(), *(x.float().repeat_interleave(groups, dim=1) for x in (k, v))
     scores = q @ k.mT * scale
+    scores = scores if score_mod is None else score_mod(scores, None, None, None, None)
     if block_mask is not None:
         scores = scores.masked_fill(~pairs(block_mask, q.shape[2], k.shape[2]), -math.inf)
     empty = (scores == -math.inf).all(dim=-1, keepdim=True)

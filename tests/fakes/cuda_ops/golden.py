@@ -23,10 +23,10 @@ class Forward(NamedTuple):
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float,
-    empty: tuple[float, float],
+    empty: tuple[float, float], softcap: float = 0.0,
 ) -> Forward:  # fmt: skip
     """empty: out and lse of a row that sees nothing."""
-    scores = _scores(q, k, visible, scale)
+    scores = _scores(q, k, visible, scale, softcap)
     lse = torch.logsumexp(scores, dim=-1)
     weights = _as_operand(torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), q.dtype)
     out = weights @ _repeated(v, q).double()
@@ -37,13 +37,16 @@ def forward(
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    visible: torch.Tensor, scale: float, rounds_heads: bool,
+    visible: torch.Tensor, scale: float, rounds_heads: bool, softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """rounds_heads: dk and dv of each query head are rounded before those of one kv head are added up."""
-    p = torch.exp(_scores(q, k, visible, scale) - lse.double()[..., None])
+    p = torch.exp(_scores(q, k, visible, scale, softcap) - lse.double()[..., None])
     wide_k, wide_v, wide = _repeated(k, q).double(), _repeated(v, q).double(), dout.double()
     delta = (wide * out.double()).sum(dim=-1, keepdim=True)
-    ds = _as_operand(p * (wide @ wide_v.mT - delta), q.dtype) * scale
+    ds = p * (wide @ wide_v.mT - delta)
+    if softcap:  # flash_bwd_kernel.h: dtanh, before ds is rounded
+        ds = ds * (1 - torch.tanh(q.double() @ wide_k.mT * scale / softcap).square())
+    ds = _as_operand(ds, q.dtype) * scale
     dk, dv = ds.mT @ q.double(), _as_operand(p, q.dtype).mT @ wide
     if rounds_heads:
         dk, dv = dk.to(q.dtype).double(), dv.to(q.dtype).double()
@@ -52,7 +55,13 @@ def backward(
     return (ds @ wide_k).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:  # fmt: skip
+    if softcap:  # before it is hidden (flash_fwd_kernel.h, apply_softcap)
+        return (softcap * torch.tanh(q.double() @ _repeated(k, q).double().mT * scale / softcap)).masked_fill(
+            ~visible, -math.inf
+        )
     # Hidden before they are scaled, as in flash attention (softmax.h, scale_apply_exp2: the maximum is that of scores
     # not scaled yet): a negative scale makes -inf to +inf, one of zero to NaN.
     return (q.double() @ _repeated(k, q).double().mT).masked_fill(~visible, -math.inf) * scale

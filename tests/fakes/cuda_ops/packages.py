@@ -33,25 +33,26 @@ class CustomOperator:
 
 def compute(
     release: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor,
-    empty_lse: float = math.inf,
+    empty_lse: float = math.inf, softcap: float = 0.0,
 ) -> golden.Forward:  # fmt: skip
     """out [B, S, H, D], lse [B, H, S]."""
     note(release, rows=q.shape[1], cols=k.shape[1])
     _check(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = golden.forward(q, k, v, visible, scale, (0.0, empty_lse))
+    out, lse = golden.forward(q, k, v, visible, scale, (0.0, empty_lse), softcap)
     return golden.Forward(out.transpose(1, 2).contiguous(), lse.contiguous())
 
 
 def compute_gradients(
-    release: str, operands: tuple[torch.Tensor, ...], lse: torch.Tensor, scale: float, visible: torch.Tensor
+    release: str, operands: tuple[torch.Tensor, ...], lse: torch.Tensor, scale: float, visible: torch.Tensor,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv [B, S, H, D]. operands: dout, q, k, v, out."""
     note(f"{release} backward", rows=operands[1].shape[1], cols=operands[2].shape[1])
     _check(*operands)
     dout, q, k, v, out = (x.transpose(1, 2) for x in operands)
     lse = golden.as_contiguous(lse, *q.shape[:3])
-    made = golden.backward(dout, q, k, v, out, lse, visible, scale, rounds_heads=True)
+    made = golden.backward(dout, q, k, v, out, lse, visible, scale, True, softcap)
     return tuple(x.transpose(1, 2).contiguous() for x in made)
 
 
@@ -75,41 +76,40 @@ def _neutral(**values: Any) -> None:
 
 
 def forward_2_5(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax):  # type: ignore[no-untyped-def]
-    _neutral(dropout=dropout_p, alibi=alibi_slopes, debug=return_softmax)
-    out, lse = compute("2.5", q, k, v, softmax_scale, _second(q, k, causal, *window_size))
-    return out, q, k, v, out, lse, None, torch.empty(2)
+    return older_forward(q, k, v, dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, return_softmax)
 
 
 def backward_2_5(  # type: ignore[no-untyped-def]
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, alibi_slopes,
     deterministic, rng_state=None,
 ):  # fmt: skip
-    _neutral(dropout=dropout_p, alibi=alibi_slopes, seeds=rng_state)
-    visible = _second(q, k, causal, *window_size)
-    made = compute_gradients("2.5", (dout, q, k, v, out), softmax_lse, softmax_scale, visible)
-    for target, each in zip((dq, dk, dv), made, strict=True):
-        target.copy_(each)
-    return dq, dk, dv, torch.empty(0)
-
-
-older_forward: Any = forward_2_5
-older_backward: Any = backward_2_5
+    return older_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes,
+        deterministic, rng_state,
+    )  # fmt: skip
 
 
 def forward_2_6(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax):  # type: ignore[no-untyped-def]
-    _neutral(softcap=softcap)
-    return older_forward(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax)
+    _neutral(dropout=dropout_p, alibi=alibi_slopes, debug=return_softmax)
+    visible = _second(q, k, causal, *window_size)
+    out, lse = compute("2.6", q, k, v, softmax_scale, visible, softcap=softcap)
+    return out, q, k, v, out, lse, None, torch.empty(2)
 
 
 def backward_2_6(  # type: ignore[no-untyped-def]
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, softcap,
     alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    _neutral(softcap=softcap)
-    return older_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, alibi_slopes,
-        deterministic, rng_state,
-    )  # fmt: skip
+    _neutral(dropout=dropout_p, alibi=alibi_slopes, seeds=rng_state)
+    visible = _second(q, k, causal, *window_size)
+    made = compute_gradients("2.6", (dout, q, k, v, out), softmax_lse, softmax_scale, visible, softcap)
+    for target, each in zip((dq, dk, dv), made, strict=True):
+        target.copy_(each)
+    return dq, dk, dv, torch.empty(0)
+
+
+older_forward: Any = forward_2_6
+older_backward: Any = backward_2_6
 
 
 # ---------- 2.7, 2.8: custom operators, four results
@@ -120,8 +120,9 @@ def forward_2_8(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    _neutral(dropout=dropout_p, softcap=softcap, alibi=alibi_slopes, debug=return_softmax)
-    out, lse = compute("2.8", q, k, v, softmax_scale, _second(q, k, causal, window_size_left, window_size_right))
+    _neutral(dropout=dropout_p, alibi=alibi_slopes, debug=return_softmax)
+    visible = _second(q, k, causal, window_size_left, window_size_right)
+    out, lse = compute("2.8", q, k, v, softmax_scale, visible, softcap=softcap)
     return out, lse, torch.empty(0), torch.empty(2)
 
 
@@ -131,10 +132,9 @@ def backward_2_8(
     dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
     softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool, rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    _neutral(softcap=softcap)
     older_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
-        (window_size_left, window_size_right), alibi_slopes, deterministic, rng_state,
+        (window_size_left, window_size_right), softcap, alibi_slopes, deterministic, rng_state,
     )  # fmt: skip
     return torch.empty(0)
 
@@ -150,7 +150,7 @@ def forward_3(  # type: ignore[no-untyped-def]
     softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     visible = golden.third_version(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    out, lse = compute("3", q, k, v, softmax_scale, visible)
+    out, lse = compute("3", q, k, v, softmax_scale, visible, softcap=softcap)
     return out, lse, torch.empty(0), torch.empty(0)
 
 
@@ -160,7 +160,7 @@ def backward_3(  # type: ignore[no-untyped-def]
     window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
     visible = golden.third_version(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
-    made = compute_gradients("3", (dout, q, k, v, out), softmax_lse, softmax_scale, visible)
+    made = compute_gradients("3", (dout, q, k, v, out), softmax_lse, softmax_scale, visible, softcap)
     for target, each in zip((dq, dk, dv), made, strict=True):
         target.copy_(each)
     return torch.empty(0)
@@ -183,6 +183,7 @@ def forward_4(  # type: ignore[no-untyped-def]
     pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, cu_total_m_blocks=None,
     cu_total_n_blocks=None, return_lse=False, out=None, lse=None, aux_tensors=None,
 ):  # fmt: skip
+    _neutral(softcap=softcap)
     visible = _fourth(q, k, causal, window_size_left, window_size_right)
     made = compute("4", q, k, v, softmax_scale, visible, -math.inf)
     return made.out, made.lse if return_lse else None
@@ -194,6 +195,7 @@ def backward_4(  # type: ignore[no-untyped-def]
     num_stages_dO=2, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
     max_seqlen_k=None, deterministic=False, dlse=None,
 ):  # fmt: skip
+    _neutral(softcap=softcap)
     visible = _fourth(q, k, causal, window_size_left, window_size_right)
     return compute_gradients("4", (dout, q, k, v, out), lse, softmax_scale, visible)
 

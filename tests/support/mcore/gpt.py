@@ -38,6 +38,7 @@ class Job:
     documents: tuple[tuple[int, int], ...] = ()  # of packed ones: (real, padded) tokens
     dtype: torch.dtype = torch.float32
     seed: int = 1
+    softmax: str = "vanilla"
 
     @property
     def whole(self) -> Job:
@@ -64,6 +65,7 @@ class Job:
             pipeline_dtype=self.dtype,
             calculate_per_token_loss=True,  # so that Megatron's loop takes our losses as they are
             cp_comm_type=per_layer(self.cp_comm_type) if isinstance(self.cp_comm_type, tuple) else self.cp_comm_type,
+            **({} if self.softmax == "vanilla" else {"softmax_type": self.softmax}),
             **recompute,
         )
 
@@ -74,6 +76,10 @@ class WholeAttention(torch.nn.Module):
     def __init__(self, config: Any, **rest: Any) -> None:
         super().__init__()
         self.scale = 1 / math.sqrt(config.kv_channels)
+        kind, sinks = getattr(config, "softmax_type", "vanilla"), torch.zeros(config.num_attention_heads)
+        self.softmax_offset: torch.Tensor | None = sinks if kind == "off-by-one" else None
+        if kind == "learnable":
+            self.softmax_offset = torch.nn.Parameter(config.init_method(sinks) * 50)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any, packed_seq_params: Any = None,
@@ -85,7 +91,11 @@ class WholeAttention(torch.nn.Module):
         k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
         hidden = ~visible(q.shape[0], packed_seq_params)
         scores = torch.einsum("sbhd,tbhd->bhst", q, k) * self.scale
-        shares = torch.softmax(scores.masked_fill(hidden, -1e30), dim=-1).masked_fill(hidden, 0.0)
+        scores = scores.masked_fill(hidden, -1e30)
+        if self.softmax_offset is not None:
+            sinks = self.softmax_offset.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        shares = torch.softmax(scores, dim=-1)[..., : k.shape[0]].masked_fill(hidden, 0.0)
         out = torch.einsum("bhst,tbhd->sbhd", shares, v).flatten(2)
         return out[:, 0] if packed else out
 

@@ -89,6 +89,23 @@ def _sum_of_shares(share: torch.Tensor) -> float:
     return total.item()
 
 
+def kept_sinks(here: Here, job: Job) -> bool:
+    """Tell whether plain and distributed checkpoints hold the sinks of every layer, these along their heads."""
+    from megatron.core import parallel_state as state
+
+    layers = attentions(build(here, job))
+    groups = {"dp_cp_group": state.get_data_parallel_group(with_context_parallel=True)}
+    made = [each.sharded_state_dict("it.", (), groups) for each in layers]
+    with torch.no_grad():
+        layers[0].load_state_dict({"softmax_offset": torch.arange(job.heads), "_extra_state": None})
+    return (
+        all(list(each) == ["it.softmax_offset"] for each in made)
+        and all(each["it.softmax_offset"].global_shape == (job.heads,) for each in made)
+        and torch.equal(layers[0].softmax_offset.detach(), torch.arange(job.heads).to(layers[0].softmax_offset))
+        and bool(layers[1].softmax_offset.std() > 0)  # as the config initialises it
+    )
+
+
 def train(
     here: Here, job: Job, steps: int, whole_attention: bool = False, learning_rate: float = LEARNING_RATE
 ) -> list[tuple[float, float]]:

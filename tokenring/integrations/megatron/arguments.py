@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.megatron.softmax import KINDS
 
 OPTIONS = ("transport", "topology", "memory_limit_bytes", "kernel", "pieces", "timeout_seconds")  # of ContextParallel
 WITHOUT_ATTENTION = {"mlp", "moe", "moe_router", "moe_preprocess", "mamba"}  # scopes of CUDA graphs
@@ -27,8 +28,8 @@ def check_layer(config: Any, attention_type: str, attention_dropout: float | Non
             f"attention of type {attention_type!r} is not supported: keep Megatron's own core_attention for it"
         )
     softmax = getattr(config, "softmax_type", "vanilla")
-    if softmax != "vanilla":
-        raise UnsupportedError(f"softmax_type {softmax!r} (attention sinks) is not supported: use 'vanilla'")
+    if softmax not in KINDS:
+        raise UnsupportedError(f"softmax_type {softmax!r} is not supported: use one of {', '.join(KINDS)}")
     for name in ("qk_clip", "log_max_attention_logit"):
         if getattr(config, name, False):
             raise UnsupportedError(f"{name} is not supported, {LOGITS}: set config.{name}=False")

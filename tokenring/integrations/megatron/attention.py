@@ -18,6 +18,7 @@ from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.options import framework_seconds
 from tokenring.integrations.megatron.packed import attend_packed
 from tokenring.integrations.megatron.schedules import schedule_of_layer
+from tokenring.integrations.megatron.softmax import offset_of_layer, sharded_offset
 from tokenring.integrations.megatron.version import check_version, warn_if_not_run
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 class TokenRingAttention(torch.nn.Module):
     """Attention of one layer; for `core_attention` in a layer spec, as a class or in a ModuleSpec with `params`.
 
-    It has no parameters and no buffers. Megatron gives all arguments up to model_comm_pgs; `params` may hold schedule,
+    It has no buffers, and one parameter where config.softmax_type is "learnable": softmax_offset, as Megatron's own has
+    it. Megatron gives all arguments up to model_comm_pgs; `params` may hold schedule,
     any_version and ContextParallel's options, as for use_tokenring; timeout_seconds is by default the framework's own
     (`options.framework_seconds`). Raises UnsupportedError for what no schedule
-    computes (dropout, sinks, cross attention, an unknown version), ConfigurationError for names and groups that are
+    computes (dropout, cross attention, an unknown version), ConfigurationError for names and groups that are
     wrong or missing.
     """
 
@@ -61,8 +63,10 @@ class TokenRingAttention(torch.nn.Module):
         self.schedule = schedule_of_layer(cp_comm_type, schedule, config)
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window = window_of_layer(config, layer_number)
+        self.softmax_offset = offset_of_layer(config)
         group = group_of_layer(config, pg_collection, model_comm_pgs)
         self.group = kept(group)
+        self._tp_group = getattr(pg_collection or model_comm_pgs, "tp", None)
         self.options = {**options, "tensor_parallel": getattr(config, "tensor_model_parallel_size", 1)}
         if "timeout_seconds" not in options and (seconds := framework_seconds(config, group)) is not None:
             self.options["timeout_seconds"] = seconds
@@ -103,7 +107,13 @@ class TokenRingAttention(torch.nn.Module):
     ) -> torch.Tensor:
         check_shapes(q, k, contexts.ranks)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return contexts.attend(self.schedule, q, k, v, mask, self.softmax_scale, self._training).transpose(0, 1)
+        sinks = self._sinks(q)
+        made = contexts.attend(self.schedule, q, k, v, mask, self.softmax_scale, self._training, sinks=sinks)
+        return made.transpose(0, 1)
+
+    def _sinks(self, q: torch.Tensor) -> torch.Tensor | None:
+        """Return a logit for each head, where the queries are; None: there are none."""
+        return None if self.softmax_offset is None else self.softmax_offset.to(q.device)
 
     def _packed(
         self, contexts: Contexts, params: Any, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -113,7 +123,7 @@ class TokenRingAttention(torch.nn.Module):
         return attend_packed(
             q, k, v, packing, mask,
             lambda q, k, v, mask: contexts.attend(
-                self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True
+                self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True, sinks=self._sinks(q)
             ),
         )  # fmt: skip
 
@@ -135,6 +145,12 @@ class TokenRingAttention(torch.nn.Module):
         """Load nothing: checkpoints of models with TransformerEngine's attention have a state of it, ours has none."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest, **more)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return learned sinks as Megatron's distributed checkpoints want them; nothing else is kept."""
+        return sharded_offset(self, prefix, sharded_offsets, metadata, self._tp_group)
 
     def extra_repr(self) -> str:
         """Return the schedule and the layer's number, for the module's repr."""

@@ -117,6 +117,7 @@ class Contexts:
         scale: float,
         training: bool,
         any_length: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return out [B, T, Hq, D] of tokens that this rank holds.
 
@@ -125,13 +126,13 @@ class Contexts:
         """
         cp = taken = self.context(schedule, q_BTHD.device)
         if self.ranks == 1 or torch.compiler.is_compiling():
-            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)[0]
-        q, k, v, request = prepared(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training)
+            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks)[0]
+        q, k, v, request = prepared(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks)
         kind = request
         if any_length:
             kind = _nominal(request, self.ranks)
             taken = self._for_size(schedule, kind, request)
-        out, _ = attend_as(q, k, v, taken, request)
+        out, _ = attend_as(q, k, v, taken, request, sinks)
         self.announce(schedule, kind)
         return out
 

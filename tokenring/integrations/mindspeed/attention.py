@@ -37,6 +37,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             # In subclasses of theirs, in windows and with head dims of its own MindSpeed's does something else.
             widths = kwargs.get("k_channels"), kwargs.get("v_channels")
             self._plain = type(self) is MindSpeedTokenRingAttention and self.window is None and widths == (None, None)
+            self._plain = self._plain and self.softmax_offset is None
             # MindSpeed's, where it may be taken; in a tuple, or it would be part of checkpoints.
             self._own = (own(*args, **kwargs),) if self._compares else ()
 
