@@ -91,7 +91,7 @@ def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
     except TokenRingError as error:
         return str(error)
     reason = kernel_refusal(kernel, request.workload, request.device, direction)
-    return reason or (merge_refusal(request.device, request.workload.head_dim) if cp.world_size > 1 else None)
+    return reason or (merge_refusal(request.device, request.workload.value_dim) if cp.world_size > 1 else None)
 
 
 def named_digest(some: Layout | Schedule) -> str:
