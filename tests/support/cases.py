@@ -5,6 +5,7 @@ Apart from test_exactness.py, because ranks import it, and should not make the g
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -168,11 +169,19 @@ class Case:
         return attention64(q, k, v, dout, allowed(self.mask, self.q_length, self.kv_length), scale)
 
     def one_process(self, scale: float | None = None) -> Attention:
-        """torch's kernel over the whole sequence, in the case's dtype."""
+        """torch's flash kernel over the whole sequence, in the case's dtype; values of another width with zeros beside.
+
+        Without these torch takes another kernel, which computes bf16 in fp32 throughout.
+        """
         dense = self.mask != Full() and self.mask != Causal()
         visible = allowed(self.mask, self.q_length, self.kv_length) if dense else None
-        q, k, v, dout = self.inputs()
-        return whole_sdpa(q, k, v, dout, visible, self.mask == Causal(), scale)
+        given, of_keys, of_values = self.inputs(), self.head_dim, self.value_dim or self.head_dim
+        if of_values > of_keys and scale is None:  # else it would be that of the wider ones
+            scale = 1 / math.sqrt(of_keys)
+        widest = max(of_keys, of_values)
+        q, k, v, dout = (torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in given)
+        out, lse, dq, dk, dv = whole_sdpa(q, k, v, dout, visible, self.mask == Causal(), scale)
+        return Attention(out[..., :of_values], lse, dq[..., :of_keys], dk[..., :of_keys], dv[..., :of_values])
 
     def whole(self, parts: list[Local]) -> Attention:
         """The ranks' parts put together in sequence order."""
