@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tokenring.backends.kernels.delta import whole_out
-from tokenring.backends.kernels.widths import cut, filled
+from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch
 
 BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted

@@ -18,7 +18,7 @@ import torch
 from tokenring.backends.kernels.decompose import Part, parts
 from tokenring.backends.kernels.delta import lean_out
 from tokenring.backends.kernels.reference import Reference
-from tokenring.backends.kernels.widths import cut, filled
+from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch
 
 HALF = (torch.float16, torch.bfloat16)

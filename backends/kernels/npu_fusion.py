@@ -30,7 +30,7 @@ from tokenring.backends.kernels.npu_masks import (
 from tokenring.backends.kernels.npu_operator import Operator, find
 from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
 from tokenring.backends.kernels.npu_trials import packs_in_token_order
-from tokenring.backends.kernels.widths import cut, filled
+from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch
 
 LARGEST_HEAD_DIM, MOST_HEADS = 768, 256

@@ -45,7 +45,8 @@ def test_captured_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     device = GraphDevice()
     monkeypatch.setattr(import_module("tokenring.api.capture"), "device_of", lambda where: device)
     cp = ContextParallel(schedule="ring")
-    made = capture(*inputs(0)[:3], cp, Causal())
+    q, k, v, _ = inputs(0)
+    made = capture(q, k, v, cp, Causal())
     for seed in (1, 2):
         plain = results(lambda q, k, v: attention(q, k, v, cp, Causal(), return_lse=True), inputs(seed))
         assert plain[0].shape == (1, 48, 4, 16) and same(results(made, inputs(seed)), plain)
@@ -56,8 +57,8 @@ def test_forms_of_a_call() -> None:
     cp = ContextParallel()
     q, k, v, dout = inputs(3)
     wanted = attention64(q, k, v, dout, allowed(Causal(), 48, 48), 0.3)
-    turned = (x.detach().transpose(1, 2) for x in (q, k, v))
-    out = attention(*turned, cp, Causal(), 0.3, order="bhtd")
+    turned_q, turned_k, turned_v = (x.detach().transpose(1, 2) for x in (q, k, v))
+    out = attention(turned_q, turned_k, turned_v, cp, Causal(), 0.3, order="bhtd")
     assert relative_error(out.transpose(1, 2), wanted.out) <= LIMITS["out"]
     wide = torch.randn(1, 48, 2, 32)
     assert torch.equal(attention(q, k, wide[..., ::2], cp), attention(q, k, wide[..., ::2].contiguous(), cp))

@@ -17,7 +17,7 @@ from tokenring.sequence.layout import zigzag
 
 EXACT = {"out": 2e-6, "dq": 5e-6, "dk": 5e-6, "dv": 5e-6}
 TOKENS, HEADS, WIDE, NARROW = 64, 4, 192, 128
-DOCUMENTS = (40, 24)  # of a pack
+DOCUMENTS = [40, 24]  # of a pack
 
 
 def inputs() -> list[torch.Tensor]:
@@ -29,7 +29,7 @@ def inputs() -> list[torch.Tensor]:
 def held(rank: int, ranks: int, packed: bool) -> torch.Tensor:
     """The positions of this rank's tokens: zigzag, of each document by itself where there are some."""
     rows, start = [], 0
-    for length in DOCUMENTS if packed else (TOKENS,):
+    for length in DOCUMENTS if packed else [TOKENS]:
         rows += [start + position for position in zigzag(ranks, length).positions(rank)]
         start += length
     return torch.tensor(rows)

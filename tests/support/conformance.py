@@ -119,7 +119,7 @@ def operands(tile: Tile, device: torch.device) -> Operands:
         record = torch.randn(tokens, sum(sizes), generator=random).to(device, tile.dtype)
         first, second = (
             part.unflatten(1, (tile.batch, heads, dim)).permute(1, 2, 0, 3)
-            for part, dim in zip(record.split(sizes, dim=1), dims, strict=True)
+            for part, dim in zip(torch.split(record, sizes, dim=1), dims, strict=True)
         )
         return (first, second) if tile.token_major else (first.contiguous(), second.contiguous())
 

@@ -60,10 +60,13 @@ def describe(cp: Caller, request: Request, direction: Pass, schedule: str, plann
     """Describe all that ranks must agree on. schedule: as text, with all its content. planned: if it is chosen here."""
     transport = cp.made_transport(request.device)
     most = None if transport is None else transport.target.most_connections  # by this rank's environment
+    sizes: dict[str, object] = {field.name: getattr(request.workload, field.name) for field in fields(Workload)}
+    if sizes["value_dim"] == sizes["head_dim"]:
+        sizes["value_dim"] = "head_dim"  # whatever that is: where it differs, it alone is named
     return Description.of(
         {
             "pass": direction,
-            **{field.name: getattr(request.workload, field.name) for field in fields(Workload)},
+            **sizes,
             "mask": request.mask,
             "scale": repr(request.scale),
             "gradients enabled": request.training,

@@ -30,7 +30,7 @@ from tokenring.backends.kernels.flex import Flex
 from tokenring.backends.kernels.numeric_trial import TILES, Kind, fault
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
-from tokenring.backends.kernels.widths import refusal_of
+from tokenring.backends.widths import refusal_of
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.sequence.region import Patch
 from tokenring.tables.trial_verdicts import Verdicts
@@ -157,11 +157,11 @@ class Noting(CpuFlash):
 
 def test_a_choice_is_of_widths() -> None:
     """What refused these values is taken for others; tables and trials are asked for both widths."""
-    first, second, cudnn = Noting("first", refuses=True), Noting("second"), TorchCudnn
+    first, second = Noting("first", refuses=True), Noting("second")
     asked: list[tuple[Any, ...]] = []
 
     def make(name: str) -> AttentionKernel:
-        return {"torch-cudnn": cudnn, "first": lambda: first, "second": lambda: second}[name]()
+        return TorchCudnn() if name == "torch-cudnn" else first if name == "first" else second
 
     def trial(kernel: AttentionKernel, direction: Pass, *of: Any) -> str:
         asked.append(("trial", *of))
