@@ -118,7 +118,7 @@ def operands(tile: Tile, device: torch.device) -> Operands:
         sizes = [tile.batch * heads * dim for dim in dims]
         record = torch.randn(tokens, sum(sizes), generator=random).to(device, tile.dtype)
         first, second = (
-            part.unflatten(1, (tile.batch, heads, dim)).permute(1, 2, 0, 3)
+            part.view(tokens, tile.batch, heads, dim).permute(1, 2, 0, 3)
             for part, dim in zip(torch.split(record, sizes, dim=1), dims, strict=True)
         )
         return (first, second) if tile.token_major else (first.contiguous(), second.contiguous())

@@ -1,7 +1,7 @@
 """Head shapes of ten real models: what the table of s* is computed for.
 
 DeepSeek's MLA has heads of 192 for Q and K (128 + 64 with the rotary part) and of 128 for V; it stands here as
-multi-head attention with these widths. Its latent (576 a token for all heads) is a payload of its own.
+multi-head attention with these widths: K and V travel, not the latent (576 a token for all heads).
 
 Of diffusion models the heads are those of the joint or the self-attention, over text and image together.
 """
