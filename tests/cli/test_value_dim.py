@@ -23,8 +23,11 @@ from tokenring.cli.bench.results import RaceCase
 from tokenring.cli.bench.sleeping import Sleeping
 from tokenring.cli.bench.table import case_text
 from tokenring.cli.main import main
+from tokenring.cli.plan.command import _parser
+from tokenring.cli.plan.options import ask
 from tokenring.lowering.footprint import FLOPS_PER_PAIR, flops_per_pair
 from tokenring.planner.bounds.cut import row_bytes
+from tokenring.planner.choosing.kept_plans import digest
 from tokenring.planner.machines.models import MODELS
 from tokenring.sequence.mask import Causal
 from tokenring.sequence.region import Patch
@@ -33,6 +36,7 @@ from tokenring.tables.kernel_rates import KernelKey, keep, kept, to_json
 from tokenring.tables.rates import constant
 
 CPU = torch.device("cpu")
+VALUES = ["--value-dim", "128"]
 SIZES = ["--seq", "8k", "--heads", "16", "--dim", "192"]
 PLAN = ["plan", "--topology", "preset:hgx-h100", "--ranks", "4", "--no-cache", *SIZES]
 
@@ -44,9 +48,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_plan_is_of_both_widths(capsys: pytest.CaptureFixture[str]) -> None:
     """Less to send and to compute; its JSON says the width only where it is another."""
-    text = said(capsys, *PLAN, "--value-dim", "128")
+    text = said(capsys, *PLAN, *VALUES)
     assert "16:16 heads × 192/128" in text
-    plans = [json.loads(said(capsys, *PLAN, "--json", *more)) for more in (["--value-dim", "128"], [])]
+    plans = [json.loads(said(capsys, *PLAN, "--json", *more)) for more in (VALUES, [])]
     narrow, wide = (Plan.from_json(json.dumps(each)) for each in plans)
     assert narrow.workload == replace(wide.workload, value_dim=128)
     assert plans[0]["workload"]["value_dim"] == 128 and "value_dim" not in plans[1]["workload"]
@@ -57,11 +61,18 @@ def test_a_plan_is_of_both_widths(capsys: pytest.CaptureFixture[str]) -> None:
     assert same == plans[1]
 
 
+def test_kept_plans_are_of_both_widths() -> None:
+    """The digest by which a plan is found: another for another width, the same whether an equal one is said or not."""
+    calls = [ask(_parser().parse_args([*PLAN[1:], *more])).call for more in ([], VALUES, ["--value-dim", "192"])]
+    plain, narrow, said_so = map(digest, calls)
+    assert plain == said_so != narrow
+
+
 def test_a_sweep_and_a_schedule_say_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     drawn = tmp_path / "sweep.svg"
-    said(capsys, *PLAN, "--value-dim", "128", "--sweep", "seq=8k..8k", "--svg", str(drawn), "--schedules", "ring")
+    said(capsys, *PLAN, *VALUES, "--sweep", "seq=8k..8k", "--svg", str(drawn), "--schedules", "ring")
     assert "192/128" in drawn.read_text()
-    text = said(capsys, "schedule", "ring", "--ranks", "4", "--length", "64", "--dim", "192", "--value-dim", "128")
+    text = said(capsys, "schedule", "ring", "--ranks", "4", "--length", "64", "--dim", "192", *VALUES)
     assert "kv heads of 192/128" in text
     assert main(["schedule", "ring", "--ranks", "4", "--value-dim", "0"]) == 2
     assert "--value-dim 0: use 1 or more" in capsys.readouterr().err
@@ -78,7 +89,7 @@ def test_rates_are_of_both_widths(capsys: pytest.CaptureFixture[str], tmp_path: 
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     path = keep(constant(100.0), key, environment)
     assert kept(key, environment) == constant(100.0) and kept(wide, environment) is None
-    assert said(capsys, *PLAN, "--value-dim", "128", "--rates", str(path))
+    assert said(capsys, *PLAN, *VALUES, "--rates", str(path))
     assert main([*PLAN, "--rates", str(path)]) == 2
     assert "the plan is for bf16 and head dim 192: measure these with `tokenring rates" in capsys.readouterr().err
     assert main([*PLAN, "--value-dim", "64", "--rates", str(path)]) == 2
@@ -135,7 +146,7 @@ class Ticking(Reference):
 def test_a_measured_rate_is_of_the_flops_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measuring, "device_of", lambda _: clock)
-    found = measured_rates(Ticking(clock), CPU, torch.float32, 24, seconds=0.5, value_dim=16)
+    found = measured_rates(Ticking(clock), CPU, torch.float32, 24, seconds=0.02, value_dim=16)
     for samples in (found.forward, found.backward):
         assert [rate for _, rate in samples] == pytest.approx([1e-3] * len(samples), rel=0.01)
     taken = found.kernel_seconds(Patch(0, 64, 0, 64), 8, 24, 1, "backward", 16)

@@ -15,11 +15,14 @@ from ascend.ranks import NpuPools
 from conformance import PATCHES, Tile, check, operands
 from cuda_ops.aten import operators
 from cuda_ops.packages import installed
+from oracle import allowed, attention64
 from ranks import Here
 from test_ascend_kernel import npu_kernel
 from test_ascend_packed import CASES, Checked, tile_of
+from test_ascend_runs import LIMITS, MASKS, context
 from test_cuda_flex import differentiable
 
+from tokenring import Mask, attention, shard
 from tokenring.backends.interfaces import AttentionKernel, Tiles
 from tokenring.backends.kernels import numeric_trial
 from tokenring.backends.kernels.auto import Choosing
@@ -205,3 +208,29 @@ def on_an_npu(here: Here, widths: tuple[int, int]) -> None:
         Checked(kernel, parts, wide(tile_of(parts, **options), widths)).check()
     seen = {tuple(call.arguments[name].shape[-1] for name in ("query", "key", "value")) for call in npu_calls}
     assert seen == {(max(widths), max(widths), widths[1])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal documents"])
+def test_whole_calls_on_npus(npus: NpuPools, mask: str, dtype: torch.dtype) -> None:
+    """Merged and added up over two ranks; documents in packed calls."""
+    limits = LIMITS[dtype]
+    for errors in npus(2)(whole_call, MASKS[mask], dtype):
+        assert errors.pop("out") < limits[0] and max(errors.values()) < limits[1], errors
+
+
+def whole_call(here: Here, mask: Mask, dtype: torch.dtype) -> dict[str, float]:
+    register("2.13.0")
+    cp = context(here, schedule="tokenring", layout="zigzag")
+    draw, shapes = torch.Generator().manual_seed(2), ((4, 24), (2, 24), (2, 16), (4, 16))
+    whole = [torch.randn(1, 48, *shape, generator=draw).to(dtype) for shape in shapes]
+    q, k, v, dout = (shard(x, cp).to("npu").requires_grad_(index < 3) for index, x in enumerate(whole))
+    out = attention(q, k, v, cp, mask)
+    made = out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+    right = attention64(whole[0], whole[1], whole[2], whole[3], allowed(mask, 48, 48))
+    errors = {}
+    for name, x in zip(("out", "dq", "dk", "dv"), made, strict=True):
+        wanted = getattr(right, name)
+        difference = x.cpu().double() - shard(wanted, cp)
+        errors[name] = float(difference.norm()) / float(wanted.norm()) * here.world_size**0.5
+    return errors
