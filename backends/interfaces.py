@@ -185,11 +185,11 @@ def faults_of(given: object) -> list[str]:
 class AttentionKernel(Protocol):
     """Local attention of one tile, with the log-sum-exp (lse).
 
-    q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D] with any strides whose last is 1; Hq is a multiple of
-    Hkv. `patch` says what is visible, from its own corner (row0 = col0 = 0). lse is fp32, natural
-    log, [B, Hq, Sq]; a row that sees nothing has out 0, lse -inf and no gradient. Results come in
-    fp32 or the input's dtype. scale is positive, and not too small for fp32: others are folded into q
-    (`runtime.bound_kernel`).
+    q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv] with any strides whose last is 1; Hq is a multiple of
+    Hkv; Dv is D, unless the kernel is `UnequalWidths`. `patch` says what is visible, from its own corner
+    (row0 = col0 = 0). lse is fp32, natural log, [B, Hq, Sq]; a row that sees nothing has out 0, lse -inf and no
+    gradient. Results come in fp32 or the input's dtype. scale is positive, and not too small for fp32: others are
+    folded into q (`runtime.bound_kernel`).
     """
 
     name: str
@@ -203,7 +203,7 @@ class AttentionKernel(Protocol):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out [B, Hq, Sq, D] and lse [B, Hq, Sq] of this tile."""
+        """Return out [B, Hq, Sq, Dv] and lse [B, Hq, Sq] of this tile."""
 
     def backward(
         self,
@@ -253,15 +253,27 @@ class HeadLimited(Protocol):
         """Return None, or why it cannot compute calls of so many query heads: asked as `supports` is."""
 
 
+@runtime_checkable
+class UnequalWidths(Protocol):
+    """A kernel that also computes calls in which v and out have another head dim than q and k."""
+
+    def supports_widths(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None, or why it cannot compute such calls: asked as `supports` is, instead of it."""
+
+
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles that a program will ask of a kernel: their patches, and the operands that it will give."""
+    """The tiles that a program will ask of a kernel: their patches, and the operands that it will give.
+
+    value_dim: the head dim of v and out; None: head_dim, as of q and k.
+    """
 
     patches: tuple[Patch, ...]
     direction: Pass
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    value_dim: int | None = None
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,10 @@ from tokenring.backends.devices import DeviceRuntime, device_of
 from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.merging.mergers import merger_for
 from tokenring.backends.table_keys import key_of
+from tokenring.backends.widths import refusal_of
 from tokenring.errors import UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
-from tokenring.lowering.footprint import FLOPS_PER_PAIR
+from tokenring.lowering.footprint import flops_per_pair
 from tokenring.sequence.region import Patch
 from tokenring.tables.launching import KERNELS, Launching
 from tokenring.tables.rates import Rates, Sample
@@ -30,37 +32,48 @@ COPY_BYTES = 64 << 20
 SMALL = 1024  # numbers, which no device needs long to copy
 
 
+class Dims(NamedTuple):
+    """The head dims of q and k, and of v and out."""
+
+    of_keys: int
+    of_values: int
+
+
 def measured_rates(
-    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, seconds: float = SECONDS
-) -> Rates:
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, seconds: float = SECONDS,
+    value_dim: int | None = None,
+) -> Rates:  # fmt: skip
     """Time square, full tiles of `HEADS` heads forward and backward, doubling until a call takes `seconds`.
+
+    value_dim: the head dim of v; None: that of q and k.
 
     The shortest tile's call, less what its flops take at the rate of the longest, is what a call costs by itself.
     Raises UnsupportedError for what the kernel cannot compute.
     """
-    if reason := kernel.supports(head_dim, dtype):
+    dims = Dims(head_dim, head_dim if value_dim is None else value_dim)
+    if reason := refusal_of(kernel, *dims, dtype):
         raise UnsupportedError(f"kernel {kernel.name!r} cannot be measured: {reason}")
     clock = device_of(device)
-    found = {d: list(_samples(kernel, device, dtype, head_dim, d, clock, seconds)) for d in PASSES}
-    calls = min(_call_seconds(found[direction], head_dim, direction) for direction in PASSES)
-    forward, backward = (_without_call(found[direction], head_dim, direction, calls) for direction in PASSES)
+    found = {d: list(_samples(kernel, device, dtype, dims, d, clock, seconds)) for d in PASSES}
+    calls = min(_call_seconds(found[direction], dims, direction) for direction in PASSES)
+    forward, backward = (_without_call(found[direction], dims, direction, calls) for direction in PASSES)
     copy_gbs, operation = _copies(device, clock)
     merge = max(0.0, _merge_seconds(device, clock) - operation)
     launching = _launching(kernel, device, clock)
     if launching is not None:  # operators around the kernel, and those of a merge, are counted one by one
         calls, merge = max(0.0, calls - (launching.of_kernel.forward - 1) * operation), 0.0
-    source = f"measured: {key_of(kernel, device, dtype, head_dim)}"
+    source = f"measured: {key_of(kernel, device, dtype, *dims)}"
     return Rates(source, forward, backward, calls, copy_gbs, operation, merge, launching)
 
 
 def _samples(
-    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, direction: Pass,
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, dims: Dims, direction: Pass,
     clock: DeviceRuntime, limit: float,
 ) -> Iterator[tuple[int, float]]:  # fmt: skip
     """Yield the tokens on a side, and the seconds of a call."""
     for side in SIDES:
         try:
-            taken = timed(_call(kernel, device, dtype, head_dim, side, direction), clock)
+            taken = timed(_call(kernel, device, dtype, dims, side, direction), clock)
         except torch.OutOfMemoryError:  # what is measured so far will do
             return
         yield side, taken
@@ -69,11 +82,12 @@ def _samples(
 
 
 def _call(
-    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, side: int, direction: Pass
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, dims: Dims, side: int, direction: Pass
 ) -> Callable[[], object]:
     made = torch.Generator().manual_seed(side)
-    q, k, v, dout = (torch.randn(1, HEADS, side, head_dim, generator=made).to(device, dtype) for _ in range(4))
-    patch, scale = Patch(0, side, 0, side), 1 / math.sqrt(head_dim)
+    widths = dims.of_keys, dims.of_keys, dims.of_values, dims.of_values
+    q, k, v, dout = (torch.randn(1, HEADS, side, dim, generator=made).to(device, dtype) for dim in widths)
+    patch, scale = Patch(0, side, 0, side), 1 / math.sqrt(dims.of_keys)
     if direction == "forward":
         return lambda: kernel.forward(q, k, v, patch=patch, scale=scale)
     out, lse = kernel.forward(q, k, v, patch=patch, scale=scale)
@@ -99,31 +113,31 @@ def timed(call: Callable[[], object], clock: DeviceRuntime) -> float:
     return median(taken)
 
 
-def _flops(side: int, head_dim: int, direction: Pass) -> float:
-    return float(FLOPS_PER_PAIR[direction] * HEADS * head_dim * side * side)
+def _flops(side: int, dims: Dims, direction: Pass) -> float:
+    return float(flops_per_pair(direction, *dims) * HEADS * side * side)
 
 
-def _call_seconds(found: list[tuple[int, float]], head_dim: int, direction: Pass) -> float:
+def _call_seconds(found: list[tuple[int, float]], dims: Dims, direction: Pass) -> float:
     """Return the seconds that a call takes whatever its size."""
     (small, least), (large, most) = found[0], found[-1]
-    rate = _flops(large, head_dim, direction) / most
-    return max(0.0, least - _flops(small, head_dim, direction) / rate)
+    rate = _flops(large, dims, direction) / most
+    return max(0.0, least - _flops(small, dims, direction) / rate)
 
 
 def _without_call(
-    found: list[tuple[int, float]], head_dim: int, direction: Pass, call_seconds: float
+    found: list[tuple[int, float]], dims: Dims, direction: Pass, call_seconds: float
 ) -> tuple[Sample, ...]:
     """Return TFLOP/s by side, so that a call and its flops together take what was measured.
 
     Where a call takes little longer than any, nothing is known of the rate: it is at most that of the longer ones.
     """
     rates = {
-        side: _flops(side, head_dim, direction) / max(taken - call_seconds, 0.05 * taken) / 1e12
+        side: _flops(side, dims, direction) / max(taken - call_seconds, 0.05 * taken) / 1e12
         for side, taken in found
     }
     side, taken = found[-1]
     known = [rates[side] for side, taken in found if taken > KNOWN * call_seconds]
-    known = known or [_flops(side, head_dim, direction) / taken / 1e12]
+    known = known or [_flops(side, dims, direction) / taken / 1e12]
     return tuple((side, min(rate, max(known))) for side, rate in rates.items())
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.backends.interfaces import AttentionKernel, HeadLimited, Transport
+from tokenring.backends.widths import refusal_of
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.launch.groups import held
 from tokenring.lowering.backend_names import (
@@ -83,7 +84,7 @@ def kernel_refusal(
 
     Raises UnsupportedError where that cannot be found out, such as without memory to try it: the next call asks again.
     """
-    reason = kernel.supports(workload.head_dim, workload.dtype)
+    reason = refusal_of(kernel, workload.head_dim, workload.value_dim, workload.dtype)
     if reason is None and isinstance(kernel, HeadLimited):
         reason = kernel.supports_heads(workload.q_heads)
     reason = reason or _fault(kernel, workload, device, direction)
@@ -106,7 +107,8 @@ def _fault(kernel: AttentionKernel, workload: Workload, device: torch.device, di
     if not tries(device):
         return None
     try:
-        return fault(kernel, Kind(direction, workload.head_dim, workload.dtype, device)) or None
+        kind = Kind(direction, workload.head_dim, workload.dtype, device, workload.value_dim)
+        return fault(kernel, kind) or None
     except Exception as error:
         raise UnsupportedError(
             f"kernel {kernel.name!r} cannot compute this call: it could not be tried: {one_line(error, MOST_SAID)}; "

@@ -18,9 +18,11 @@ def transfers_key(kind: str, domain: Domain, ranks: int) -> TransportKey:
     return TransportKey(kind, name, domain, ranks, torch.__version__)
 
 
-def key_of(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelKey:
+def key_of(
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int | None = None
+) -> KernelKey:
     """Name the table of such calls on this machine, with as many threads as this process has."""
     name = device_of(device).name
     if device.type == "cpu":
         name += f", {torch.get_num_threads()} threads"
-    return KernelKey(name, kernel.name, str(dtype).removeprefix("torch."), head_dim, torch.__version__)
+    return KernelKey(name, kernel.name, str(dtype).removeprefix("torch."), head_dim, torch.__version__, value_dim)

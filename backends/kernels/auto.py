@@ -17,7 +17,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,15 +27,17 @@ from tokenring.backends.kernels.flash_common import named
 from tokenring.backends.kernels.numeric_trial import Kind, asserted_here, fault, ran_out, tries
 from tokenring.backends.kernels.order import LAST, KernelTable, Pick, default_order, ranked
 from tokenring.backends.kernels.soft_cap import with_cap
+from tokenring.backends.widths import refusal_of
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.sequence.region import Patch
 
 LOG = logging.getLogger("tokenring")
 Made = TypeVar("Made")
-Tables = Callable[[str, int, torch.dtype], "KernelTable | None"]  # kernel, head dim, dtype
-Trial = Callable[[AttentionKernel, Pass, int, torch.dtype], "str | None"]  # what is wrong; None: it cannot be told now
-Tried = tuple[str, Pass, int, torch.dtype]  # of a kernel by name
+Operands = tuple[int, torch.dtype] | tuple[int, torch.dtype, int]  # head dim, dtype, and that of values if another
+Tables = Callable[..., "KernelTable | None"]  # of a kernel's name, and the operands
+Trial = Callable[..., "str | None"]  # of a kernel, a pass and the operands: what is wrong; None: it cannot be told now
+Tried = tuple[str, Pass, Operands]  # of a kernel by name
 REFUSALS = (
     "not support", "unsupported", "only support", "no execution plan", "no viable", "no available kernel",
     "no kernel found", "not enabled", "not compiled", "was not built", "not implemented", "could not run",
@@ -53,17 +55,19 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
     where = f"for compute capability {capability[0]}.{capability[1]}"
 
-    def table(name: str, head_dim: int, dtype: torch.dtype) -> KernelTable | None:
+    def table(name: str, head_dim: int, dtype: torch.dtype, value_dim: int | None = None) -> KernelTable | None:
         from tokenring.backends.table_keys import key_of
         from tokenring.tables.kernel_rates import kept
 
         kernel = chosen.kernel(name)
         if kernel is None or not has_device(device.type):
             return None
-        return kept(key_of(kernel, device, dtype, head_dim))
+        return kept(key_of(kernel, device, dtype, head_dim, value_dim))
 
-    def trial(kernel: AttentionKernel, direction: Pass, head_dim: int, dtype: torch.dtype) -> str | None:
-        return fault(kernel, Kind(direction, head_dim, dtype, device))
+    def trial(
+        kernel: AttentionKernel, direction: Pass, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> str | None:
+        return fault(kernel, Kind(direction, head_dim, dtype, device, value_dim))
 
     chosen = Choosing(default_order(capability), make, table, where, trial if tries(device) else None)
     return chosen
@@ -73,6 +77,7 @@ class TileCall(NamedTuple):
     """A kind of call, on which the order of kernels depends.
 
     side: of the tile, rounded down to a power of two. deterministic: torch.use_deterministic_algorithms is on.
+    value_dim: the head dim of v and out; None: that of q and k.
     """
 
     direction: Pass
@@ -80,20 +85,36 @@ class TileCall(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     deterministic: bool
+    value_dim: int | None = None
 
     @staticmethod
-    def of(direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> TileCall:
+    def of(
+        direction: Pass, side: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> TileCall:  # fmt: skip
         """Return the kind of a call, as torch is set now; side, in tokens, is rounded down to a power of two."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return TileCall(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic)
+        value_dim = None if value_dim == head_dim else value_dim
+        return TileCall(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic, value_dim)
 
     @staticmethod
-    def of_tile(direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype) -> TileCall:
+    def of_tile(
+        direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> TileCall:
         """Return the kind of call of a tile, by its shorter side, as torch is set now."""
-        return TileCall.of(direction, min(patch.rows, patch.cols), head_dim, dtype)
+        return TileCall.of(direction, min(patch.rows, patch.cols), head_dim, dtype, value_dim)
+
+    @property
+    def operands(self) -> Operands:
+        """The operands, by which kernels refuse, are tried and are measured."""
+        return (self.head_dim, self.dtype) if self.value_dim is None else (self.head_dim, self.dtype, self.value_dim)
+
+    @property
+    def widths(self) -> str:
+        """The head dims as text."""
+        return f"head dim {self.head_dim}" + ("" if self.value_dim is None else f" ({self.value_dim} of values)")
 
     def __str__(self) -> str:
-        return f"{named((self.dtype,))}, head dim {self.head_dim}"
+        return f"{named((self.dtype,))}, {self.widths}"
 
 
 class Choosing:
@@ -149,51 +170,57 @@ class Choosing:
                 self._missing[name] = one_line(error, MOST_SAID)
         return self._made.get(name)
 
-    def why_not(self, name: str, head_dim: int, dtype: torch.dtype) -> str | None:
+    def why_not(self, name: str, head_dim: int, dtype: torch.dtype, value_dim: int | None = None) -> str | None:
         """Say why a kernel computes no such calls of any size; None: it does, but for what it may have refused."""
         made = self.kernel(name)
         if made is None:
             return self._missing[name]
-        failed = next((why for each in PASSES if (why := self._found.get((name, each, head_dim, dtype)))), None)
-        return failed or self._gave_up(name, head_dim, dtype, PASSES) or made.supports(head_dim, dtype)
+        operands = TileCall.of("forward", 1, head_dim, dtype, value_dim).operands
+        failed = next((why for each in PASSES if (why := self._found.get((name, each, operands)))), None)
+        return failed or self._gave_up(name, operands, PASSES) or refusal_of(made, head_dim, value_dim, dtype)
 
     def why_not_call(self, name: str, call: TileCall) -> str | None:
         """Say why a kernel is not taken for one kind of call; None: it may be."""
         made = self.kernel(name)
         if made is None:
             return self._missing[name]
-        return self._refusal(name, call) or made.supports(call.head_dim, call.dtype)
+        return self._refusal(name, call) or refusal_of(made, call.head_dim, call.value_dim, call.dtype)
 
     def _refusal(self, name: str, call: TileCall) -> str | None:
         """Return what is wrong with it, or its refusal of such a call, or of several of its pass; else None."""
-        failed = self._found.get((name, call.direction, call.head_dim, call.dtype))
+        failed = self._found.get((name, call.direction, call.operands))
         said = self._refused[name].get(call)
-        return failed or said or self._gave_up(name, call.head_dim, call.dtype, (call.direction,))
+        return failed or said or self._gave_up(name, call.operands, (call.direction,))
 
-    def _gave_up(self, name: str, head_dim: int, dtype: torch.dtype, passes: Sequence[Pass]) -> str | None:
+    def _gave_up(self, name: str, operands: Operands, passes: Sequence[Pass]) -> str | None:
         """Return its last refusal if it refused so many kinds of calls that it will refuse all; else None."""
         for direction in passes:
-            wanted = direction, head_dim, dtype
-            said = [why for call, why in self._refused[name].items() if (call[0], *call[2:4]) == wanted]
+            wanted = direction, operands
+            said = [why for call, why in self._refused[name].items() if (call.direction, call.operands) == wanted]
             if len(said) >= MOST_REFUSED:
                 return said[-1]
         return None
 
-    def picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
+    def picks(
+        self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> list[Pick]:
         """Return the kernels that compute such tiles, in their order, each with the reason for its place."""
-        call = TileCall.of(direction, side, head_dim, dtype)
+        return self._picked(TileCall.of(direction, side, head_dim, dtype, value_dim))
+
+    def _picked(self, call: TileCall) -> list[Pick]:
+        direction = call.direction
         if call not in self._picks:
             able = [name for name in self.order if self.why_not_call(name, call) is None]
-            found = {name: self._tables(name, head_dim, dtype) for name in able}
+            found = {name: self._tables(name, *call.operands) for name in able}
             tables: Mapping[str, KernelTable] = {name: table for name, table in found.items() if table is not None}
             self._picks[call] = ranked(able, tables, direction, call.side, self._where)
             self._tell(call)
         return self._picks[call]
 
-    def tried_picks(self, direction: Pass, side: int, head_dim: int, dtype: torch.dtype) -> list[Pick]:
-        """Try the first kernel until one passes, and return those that are left."""
-        call = TileCall.of(direction, side, head_dim, dtype)
-        while (picks := self.picks(*call[:4])) and not self._passes(picks[0].name, call):
+    def tried_picks(self, direction: Pass, side: int, *operands: Any) -> list[Pick]:
+        """Try the first kernel until one passes, and return those that are left. operands: as of `picks`."""
+        call = TileCall.of(direction, side, *operands)
+        while (picks := self._picked(call)) and not self._passes(picks[0].name, call):
             pass
         return picks
 
@@ -201,9 +228,9 @@ class Choosing:
         """Return what the trials found to be wrong, by kernel."""
         return {tried[0]: why for tried, why in self._found.items() if why}
 
-    def kernels(self, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
+    def kernels(self, head_dim: int, dtype: torch.dtype, value_dim: int | None = None) -> list[AttentionKernel]:
         """Return all kernels that compute such calls and can be measured in a minute."""
-        able = [name for name in self.order if self.why_not(name, head_dim, dtype) is None]
+        able = [name for name in self.order if self.why_not(name, head_dim, dtype, value_dim) is None]
         return [self._made[name] for name in able if name not in SLOW]
 
     def holding(self, tiles: Tiles) -> Choosing:
@@ -212,7 +239,8 @@ class Choosing:
         held._holding, held._untried = {}, set()
         by_name: dict[str, list[Patch]] = {}
         for patch in tiles.patches:
-            name = held._taken(TileCall.of_tile(tiles.direction, patch, tiles.head_dim, tiles.dtype), patch)
+            dims = tiles.head_dim, tiles.dtype, tiles.value_dim
+            name = held._taken(TileCall.of_tile(tiles.direction, patch, *dims), patch)
             if name is not None:
                 by_name.setdefault(name, []).append(patch)
         for name, patches in by_name.items():
@@ -225,7 +253,11 @@ class Choosing:
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         """Return None, or why none of the kernels can compute such calls; see AttentionKernel.supports."""
-        reasons = [self.why_not(name, head_dim, dtype) for name in self.order]
+        return self.supports_widths(head_dim, head_dim, dtype)
+
+    def supports_widths(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None, or why none of the kernels can compute such calls; see UnequalWidths.supports_widths."""
+        reasons = [self.why_not(name, head_dim, dtype, value_dim) for name in self.order]
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def supports_patch(self, patch: Patch) -> str | None:
@@ -237,7 +269,7 @@ class Choosing:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the tile by the first kernel that does not refuse; see AttentionKernel.forward."""
         return self._first(
-            "forward", q, patch, lambda kernel: kernel.forward(q, k, v, patch=patch, scale=scale)
+            "forward", q, v, patch, lambda kernel: kernel.forward(q, k, v, patch=patch, scale=scale)
         )  # fmt: skip
 
     def backward(
@@ -255,17 +287,18 @@ class Choosing:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute the gradients by the first kernel that does not refuse; see AttentionKernel.backward."""
         return self._first(
-            "backward", q, patch,
+            "backward", q, v, patch,
             lambda kernel: kernel.backward(dout, q, k, v, lse, delta, out=out, patch=patch, scale=scale),
         )  # fmt: skip
 
     # ---------- trying
 
     def _first(
-        self, direction: Pass, q: torch.Tensor, patch: Patch, compute: Callable[[AttentionKernel], Made]
-    ) -> Made:
+        self, direction: Pass, q: torch.Tensor, v: torch.Tensor, patch: Patch,
+        compute: Callable[[AttentionKernel], Made],
+    ) -> Made:  # fmt: skip
         """Return the result of the first kernel that does not refuse."""
-        call = TileCall.of_tile(direction, patch, q.shape[-1], q.dtype)
+        call = TileCall.of_tile(direction, patch, q.shape[-1], q.dtype, v.shape[-1])
         while (name := self._taken(call, patch)) is not None:
             try:
                 return compute(self._holding.get(name, self._made[name]))
@@ -275,14 +308,14 @@ class Choosing:
                 self._drop(name, call, error)
         reasons = "; ".join(f"{name}: {self.why_not_call(name, call)}" for name in self.order)
         raise UnsupportedError(
-            f"no kernel computes a tile of {patch.rows} × {patch.cols}, head dim {call.head_dim}, "
+            f"no kernel computes a tile of {patch.rows} × {patch.cols}, {call.widths}, "
             f"{named((call.dtype,))}, {direction} ({reasons}): see `tokenring doctor`, or use "
             f"ContextParallel(kernel='reference')"
         )
 
     def _taken(self, call: TileCall, patch: Patch) -> str | None:
         """Return the first kernel for a tile that passes its trial, and count on it for that tile; None: no kernel."""
-        while picks := self.picks(*call[:4]):
+        while picks := self._picked(call):
             name = _willing(picks, patch, self._made)
             if self._passes(name, call):
                 _reserve(self._made[name], patch)
@@ -291,11 +324,11 @@ class Choosing:
 
     def _passes(self, name: str, call: TileCall) -> bool:
         """Return True if a kernel may be taken for such calls; it is tried when that is first asked."""
-        tried: Tried = (name, call.direction, call.head_dim, call.dtype)
+        tried: Tried = (name, call.direction, call.operands)
         if self._trial is None or self._found.get(tried) == "" or tried in self._untried:
             return True
         try:
-            why = self._trial(self._made[name], *tried[1:])
+            why = self._trial(self._made[name], call.direction, *call.operands)
         except Exception as error:
             if not ran_out(error):
                 raise
@@ -315,7 +348,7 @@ class Choosing:
         self._refused[name][call] = why
         self._picks.clear()
         tiles = f"tiles of {call.side}"
-        if self._gave_up(name, call.head_dim, call.dtype, (call.direction,)):
+        if self._gave_up(name, call.operands, (call.direction,)):
             tiles = f"all tiles {call.direction}"
         self._log(logging.WARNING, name, f"leaves out {name} for {tiles}, {call}: {why}")
 

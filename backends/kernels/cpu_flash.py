@@ -4,7 +4,8 @@ Its ways, normalised here: causal is top-left aligned; other patches go in as an
 row that sees nothing comes back with lse 0; a zero-length q or kv crashes it, so it never gets
 one (patches are never empty). It computes bf16 and fp16 tiles in fp32: twice as fast on machines
 without matrix units for them, and exact. Its backward wants O: it gets a stand-in that carries
-delta, because O does not travel.
+delta, because O does not travel. It wants values as wide as keys: the narrower get zeros, which
+cost less than kernels that take both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tokenring.backends.kernels.delta import whole_out
+from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch
 
 BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted
@@ -30,6 +32,10 @@ class CpuFlash:
         """Return None: it computes any head dim and dtype."""
         return None
 
+    def supports_widths(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None: it computes values of any width."""
+        return None
+
     @staticmethod
     def supports_patch(patch: Patch) -> str | None:
         """Return None, or that more than half of a patch is hidden, so that it should be cut."""
@@ -43,10 +49,11 @@ class CpuFlash:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse in fp32, at any input dtype; see AttentionKernel.forward."""
-        mask = _additive(patch)
+        mask, value_dim = _additive(patch), v.shape[-1]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.float(), k.float(), v.float(), 0.0, patch.is_causal, attn_mask=mask.bias, scale=scale
+            *_equally_wide(q, k, v), 0.0, patch.is_causal, attn_mask=mask.bias, scale=scale
         )
+        out = cut(out, value_dim)
         if mask.empty is not None:
             lse = lse.masked_fill(mask.empty, float("-inf"))
             out = out.masked_fill(mask.empty[:, None], 0.0)
@@ -66,15 +73,21 @@ class CpuFlash:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk, dv of the tile; see AttentionKernel.backward."""
-        dout = dout.float()
+        dout, head_dim, value_dim = dout.float(), q.shape[-1], v.shape[-1]
         o = whole_out(dout, delta, out, dout.dtype)
         # Rows that see nothing anywhere have lse -inf: any finite value gives their hidden pairs exp(-inf) = 0.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
+        dout, q, k, v, o = _equally_wide(dout, q, k, v, o)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q.float(), k.float(), v.float(), o, lse, 0.0, patch.is_causal,
-            attn_mask=_additive(patch).bias, scale=scale,
+            dout, q, k, v, o, lse, 0.0, patch.is_causal, attn_mask=_additive(patch).bias, scale=scale,
         )  # fmt: skip
-        return dq, dk, dv
+        return cut(dq, head_dim), cut(dk, head_dim), cut(dv, value_dim)
+
+
+def _equally_wide(*operands: torch.Tensor) -> list[torch.Tensor]:
+    """Return the operands in fp32, the narrower ones with zeros."""
+    width = max(x.shape[-1] for x in operands)
+    return [filled(x.float(), width) for x in operands]
 
 
 class _Mask(NamedTuple):

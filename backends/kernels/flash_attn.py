@@ -11,7 +11,10 @@ know has to be neutral (no dropout, no soft cap, no ALiBi, no cache), else the k
 | 4 | flash_attn.cute.interface | 2025 and 2026 |
 
 All take [B, S, H, D] in fp16 or bf16, want the same heads as `AttentionKernel`, align masks at the bottom right and
-give lse [B, H, S] in fp32.
+give lse [B, H, S] in fp32. Values of another width than keys: version 2 takes none (CHECK_SHAPE of v in mha_fwd and
+mha_bwd, csrc/flash_attn/flash_api.cpp), version 3 some (mha_fwd in hopper/flash_api.cpp; mha_bwd since it rounds
+max(head_size, head_size_v)), version 4 all that it takes singly and 192 with 128, which on Blackwell it takes together
+only (_validate_head_dims). A release that refuses them fails its trial, and gives way to another kernel.
 """
 
 from __future__ import annotations
@@ -192,6 +195,12 @@ class FlashAttn3(FlashPackage):
     modules = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
     install = "build it from the folder hopper/ of flash-attention"
 
+    def given_widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Return the widths as they are for those pairs that its kernels are built for; see TileKernel.given_widths."""
+        width, value_width = own = self.own_widths(head_dim, value_dim)
+        fits = 128 < width <= 192 and 96 < value_width <= 128
+        return own if width == value_width or fits else super().given_widths(head_dim, value_dim)
+
 
 class FlashAttn4(FlashPackage):
     """A kernel of flash_attn's version 4, in CuTe DSL: Hopper and Blackwell. It makes dq, dk and dv itself."""
@@ -202,3 +211,4 @@ class FlashAttn4(FlashPackage):
     install = "pip install flash-attn-4"
     caps = False  # forward only
     unbounded = None
+    given_widths = FlashPackage.own_widths

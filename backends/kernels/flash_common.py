@@ -18,6 +18,7 @@ import torch
 from tokenring.backends.kernels.decompose import Part, parts
 from tokenring.backends.kernels.delta import lean_out
 from tokenring.backends.kernels.reference import Reference
+from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch
 
 HALF = (torch.float16, torch.bfloat16)
@@ -60,6 +61,18 @@ class TileKernel(ABC):
         out: of the whole rows, or a stand-in; lse: of the whole rows, contiguous fp32, aligned.
         """
 
+    def given_widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Return the widths of q and k, and of v and out, that the operator is given for such a call.
+
+        By default one for all: with zeros beside the narrower ones.
+        """
+        width = self._whole(max(head_dim, value_dim))
+        return width, width
+
+    def own_widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Return `given_widths` of an operator that takes values of any width."""
+        return self._whole(head_dim), self._whole(value_dim)
+
     def unsafe(self, patch: Patch) -> str | None:
         """Say why it may do harm to give it a tile, also to try it; None: nothing is known against it."""
         return None
@@ -82,6 +95,10 @@ class TileKernel(ABC):
             return f"{self.name} takes head dimensions up to {self.largest_head_dim}, not {head_dim}"
         return None
 
+    def supports_widths(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None, or why it cannot compute such calls; see UnequalWidths.supports_widths."""
+        return self.supports(max(self.given_widths(head_dim, value_dim)), dtype)
+
     def supports_patch(self, patch: Patch) -> str | None:
         """Return None: what one call does not compute, several do."""
         return None  # what one call does not compute, several do
@@ -90,16 +107,17 @@ class TileKernel(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse, merged from the calls of the patch's parts; see AttentionKernel.forward."""
-        head_dim, cuts = q.shape[-1], self._parts(patch)
-        q, k, v = (self._filled(x) for x in (q, k, v))
+        value_dim, cuts = v.shape[-1], self._parts(patch)
+        width, value_width = self.given_widths(q.shape[-1], value_dim)
+        q, k, v = filled(q, width), filled(k, width), filled(v, value_width)
         if (only := _only(cuts, patch)) is not None:
             out, lse = self._part_forward(only, q, k, v, scale)
-            return out[..., :head_dim], lse
-        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            return cut(out, value_dim), lse
+        out = torch.zeros((*q.shape[:3], value_width), dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
         for part in cuts:
             merge_part(out[:, :, part.rows], lse[:, :, part.rows], *self._part_forward(part, q, k, v, scale))
-        return out[..., :head_dim].to(q.dtype), lse
+        return cut(out, value_dim).to(q.dtype), lse
 
     def backward(
         self,
@@ -115,9 +133,11 @@ class TileKernel(ABC):
         scale: float,
     ) -> Gradients:
         """Return dq, dk, dv, added up from the calls of the patch's parts; see AttentionKernel.backward."""
-        head_dim, cuts = q.shape[-1], self._parts(patch)
-        rows = [self._filled(x) for x in (dout.to(q.dtype), q, lean_out(dout, delta, out, q.dtype))]
-        cols = [self._filled(k), self._filled(v)]
+        head_dim, value_dim, cuts = q.shape[-1], v.shape[-1], self._parts(patch)
+        width, value_width = self.given_widths(head_dim, value_dim)
+        dout, out = dout.to(q.dtype), lean_out(dout, delta, out, q.dtype)
+        rows = [filled(dout, value_width), filled(q, width), filled(out, value_width)]
+        cols = [filled(k, width), filled(v, value_width)]
         if (only := _only(cuts, patch)) is not None:
             dq, dk, dv = self._part_backward(only, rows, cols, lse, scale)
         else:
@@ -126,8 +146,7 @@ class TileKernel(ABC):
                 made = self._part_backward(part, rows, cols, lse, scale)
                 for total, where, new in zip((dq, dk, dv), (part.rows, part.cols, part.cols), made, strict=True):
                     total[:, :, where] += new
-        dq, dk, dv = (x[..., :head_dim].to(q.dtype) for x in (dq, dk, dv))
-        return dq, dk, dv
+        return cut(dq, head_dim).to(q.dtype), cut(dk, head_dim).to(q.dtype), cut(dv, value_dim).to(q.dtype)
 
     # ---------- one part
 
@@ -154,13 +173,9 @@ class TileKernel(ABC):
         dq, dk, dv = made
         return part.back(dq), part.back(dk), part.back(dv)
 
-    def _filled(self, x: torch.Tensor) -> torch.Tensor:
-        """Fill the tensor with zeros up to a head dim that the operator takes.
-
-        They add nothing to q·k and nothing to what is kept.
-        """
-        missing = -x.shape[-1] % self.head_dim_multiple
-        return torch.nn.functional.pad(x, (0, missing)) if missing else x
+    def _whole(self, width: int) -> int:
+        """Return the next head dim that the operator takes."""
+        return width + -width % self.head_dim_multiple
 
 
 def _only(cuts: tuple[Part, ...], patch: Patch) -> Part | None:

@@ -39,6 +39,7 @@ class Flex(MaskedKernel):
     head_dim_multiple = 16
     dtypes = (*HALF, torch.float32)
     softcap = 0.0
+    given_widths = MaskedKernel.own_widths
 
     def __init__(self, compiled: bool = True, attention: Callable[..., Any] | None = None) -> None:
         super().__init__(MASKS)

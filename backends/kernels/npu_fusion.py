@@ -5,7 +5,8 @@ every key masked comes back as (0, lowest, highest) or as the mean of v, with a 
 way; masks hide where they are True. Its backward rebuilds p as exp(s - maximum) / sum, so that the lse of the whole
 row serves as maximum with a sum of 1, and wants the whole row's output, or a stand-in that carries delta. Results
 are in the input's dtype; they are merged and added up in fp32 outside. Gradients are not deterministic unless
-torch.use_deterministic_algorithms is on. Dropout is never asked for.
+torch.use_deterministic_algorithms is on. Dropout is never asked for. Values may be narrower than keys, not wider: q
+and k get zeros then.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tokenring.backends.kernels.npu_masks import (
 from tokenring.backends.kernels.npu_operator import Operator, find
 from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
 from tokenring.backends.kernels.npu_trials import packs_in_token_order
+from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch
 
 LARGEST_HEAD_DIM, MOST_HEADS = 768, 256
@@ -56,6 +58,10 @@ class NpuFusion:
         if dtype not in DTYPES:
             return f"npu_fusion_attention takes float16, bfloat16 and float32, not {dtype}"
         return None
+
+    def supports_widths(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None, or why it cannot compute such calls; see UnequalWidths.supports_widths."""
+        return self.supports(max(head_dim, value_dim), dtype)
 
     @staticmethod
     def supports_heads(q_heads: int) -> str | None:
@@ -85,7 +91,8 @@ class NpuFusion:
         """Return out and lse of the tile; see AttentionKernel.forward."""
         if patch.pairs() == 0:
             lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
-            return torch.zeros_like(q), lse
+            return q.new_zeros(*q.shape[:3], v.shape[-1]), lse
+        q, k = _wide_enough(q, k, v)
         layout, how = _layout(q, k, v), options(patch, q.device, self._triangle)
         operands = [_in_layout(x, layout) for x in (q, k, v)]
         out, largest, total = self._forward(*operands, q.shape[1], layout, scale=scale, **how)[:3]
@@ -111,6 +118,8 @@ class NpuFusion:
         """Return dq, dk, dv of the tile; see AttentionKernel.backward."""
         if patch.pairs() == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        head_dim = q.shape[-1]
+        q, k = _wide_enough(q, k, v)
         layout = _layout(q, k, v)
         operands = [_in_layout(x, layout) for x in (q, k, v, dout.to(q.dtype))]
         made = self._gradient(
@@ -119,7 +128,7 @@ class NpuFusion:
             **statistics(lse), **options(patch, q.device, self._triangle),
         )  # fmt: skip
         dq, dk, dv = (_in_layout_back(x, layout) for x in made[:3])
-        return dq, dk, dv
+        return cut(dq, head_dim), cut(dk, head_dim), dv
 
     # ---------- several patches in one call
 
@@ -134,6 +143,7 @@ class NpuFusion:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patches: Sequence[Patch], scale: float
     ) -> list[Made]:
         """Return (out, lse) of each patch; see PackingKernel.forward_packed."""
+        q, k = _wide_enough(q, k, v)
 
         def call(how: npu_packed.NpuPacking, entries: slice) -> list[Made]:
             return how.forward(self._forward, q[entries], k[entries], v[entries], scale)
@@ -154,6 +164,8 @@ class NpuFusion:
         scale: float,
     ) -> list[Made]:
         """Return (dq, dk, dv) of each patch; see PackingKernel.backward_packed."""
+        head_dim = q.shape[-1]
+        q, k = _wide_enough(q, k, v)
 
         def call(how: npu_packed.NpuPacking, entries: slice) -> list[Made]:
             return how.backward(
@@ -161,7 +173,14 @@ class NpuFusion:
                 None if delta is None else delta[entries], None if out is None else out[entries], scale,
             )  # fmt: skip
 
-        return npu_packed.in_calls(patches, q.shape[0], call, self._triangle)
+        made = npu_packed.in_calls(patches, q.shape[0], call, self._triangle)
+        return [(cut(dq, head_dim), cut(dk, head_dim), dv) for dq, dk, dv in made]
+
+
+def _wide_enough(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k no narrower than v: the operator takes head dims of one size, of v up to that."""
+    width = max(q.shape[-1], v.shape[-1])
+    return filled(q, width), filled(k, width)
 
 
 def _layout(*operands: torch.Tensor) -> str:

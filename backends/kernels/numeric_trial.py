@@ -65,12 +65,18 @@ TILES = (
 
 
 class Kind(NamedTuple):
-    """A pass of calls of one head dim and dtype on a device, which is tried."""
+    """A pass of calls of one head dim (value_dim: of v and out, if another) and dtype on a device, which is tried."""
 
     direction: Pass
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    value_dim: int | None = None
+
+    @property
+    def of_values(self) -> int:
+        """The head dim of v and out."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 def tries(device: torch.device) -> bool:
@@ -145,10 +151,13 @@ def asserted_here(error: Exception) -> bool:
 
 
 def _key(kernel: AttentionKernel, kind: Kind, tile: TrialTile) -> str:
-    head_dim = -(-kind.head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+    head_dim, value_dim = (
+        -(-dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE for dim in (kind.head_dim, kind.of_values)
+    )
+    dims = f"head dim {head_dim}" if kind.of_values == kind.head_dim else f"head dims {head_dim} and {value_dim}"
     capped = " soft-capped" if getattr(kernel, "softcap", 0.0) else ""
     return (
-        f"attention {VERSION}: {kernel.name}{capped} {kind.direction}, {tile}, {kind.dtype}, head dim {head_dim}, on "
+        f"attention {VERSION}: {kernel.name}{capped} {kind.direction}, {tile}, {kind.dtype}, {dims}, on "
         f"{_place(kind.device)}"
     )
 
@@ -208,13 +217,14 @@ def _plain(kernel: AttentionKernel) -> AttentionKernel:
 def _operands(tile: TrialTile, kind: Kind, plain: AttentionKernel) -> _Given:
     random = torch.Generator(device="cpu").manual_seed(1)
 
-    def block(tokens: int, heads: int) -> torch.Tensor:
-        made = torch.randn(1, tokens, heads, kind.head_dim, generator=random, dtype=torch.float64, device="cpu")
+    def block(tokens: int, heads: int, dim: int) -> torch.Tensor:
+        made = torch.randn(1, tokens, heads, dim, generator=random, dtype=torch.float64, device="cpu")
         return made.to(kind.dtype).double().transpose(1, 2)
 
     patch, (q_heads, kv_heads) = tile.patch, HEADS
-    q, dout = block(patch.rows, q_heads), block(patch.rows, q_heads)
-    k, v = block(REST + patch.cols, kv_heads), block(REST + patch.cols, kv_heads)
+    dims = kind.head_dim, kind.of_values
+    q, dout = (block(patch.rows, q_heads, dim) for dim in dims)
+    k, v = (block(REST + patch.cols, kv_heads, dim) for dim in dims)
     assert patch.high is not None  # so that columns before are seen by all
     whole = Patch(0, patch.rows, 0, REST + patch.cols, None, patch.high + REST)
     out, lse = plain.forward(q, k, v, patch=whole, scale=1 / math.sqrt(kind.head_dim))

@@ -53,6 +53,10 @@ class Reference:
         """Return None: it computes any head dim and dtype."""
         return None
 
+    def supports_widths(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None: it computes values of any width."""
+        return None
+
     def supports_patch(self, patch: Patch) -> str | None:
         """Return None: it computes any patch in one call."""
         return None

@@ -191,13 +191,14 @@ class TorchCudnn(TileKernel):
 class TorchEfficient(MaskedKernel):
     """A kernel of aten::_scaled_dot_product_efficient_attention and its gradient.
 
-    It takes fp32 too, any head dim, and bands as a bias.
+    It takes fp32 too, any head dim, values of another one, and bands as a bias.
     """
 
     name = "torch-efficient"
     largest_head_dim = None
     dtypes = (*HALF, torch.float32)
     most_held_bytes = HELD_BYTES
+    given_widths = MaskedKernel.own_widths
 
     def __init__(self) -> None:
         super().__init__(BIASES)

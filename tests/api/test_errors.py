@@ -48,6 +48,7 @@ def test_what_fits_is_taken() -> None:
 
 
 HALVES = "q [2, 8, 4, 16], k [2, 8, 2, 8], v [2, 8, 2, 8]"
+KV_SHAPES = "k and v must have one shape but for their head dimensions, and q the same batch"
 Refusal = tuple[Callable[[], object], type[Exception], str]
 CALLS: dict[str, Refusal] = {
     "dropout": (
@@ -98,22 +99,27 @@ CALLS: dict[str, Refusal] = {
     "head dims that differ": (
         lambda: call(Q, tensor(2, 8, 2, 8)),
         UnsupportedError,
-        f"q, k and v must have one head dimension; got {HALVES}",
+        f"q and k must have one head dimension (only that of v may differ); got {HALVES}",
     ),
-    "a v of another head dim": (
-        lambda: call(Q, KV, tensor(2, 8, 2, 8)),
-        UnsupportedError,
-        "q, k and v must have one head dimension; got q [2, 8, 4, 16], k [2, 8, 2, 16], v [2, 8, 2, 8]",
+    "a v without elements": (
+        lambda: call(Q, KV, tensor(2, 8, 2, 0)),
+        ConfigurationError,
+        "value_dim=0: every size must be an integer from 1 on",
+    ),
+    "a narrower v of other heads": (
+        lambda: call(Q, KV, tensor(2, 8, 1, 8)),
+        ConfigurationError,
+        f"{KV_SHAPES}; got q [2, 8, 4, 16], k [2, 8, 2, 16], v [2, 8, 1, 8]",
     ),
     "batches that differ": (
         lambda: call(Q, tensor(1, 8, 2, 16)),
         ConfigurationError,
-        "k and v must have one shape, and q the same batch; got q [2, 8, 4, 16], k [1, 8, 2, 16], v [1, 8, 2, 16]",
+        f"{KV_SHAPES}; got q [2, 8, 4, 16], k [1, 8, 2, 16], v [1, 8, 2, 16]",
     ),
     "a v of another length": (
         lambda: call(Q, KV, tensor(2, 4, 2, 16)),
         ConfigurationError,
-        "k and v must have one shape, and q the same batch; got q [2, 8, 4, 16], k [2, 8, 2, 16], v [2, 4, 2, 16]",
+        f"{KV_SHAPES}; got q [2, 8, 4, 16], k [2, 8, 2, 16], v [2, 4, 2, 16]",
     ),
     "dtypes that differ": (
         lambda: call(Q, KV.bfloat16()),

@@ -129,6 +129,10 @@ class TestGradients:
         """Forward without gradients and forward again with them take one schedule."""
         assert set(megatron[1](runs.plans_of_a_step, Job(cp=4, recompute="full"))) == {1}
 
+    def test_of_latent_attention(self, megatron: tuple[str, Ranks]) -> None:
+        """Megatron's own layer, whose values are narrower than its keys."""
+        check_gradients(megatron[1](runs.worst_errors, Job(cp=4, groups=4, layers=1, latent=True), FEW))
+
     def test_under_tensor_parallelism(self, megatron: tuple[str, Ranks]) -> None:
         check_gradients(megatron[1](runs.worst_errors, Job(tp=2, cp=2), FEW))
 

@@ -5,6 +5,7 @@ Apart from test_exactness.py, because ranks import it, and should not make the g
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,10 +71,12 @@ class Case:
     given_length: int | None = None
     given_kv_length: int | None = None
     seed: int | None = None  # of the inputs; None: by the sizes
+    value_dim: int | None = None  # of v, out and their gradients; None: head_dim
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        sizes = f"{self.q_heads}/{self.kv_heads} heads of {self.head_dim}, batch {self.batch}, {dtype}"
+        dims = f"{self.head_dim}" if self.value_dim is None else f"{self.head_dim}/{self.value_dim}"
+        sizes = f"{self.q_heads}/{self.kv_heads} heads of {dims}, batch {self.batch}, {dtype}"
         pieces = "" if self.pieces is None else f", {self.pieces} pieces"
         return f"{self.ranks} ranks, {self.schedule}, {self.layout}, {self.mask_name}, {sizes}{pieces}"
 
@@ -133,7 +136,8 @@ class Case:
     @property
     def workload(self) -> Workload:
         lengths = (self.q_length, self.kv_length)
-        return Workload(self.batch, *lengths, self.q_heads, self.kv_heads, self.head_dim, self.dtype)
+        heads = self.q_heads, self.kv_heads, self.head_dim
+        return Workload(self.batch, *lengths, *heads, self.dtype, self.value_dim or self.head_dim)
 
     def make_schedule(self) -> Schedule:
         """With its direction, or as ContextParallel makes it from the name."""
@@ -152,10 +156,11 @@ class Case:
     def inputs(self) -> list[torch.Tensor]:
         """q, k, v, dout over the whole sequence: the same wherever it is called."""
         random = torch.Generator().manual_seed(self.ranks * 1000 + self.q_length if self.seed is None else self.seed)
-        sizes = ((self.q_length, self.q_heads), (self.kv_length, self.kv_heads))
+        of_q, of_kv = (self.q_length, self.q_heads), (self.kv_length, self.kv_heads)
+        of_keys, of_values = self.head_dim, self.value_dim or self.head_dim
         return [
-            torch.randn(self.batch, *sizes[which], self.head_dim, generator=random).to(self.dtype)
-            for which in (0, 1, 1, 0)
+            torch.randn(self.batch, *size, dim, generator=random).to(self.dtype)
+            for size, dim in ((of_q, of_keys), (of_kv, of_keys), (of_kv, of_values), (of_q, of_values))
         ]
 
     def reference(self, scale: float | None = None) -> Attention:
@@ -164,11 +169,19 @@ class Case:
         return attention64(q, k, v, dout, allowed(self.mask, self.q_length, self.kv_length), scale)
 
     def one_process(self, scale: float | None = None) -> Attention:
-        """torch's kernel over the whole sequence, in the case's dtype."""
+        """torch's flash kernel over the whole sequence, in the case's dtype; values of another width with zeros beside.
+
+        Without these torch takes another kernel, which computes bf16 in fp32 throughout.
+        """
         dense = self.mask != Full() and self.mask != Causal()
         visible = allowed(self.mask, self.q_length, self.kv_length) if dense else None
-        q, k, v, dout = self.inputs()
-        return whole_sdpa(q, k, v, dout, visible, self.mask == Causal(), scale)
+        given, of_keys, of_values = self.inputs(), self.head_dim, self.value_dim or self.head_dim
+        if of_values > of_keys and scale is None:  # else it would be that of the wider ones
+            scale = 1 / math.sqrt(of_keys)
+        widest = max(of_keys, of_values)
+        q, k, v, dout = (torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in given)
+        out, lse, dq, dk, dv = whole_sdpa(q, k, v, dout, visible, self.mask == Causal(), scale)
+        return Attention(out[..., :of_values], lse, dq[..., :of_keys], dk[..., :of_keys], dv[..., :of_values])
 
     def whole(self, parts: list[Local]) -> Attention:
         """The ranks' parts put together in sequence order."""

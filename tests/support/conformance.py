@@ -36,6 +36,7 @@ class Tile:
     dtype: torch.dtype = torch.float32
     token_major: bool = False  # as slots of the pool are: one record for each token, k and v in one
     scale: float | None = None
+    value_dim: int | None = None  # of v and dout; None: head_dim
 
     def __str__(self) -> str:
         return self.name
@@ -101,7 +102,7 @@ def visible(patch: Patch) -> torch.Tensor:
 
 
 class Operands(NamedTuple):
-    """q, dout [B, Hq, rows, D]; k, v of the tile and of the rest, [B, Hkv, columns, D]."""
+    """q, dout [B, Hq, rows, D]; k, v of the tile and of the rest, [B, Hkv, columns, D]; of dout and v, value_dim."""
 
     q: torch.Tensor
     dout: torch.Tensor
@@ -113,8 +114,13 @@ def operands(tile: Tile, device: torch.device) -> Operands:
     random = torch.Generator().manual_seed(tile.patch.rows * 100 + tile.patch.cols)
 
     def pair(tokens: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        record = torch.randn(tokens, 2, tile.batch, heads, tile.head_dim, generator=random).to(device, tile.dtype)
-        first, second = (record[:, which].permute(1, 2, 0, 3) for which in (0, 1))
+        dims = tile.head_dim, tile.head_dim if tile.value_dim is None else tile.value_dim
+        sizes = [tile.batch * heads * dim for dim in dims]
+        record = torch.randn(tokens, sum(sizes), generator=random).to(device, tile.dtype)
+        first, second = (
+            part.view(tokens, tile.batch, heads, dim).permute(1, 2, 0, 3)
+            for part, dim in zip(torch.split(record, sizes, dim=1), dims, strict=True)
+        )
         return (first, second) if tile.token_major else (first.contiguous(), second.contiguous())
 
     q, dout = pair(tile.patch.rows, tile.heads[0])

@@ -65,7 +65,8 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute exact attention over the sequence that the ranks of `cp` hold together; differentiable.
 
-    q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv.
+    q: [B, T, Hq, D], this rank's part in cp's layout; k: [B, T', Hkv, D], Hq a multiple of Hkv; v: [B, T', Hkv, Dv],
+    where Dv may be another than D (multi-latent attention: 192 and 128). Nothing is padded on its way.
     mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &; or its text, such
     as "causal" or "window(128,0)". is_causal: True for Causal(), as in scaled_dot_product_attention.
     scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
@@ -76,7 +77,7 @@ def attention(
     tokens: what adds up gradients of replicated parameters over the ranks adds up these.
     order: "bthd" (the default), or "bhtd" for q, k, v and out as [B, H, T, D], as in scaled_dot_product_attention.
 
-    Returns out [B, T, Hq, D] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural
+    Returns out [B, T, Hq, Dv] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural
     log, with the sink; out 0 where a row sees nothing, and lse -inf or the sink). Both are differentiable.
 
     Raises ConfigurationError (sizes that do not fit), UnsupportedError (dropout, bias, dtypes, a kernel without

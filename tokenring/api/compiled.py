@@ -109,7 +109,8 @@ def _attention(
 def _(q: torch.Tensor, *others: Any) -> Tensors:
     shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (0, 0, 0)  # else refused when it runs, by all
     lse = q.new_empty(shape, dtype=torch.float32)
-    return q.new_empty(q.shape), lse, q.new_empty(1, dtype=torch.uint8)
+    out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))  # as wide as v
+    return out, lse, q.new_empty(1, dtype=torch.uint8)
 
 
 # ---------- backward

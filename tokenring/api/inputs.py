@@ -142,10 +142,12 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ConfigurationError(f"attention wants q, k and v as [B, T, H, D]; got {shapes}")
-    if not q.shape[3] == k.shape[3] == v.shape[3]:
-        raise UnsupportedError(f"q, k and v must have one head dimension; got {shapes}")
-    if k.shape != v.shape or q.shape[0] != k.shape[0]:
-        raise ConfigurationError(f"k and v must have one shape, and q the same batch; got {shapes}")
+    if q.shape[3] != k.shape[3]:
+        raise UnsupportedError(f"q and k must have one head dimension (only that of v may differ); got {shapes}")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        raise ConfigurationError(
+            f"k and v must have one shape but for their head dimensions, and q the same batch; got {shapes}"
+        )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ConfigurationError(
             f"q, k and v must share dtype and device; got {q.dtype}/{k.dtype}/{v.dtype} "
@@ -159,7 +161,7 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
             f"mask {mask} numbers one sequence, but q has {q_length} positions and kv {kv_length}: only Full takes both"
         )
     mask.check_length(q_length)
-    return Workload(q.shape[0], q_length, kv_length, q.shape[2], k.shape[2], q.shape[3], q.dtype)
+    return Workload(q.shape[0], q_length, kv_length, q.shape[2], k.shape[2], q.shape[3], q.dtype, v.shape[3])
 
 
 # ---------- tensors

@@ -49,7 +49,7 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     dtype = DTYPES[options.dtype]
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     size = (options.heads, kv_heads, options.dim, getattr(torch, dtype))
-    Workload(options.batch, options.seq, options.seq, *size)
+    Workload(options.batch, options.seq, options.seq, *size, options.value_dim)
     make_layout(options.layout, ranks, options.seq)
     mask = parse_mask(options.mask)
     mask.check_length(options.seq)
@@ -63,5 +63,5 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
         raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}{like}")
     names = ("heads", "batch", "layout", "transport", "pieces", "rounds")
     named = {name: getattr(options, name) for name in names}
-    named |= {"seq_len": options.seq, "head_dim": options.dim, "dtype": dtype}
+    named |= {"seq_len": options.seq, "head_dim": options.dim, "value_dim": options.value_dim, "dtype": dtype}
     return named | {"kv_heads": kv_heads, "mask": str(mask), "backward": options.passes == "training"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tokenring._version import __version__
-from tokenring.cli.spelling import DTYPES, PRINTED, SIZES_TEXT, add_heads, add_seq, check_counts
+from tokenring.cli.spelling import DTYPES, PRINTED, SIZES_TEXT, add_heads, add_seq, check_counts, heads_text
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
 from tokenring.display.safe_text import plain, plain_lines
 from tokenring.errors import ConfigurationError, TokenRingError
@@ -239,6 +239,7 @@ def _workload(schedule: Schedule, options: argparse.Namespace) -> Workload:
         options.heads if options.kv_heads is None else options.kv_heads,
         options.dim,
         getattr(torch, DTYPES[options.dtype]),
+        options.value_dim,
     )
 
 
@@ -272,7 +273,8 @@ def _workload_text(workload: Workload, dtype: str) -> str:
     lengths = str(workload.q_length)
     if workload.kv_length != workload.q_length:
         lengths += f" × {workload.kv_length}"
-    heads = f"{workload.q_heads} heads, {workload.kv_heads} kv heads of {workload.head_dim}"
+    dims = heads_text(workload.head_dim, workload.value_dim)
+    heads = f"{workload.q_heads} heads, {workload.kv_heads} kv heads of {dims}"
     return f"batch {workload.batch}, {lengths} tokens, {heads}, {dtype}"
 
 

@@ -46,13 +46,24 @@ def add_seq(parser: argparse._ActionsContainer, was: tuple[str, ...] = (), **how
 
 
 def add_heads(parser: argparse._ActionsContainer, heads: int, dim: int, kind: str) -> None:
-    """Add the options of the heads, their dimension, the dtype and the batch of a call."""
+    """Add the options of the heads, their dimensions, the dtype and the batch of a call."""
     add = parser.add_argument
     add("--heads", type=int, default=heads, metavar="N", help=f"query heads ({heads})")
     add("--kv-heads", type=int, metavar="N", help="kv heads (as many as query heads)")
     also(parser, add("--dim", type=int, default=dim, metavar="N", help=f"dimension of a head ({dim})"), "--head-dim")
+    add_value_dim(parser)
     add_dtype(parser, kind)
     add("--batch", type=int, default=1, metavar="N", help="sequences (1)")
+
+
+def add_value_dim(parser: argparse._ActionsContainer) -> None:
+    """Add the option of the dimension of values, where it is not that of queries and keys."""
+    parser.add_argument("--value-dim", type=int, metavar="N", help="dimension of a head of values, as 128 (as --dim)")
+
+
+def heads_text(head_dim: int, value_dim: int) -> str:
+    """Return the dimensions of a head as text: 128, or 192/128 where those of values are others."""
+    return f"{head_dim}" if value_dim == head_dim else f"{head_dim}/{value_dim}"
 
 
 def add_dtype(parser: argparse._ActionsContainer, kind: str) -> None:
@@ -70,7 +81,7 @@ def add_passes(parser: argparse._ActionsContainer) -> None:
 
 def check_counts(options: argparse.Namespace) -> None:
     """Raise ConfigurationError, with the option's name, if a size of a call is below 1."""
-    for name in ("seq", "heads", "kv_heads", "dim", "batch"):
+    for name in ("seq", "heads", "kv_heads", "dim", "value_dim", "batch"):
         value = getattr(options, name, None)
         if isinstance(value, int) and value < 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: use 1 or more")

@@ -24,7 +24,16 @@ from tokenring.lowering.records import Records, aligned, check_workload, scratch
 from tokenring.lowering.target import Contacts, Link, Target, contacts
 from tokenring.sequence.workload import Workload
 
-FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # two and five matrix products of 2 flops an element
+
+def flops_per_pair(direction: Pass, head_dim: int, value_dim: int) -> int:
+    """Return the flops of a visible pair and query head: two and five matrix products of 2 flops an element.
+
+    Forward: QKᵀ and PV. Backward: QKᵀ again, dQ and dK, as wide as keys; dOVᵀ and dV, as wide as values.
+    """
+    return 2 * (head_dim + value_dim) if direction == "forward" else 6 * head_dim + 4 * value_dim
+
+
+FLOPS_PER_PAIR = {each: flops_per_pair(each, 1, 1) for each in PASSES}  # and element, where all are equally wide
 
 
 def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
@@ -171,10 +180,10 @@ class Pools:
 
 
 def flops(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
-    """Return each rank's floating-point operations: 4 (forward) or 10 (backward) a visible pair and head element."""
+    """Return each rank's floating-point operations: `flops_per_pair` for each visible pair of a query head."""
     check_workload(schedule, workload, direction)
     low, high = workload.q_head_range(0, schedule.head_groups)
-    a_pair = FLOPS_PER_PAIR[direction] * workload.batch * (high - low) * workload.head_dim
+    a_pair = flops_per_pair(direction, workload.head_dim, workload.value_dim) * workload.batch * (high - low)
     total = dict.fromkeys(range(schedule.world_size), 0)
     for tile in schedule.tiles:
         for q in tile.q:

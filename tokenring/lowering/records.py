@@ -24,12 +24,13 @@ STATISTIC_BYTES = 4  # lse and delta are fp32 everywhere
 
 
 class Field(NamedTuple):
-    """One tensor of a record: [batch, heads, head_dim] in `dtype`, or an fp32 statistic [batch, heads]."""
+    """One tensor of a record: [batch, heads, dim] in `dtype`, or an fp32 statistic [batch, heads]."""
 
     name: str
     dtype: torch.dtype
     offset_bytes: int
     statistic: bool = False
+    dim: int = 0  # the last axis: head_dim, or value_dim of v, out and their gradients; 0 for a statistic
 
 
 class Record(NamedTuple):
@@ -54,6 +55,7 @@ NAMES: Mapping[tuple[Kind, Pass], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("q_partial", "backward"): ((), ("dq",)),
     ("kv_partial", "backward"): ((), ("dk", "dv")),
 }
+AS_WIDE_AS_VALUES = frozenset({"v", "out", "dout", "dv"})  # the others are as wide as q and k
 
 
 def check_workload(schedule: ScheduleData, workload: Workload, direction: Pass) -> None:
@@ -107,8 +109,9 @@ class Records:
             fields.append(Field(name, torch.float32, at, statistic=True))
             at += STATISTIC_BYTES * size.batch * heads
         for name in tensors:
-            fields.append(Field(name, dtype, at))
-            at += dtype.itemsize * size.batch * heads * size.head_dim
+            dim = size.value_dim if name in AS_WIDE_AS_VALUES else size.head_dim
+            fields.append(Field(name, dtype, at, dim=dim))
+            at += dtype.itemsize * size.batch * heads * dim
         return Record(tuple(fields), heads, -(-at // 4) * 4)
 
     def head_range(self, kind: Kind, group: int) -> tuple[int, int]:

@@ -73,10 +73,13 @@ def describe(
     """
     transport = cp.made_transport(request.device)
     most = None if transport is None else transport.target.most_connections  # by this rank's environment
+    sizes: dict[str, object] = {field.name: getattr(request.workload, field.name) for field in fields(Workload)}
+    if sizes["value_dim"] == sizes["head_dim"]:
+        sizes["value_dim"] = "head_dim"  # whatever that is: where it differs, it alone is named
     return Description.of(
         {
             "pass": direction,
-            **{field.name: getattr(request.workload, field.name) for field in fields(Workload)},
+            **sizes,
             "mask": request.mask,
             "scale": repr(request.scale),
             **({"softcap": repr(request.softcap)} if request.softcap else {}),
@@ -106,7 +109,7 @@ def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
     except TokenRingError as error:
         return str(error)
     reason = kernel_refusal(kernel, request.workload, request.device, direction)
-    return reason or (merge_refusal(request.device, request.workload.head_dim) if cp.world_size > 1 else None)
+    return reason or (merge_refusal(request.device, request.workload.value_dim) if cp.world_size > 1 else None)
 
 
 def named_digest(some: Layout | Schedule) -> str:

@@ -35,7 +35,8 @@ WHOLE = 2**24  # from here on neighbours in fp32 are whole numbers apart
 def holding(kernel: AttentionKernel, program: Program, workload: Workload, device: torch.device) -> AttentionKernel:
     """Return a kernel that holds the masks of all tiles of a program, if it uses any; they live as long as it does."""
     patches = dict.fromkeys(each.patch for each in program.instructions if isinstance(each, Attend))
-    return held(kernel, Tiles(tuple(patches), program.direction, workload.head_dim, workload.dtype, device))
+    head_dim, value_dim = workload.head_dim, workload.value_dim
+    return held(kernel, Tiles(tuple(patches), program.direction, head_dim, workload.dtype, device, value_dim))
 
 
 def held(kernel: AttentionKernel, tiles: Tiles) -> AttentionKernel:

@@ -124,7 +124,7 @@ class Executor:
                 continue
             record, some = self.views.record(slot), next(iter(call.own.values()))
             shapes = {
-                each.name: (size.batch, spec.rows, record.heads, *(() if each.statistic else (size.head_dim,)))
+                each.name: (size.batch, spec.rows, record.heads, *(() if each.statistic else (each.dim,)))
                 for each in record.fields
             }
             call.outputs[slot] = {
@@ -354,7 +354,7 @@ class _Binder:
         slot = self.program.slots[into.slot]
         low, high = self.head_range(slot.kind, into.heads)
         whole = slot.output and into.rows == slot.rows and high - low == self.views.record(into.slot).heads
-        merger = merger_for(self.views.base.device, self.views.workload.head_dim)
+        merger = merger_for(self.views.base.device, self.views.workload.value_dim)
         scratch = self.views.scratch(into.rows, high - low)
         return accepting(merger, out, lse, scratch, into.slot if whole else None)
 

@@ -199,8 +199,8 @@ def _strided(
     shape: tuple[int, ...] = (rows, workload.batch, record.heads)
     strides: tuple[int, ...] = (record.nbytes // size, record.heads, 1)
     if not field.statistic:
-        shape = (*shape, workload.head_dim)
-        strides = (strides[0], record.heads * workload.head_dim, workload.head_dim, 1)
+        shape = (*shape, field.dim)
+        strides = (strides[0], record.heads * field.dim, field.dim, 1)
     at = typed.storage_offset() + (start + field.offset_bytes) // size  # of its storage, which others may share
     return typed.as_strided(shape, strides, at)
 

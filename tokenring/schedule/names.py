@@ -115,8 +115,8 @@ def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: L
     if name not in CUT_BY_DEFAULT:
         return None
     layout = kv_layout if name == "direct-kv" else q_layout
-    heads = 2 * workload.kv_heads if name == "direct-kv" else workload.q_heads
-    chunk_bytes = layout.chunk_length * workload.batch * heads * workload.head_dim * workload.itemsize
+    row = workload.kv_heads * workload.kv_dim if name == "direct-kv" else workload.q_heads * workload.head_dim
+    chunk_bytes = layout.chunk_length * workload.batch * row * workload.itemsize
     for pieces in PIECES_THAT_PAY:
         if layout.chunk_length % pieces == 0 and chunk_bytes // pieces >= LEAST_PIECE_BYTES:
             return pieces

@@ -5,7 +5,8 @@ By requests plans, programs and descriptions are kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -18,7 +19,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Workload:
-    """q [batch, q_length, q_heads, head_dim] over all ranks; k and v likewise with kv_length and kv_heads."""
+    """q [batch, q_length, q_heads, head_dim] over all ranks; k likewise with kv_length and kv_heads.
+
+    value_dim: the last axis of v and of the output, where it is not head_dim (multi-latent attention). None: head_dim.
+    """
 
     batch: int
     q_length: int
@@ -27,9 +31,12 @@ class Workload:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.float32
+    value_dim: int = None  # type: ignore[assignment]  # None where it is made: whoever reads it finds a number
 
     def __post_init__(self) -> None:
-        for name in ("batch", "q_length", "kv_length", "q_heads", "kv_heads", "head_dim"):
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        for name in ("batch", "q_length", "kv_length", "q_heads", "kv_heads", "head_dim", "value_dim"):
             if (as_integer(getattr(self, name)) or 0) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: every size must be an integer from 1 on")
         if self.q_heads % self.kv_heads:
@@ -41,14 +48,30 @@ class Workload:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise UnsupportedError(f"attention in {self.dtype} is not supported; use one of {known}")
 
+    def __repr__(self) -> str:
+        said = [each.name for each in fields(self) if each.name != "value_dim" or self.value_dim != self.head_dim]
+        return f"Workload({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sizes by name, the dtype as "bfloat16"; value_dim only where it is not head_dim."""
+        found = asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        if self.value_dim == self.head_dim:
+            del found["value_dim"]
+        return found
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return self.dtype.itemsize
 
+    @property
+    def kv_dim(self) -> int:
+        """Elements of k and v together, of a token and kv head; as many are q and out of a query head."""
+        return self.head_dim + self.value_dim
+
     def ring_bytes(self, ranks: int) -> int:
         """Return the bytes of k and v of one of so many ranks: a ring sends so much in a step, others about that."""
-        return 2 * self.batch * self.kv_length * self.kv_heads * self.head_dim * self.itemsize // ranks
+        return self.batch * self.kv_length * self.kv_heads * self.kv_dim * self.itemsize // ranks
 
     def q_head_range(self, group: int, groups: int) -> tuple[int, int]:
         """Return the query heads [low, high) of the group-th of `groups` head groups."""

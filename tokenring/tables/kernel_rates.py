@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tokenring.errors import ConfigurationError
@@ -27,6 +27,7 @@ class KernelKey:
     """The subject of a table of rates.
 
     device: the model's name, as torch or the operating system gives it; a CPU's with its number of threads.
+    value_dim: the head dim of v where it is another than that of q and k; else None.
     """
 
     device: str
@@ -34,14 +35,21 @@ class KernelKey:
     dtype: str
     head_dim: int
     torch: str
+    value_dim: int | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.value_dim == self.head_dim:
+            object.__setattr__(self, "value_dim", None)
 
     @property
     def file_name(self) -> str:
         """The file's name in the cache."""
-        return f"rates-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}.json"
+        what = repr(self) + ("" if self.value_dim is None else f", {self.value_dim}")
+        return f"rates-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
     def __str__(self) -> str:
-        return f"{self.kernel} on {self.device}, {self.dtype}, head dim {self.head_dim}, torch {self.torch}"
+        of_values = "" if self.value_dim is None else f" ({self.value_dim} of values)"
+        return f"{self.kernel} on {self.device}, {self.dtype}, head dim {self.head_dim}{of_values}, torch {self.torch}"
 
 
 # ---------- keeping
@@ -57,7 +65,8 @@ def keep(rates: Rates, key: KernelKey, environment: Mapping[str, str]) -> Path |
 
 def to_json(rates: Rates, key: KernelKey) -> str:
     """Return a table as the JSON text that read_table reads."""
-    document = {"format": FORMAT, "version": VERSION, "key": asdict(key), "rates": asdict(rates)}
+    named = {name: value for name, value in asdict(key).items() if name != "value_dim" or value is not None}
+    document = {"format": FORMAT, "version": VERSION, "key": named, "rates": asdict(rates)}
     return json.dumps(document, indent=2) + "\n"
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.footprint import FLOPS_PER_PAIR
+from tokenring.lowering.footprint import flops_per_pair
 from tokenring.lowering.target import Target
 from tokenring.sequence.region import Patch
 from tokenring.tables.launching import Launching
@@ -59,9 +59,12 @@ class Rates:
         samples = self.forward if direction == "forward" else self.backward
         return interpolate(samples, side)
 
-    def kernel_seconds(self, patch: Patch, heads: int, head_dim: int, batch: int, direction: Pass) -> float:
-        """Return the seconds of one kernel call on a patch with `heads` query heads."""
-        flops = FLOPS_PER_PAIR[direction] * batch * heads * head_dim * patch.pairs()
+    def kernel_seconds(
+        self, patch: Patch, heads: int, head_dim: int, batch: int, direction: Pass, value_dim: int | None = None
+    ) -> float:
+        """Return the seconds of one kernel call on a patch with `heads` query heads. value_dim None: as head_dim."""
+        a_pair = flops_per_pair(direction, head_dim, head_dim if value_dim is None else value_dim)
+        flops = a_pair * batch * heads * patch.pairs()
         rate = self.tflops(direction, min(patch.rows, patch.cols))
         return self.call_seconds + flops / (rate * 1e12)
 

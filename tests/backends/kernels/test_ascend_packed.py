@@ -94,7 +94,7 @@ class Checked:
         """With the lse of rows that see more than the tile; rows outside all patches hold what must not matter."""
         given, shape = self.given, self.given.q.shape
         lse, delta = torch.full(shape[:3], -torch.inf), torch.full(shape[:3], 7.0)
-        out = torch.full(shape, 7.0, dtype=self.tile.dtype)
+        out = torch.full(given.dout.shape, 7.0, dtype=self.tile.dtype)
         wanted = [self._wanted(part) for part in self.parts]
         for part, right in zip(self.parts, wanted, strict=True):
             rows = slice(part.row0, part.row1)
@@ -106,7 +106,7 @@ class Checked:
             delta.to(self.device) if by == "delta" else None, patches=self.parts, scale=self.scale, **kept,
         )  # fmt: skip
         for part, (dq, dk, dv), right in zip(self.parts, made, wanted, strict=True):
-            assert dq.shape == right["out"].shape
+            assert dq.shape == right["whole dq"].shape
             for name, x in (("dk", dk), ("dv", dv)):
                 assert relative_error(x.cpu(), right[name]) < 3 * self._limit(), f"{name} of {part} by {by}"
             # dq of the patch's own columns: what the rest adds is taken away.

@@ -73,6 +73,8 @@ def _check_flash(
     check(q.dtype in HALF, "FlashAttention only support fp16 and bf16 data type")
     check(q.shape[-1] % 8 == 0, "head_size must be a multiple of 8, this is ensured by padding!")
     check(q.shape[-1] <= 256, "FlashAttention forward only supports head dimension at most 256")
+    # CHECK_SHAPE(v, batch_size, seqlen_k, num_heads_k, head_size) of mha_fwd and mha_bwd in flash_attn/flash_api.cpp
+    check(v.shape[-1] == k.shape[-1], "v must have shape (batch_size, seqlen_k, num_heads_k, head_size)")
     check(min(q.numel(), k.numel()) > 0, "an empty operand")
     golden.check_aligned(q, k, v)
 
@@ -98,7 +100,7 @@ def cudnn_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     note("cudnn", causal=is_causal, rows=query.shape[2], cols=key.shape[2], graph=_graph(query, key, value, is_causal))
-    _check_cudnn(query, key, attn_bias)
+    _check_cudnn(query, key, value, attn_bias)
     check(compute_log_sumexp, "no lse was asked for")
     visible = _top_left(query, key, is_causal)
     out, lse = golden.forward(query, key, value, visible, _given(scale), POISON)
@@ -114,7 +116,7 @@ def cudnn_backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     graph = _graph(query, key, value, is_causal)
     note("cudnn backward", causal=is_causal, graph=graph)
-    _check_cudnn(query, key, attn_bias)
+    _check_cudnn(query, key, value, attn_bias)
     check(tuple(logsumexp.shape) == (*query.shape[:3], 1), f"cuDNN Frontend error: Stats of {tuple(logsumexp.shape)}")
     check(out.stride() == grad_out.stride(), "cuDNN Frontend error: O and dO lie differently")
     # check_tensor_matches_graph in MHA.cpp: strides of all axes, while the graph is found by those of q, k and v alone.
@@ -131,7 +133,9 @@ def _graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> G
     return (q.dtype, causal, *((x.shape, x.stride()) for x in (q, k, v)))
 
 
-def _check_cudnn(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Stricter than cuDNN, which takes values of another width on some chips and in some versions."""
+    check(v.shape[-1] == k.shape[-1], "cuDNN Frontend error: No execution plans support the graph.")
     check(q.dtype in HALF, "cuDNN Frontend error: No execution plans support the graph.")
     check(q.shape[-1] % 8 == 0 and q.shape[-1] <= 128, "cuDNN Frontend error: No execution plans support the graph.")
     check(q.shape[2] > 1 and k.shape[2] > 1, "CUDA error: a tile of one row or one column")
@@ -184,7 +188,9 @@ def _check_efficient(
 ) -> None:
     check(q.dtype in (*HALF, torch.float32), "Expected query to be of fp16, bf16 or fp32")
     check(q.shape[1] == k.shape[1], "query.size(2) == key.size(2)")
-    check(q.shape[-1] % (16 // q.element_size()) == 0, "cutlassF: no kernel found to launch!")
+    # Values of another width it takes (Kv in torch/_meta_registrations.py), as well aligned.
+    for x in (q, v):
+        check(x.shape[-1] % (16 // x.element_size()) == 0, "cutlassF: no kernel found to launch!")
     golden.check_aligned(q, k, v)
     if bias is not None:
         check(not causal, "not emulated: a causal mask and a bias")

@@ -50,8 +50,7 @@ def backward(
     dk, dv = ds.mT @ q.double(), _as_operand(p, q.dtype).mT @ wide
     if rounds_heads:
         dk, dv = dk.to(q.dtype).double(), dv.to(q.dtype).double()
-    groups = (k.shape[0], k.shape[1], -1, *k.shape[2:])
-    dk, dv = (x.reshape(groups).sum(dim=2) for x in (dk, dv))
+    dk, dv = (x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(dim=2) for x in (dk, dv))
     return (ds @ wide_k).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 

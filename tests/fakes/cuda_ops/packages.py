@@ -38,6 +38,7 @@ def compute(
     """out [B, S, H, D], lse [B, H, S]."""
     note(release, rows=q.shape[1], cols=k.shape[1])
     _check(q, k, v)
+    _check_widths(release, k.shape[-1], v.shape[-1])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = golden.forward(q, k, v, visible, scale, (0.0, empty_lse), softcap)
     return golden.Forward(out.transpose(1, 2).contiguous(), lse.contiguous())
@@ -51,6 +52,8 @@ def compute_gradients(
     note(f"{release} backward", rows=operands[1].shape[1], cols=operands[2].shape[1])
     _check(*operands)
     dout, q, k, v, out = (x.transpose(1, 2) for x in operands)
+    _check_widths(release, k.shape[-1], v.shape[-1])
+    check(dout.shape[-1] == out.shape[-1] == v.shape[-1], "dout and out must be as wide as v")
     lse = golden.as_contiguous(lse, *q.shape[:3])
     made = golden.backward(dout, q, k, v, out, lse, visible, scale, True, softcap)
     return tuple(x.transpose(1, 2).contiguous() for x in made)
@@ -62,6 +65,20 @@ def _check(*operands: torch.Tensor) -> None:
         check(x.shape[-1] % 8 == 0, "head_size must be a multiple of 8")
         check(x.shape[-1] <= 256, "FlashAttention forward only supports head dimension at most 256")
     golden.check_aligned(*operands)
+
+
+def _check_widths(release: str, width: int, value_width: int) -> None:
+    """Of keys and of values. csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp, and cute/interface.py on Hopper."""
+    if release.startswith("2"):
+        check(width == value_width, "v must have shape (batch_size, seqlen_k, num_heads_k, head_size)")
+    elif release.startswith("3") and width != value_width:
+        check(
+            (128 < width <= 192 and 96 < value_width <= 128) or (width <= 64 and value_width <= 512),
+            "If V headdim is different from Q/K dim, we only support Q/K headdim in (128, 192] and V headdim in "
+            "(96, 128], or (Q/K <= 64 and V <= 512).",
+        )
+    elif release.startswith("4"):
+        assert 8 <= width <= 256 and 8 <= value_width <= 256, "is not supported on SM90"  # _validate_head_dims
 
 
 def _second(q: torch.Tensor, k: torch.Tensor, causal: bool, left: int, right: int) -> torch.Tensor:

@@ -17,6 +17,11 @@ from mcore.world import contiguous_rows, packed_rows, parallel
 from tokenring.integrations.megatron import per_layer, use_tokenring
 
 VOCABULARY = 96
+# Keys of 16 + 8, values of 16; rotary embeddings without YaRN.
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 32, "kv_lora_rank": 24, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
+    "rope_type": "rope", "normalization": "LayerNorm",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Job:
     dtype: torch.dtype = torch.float32
     seed: int = 1
     softmax: str = "vanilla"
+    latent: bool = False  # multi-latent attention, whose values are narrower than its keys: LATENT
 
     @property
     def whole(self) -> Job:
@@ -46,12 +52,12 @@ class Job:
         return replace(self, tp=1, cp=1, pp=1, recompute="", cp_comm_type=None, rows="zigzag", dtype=torch.float64)
 
     def config(self) -> Any:
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         recompute: dict[str, Any] = {"recompute_granularity": self.recompute or None}
         if self.recompute == "full":
             recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-        return TransformerConfig(
+        return (MLATransformerConfig if self.latent else TransformerConfig)(
             num_layers=self.layers,
             hidden_size=self.heads * self.head_dim,
             num_attention_heads=self.heads,
@@ -67,19 +73,31 @@ class Job:
             cp_comm_type=per_layer(self.cp_comm_type) if isinstance(self.cp_comm_type, tuple) else self.cp_comm_type,
             **({} if self.softmax == "vanilla" else {"softmax_type": self.softmax}),
             **recompute,
+            **(LATENT if self.latent else {}),
         )
+
+    def layer_spec(self) -> Any:
+        """Megatron's own spec of a layer."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        if self.latent:
+            from megatron.core.transformer import multi_latent_attention as module
+
+            if not isinstance(getattr(module, "TELinear", object), type):  # 0.16, without TransformerEngine: a mock
+                module.TELinear = type("TELinear", (), {})
+        return get_gpt_layer_local_spec(multi_latent_attention=self.latent)
 
 
 class WholeAttention(torch.nn.Module):
     """core_attention written apart from everything else: all scores at once, of a whole sequence or of documents."""
 
-    def __init__(self, config: Any, **rest: Any) -> None:
+    def __init__(self, config: Any, softmax_scale: float | None = None, **rest: Any) -> None:
         super().__init__()
-        self.scale = 1 / math.sqrt(config.kv_channels)
         kind, sinks = getattr(config, "softmax_type", "vanilla"), torch.zeros(config.num_attention_heads)
         self.softmax_offset: torch.Tensor | None = sinks if kind == "off-by-one" else None
         if kind == "learnable":
             self.softmax_offset = torch.nn.Parameter(config.init_method(sinks) * 50)
+        self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any, packed_seq_params: Any = None,
@@ -115,14 +133,13 @@ def visible(length: int, params: Any) -> torch.Tensor:
 def build(here: Here, job: Job, spec: Any = None, **options: Any) -> Any:
     """The model of this rank, with the world split as the job says. spec: the layers'; options: of use_tokenring."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     parallel(here, job.tp, job.cp, job.pp)
     torch.manual_seed(job.seed)
     model = GPTModel(
         config=job.config(),
-        transformer_layer_spec=use_tokenring(get_gpt_layer_local_spec(), **options) if spec is None else spec,
+        transformer_layer_spec=use_tokenring(job.layer_spec(), **options) if spec is None else spec,
         vocab_size=VOCABULARY,
         max_sequence_length=job.length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -135,9 +152,7 @@ def build(here: Here, job: Job, spec: Any = None, **options: Any) -> Any:
 
 def build_whole(here: Here, job: Job) -> Any:
     """The model on one rank, in the job's dtype, with the attention above."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    spec = get_gpt_layer_local_spec()
+    spec = job.layer_spec()
     spec.submodules.self_attention.submodules.core_attention = WholeAttention
     return build(here, job, spec)
 

@@ -21,6 +21,7 @@ from tokenring.display.console import cores
 from tokenring.emulate.shapes import EmulatedFabric, Shape
 from tokenring.emulate.ways import Load, heaviest
 from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.footprint import flops_per_pair
 from tokenring.planner.interconnects.emulated import computing_machine, interconnect_of_shape, sleeping_machine
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.machines.machine import CPU
@@ -182,8 +183,9 @@ def _load(fabric: EmulatedFabric, moved: list[dict[tuple[int, int], int]]) -> Lo
 def _shapes_only(case: RaceCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v of the right sizes, without memory of their own."""
     one = torch.zeros((), dtype=getattr(torch, case.dtype))
-    q, k = (one.expand(case.batch, tokens, heads, case.head_dim) for heads in (case.heads, case.kv_heads))
-    return q, k, k
+    sizes = (case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.of_values)
+    q, k, v = (one.expand(case.batch, tokens, *size) for size in sizes)
+    return q, k, v
 
 
 def one_process() -> RacedSchedule:
@@ -216,6 +218,8 @@ def _one_process_runner(setting: RaceSetting, group: Any) -> Runner:
 
 
 def flops(case: RaceCase, causal: bool) -> float:
-    """Return the operations of forward (4 for each pair, head and dimension) and backward (10), or of forward alone."""
+    """Return the operations of forward and backward, or of forward alone."""
     pairs = case.seq_len * (case.seq_len + 1) / 2 if causal else case.seq_len**2
-    return (14 if case.backward else 4) * case.batch * case.heads * case.head_dim * pairs
+    passes = PASSES if case.backward else PASSES[:1]
+    a_pair = sum(flops_per_pair(each, case.head_dim, case.of_values) for each in passes)
+    return a_pair * case.batch * case.heads * pairs

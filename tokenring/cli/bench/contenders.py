@@ -38,7 +38,8 @@ def contenders(case: RaceCase, ranks: int) -> list[str]:
     """
     layout = make_layout(case.layout, ranks, case.seq_len)
     dtype = getattr(torch, case.dtype)
-    size = Workload(case.batch, case.seq_len, case.seq_len, case.heads, case.kv_heads, case.head_dim, dtype)
+    heads = case.heads, case.kv_heads, case.head_dim
+    size = Workload(case.batch, case.seq_len, case.seq_len, *heads, dtype, case.of_values)
     names = _best_of_families([name for name in _ranked(case, ranks, size, layout) if _fits(name, case, size, layout)])
     return [*(names or SCHEMES), *(["auto"] if case.pieces is None else [])]
 

@@ -101,11 +101,13 @@ def _notes(lanes: list[_Lane]) -> list[str]:
 
 
 def make_inputs(case: RaceCase) -> list[torch.Tensor]:
-    """Make q, k, v and dout over the whole sequence, [B, S, H, D]; the same on every rank."""
+    """Make q, k, v and dout over the whole sequence, [B, S, H, D or of values]; the same on every rank."""
     generator = torch.Generator().manual_seed(SEED)
+    of_keys, of_values = case.head_dim, case.of_values
+    sizes = (case.heads, of_keys), (case.kv_heads, of_keys), (case.kv_heads, of_values), (case.heads, of_values)
     return [
-        torch.randn(case.batch, case.seq_len, heads, case.head_dim, generator=generator).to(getattr(torch, case.dtype))
-        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+        torch.randn(case.batch, case.seq_len, *size, generator=generator).to(getattr(torch, case.dtype))
+        for size in sizes
     ]
 
 

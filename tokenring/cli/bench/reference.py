@@ -1,7 +1,8 @@
 """The right result, over the whole sequence, computed by all ranks together; and how far others are from it.
 
 Written out in plain torch, block of rows by block of rows, apart from every kernel that is measured.
-B batch, S sequence, H heads, D head dim; M query heads of one kv head, R rows of a block, C columns.
+B batch, S sequence, H heads, D head dim, which may be another for v, out and their gradients; M query heads of one kv
+head, R rows of a block, C columns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.cli.bench.results import RaceCase
+from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.footprint import flops_per_pair
 from tokenring.sequence.layout import Positions
 from tokenring.sequence.mask import Mask
 
@@ -24,7 +27,8 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 def reference_dtype(case: RaceCase) -> torch.dtype:
     """Return the dtype of the reference: float64, unless that takes too long."""
-    work = 14.0 * case.batch * case.heads * case.head_dim * case.seq_len**2
+    a_pair = float(sum(flops_per_pair(each, case.head_dim, case.of_values) for each in PASSES))
+    work = a_pair * case.batch * case.heads * case.seq_len**2
     return torch.float64 if work <= FLOAT64_FLOPS else torch.float32
 
 
@@ -35,8 +39,8 @@ def reference(
 
     inputs: q, k, v and dout. Every rank computes some heads; the sum over ranks puts them together.
     """
-    q, k, _, _ = inputs_BSHD
-    results = {name: torch.zeros(x.shape, dtype=dtype) for name, x in zip(RESULTS, (q, q, k, k), strict=True)}
+    q, k, v, dout = inputs_BSHD
+    results = {name: torch.zeros(x.shape, dtype=dtype) for name, x in zip(RESULTS, (dout, q, k, v), strict=True)}
     repeats = q.shape[2] // k.shape[2]
     for index in range(rank, q.shape[0] * k.shape[2], ranks):
         batch, head = divmod(index, k.shape[2])
@@ -59,7 +63,7 @@ def _one_head(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return out, dq [M, S, D] and dk, dv [S, D] of one kv head. The gradients stay 0 without backward."""
     length, scale = q_MSD.shape[1], 1 / math.sqrt(q_MSD.shape[2])
-    out, dq, dk, dv = (torch.zeros_like(x) for x in (q_MSD, q_MSD, k_SD, v_SD))
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (dout_MSD, q_MSD, k_SD, v_SD))
     for start in range(0, length, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, length)
         cols, visible_RC = visible(mask, start, stop, length)

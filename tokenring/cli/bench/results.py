@@ -36,6 +36,16 @@ class RaceCase:
     rounds: int
     emulate: Shape | None = None  # the links between ranks, where they are emulated
     compute_tflops: float | None = None  # of each rank, where kernels sleep instead of computing
+    value_dim: int | None = None  # elements of a head of v; None: head_dim
+
+    @property
+    def of_values(self) -> int:
+        """The elements of a head of v and out."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by name, as reports have them: value_dim only where it was said."""
+        return {name: value for name, value in asdict(self).items() if name != "value_dim" or value is not None}
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> RaceCase:
@@ -157,7 +167,7 @@ class RaceReport:
 
     def to_json(self) -> str:
         """Return the report as JSON, with a format version; NaN is null."""
-        values = {"format": FORMAT, **asdict(self)}
+        values = {"format": FORMAT, **asdict(self), "case": self.case.to_dict()}
         for entry in values["entries"]:
             entry["errors"] = {name: _finite(error) for name, error in entry["errors"].items()}
         return json.dumps(values, indent=1, allow_nan=False) + "\n"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tokenring.api.context import ContextParallel
-from tokenring.lowering.footprint import FLOPS_PER_PAIR
+from tokenring.lowering.footprint import flops_per_pair
 from tokenring.sequence.region import Patch
 
 PR_SET_TIMERSLACK = 29
@@ -35,6 +35,10 @@ class Sleeping:
         """Return None: it takes every head dim and dtype."""
         return None
 
+    def supports_widths(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+        """Return None: it takes values of any width."""
+        return None
+
     def supports_patch(self, patch: Patch) -> str | None:
         """Return None: it takes every patch."""
         return None
@@ -45,8 +49,8 @@ class Sleeping:
         """Return zeros for out and lse [B, H, S] after the time that forward takes at the kernel's rate."""
         began = time.perf_counter()
         batch, heads, rows, dim = q.shape
-        out, lse = _zeros(q), torch.zeros(batch, rows, heads).transpose(1, 2)
-        self._sleep(began, FLOPS_PER_PAIR["forward"] * batch * heads * dim * patch.pairs())
+        out, lse = _zeros(q, v.shape[-1]), torch.zeros(batch, rows, heads).transpose(1, 2)
+        self._sleep(began, flops_per_pair("forward", dim, v.shape[-1]) * batch * heads * patch.pairs())
         return out, lse
 
     def backward(
@@ -65,8 +69,8 @@ class Sleeping:
         """Return zeros for dq, dk and dv after the time that backward takes at the kernel's rate."""
         began = time.perf_counter()
         batch, heads, _, dim = q.shape
-        made = _zeros(q), _zeros(k), _zeros(v)
-        self._sleep(began, FLOPS_PER_PAIR["backward"] * batch * heads * dim * patch.pairs())
+        made = _zeros(q, dim), _zeros(k, dim), _zeros(v, v.shape[-1])
+        self._sleep(began, flops_per_pair("backward", dim, v.shape[-1]) * batch * heads * patch.pairs())
         return made
 
     def _sleep(self, began: float, flops: float) -> None:
@@ -89,7 +93,7 @@ class SleepingContext(ContextParallel):
         return self._sleeping
 
 
-def _zeros(like_BHSD: torch.Tensor) -> torch.Tensor:
-    """Return zeros in fp32, with heads inside rows, as torch's own kernel returns them."""
-    batch, heads, rows, dim = like_BHSD.shape
+def _zeros(like_BHSD: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return zeros in fp32 of this width, with heads inside rows, as torch's own kernel returns them."""
+    batch, heads, rows, _ = like_BHSD.shape
     return torch.zeros(batch, rows, heads, dim).transpose(1, 2)

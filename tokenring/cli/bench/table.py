@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Entry, RaceCase, RaceMachine, RaceReport
+from tokenring.cli.spelling import heads_text
 from tokenring.display.console import Ink
 
 WIDTH = 118
@@ -16,9 +17,10 @@ GAP = "  "
 def case_text(case: RaceCase) -> str:
     """Describe a case: forward and backward, 4,096 tokens, 8 heads of 64, float32, causal."""
     passes = "forward and backward" if case.backward else "forward"
-    heads = f"{case.heads} heads of {case.head_dim}"
+    dims = heads_text(case.head_dim, case.of_values)
+    heads = f"{case.heads} heads of {dims}"
     if case.kv_heads != case.heads:
-        heads = f"{case.heads} query heads on {case.kv_heads} kv heads of {case.head_dim}"
+        heads = f"{case.heads} query heads on {case.kv_heads} kv heads of {dims}"
     batch = [f"batch {case.batch}"] if case.batch > 1 else []
     return ", ".join([passes, f"{case.seq_len:,} tokens", heads, case.dtype, case.mask, *batch])
 

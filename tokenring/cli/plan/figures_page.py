@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from tokenring.cli.spelling import heads_text
 from tokenring.planner.machines.devices import DEVICES, DeviceFigures
 from tokenring.planner.machines.models import MODELS, ModelHeads
 from tokenring.planner.machines.presets import MAX_HOSTS, PRESETS, Preset
@@ -22,8 +23,8 @@ Bandwidth is GB/s (10^9 bytes) one way, as published; *reached* is the share of 
 written down before any prediction was compared with a measurement, and is not fitted. Grades:
 """
 MODELS_TEXT = """\
-DeepSeek's MLA stands as multi-head attention with head dim 192 and V padded from 128: exact, and an upper bound of
-flops (1.2 x) and bytes.
+DeepSeek's MLA stands as multi-head attention with heads of 192 for Q and K and of 128 for V. K and V
+travel, not the latent that they are made of.
 """
 DEVICE_HEAD = (
     "device", "", "fp32", "bf16", "fp16", "memory GB/s", "memory GiB", "forward", "backward",
@@ -96,7 +97,8 @@ def _device_sources() -> Iterator[list[str]]:
 
 
 def _model(model: ModelHeads) -> list[str]:
-    numbers = (model.q_heads, model.kv_heads, model.head_dim, model.layers)
+    dims = heads_text(model.head_dim, model.value_dim or model.head_dim)
+    numbers = (model.q_heads, model.kv_heads, dims, model.layers)
     mask = "causal" if model.causal else "full"
     dtype = str(model.dtype).removeprefix("torch.")
     return [f"`{model.name}`", model.title, *map(str, numbers), mask, dtype, model.source]

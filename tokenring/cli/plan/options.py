@@ -59,7 +59,8 @@ def ask(options: argparse.Namespace) -> Asked:
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     if options.heads > MOST_HEADS:
         raise ConfigurationError(f"--heads {options.heads}: give {MOST_HEADS} at most; each way to split them is tried")
-    whole = Workload(options.batch, length, length, options.heads, kv_heads, options.dim, dtype)
+    sizes = options.batch, length, length, options.heads, kv_heads, options.dim, dtype
+    whole = Workload(*sizes, options.value_dim)
     mask = parse_mask(options.mask)
     mask.check_length(length)
     layout = make_layout(
@@ -140,10 +141,13 @@ def _with_rates(known: Callable[[], Machine], rates: Rates) -> Machine:
 def _table(options: argparse.Namespace) -> Rates:
     """Return the rates of --rates FILE. Raises ConfigurationError if they are of another dtype or head dim."""
     key, rates = read_table(Path(options.rates))
-    if (key.dtype, key.head_dim) != (str(DTYPES[options.dtype]).removeprefix("torch."), options.dim):
+    value_dim = None if options.value_dim == options.dim else options.value_dim
+    wanted = str(DTYPES[options.dtype]).removeprefix("torch."), options.dim, value_dim
+    if (key.dtype, key.head_dim, key.value_dim) != wanted:
+        of_values, more = ("", "") if value_dim is None else (f" ({value_dim} of values)", f" --value-dim {value_dim}")
         raise ConfigurationError(
-            f"--rates {options.rates} is of {key}; the plan is for {options.dtype} and head dim {options.dim}: "
-            f"measure these with `tokenring rates --dtype {options.dtype} --dim {options.dim}`"
+            f"--rates {options.rates} is of {key}; the plan is for {options.dtype} and head dim {options.dim}"
+            f"{of_values}: measure these with `tokenring rates --dtype {options.dtype} --dim {options.dim}{more}`"
         )
     return rates
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from tokenring.cli.plan.options import Asked
+from tokenring.cli.spelling import heads_text
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.bounds.bound import Bound
@@ -94,7 +95,8 @@ def heading(asked: Asked) -> str:
 
 def workload_text(workload: Workload) -> str:
     """Describe a workload: batch 1, 4,096 tokens, 8:8 heads × 64, bfloat16."""
-    heads = f"{workload.q_heads}:{workload.kv_heads} heads × {workload.head_dim}"
+    dims = heads_text(workload.head_dim, workload.value_dim)
+    heads = f"{workload.q_heads}:{workload.kv_heads} heads × {dims}"
     dtype = str(workload.dtype).removeprefix("torch.")
     return f"batch {workload.batch}, {workload.q_length:,} tokens, {heads}, {dtype}"
 

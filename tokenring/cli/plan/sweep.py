@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tokenring.cli.plan.options import ask, several_hosts
+from tokenring.cli.spelling import heads_text
 from tokenring.display.svg import axis_step, box, heading, opening, style, text_at, wrapped
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
@@ -113,7 +114,8 @@ def _title(options: argparse.Namespace) -> str:
 
 
 def _about(options: argparse.Namespace) -> str:
-    heads = f"{options.heads}:{options.kv_heads or options.heads} heads × {options.dim}"
+    dims = heads_text(options.dim, options.value_dim or options.dim)
+    heads = f"{options.heads}:{options.kv_heads or options.heads} heads × {dims}"
     return f"{heads}, {options.dtype}, {options.mask}, {options.passes}: time over that of the fastest, predicted"
 
 

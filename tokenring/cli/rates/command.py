@@ -22,13 +22,13 @@ from tokenring.backends.measuring import SECONDS, measured_rates
 from tokenring.backends.registry import make_kernel
 from tokenring.backends.table_keys import key_of
 from tokenring.cli.plan.options import DTYPES
-from tokenring.cli.spelling import add_dtype, also
+from tokenring.cli.spelling import add_dtype, add_value_dim, also
 from tokenring.display.console import Console, Parser, read_options
 from tokenring.errors import BackendUnavailable, ConfigurationError
 from tokenring.tables.kernel_rates import KernelKey, keep, to_json
 from tokenring.tables.rates import Rates
 
-MOST = {"dim": 4096, "threads": 4096, "seconds": 3600}
+MOST = {"dim": 4096, "value_dim": 4096, "threads": 4096, "seconds": 3600}
 
 
 def main(argv: list[str]) -> int:
@@ -56,15 +56,17 @@ def main(argv: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("dim", "threads", "seconds"):
-        if not 0 < (value := getattr(options, name)) <= MOST[name]:
-            raise ConfigurationError(f"--{name} {value}: give a number above 0, of {MOST[name]} at most")
+    for name in ("dim", "value_dim", "threads", "seconds"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= MOST[name]:
+            spelled = name.replace("_", "-")
+            raise ConfigurationError(f"--{spelled} {value}: give a number above 0, of {MOST[name]} at most")
 
 
 def _measure(kind: str, options: argparse.Namespace, console: Console) -> None:
     device = torch.device(kind)
     kernel, dtype = make_kernel(options.kernel, device), DTYPES[options.dtype]
-    for each in candidates(kernel, options.dim, dtype):
+    for each in candidates(kernel, options.dim, dtype, options.value_dim):
         try:
             _show(_measure_one(each, device, options, console), options, console)
         except Exception as error:
@@ -79,9 +81,11 @@ def _measure(kind: str, options: argparse.Namespace, console: Console) -> None:
         _show(measured, options, console, "")
 
 
-def candidates(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype) -> list[AttentionKernel]:
+def candidates(
+    kernel: AttentionKernel, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+) -> list[AttentionKernel]:
     """Return the kernels among which this one chooses by their tables, which are measured before it is."""
-    return kernel.kernels(head_dim, dtype) if isinstance(kernel, Choosing) else []
+    return kernel.kernels(head_dim, dtype, value_dim) if isinstance(kernel, Choosing) else []
 
 
 Kept = tuple[Rates, KernelKey, Path | None]
@@ -89,9 +93,9 @@ Kept = tuple[Rates, KernelKey, Path | None]
 
 def _measure_one(kernel: AttentionKernel, device: torch.device, options: argparse.Namespace, console: Console) -> Kept:
     dtype = DTYPES[options.dtype]
-    key = key_of(kernel, device, dtype, options.dim)
+    key = key_of(kernel, device, dtype, options.dim, options.value_dim)
     console.status(f"measuring {key}")
-    found = measured_rates(kernel, device, dtype, options.dim, options.seconds)
+    found = measured_rates(kernel, device, dtype, options.dim, options.seconds, options.value_dim)
     return found, key, keep(found, key, os.environ)
 
 
@@ -132,6 +136,7 @@ def _parser() -> Parser:
     add("--kernel", default="auto", metavar="NAME", help="(auto: what attention would take)")
     add_dtype(parser, "bf16")
     also(parser, add("--dim", type=int, default=128, metavar="N", help="dimension of a head (128)"), "--head-dim")
+    add_value_dim(parser)
     add("--json", action="store_true", help="print the table that is kept, as JSON")
     add("--threads", type=int, default=1, metavar="N", help="on a CPU, of a rank (1)")
     add("--seconds", type=float, default=SECONDS, metavar="S", help="no call longer than this (1)")

@@ -191,7 +191,7 @@ def to_json(traced: Traced) -> str:
     values = {
         "format": FORMAT,
         "schedule": traced.schedule,
-        "case": asdict(traced.case),
+        "case": traced.case.to_dict(),
         "machine": asdict(traced.machine),
         "rounds_s": traced.rounds_s,
         "round": traced.round,

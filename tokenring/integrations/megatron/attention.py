@@ -86,7 +86,7 @@ class TokenRingAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Return out [s, b, np · hn] of query [s, b, np, hn], key and value [s, b, ng, hn]; if packed, [t, np · hn].
 
-        Packed inputs are [t, np or ng, hn].
+        Packed inputs are [t, np or ng, hn]. hn of value, and so of out, may be another than that of query and key.
 
         Raises UnsupportedError for masks and biases that cannot be split, ConfigurationError for documents that cannot.
         """
@@ -95,12 +95,11 @@ class TokenRingAttention(torch.nn.Module):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         mask = mask_of_call(mask_type, attention_mask, packed, self.window)
         contexts = self._contexts_of_call(packed_seq_params)
-        q, k, v = with_one_head_dim(query, key, value)
         if packed:
-            out = self._packed(contexts, packed_seq_params, mask, q, k, v)
+            out = self._packed(contexts, packed_seq_params, mask, query, key, value)
         else:
-            out = self._batch(contexts, mask, q, k, v)
-        return out[..., : value.shape[-1]].flatten(-2)
+            out = self._batch(contexts, mask, query, key, value)
+        return out.flatten(-2)
 
     def _batch(
         self, contexts: Contexts, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -155,13 +154,3 @@ class TokenRingAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         """Return the schedule and the layer's number, for the module's repr."""
         return f"schedule={self.schedule!r}, layer_number={self.layer_number}"
-
-
-def with_one_head_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return q, k and v with zeros up to the largest head dim, which change no logit; out has zeros there, too.
-
-    For multi-latent attention, whose values are narrower than its keys; the zeros travel with the rest.
-    """
-    widest = max(x.shape[-1] for x in (q, k, v))
-    missing = [widest - x.shape[-1] for x in (q, k, v)]
-    return tuple(torch.nn.functional.pad(x, (0, n)) if n else x for x, n in zip((q, k, v), missing, strict=True))

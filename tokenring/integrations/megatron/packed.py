@@ -109,13 +109,13 @@ def packing_of(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
 def attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, mask: Mask, attend: Attend
 ) -> torch.Tensor:
-    """Compute attention of each document to itself. q [t, Hq, D], k, v [t, Hkv, D]; returns out [t, Hq, D].
+    """Compute attention of each document to itself: out [t, Hq, Dv] of q [t, Hq, D], k [t, Hkv, D], v [t, Hkv, Dv].
 
     Padding, inside documents and after the last, gets out 0 and no gradient. mask: of one document.
     """
     rest, device = q.shape[0] - sum(packing.held), q.device
     parts = [torch.split(x, [*packing.held, rest]) for x in (q, k, v)]
-    outs = [torch.zeros_like(part) for part in parts[0]]
+    outs = [part.new_zeros(*part.shape[:2], v.shape[-1]) for part in parts[0]]
     for (_, document_mask), members in packing.alike(mask).items():
         q, k, v = (torch.stack([part[index] for index in members]) for part in parts)
         for index, out in zip(members, attend(q, k, v, document_mask), strict=True):

@@ -51,7 +51,8 @@ def described(cp: ContextParallel, request: Request) -> str:
     """Describe the kind of layer, and its plan."""
     size, plan = request.workload, cp.plan(request)
     dtype = str(size.dtype).removeprefix("torch.")
-    heads = f"{size.q_heads} query and {size.kv_heads} kv heads of {size.head_dim}"
+    dims = f"{size.head_dim}" if size.value_dim == size.head_dim else f"{size.head_dim}, values of {size.value_dim}"
+    heads = f"{size.q_heads} query and {size.kv_heads} kv heads of {dims}"
     tokens = f"{size.batch} × {size.q_length:,} tokens in {dtype}"
     why = plan.reason if plan.reason.startswith(plan.name) else f"{plan.name}, {plan.reason}"
     return f"attention of {heads}, {tokens}, {request.mask}, over {cp.world_size} ranks: {why}"

@@ -10,7 +10,6 @@ import torch
 from tokenring.api.attention import prepared
 from tokenring.integrations.megatron import TokenRingAttention
 from tokenring.integrations.megatron.arguments import check_call, check_cut
-from tokenring.integrations.megatron.attention import with_one_head_dim
 from tokenring.integrations.megatron.contexts import Contexts
 from tokenring.integrations.megatron.masks import mask_of_call
 from tokenring.integrations.megatron.worth import saves_too_little
@@ -64,7 +63,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
                 check_cut(query, self.config)
                 mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
                 mask = mask_of_call(mask_type, attention_mask, False, self.window)
-                if self._own and self._compares and self._own_stays(mask, *with_one_head_dim(query, key, value)):
+                if self._own and self._compares and self._own_stays(mask, query, key, value):
                     return self._own[0](*call)  # type: ignore[no-any-return]
             return super().forward(*call)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.footprint import FLOPS_PER_PAIR
+from tokenring.lowering.footprint import flops_per_pair
 from tokenring.planner.bounds.cut import foreign_bytes, work_bytes
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.sequence.mask import Full, Mask
@@ -86,7 +86,8 @@ def _bytes_into(
 
 def _compute_seconds(workload: Workload, pairs: int, ranks: int, rates: Rates, direction: Pass) -> float:
     """Return the seconds of computing of one pass, at the best rate that the table has."""
-    flops = FLOPS_PER_PAIR[direction] * workload.batch * workload.q_heads * workload.head_dim * pairs
+    a_pair = flops_per_pair(direction, workload.head_dim, workload.value_dim)
+    flops = a_pair * workload.batch * workload.q_heads * pairs
     samples = rates.forward if direction == "forward" else rates.backward
     return flops / ranks / (max(rate for _, rate in samples) * 1e12)
 

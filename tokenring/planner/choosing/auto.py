@@ -133,7 +133,7 @@ def _check_one_row(call: CallToPlan) -> None:
     """Raise MemoryLimitError for a limit so small that no schedule needs to be made to tell: many take a minute."""
     limit, setting = call.memory_limit_bytes, call.setting
     size, ranks = setting.workload, setting.interconnect.world_size
-    row = size.head_dim * size.dtype.itemsize
+    row = min(size.head_dim, size.value_dim) * size.dtype.itemsize
     if limit is None or limit >= row or ranks <= MANY_RANKS:
         return
     if own_pairs(call.mask, call.q_layout, call.kv_layout, [[rank] for rank in range(ranks)]) >= visible_pairs(

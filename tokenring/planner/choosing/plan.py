@@ -130,7 +130,7 @@ def _document(found: Plan | Forecast, schedule: object) -> str:
         "name": found.name,
         "reason": found.reason,
         "transport": found.transport,
-        "workload": asdict(found.workload) | {"dtype": str(found.workload.dtype).removeprefix("torch.")},
+        "workload": found.workload.to_dict(),
         "candidates": [asdict(each) for each in found.candidates],
         "schedule": schedule,
     }

@@ -145,7 +145,7 @@ class Planner:
     def setting(self, request: Request, kernel: AttentionKernel, target: Target | None) -> Setting:
         """Return the setting in which schedules of a call are judged; to probe, all ranks call it together."""
         size = request.workload
-        key = key_of(kernel, request.device, size.dtype, size.head_dim)
+        key = key_of(kernel, request.device, size.dtype, size.head_dim, size.value_dim)
         if key not in self._kept:
             self._kept[key] = kept(key)
         net, machine = self.look(request.device, size.dtype, self._kept[key])

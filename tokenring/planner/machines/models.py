@@ -1,9 +1,7 @@
 """Head shapes of ten real models: what the table of s* is computed for.
 
-Kernels here take one head_dim. DeepSeek's MLA has heads of 192 for Q and K (128 + 64 with the rotary part) and of
-128 for V; it stands here as multi-head attention with head_dim 192, V padded with zeros. That is exact, and costs
-384 channels a pair where 320 would do (1.2 x the flops), and 192 where V and O need 128 on the wire: what the padded
-form would really take, hence an upper bound of both. Its latent (576 a token for all heads) is a payload of its own.
+DeepSeek's MLA has heads of 192 for Q and K (128 + 64 with the rotary part) and of 128 for V; it stands here as
+multi-head attention with these widths: K and V travel, not the latent (576 a token for all heads).
 
 Of diffusion models the heads are those of the joint or the self-attention, over text and image together.
 """
@@ -21,7 +19,7 @@ from tokenring.sequence.workload import Workload
 
 @dataclass(frozen=True)
 class ModelHeads:
-    """The attention of one layer. V has as many elements a head as q and k, padded where a model has fewer."""
+    """The attention of one layer. value_dim: elements of a head of V; None: as many as of q and k."""
 
     name: str
     title: str
@@ -32,10 +30,12 @@ class ModelHeads:
     causal: bool
     source: str
     dtype: torch.dtype = torch.bfloat16
+    value_dim: int | None = None
 
     def workload(self, tokens: int, batch: int = 1) -> Workload:
         """Return the workload of one layer's attention over so many tokens of all ranks together."""
-        return Workload(batch, tokens, tokens, self.q_heads, self.kv_heads, self.head_dim, self.dtype)
+        heads = self.q_heads, self.kv_heads, self.head_dim
+        return Workload(batch, tokens, tokens, *heads, self.dtype, self.value_dim or self.head_dim)
 
 
 def _config(name: str, keys: str) -> str:
@@ -54,7 +54,8 @@ _ALL = (
                _config("Llama-3.1-405B", f"{_GQA}; params.json has n_kv_heads 8")),
     ModelHeads("qwen2.5-7b", "Qwen2.5 7B", 28, 4, 128, 28, True, _config("Qwen2.5-7B", _GQA)),
     ModelHeads("deepseek-v3", "DeepSeek-V3 (MLA)", 128, 128, 192, 61, True,
-               _config("DeepSeek-V3", "num_attention_heads, qk_nope_head_dim 128, qk_rope_head_dim 64, v_head_dim")),
+               _config("DeepSeek-V3", "num_attention_heads, qk_nope_head_dim 128, qk_rope_head_dim 64, v_head_dim"),
+               value_dim=128),
     ModelHeads("sd3.5-large", "Stable Diffusion 3.5 Large", 38, 38, 64, 38, False,
                _transformer("stable-diffusion-3.5-large", _DIT)),
     ModelHeads("cogvideox-2b", "CogVideoX 2B", 30, 30, 64, 30, False, _transformer("CogVideoX-2b", _DIT),

@@ -121,7 +121,8 @@ class Costs:
         known = self._of_patch.get(patch)
         if known is None:
             size = self.workload
-            known = self.rates.kernel_seconds(patch, self.heads, size.head_dim, size.batch, self.direction)
+            widths = size.head_dim, size.batch, self.direction, size.value_dim
+            known = self.rates.kernel_seconds(patch, self.heads, *widths)
             self._of_patch[patch] = known
         return known
 
