@@ -32,11 +32,12 @@ from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
 from tokenring.sequence.mask import Mask
+from tokenring.sequence.mask_data import of_numbers
 from tokenring.sequence.workload import Request
 
 CALL = (
-    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
-    "str? wrong=None"
+    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, SymInt[]? numbers, float? scale, bool training, "
+    "bool differentiable, str? wrong=None"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -67,12 +68,12 @@ def traced_attention(
     """
     refuse_transforms()
     mask, wrong = read
-    low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
+    low, high, cu_seqlens, numbers = (None,) * 4 if mask is None else _numbers(mask)
     if isinstance(scale, int) and not -MOST_INTEGER <= scale <= MOST_INTEGER:
         scale = math.inf  # which is refused as well
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong
+        q, k, v, cp.handle, low, high, cu_seqlens, numbers, scale, training, differentiable, wrong
     )
     return out, lse
 
@@ -189,6 +190,7 @@ def _request(
     low: int | None,
     high: int | None,
     cu_seqlens: Sequence[int] | None,
+    numbers: Sequence[int] | None,
     scale: float | None,
     training: bool,
     differentiable: bool,
@@ -197,13 +199,19 @@ def _request(
     check_tensors(q, k, v)
     if wrong is not None:
         raise ConfigurationError(wrong)
-    mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
+    some, others = (None if each is None else tuple(each) for each in (cu_seqlens, numbers))
+    mask = _mask(low, high, some, others)
     return request_of(q, k, v, cp, mask, scale, training, differentiable)
 
 
 @lru_cache(maxsize=MOST_MASKS)
-def _mask(low: int | None, high: int | None, cu_seqlens: Bounds) -> Mask:
-    return Mask(low, high, cu_seqlens)
+def _mask(low: int | None, high: int | None, cu_seqlens: Bounds, numbers: Bounds) -> Mask:
+    return Mask(low, high, cu_seqlens) if numbers is None else of_numbers(numbers)
+
+
+def _numbers(mask: Mask) -> tuple[int | None, int | None, Bounds, Bounds]:
+    """Return what `_mask` makes the mask of again."""
+    return (mask.low, mask.high, mask.cu_seqlens, None) if mask.numbers is None else (None, None, None, mask.numbers)
 
 
 def _ticket(kept: torch.Tensor | None, device: torch.device) -> torch.Tensor:
