@@ -31,8 +31,7 @@ from tokenring.api.inputs import check_tensors, request_of
 from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
-from tokenring.sequence.mask import Mask
-from tokenring.sequence.mask_data import of_numbers
+from tokenring.sequence.mask import Mask, of_numbers
 from tokenring.sequence.workload import Request
 
 CALL = (

@@ -13,7 +13,6 @@ from tokenring.ir.passes import move_order
 from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
 from tokenring.sequence.layout import Layout, Positions, make_layout
 from tokenring.sequence.mask import DEEPEST, Mask
-from tokenring.sequence.mask_parts import slice_row, table_of
 
 FORMAT = "tokenring-schedule"
 VERSION = 1
@@ -56,6 +55,8 @@ def mask_document(mask: Mask) -> dict[str, object]:
     document: dict[str, object] = {"low": mask.low, "high": mask.high, "cu_seqlens": mask.cu_seqlens}
     if mask.numbers is None:
         return document
+    from tokenring.sequence.slices import slice_row
+
     either = [[mask_document(each) for each in masks] for masks in mask.either]
     return document | {
         "chunks": mask.chunks,
@@ -190,6 +191,7 @@ def _mask(node: JsonNode, length: int, depth: int = 0) -> Mask:
 
 def _more(part: dict[str, JsonNode], mask: Mask, length: int, depth: int) -> Mask:
     """Return the mask with what the other keys say. Raises ScheduleError."""
+    from tokenring.sequence.slices import table_of
 
     def row(node: JsonNode) -> tuple[int | None, ...]:
         return tuple(node.each(lambda number: number.optional(lambda value: value.integer(-INTEGER_LIMIT))))

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise, repeat
+from itertools import islice, pairwise, repeat
 from typing import cast
 
 from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import as_integer
-from tokenring.sequence.mask_data import Mask
-from tokenring.sequence.mask_parts import documents_of, ends_of, shown, table_of
-from tokenring.sequence.slices import LIMIT, Slice
+from tokenring.sequence.mask_data import NOTHING, Mask, documents_of, ends_of
+from tokenring.sequence.region import LIMIT, shown
 
 __all__ = [
-    "DEEPEST", "LIMIT", "Bidirectional", "BlockCausal", "Causal", "Chunks", "Documents", "Full", "Mask", "PrefixLM",
-    "PrefixTree", "Slices", "SlidingWindow", "parse_mask",
+    "DEEPEST", "LIMIT", "WORDS", "Bidirectional", "BlockCausal", "Causal", "Chunks", "Documents", "Full", "Mask", 
+    "PrefixLM", "PrefixTree", "Slices", "SlidingWindow", "of_numbers", "parse_mask",
 ]  # fmt: skip
 
 PART = re.compile(r"\s*([a-z]+)\s*(?:\(([^()]*)\)\s*)?")
@@ -65,6 +64,8 @@ def Documents(
     """
     if cu_seqlens_kv is None and windows is None:
         return Mask(cu_seqlens=documents_of(cu_seqlens), q_start=q_start)
+    from tokenring.sequence.slices import table_of
+
     bounds = ends_of(cu_seqlens)
     if cu_seqlens_kv is None:
         kv_bounds = bounds
@@ -96,6 +97,8 @@ def Bidirectional(spans: Sequence[tuple[int, int]]) -> Mask:
 
     `Causal() | Bidirectional(spans)` are images in a text (Gemma 3). Raises ConfigurationError for spans that overlap.
     """
+    from tokenring.sequence.slices import table_of
+
     return Mask(slices=table_of((start, stop, start, stop) for start, stop in _spans(spans)))
 
 
@@ -130,6 +133,8 @@ def PrefixTree(lengths: Sequence[int], parents: Sequence[int | None]) -> Mask:
     lengths: of each segment. parents: number of the segment that each goes on from, an earlier one; None: of none.
     Positions beyond the last segment are padding.
     """
+    from tokenring.sequence.slices import Slice, disjoint
+
     sizes, above = [as_integer(each) for each in _list(lengths)], [as_integer(each) for each in _list(parents)]
     if not sizes or len(sizes) != len(above) or any(size is None or not 0 < size <= LIMIT for size in sizes):
         raise ConfigurationError(
@@ -148,7 +153,7 @@ def PrefixTree(lengths: Sequence[int], parents: Sequence[int | None]) -> Mask:
         slices.append(Slice(start, stop, first, stop, None, 0))
         chains.append([*chain, (first, stop)])
         starts.append(stop)
-    return Mask(slices=table_of(slices))
+    return Mask(slices=disjoint(slices))
 
 
 def Slices(slices: Iterable[Sequence[int | None]], *, q_start: int | None = 0) -> Mask:
@@ -158,6 +163,8 @@ def Slices(slices: Iterable[Sequence[int | None]], *, q_start: int | None = 0) -
     bound is none. Lengths of q and kv may differ, unless q_start is None. Raises ConfigurationError for slices that
     overlap, are empty, reversed, or more than 65,536.
     """
+    from tokenring.sequence.slices import table_of
+
     made = table_of(slices)
     if not made:
         raise ConfigurationError("Slices([]): give one slice at least")
@@ -186,6 +193,29 @@ def _spans(given: object) -> list[tuple[object, object]]:
 def _list(given: object) -> list[object]:
     values = given.tolist() if hasattr(given, "tolist") else given
     return list(values) if isinstance(values, Iterable) else []
+
+
+# ---------- as numbers
+
+
+def of_numbers(numbers: Iterable[int]) -> Mask:
+    """Return the mask that has these `numbers`."""
+    from tokenring.sequence.slices import Slice
+
+    given = iter(numbers)
+
+    def one() -> int | None:
+        return None if (number := next(given)) == NOTHING else number
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(islice(given, count))
+
+    low, high = one(), one()
+    documents, chunks = some(next(given)) or None, some(next(given))
+    count = one()
+    slices = None if count is None else tuple(Slice._make((*some(4), one(), one())) for _ in range(count))
+    either = tuple(tuple(of_numbers(given) for _ in range(next(given))) for _ in range(next(given)))
+    return Mask(low, high, documents, chunks, slices, either, one())
 
 
 # ---------- as text

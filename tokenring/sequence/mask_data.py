@@ -11,38 +11,28 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
-from itertools import islice, pairwise
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenring.errors import ConfigurationError
-from tokenring.sequence.layout import Positions
-from tokenring.sequence.mask_parts import (
-    bound_of,
-    check_ends,
-    documents_in_both,
-    documents_of,
-    more_texts,
+from tokenring.sequence.layout import Positions, as_integer
+from tokenring.sequence.region import (
+    LIMIT,
+    Region,
+    seen_in_window,
     shown,
-    size_of,
-    start_of,
-    table_of,
-    tiled,
-    value_or,
+    window_bound,
+    window_region,
+    windows_in_any,
     windows_in_both,
 )
-from tokenring.sequence.region import Patch, Region, inside, tidy, window_region
-from tokenring.sequence.slices import (
-    END,
-    Disjoint,
-    Slice,
-    SliceTable,
-    disjoint,
-    meet,
-    of_chunks,
-    of_documents,
-    together,
-)
 
-Cut = Callable[[Slice], Iterable[Slice]]  # from a slice to the disjoint slices that a part of a mask leaves of it
+if TYPE_CHECKING:
+    from tokenring.sequence.slices import Slice, SliceTable
+
+    Cut = Callable[[Slice], Iterable[Slice]]  # from a slice to the disjoint slices that a part of a mask leaves of it
+
+T = TypeVar("T")
 NOTHING = -(2**62)  # stands for None among a mask's numbers
 
 
@@ -72,7 +62,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         for name in ("low", "high"):
-            object.__setattr__(self, name, bound_of(name, getattr(self, name)))
+            object.__setattr__(self, name, window_bound(name, getattr(self, name)))
         if self.cu_seqlens is not None:
             object.__setattr__(self, "cu_seqlens", documents_of(self.cu_seqlens))
         if self.chunks or self.either or self.slices is not None or self.q_start is not None:
@@ -158,6 +148,8 @@ class Mask:
 
     def within(self, rectangle: Slice) -> list[Slice]:
         """Return the disjoint slices that the mask is, in a rectangle of positions that has ends."""
+        from tokenring.sequence.slices import END, Slice, meet
+
         window = meet(Slice(0, END, 0, END, self.low, self.high), rectangle)
         found = [] if window is None else [window]
         for cut in self._cuts:
@@ -166,6 +158,8 @@ class Mask:
 
     @cached_property
     def _cuts(self) -> tuple[Cut, ...]:
+        from tokenring.sequence.slices import of_chunks, of_documents
+
         cuts: list[Cut] = [] if self.cu_seqlens is None else [partial(of_documents, self.cu_seqlens)]
         cuts += [partial(of_chunks, size) for size in self.chunks]
         cuts += [] if self.slices is None else [self._table.within]
@@ -173,6 +167,8 @@ class Mask:
 
     @cached_property
     def _table(self) -> SliceTable:
+        from tokenring.sequence.slices import SliceTable
+
         return SliceTable(self.slices or ())
 
     def visible(self, q: Positions, kv: Positions) -> bool:
@@ -183,22 +179,9 @@ class Mask:
         """Return the numbers of the chunks of kv of which the q chunk sees anything."""
         if self.is_full:
             return frozenset(range(len(chunks)))
-        plain, (first, _, step), fewest = self.is_window, self._placed(q), 1 - len(q)
-        low, high, found = self.low, self.high, []
-        for number, (start, stop, kv_step) in enumerate(chunks):
-            if not plain or step != kv_step:
-                if self.region(q, chunks[number]):
-                    found.append(number)
-                continue
-            # Differences kv - q are `nearest` + step · n, for n from 1 - len(q) to len(kv) - 1.
-            nearest, least, most = start - first, fewest, (stop - 1 - start) // step
-            if low is not None:
-                least = max(least, -((nearest - low) // step))
-            if high is not None:
-                most = min(most, (high - nearest) // step)
-            if least <= most:
-                found.append(number)
-        return frozenset(found)
+        if self.is_window:
+            return seen_in_window(self._placed(q), chunks, (self.low, self.high))
+        return frozenset(number for number, kv in enumerate(chunks) if self.region(q, kv))
 
     def one_piece(self, q: Iterable[int]) -> bool:
         """Return whether the mask leaves these positions of q in one piece, as one document or chunk is.
@@ -220,7 +203,7 @@ class Mask:
             and (self.high is None or kv - q <= self.high)
             and (self.cu_seqlens is None or any(a <= q < b and a <= kv < b for a, b in pairwise(self.cu_seqlens)))
             and all(q // size == kv // size for size in self.chunks)
-            and (self.slices is None or any(meet(each, Slice(q, q + 1, kv, kv + 1)) for each in self.slices))
+            and (self.slices is None or any(each.has(q, kv) for each in self.slices))
             and all(any(mask.allows(q, kv) for mask in masks) for masks in self.either)
         )
 
@@ -236,7 +219,10 @@ class Mask:
                 f"cu_seqlens counts positions of the whole sequence, over all ranks"
             )
         start = self.q_start or 0
-        check_ends(self.slices or (), start + q_length, kv_length)
+        if self.slices is not None:
+            from tokenring.sequence.slices import check_ends
+
+            check_ends(self.slices, start + q_length, kv_length)
         for mask in (mask for masks in self.either for mask in masks):
             mask.check_lengths(start + q_length, kv_length)
 
@@ -256,25 +242,25 @@ class Mask:
             parts.append(f"window({-1 if low is None else -low},{value_or(high, -1)})")
         if self.cu_seqlens is not None:
             parts.append(f"documents({','.join(map(str, self.cu_seqlens))})")
-        groups = ["|".join(map(str, masks)) for masks in self.either]
-        return "&".join([*parts, *more_texts(self.chunks, self.slices, groups, self.q_start, not parts)]) or "full"
+        if self.numbers is not None:
+            from tokenring.sequence.slices import more_texts
+
+            groups = ["|".join(map(str, masks)) for masks in self.either]
+            parts += more_texts(self.chunks, self.slices, groups, self.q_start, not parts)
+        return "&".join(parts) or "full"
 
 
 @lru_cache(maxsize=16384)
 def _region(mask: Mask, q: Positions, kv: Positions) -> Region:
-    patches: list[Patch] = []
-    for q0, q1, kv0, kv1, low, high in mask.within(Slice(q.start, q.last + 1, kv.start, kv.last + 1)):
-        (row0, row1), (col0, col1) = inside(q, q0, q1), inside(kv, kv0, kv1)
-        offset = (q.start + row0 * q.step) - (kv.start + col0 * kv.step)
-        low, high = None if low is None else low + offset, None if high is None else high + offset
-        patch = tidy(Patch(row0, row1, col0, col1, low, high, q.step, kv.step))
-        if patch is not None:
-            patches.append(patch)
-    return tuple(patches)
+    from tokenring.sequence.slices import Slice, patches_of
+
+    return patches_of(mask.within(Slice(q.start, q.last + 1, kv.start, kv.last + 1)), q, kv)
 
 
 def _any_of(masks: Sequence[Mask], within: Slice) -> list[Slice]:
     """Return what a slice has of any of these masks."""
+    from tokenring.sequence.slices import together
+
     return together(mask.within(within) for mask in masks)
 
 
@@ -283,9 +269,13 @@ def _any_of(masks: Sequence[Mask], within: Slice) -> list[Slice]:
 
 def _settled(mask: Mask) -> dict[str, object]:
     """Return the fields of a mask in the form in which masks that say the same are equal. Raises ConfigurationError."""
+    from tokenring.sequence.slices import Disjoint, Slice, disjoint, size_of, start_of, tiled
+
     low, high, documents = mask.low, mask.high, mask.cu_seqlens
     chunks = tuple(map(size_of, mask.chunks))
-    slices = mask.slices if mask.slices is None or isinstance(mask.slices, Disjoint) else table_of(mask.slices)
+    slices = mask.slices
+    if slices is not None and not isinstance(slices, Disjoint):
+        slices = disjoint(map(Slice._make, slices))
     if 1 in chunks:
         chunks, (low, high) = (), windows_in_both((low, high), (0, 0))
     if slices and documents is None and (found := tiled(slices)) is not None:
@@ -313,13 +303,7 @@ def _members(given: Iterable[Mask]) -> tuple[Mask, ...]:
         found |= set(plain.either[0]) if only_either else {plain}
     if any(mask.is_full for mask in found):
         return (Mask(),)
-    spans: list[tuple[int, int]] = []
-    for low, high in sorted((value_or(mask.low, -END), value_or(mask.high, END)) for mask in found if mask.is_window):
-        if spans and low <= spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], max(high, spans[-1][1]))
-        elif low <= high:
-            spans.append((low, high))
-    windows = [Mask(None if low == -END else low, None if high == END else high) for low, high in spans]
+    windows = [Mask(*window) for window in windows_in_any((mask.low, mask.high) for mask in found if mask.is_window)]
     return (*sorted((mask for mask in found if not mask.is_window), key=_key), *windows) or (Mask(slices=()),)
 
 
@@ -335,6 +319,8 @@ def _one_start(a: Mask, b: Mask) -> int | None:
 
 
 def _in_both(table: SliceTable, others: Iterable[Slice]) -> tuple[Slice, ...]:
+    from tokenring.sequence.slices import disjoint
+
     return disjoint(part for each in others for part in table.within(each))
 
 
@@ -356,24 +342,6 @@ def _numbers_of(mask: Mask) -> Iterator[int]:
     yield value_or(mask.q_start, NOTHING)
 
 
-def of_numbers(numbers: Iterable[int]) -> Mask:
-    """Return the mask that has these `numbers`."""
-    given = iter(numbers)
-
-    def one() -> int | None:
-        return None if (number := next(given)) == NOTHING else number
-
-    def some(count: int) -> tuple[int, ...]:
-        return tuple(islice(given, count))
-
-    low, high = one(), one()
-    documents, chunks = some(next(given)) or None, some(next(given))
-    count = one()
-    slices = None if count is None else tuple(Slice._make((*some(4), one(), one())) for _ in range(count))
-    either = tuple(tuple(of_numbers(given) for _ in range(next(given))) for _ in range(next(given)))
-    return Mask(low, high, documents, chunks, slices, either, one())
-
-
 def _key(mask: Mask) -> list[int]:
     return list(_numbers_of(mask))
 
@@ -387,3 +355,41 @@ def _check_joins(sign: str, other: object) -> None:
         found = f"{called} without ()" if called else f"one of type {type(other).__name__}"
         example = "Causal() & Documents(...)" if sign == "&" else "Causal() | Bidirectional(...)"
         raise ConfigurationError(f"{sign} joins a mask and a mask, as in {example}; found {found}")
+
+
+def documents_of(given: object) -> tuple[int, ...]:
+    """Return the bounds of documents, without empty ones. Raises ConfigurationError if these are none."""
+    return _distinct(ends_of(given))
+
+
+def ends_of(given: object) -> tuple[int, ...]:
+    """Return the bounds of documents, with empty ones. Raises ConfigurationError if these are none."""
+    values = given.tolist() if hasattr(given, "tolist") else given
+    found = [as_integer(value) for value in values] if isinstance(values, Iterable) else []
+    bounds = tuple(bound for bound in found if bound is not None)
+    rises = all(a <= b for a, b in pairwise(bounds))
+    if len(bounds) < max(2, len(found)) or bounds[0] != 0 or not rises or bounds[-1] > LIMIT:
+        raise ConfigurationError(
+            f"Documents wants [0, end of the first, ..., end of the last], integers that do not decrease; "
+            f"got {shown(values)}"
+        )
+    return bounds
+
+
+def documents_in_both(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return the documents that two cuts leave together; beyond the nearer end is padding."""
+    if a is None or b is None:
+        return a if b is None else b
+    end = min(a[-1], b[-1])
+    return _distinct(tuple(sorted({bound for bound in (*a, *b) if bound <= end})))
+
+
+def _distinct(bounds: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the bounds without empty documents; at least one interval, empty if there is nothing but padding."""
+    kept = tuple(sorted(set(bounds)))
+    return kept if len(kept) > 1 else (0, 0)
+
+
+def value_or(value: int | None, otherwise: T) -> int | T:
+    """Return the value, or something else for None."""
+    return otherwise if value is None else value

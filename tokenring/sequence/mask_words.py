@@ -19,13 +19,13 @@ from tokenring.sequence.mask import (
     PrefixTree,
     Slices,
     SlidingWindow,
+    of_numbers,
     parse_mask,
 )
-from tokenring.sequence.mask_data import of_numbers
 
 Integers = tuple[int, ...] | None
 MaskLike = Mask | str | Callable[[], Mask] | None
-USE = "use Full(), Causal(), SlidingWindow, Documents or another mask of docs/masks.md"
+USE = "use Full(), Causal(), SlidingWindow or Documents"
 OF_TENSORS = "say which positions see which, as Causal() & Documents(cu_seqlens); padding is what Documents leave over"
 CLASSES = {Full: "Full()", Causal: "Causal()"}  # nothing is left open where the brackets are left out
 SIZED = {
@@ -96,8 +96,9 @@ _numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _no_mask(given: object) -> str:
     text = f"mask is of type {type(given).__name__}; {USE}"
     if isinstance(given, torch.Tensor):
-        return f"{text}: {OF_TENSORS}"
-    if isinstance(given, bool):
-        return f"{text}; is_causal={given} says what that seems to mean"
-    sized = next((text for kind, text in SIZED.items() if kind is given), None)
-    return text if sized is None else f"{text}; this one wants its sizes: {sized}"
+        text = f"{text}: {OF_TENSORS}"
+    elif isinstance(given, bool):
+        text = f"{text}; is_causal={given} says what that seems to mean"
+    elif (sized := next((text for kind, text in SIZED.items() if kind is given), None)) is not None:
+        text = f"{text}; this one wants its sizes: {sized}"
+    return f"{text}; docs/masks.md has all masks"

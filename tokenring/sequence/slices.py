@@ -12,8 +12,9 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from tokenring.errors import ConfigurationError
+from tokenring.sequence.layout import Positions, as_integer
+from tokenring.sequence.region import LIMIT, Patch, Region, inside, shown, tidy, window_bound
 
-LIMIT = 2**53 - 1  # of positions and bounds: beyond it JSON readers of other languages lose digits
 END = LIMIT  # of a range that has none
 MOST_SLICES = 2**16  # of one table: comparing them all takes seconds
 COMPARISONS = 128  # that each slice of a table may cost on average, to find that all are disjoint
@@ -35,6 +36,11 @@ class Slice(NamedTuple):
         low, high = "" if self.low is None else f"{self.low} <= ", "" if self.high is None else f" <= {self.high}"
         q1, kv1 = ("" if end == END else end for end in (self.q1, self.kv1))
         return f"(q {self.q0}:{q1}, kv {self.kv0}:{kv1}{f', {low}kv - q{high}' if low or high else ''})"
+
+    def has(self, q: int, kv: int) -> bool:
+        """Return whether it has this pair: its definition."""
+        in_window = (self.low is None or kv - q >= self.low) and (self.high is None or kv - q <= self.high)
+        return in_window and self.q0 <= q < self.q1 and self.kv0 <= kv < self.kv1
 
     @property
     def box(self) -> Box:
@@ -243,3 +249,112 @@ def _least(a: int | None, b: int) -> int:
 
 def _most(a: int | None, b: int) -> int:
     return b if a is None else max(a, b)
+
+
+def patches_of(slices: Iterable[Slice], q: Positions, kv: Positions) -> Region:
+    """Return what slices within two chunks are in the indices of these."""
+    patches: list[Patch] = []
+    for q0, q1, kv0, kv1, low, high in slices:
+        (row0, row1), (col0, col1) = inside(q, q0, q1), inside(kv, kv0, kv1)
+        offset = (q.start + row0 * q.step) - (kv.start + col0 * kv.step)
+        low, high = None if low is None else low + offset, None if high is None else high + offset
+        patch = tidy(Patch(row0, row1, col0, col1, low, high, q.step, kv.step))
+        if patch is not None:
+            patches.append(patch)
+    return tuple(patches)
+
+
+# ---------- as users give them, and as text
+
+
+def tiled(slices: Sequence[Slice]) -> tuple[int, ...] | None:
+    """Return the documents of slices that are squares, end to end, with one window; None if they are not."""
+    window = slices[0][4:]
+    if slices[0].q0 or slices[-1].q1 == END or any(a.q1 != b.q0 for a, b in pairwise(slices)):
+        return None
+    if any(each[:2] != each[2:4] or each[4:] != window for each in slices):
+        return None
+    return (0, *(each.q1 for each in slices))
+
+
+def start_of(given: object) -> int | None:
+    """Return the position of the first of q. Raises ConfigurationError if it is none."""
+    start = as_integer(given)
+    if given is not None and (start is None or not 0 <= start <= LIMIT):
+        raise ConfigurationError(
+            f"q_start={shown(given)}: the position of the first of q among those of kv is an integer from 0 on"
+        )
+    return start
+
+
+def size_of(given: object) -> int:
+    """Return the number of positions of a chunk. Raises ConfigurationError if it is none."""
+    size = as_integer(given)
+    if size is None or not 1 <= size <= LIMIT:
+        raise ConfigurationError(f"Chunks({shown(given)}): give the positions of a chunk, an integer from 1 on")
+    return size
+
+
+def slice_of(given: object) -> Slice:
+    """Return a slice of rows as users give them: (q0, q1, kv0, kv1), or with low and high; None: no end, no bound."""
+    values = list(given) if isinstance(given, Iterable) else []
+    if len(values) not in (4, 6):
+        raise ConfigurationError(f"a slice is (q0, q1, kv0, kv1), or (q0, q1, kv0, kv1, low, high); got {shown(given)}")
+    numbers = [as_integer(value) for value in values]
+    q0, q1, kv0, kv1 = (END if number is None and at in (1, 3) else number for at, number in enumerate(numbers[:4]))
+    wrong = any(number is None and value is not None for number, value in zip(numbers, values, strict=True))
+    if wrong or q0 is None or kv0 is None or q1 is None or kv1 is None:
+        raise ConfigurationError(f"slice {shown(given)}: give integers; only ends and bounds may be None")
+    if not (0 <= q0 < q1 <= END and 0 <= kv0 < kv1 <= END):
+        raise ConfigurationError(f"slice {shown(given)}: ranges begin at 0 or later, and end after they begin")
+    low, high = numbers[4:] or (None, None)
+    made = Slice(q0, q1, kv0, kv1, window_bound("low", low), window_bound("high", high))
+    if tight(made) is None:
+        raise ConfigurationError(f"slice {made} is empty: no pair of its ranges is in its window")
+    return made
+
+
+def table_of(given: object) -> Disjoint:
+    """Return the disjoint slices of rows: lists of numbers, or a tensor. Raises ConfigurationError."""
+    rows = given
+    if hasattr(given, "tolist"):
+        rows = given[: MOST_SLICES + 1].tolist() if getattr(given, "ndim", 0) else None  # type: ignore[index]
+    if not isinstance(rows, Iterable):
+        raise ConfigurationError(f"slices are a list of (q0, q1, kv0, kv1, low, high); got {shown(given)}")
+    return disjoint(map(slice_of, rows))
+
+
+def check_ends(slices: Iterable[Slice], q_end: int, kv_end: int) -> None:
+    """Raise ConfigurationError for a slice that ends beyond these positions."""
+    for each in slices:
+        for name, end, most in (("q", each.q1, q_end), ("kv", each.kv1, kv_end)):
+            if most < end < END:
+                raise ConfigurationError(
+                    f"slice {each} ends beyond the positions of {name}, which end at {most}: "
+                    f"slices count positions of the whole sequence, over all ranks"
+                )
+
+
+def more_texts(
+    chunks: Iterable[int], slices: Sequence[Slice] | None, groups: Sequence[str], q_start: int | None, alone: bool
+) -> Iterator[str]:
+    """Yield the text of what a mask says beyond its window and documents. alone: it says nothing of these."""
+    first = [f"chunks({size})" for size in chunks]
+    if slices is not None and all(each[:2] == each[2:4] and each[4:] == (None, None) for each in slices):
+        first.append(f"bidirectional({_rows(each[:2] for each in slices)})")
+    elif slices is not None:
+        first.append(f"slices({_rows(slices)})")
+    yield from first
+    bare = alone and not first and len(groups) == 1 and q_start is None
+    yield from groups if bare else (f"({group})" for group in groups)
+    if q_start is not None:
+        yield f"start({q_start})"
+
+
+def slice_row(of: Slice) -> list[int | None]:
+    """Return a slice as users give it: None for an end or a bound that there is none of."""
+    return [None if number == END else number for number in of]
+
+
+def _rows(rows: Iterable[Iterable[int | None]]) -> str:
+    return ";".join(",".join("" if number in (None, END) else str(number) for number in row) for row in rows)
