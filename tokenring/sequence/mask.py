@@ -115,7 +115,7 @@ def PrefixLM(prefix_length: int | Sequence[int], cu_seqlens: Sequence[int] | Non
     bounds = None if cu_seqlens is None else ends_of(cu_seqlens)
     documents = 1 if bounds is None else len(bounds) - 1
     given = [prefix_length] * documents if as_integer(prefix_length) is not None else _list(prefix_length)
-    lengths = [length for each in given if (length := as_integer(each)) is not None and 0 <= length <= LIMIT]
+    lengths = [length for length in map(as_integer, given) if length is not None and 0 <= length <= LIMIT]
     if len(lengths) < max(1, len(given)):
         raise ConfigurationError(f"PrefixLM({shown(prefix_length)}): a prefix has 0 positions or more, an integer")
     if len(lengths) != documents:
