@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from mask_kinds import KINDS, kind
+from oracle import allowed
 from program_mutants import Mutant, computed_twice, dropped_kernel_call, other_mask
 from programs import lower_all
 
@@ -20,11 +21,13 @@ from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import Mask, Slices
-from tokenring.sequence.slices import Slice
+from tokenring.sequence.slices import END, Slice, without
 from tokenring.sequence.workload import Workload
 
 MUTANTS = {"hole": dropped_kernel_call, "overlap": computed_twice, "another window": other_mask}
-NAMED = re.compile(r"tokenring, forward: step \d+, rank \d+: .*(q|kv|o)\d")  # step, rank and block
+BLOCK = r"(q|kv|o)\d"
+NAMED = re.compile(rf"tokenring, forward: step \d+, rank \d+: (.*{BLOCK}|merges nothing )")
+OTHERWISE = re.compile(rf"tokenring, forward: step \d+, rank \d+: .*{BLOCK}.* with {BLOCK}.*(otherwise|second time)")
 
 
 @cache
@@ -78,6 +81,25 @@ def test_wrong_programs_are_refused(name: str, wrong: str) -> None:
         assert NAMED.match(str(caught.value)), caught.value
         tried += 1
     assert tried
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_programs_of_other_masks_are_refused(name: str) -> None:
+    """Of a mask with one pair less, and of one with one pair more."""
+    schedule, size = made(name)
+    dense = allowed(schedule.mask, size.q_length, size.kv_length)
+    start = schedule.mask.q_start or 0
+    q, kv = map(int, dense.nonzero()[dense.sum() // 2])
+    others = without(Slice(0, END, 0, END), Slice(q + start, q + start + 1, kv, kv + 1))
+    fewer = schedule.mask & Mask(slices=tuple(others), q_start=schedule.mask.q_start)
+    seen = next((i, j) for i, j in (~dense).nonzero().tolist() if dense[i, max(0, j - 1) : j + 2].any())
+    pair = Slice(seen[0] + start, seen[0] + start + 1, seen[1], seen[1] + 1)
+    more = schedule.mask | Mask(slices=(pair,), q_start=schedule.mask.q_start)
+    for mask, pairs in ((fewer, -1), (more, 1)):
+        assert int((allowed(mask, size.q_length, size.kv_length).int() - dense.int()).sum()) == pairs
+        with pytest.raises(ScheduleError) as caught:
+            replay(schedule, lower_all(schedule.replace(mask=mask), size), one_queue_a_pair=False)
+        assert OTHERWISE.match(str(caught.value)), caught.value
 
 
 @pytest.mark.parametrize("name", KINDS)
