@@ -32,15 +32,30 @@ if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
     from tokenring.sequence.layout import Layout, Positions
-    from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
+    from tokenring.sequence.mask import (
+        Bidirectional,
+        BlockCausal,
+        Causal,
+        Chunks,
+        Documents,
+        Full,
+        Mask,
+        PrefixLM,
+        PrefixTree,
+        Slices,
+        SlidingWindow,
+    )
     from tokenring.sequence.workload import Workload
     from tokenring.topology.ranks import Topology
 
 __all__ = [
     "BackendUnavailable",
+    "Bidirectional",
     "Block",
+    "BlockCausal",
     "CapturedAttention",
     "Causal",
+    "Chunks",
     "ConfigurationError",
     "ContextParallel",
     "Documents",
@@ -51,9 +66,12 @@ __all__ = [
     "PeerLost",
     "Plan",
     "Positions",
+    "PrefixLM",
+    "PrefixTree",
     "Schedule",
     "ScheduleError",
     "Scheme",
+    "Slices",
     "SlidingWindow",
     "Tile",
     "TokenRingError",
@@ -88,7 +106,8 @@ _MODULES = {
     "schedule.schedule": "Schedule",
     "schedule.scheme": "Scheme",
     "sequence.layout": "Layout Positions",
-    "sequence.mask": "Causal Documents Full Mask SlidingWindow",
+    "sequence.mask": "Bidirectional BlockCausal Causal Chunks Documents Full Mask PrefixLM "
+    "PrefixTree Slices SlidingWindow",
     "sequence.workload": "Workload",
     "topology.ranks": "Topology",
 }

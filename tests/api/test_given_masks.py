@@ -32,7 +32,7 @@ TAKEN: list[tuple[dict[str, Any], tr.Mask]] = [
 USE = "use Full(), Causal(), SlidingWindow or Documents"
 DIFFER = "say different things: leave is_causal out"
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mask": "casual"}, "documents(0,end,...), joined by &; did you mean causal?"),
+    ({"mask": "casual"}, "joined by & or |, with &start(q_start) at the end; did you mean causal?"),
     ({"mask": "Causal"}, "did you mean causal?"),
     ({"mask": "sliding_window(4)"}, "did you mean window?"),
     ({"mask": tr.SlidingWindow}, f"{USE}; this one wants its sizes: SlidingWindow(left, right)"),

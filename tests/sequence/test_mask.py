@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import Positions
-from tokenring.sequence.mask import LIMIT, Causal, Documents, Full, Mask, SlidingWindow, parse_mask
+from tokenring.sequence.mask import LIMIT, WORDS, Causal, Documents, Full, Mask, SlidingWindow, parse_mask
 from tokenring.sequence.region import Region
 
 STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
@@ -167,8 +167,7 @@ class TestText:
         with pytest.raises(ConfigurationError) as refusal:
             parse_mask(text)
         assert str(refusal.value).partition("; did you mean")[0] == (
-            f"unknown mask {text.split('&')[-1]!r}; write full, causal, window(left,right), band(low,high), "
-            f"documents(0,end,...), joined by &"
+            f"unknown mask {text.split('&')[-1]!r}; write {WORDS}"
         )
 
 

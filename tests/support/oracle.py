@@ -29,7 +29,7 @@ class Attention(NamedTuple):
 @lru_cache(maxsize=64)
 def allowed(mask: Mask, q_length: int, kv_length: int) -> torch.Tensor:
     """mask.allows for all pairs: booleans [q_length, kv_length]. test_oracle compares the two."""
-    q, kv = torch.arange(q_length)[:, None], torch.arange(kv_length)[None, :]
+    q, kv = torch.arange(q_length)[:, None] + (mask.q_start or 0), torch.arange(kv_length)[None, :]
     visible = torch.ones(q_length, kv_length, dtype=torch.bool)
     if mask.low is not None:
         visible &= kv - q >= mask.low
@@ -38,8 +38,20 @@ def allowed(mask: Mask, q_length: int, kv_length: int) -> torch.Tensor:
     if mask.cu_seqlens is not None:
         together = torch.zeros_like(visible)
         for start, stop in pairwise(mask.cu_seqlens):
-            together[start:stop, start:stop] = True
+            together |= (start <= q) & (q < stop) & (start <= kv) & (kv < stop)
         visible &= together
+    for size in mask.chunks:
+        visible &= q // size == kv // size
+    if mask.slices is not None:
+        shown = torch.zeros_like(visible)
+        for q0, q1, kv0, kv1, low, high in mask.slices:
+            window = (kv - q >= (-math.inf if low is None else low)) & (kv - q <= (math.inf if high is None else high))
+            shown |= (q0 <= q) & (q < q1) & (kv0 <= kv) & (kv < kv1) & window
+        visible &= shown
+    for masks in mask.either:
+        longest = q_length + (mask.q_start or 0)
+        seen = [allowed(each, longest, kv_length)[longest - q_length :] for each in masks]
+        visible &= torch.stack(seen).any(dim=0)
     return visible
 
 

@@ -32,12 +32,12 @@ from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
 from tokenring.runtime.bound_kernel import checked_softcap
-from tokenring.sequence.mask import Mask
+from tokenring.sequence.mask import Mask, of_numbers
 from tokenring.sequence.workload import Request
 
 CALL = (
-    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
-    "str? wrong=None, float softcap=0.0"
+    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, SymInt[]? numbers, float? scale, bool training, "
+    "bool differentiable, str? wrong=None, float softcap=0.0"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -77,14 +77,14 @@ def traced_attention(
         cap = checked_softcap(softcap)
     except ConfigurationError as error:
         cap, wrong = 0.0, str(error)
-    low, high, cu_seqlens = (None, None, None) if mask is None else (mask.low, mask.high, mask.cu_seqlens)
+    low, high, cu_seqlens, numbers = (None,) * 4 if mask is None else _numbers(mask)
     if isinstance(scale, int) and not -MOST_INTEGER <= scale <= MOST_INTEGER:
         scale = math.inf  # which is refused as well
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
     if sinks is not None:
         differentiable = differentiable or sinks.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, cap
+        q, k, v, sinks, cp.handle, low, high, cu_seqlens, numbers, scale, training, differentiable, wrong, cap
     )
     return out, lse
 
@@ -106,7 +106,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _(q: torch.Tensor, *others: Any) -> Tensors:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Tensors:
     shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (0, 0, 0)  # else refused when it runs, by all
     lse = q.new_empty(shape, dtype=torch.float32)
     out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))  # as wide as v
@@ -210,6 +210,7 @@ def _request(
     low: int | None,
     high: int | None,
     cu_seqlens: Sequence[int] | None,
+    numbers: Sequence[int] | None,
     scale: float | None,
     training: bool,
     differentiable: bool,
@@ -220,13 +221,19 @@ def _request(
     if wrong is not None:
         raise ConfigurationError(wrong)
     check_sinks(sinks, q)
-    mask = _mask(low, high, None if cu_seqlens is None else tuple(cu_seqlens))
+    some, others = (None if each is None else tuple(each) for each in (cu_seqlens, numbers))
+    mask = _mask(low, high, some, others)
     return request_of(q, k, v, cp, mask, scale, training, differentiable, softcap)
 
 
 @lru_cache(maxsize=MOST_MASKS)
-def _mask(low: int | None, high: int | None, cu_seqlens: Bounds) -> Mask:
-    return Mask(low, high, cu_seqlens)
+def _mask(low: int | None, high: int | None, cu_seqlens: Bounds, numbers: Bounds) -> Mask:
+    return Mask(low, high, cu_seqlens) if numbers is None else of_numbers(numbers)
+
+
+def _numbers(mask: Mask) -> tuple[int | None, int | None, Bounds, Bounds]:
+    """Return what `_mask` makes the mask of again."""
+    return (mask.low, mask.high, mask.cu_seqlens, None) if mask.numbers is None else (None, None, None, mask.numbers)
 
 
 def _ticket(kept: torch.Tensor | None, device: torch.device) -> torch.Tensor:

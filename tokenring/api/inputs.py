@@ -159,8 +159,9 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
     if q_length != kv_length and mask.needs_equal_lengths:
         raise UnsupportedError(
             f"mask {mask} numbers one sequence, but q has {q_length} positions and kv {kv_length}: only Full takes both"
+            f", or say where q begins among kv, as Causal(q_start=...) does behind a cache"
         )
-    mask.check_length(q_length)
+    mask.check_lengths(q_length, kv_length)
     return Workload(q.shape[0], q_length, kv_length, q.shape[2], k.shape[2], q.shape[3], q.dtype, v.shape[3])
 
 

@@ -12,11 +12,12 @@ from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.passes import move_order
 from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Runs, ScheduleData, Tile
 from tokenring.sequence.layout import Layout, Positions, make_layout
-from tokenring.sequence.mask import Mask
+from tokenring.sequence.mask import DEEPEST, Mask
 
 FORMAT = "tokenring-schedule"
 VERSION = 1
 ROWS_VERSION = 2  # of documents with a move that carries only some rows: readers of version 1 know of none
+MORE_OF_MASKS = {"chunks", "slices", "either", "q_start"}  # keys of masks that three numbers do not say
 INTEGER_LIMIT = 2**53 - 1  # beyond it JSON readers of other languages lose digits
 T = TypeVar("T")
 Name = TypeVar("Name", bound=str)
@@ -51,8 +52,19 @@ def _document(schedule: ScheduleData) -> dict[str, object]:
 
 
 def mask_document(mask: Mask) -> dict[str, object]:
-    """Return the three numbers of a mask as an object of the JSON format."""
-    return {"low": mask.low, "high": mask.high, "cu_seqlens": mask.cu_seqlens}
+    """Return a mask as an object of the JSON format: three keys, and four more where these do not say it."""
+    document: dict[str, object] = {"low": mask.low, "high": mask.high, "cu_seqlens": mask.cu_seqlens}
+    if mask.numbers is None:
+        return document
+    from tokenring.sequence.slices import slice_row
+
+    either = [[mask_document(each) for each in masks] for masks in mask.either]
+    return document | {
+        "chunks": mask.chunks,
+        "slices": None if mask.slices is None else [slice_row(each) for each in mask.slices],
+        "either": either,
+        "q_start": mask.q_start,
+    }
 
 
 def _layout_document(layout: Layout) -> dict[str, object]:
@@ -148,7 +160,7 @@ def _schedule(root: JsonNode) -> ScheduleData:
         world,
         q_layout,
         kv_layout,
-        _mask(part["mask"], q_layout.length),
+        _mask(part["mask"], kv_layout.length),
         (),
         (),
         part["head_groups"].integer(1),
@@ -166,14 +178,36 @@ def _schedule(root: JsonNode) -> ScheduleData:
     return empty.replace(tiles=tuple(tiles), moves=tuple(merge(moves, returns, key=move_order)))
 
 
-def _mask(node: JsonNode, length: int) -> Mask:
-    part = node.fields("low", "high", "cu_seqlens")
+def _mask(node: JsonNode, length: int, depth: int = 0) -> Mask:
+    more = isinstance(node.value, dict) and bool(MORE_OF_MASKS & node.value.keys())
+    part = node.fields("low", "high", "cu_seqlens", *(sorted(MORE_OF_MASKS) if more else ()))
+    if depth > DEEPEST:
+        raise node.error(f"more than {DEEPEST} masks stand in each other")
     low, high = (part[key].optional(lambda bound: bound.integer(-INTEGER_LIMIT)) for key in ("low", "high"))
     bounds = part["cu_seqlens"].optional(lambda list_: list_.each(lambda bound: bound.integer(0, length)))
     try:
-        return Mask(low, high, None if bounds is None else tuple(bounds))
+        mask = Mask(low, high, None if bounds is None else tuple(bounds))
     except ConfigurationError as error:
         raise part["cu_seqlens"].error(str(error)) from None
+    return _more(part, mask, length, depth) if more else mask
+
+
+def _more(part: dict[str, JsonNode], mask: Mask, length: int, depth: int) -> Mask:
+    """Return the mask with what the other keys say. Raises ScheduleError."""
+    from tokenring.sequence.slices import table_of
+
+    def row(node: JsonNode) -> tuple[int | None, ...]:
+        return tuple(node.each(lambda number: number.optional(lambda value: value.integer(-INTEGER_LIMIT))))
+
+    chunks = part["chunks"].each(lambda node: node.integer(1))
+    slices = part["slices"].optional(lambda node: node.each(row))
+    either = part["either"].each(lambda node: tuple(node.each(lambda each: _mask(each, length, depth + 1))))
+    q_start = part["q_start"].optional(lambda node: node.integer())
+    try:
+        table = None if slices is None else table_of(slices)
+        return Mask(mask.low, mask.high, mask.cu_seqlens, tuple(chunks), table, tuple(either), q_start)
+    except ConfigurationError as error:
+        raise part["slices"].error(str(error)) from None
 
 
 def _layout(node: JsonNode, world_size: int) -> Layout:

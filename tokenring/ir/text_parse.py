@@ -161,7 +161,7 @@ class _Header:
             world,
             q_layout,
             kv_layout,
-            self._mask(q_layout.length),
+            self._mask(q_layout.length, kv_layout.length),
             (),
             (),
             self.number("head_groups"),
@@ -193,11 +193,11 @@ class _Header:
             raise spot.error(f"is no layout that we know: give its positions in a line '{prefix}chunks'")
         return known
 
-    def _mask(self, length: int) -> Mask:
+    def _mask(self, length: int, kv_length: int) -> Mask:
         spot = self["mask"]
         try:
             mask = parse_mask(spot.text)
-            mask.check_length(length)
+            mask.check_lengths(length, kv_length)
             return mask
         except ConfigurationError as error:
             raise spot.error(f"is no mask for {length} positions: {error}") from None

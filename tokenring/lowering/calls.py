@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -96,27 +95,24 @@ def _patches(mask: Mask, q: tuple[Positions, ...], kv: tuple[Positions, ...]) ->
         return mask.region(q_parts[0], kv_parts[0])
     grid = [[mask.region(a, b) for b in kv_parts] for a in q_parts]
     rows, cols = [len(part) for part in q_parts], [len(part) for part in kv_parts]
-    whole = combine(grid, rows, cols) if _in_one_document(mask, q_parts, grid) else None
+    whole = combine(grid, rows, cols) if _in_one_piece(mask, q_parts, grid) else None
     if whole is not None:
         return (whole,)
     return tuple(_joined_columns(_place(grid, rows, cols)))
 
 
-def _in_one_document(mask: Mask, rows: list[Positions], grid: list[list[Region]]) -> bool:
-    """Return whether all patches of a grid lie in one document; only then may they share a kernel call.
+def _in_one_piece(mask: Mask, rows: list[Positions], grid: list[list[Region]]) -> bool:
+    """Return whether all patches of a grid lie in one document, or other piece; only then may they share a kernel call.
 
     In one call what is hidden has weight 0, and 0 · NaN is NaN. The band of a diagonal goes on from one document into
     the next, as no wider one does.
     """
-    if (bounds := mask.cu_seqlens) is None:
-        return True
-    starts = (
+    return mask.one_piece(
         q.start + patch.row0 * q.step
         for q, line in zip(rows, grid, strict=True)
         for region in line
         for patch in region
     )
-    return len({bisect_right(bounds, start) for start in starts}) <= 1
 
 
 def _place(grid: list[list[Region]], rows: list[int], cols: list[int]) -> Iterator[Patch]:

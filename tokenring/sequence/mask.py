@@ -1,140 +1,28 @@
-"""Masks: which kv positions a q position may see.
+"""Masks: the functions that make them, and the text that says one.
 
-Every mask is a window of position differences and a cut of the sequence into documents, and
-so is every conjunction of masks. Schedules, the executor and the transports know nothing else.
+What a mask is, and how it is computed with, is in mask_data.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 from typing import cast
 
 from tokenring.errors import ConfigurationError
-from tokenring.sequence.layout import Positions, as_integer
-from tokenring.sequence.region import Patch, Region, inside, tidy, window_region
+from tokenring.sequence.layout import as_integer
+from tokenring.sequence.mask_data import NOTHING, Mask, documents_of, ends_of
+from tokenring.sequence.region import LIMIT, shown
 
-LIMIT = 2**53 - 1  # of bounds: beyond it JSON readers of other languages lose digits
+__all__ = [
+    "DEEPEST", "LIMIT", "WORDS", "Bidirectional", "BlockCausal", "Causal", "Chunks", "Documents", "Full", "Mask", 
+    "PrefixLM", "PrefixTree", "Slices", "SlidingWindow", "of_numbers", "parse_mask",
+]  # fmt: skip
+
 PART = re.compile(r"\s*([a-z]+)\s*(?:\(([^()]*)\)\s*)?")
 NUMBER = re.compile(r"\s*(-?[0-9]{1,16})?\s*", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Mask:
-    """kv - q in [low, high] (None: unbounded), both in one document; `cu_seqlens` None: one document.
-
-    Positions from cu_seqlens[-1] on are padding: they see nothing and nothing sees them. Empty documents
-    are left out, so that masks which say the same are equal. Raises ConfigurationError.
-    """
-
-    low: int | None = None
-    high: int | None = None
-    cu_seqlens: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("low", "high"):
-            object.__setattr__(self, name, _bound(name, getattr(self, name)))
-        if self.cu_seqlens is not None:
-            object.__setattr__(self, "cu_seqlens", _documents(self.cu_seqlens))
-
-    def __and__(self, other: Mask) -> Mask:
-        """Return the mask that shows what both show. Raises ConfigurationError if `other` is no mask.
-
-        Of documents with different ends, what lies beyond the nearer end is padding.
-        """
-        if not isinstance(other, Mask):
-            called = getattr(other, "__name__", None)
-            found = f"{called} without ()" if called else f"one of type {type(other).__name__}"
-            raise ConfigurationError(f"& joins a mask and a mask, as in Causal() & Documents(...); found {found}")
-        lows = [bound for bound in (self.low, other.low) if bound is not None]
-        highs = [bound for bound in (self.high, other.high) if bound is not None]
-        return Mask(max(lows, default=None), min(highs, default=None), _both(self.cu_seqlens, other.cu_seqlens))
-
-    __rand__ = __and__  # reached only by what is no mask: to say so
-
-    @cached_property
-    def needs_equal_lengths(self) -> bool:
-        """True if q and kv positions must number the same sequence."""
-        return (self.low, self.high, self.cu_seqlens) != (None, None, None)
-
-    def region(self, q: Positions, kv: Positions) -> Region:
-        """Return what the q chunk sees of the kv chunk, as disjoint patches in their indices."""
-        if self.cu_seqlens is None:
-            return window_region(q, kv, self.low, self.high)
-        return _of_documents(self, q, kv)
-
-    def visible(self, q: Positions, kv: Positions) -> bool:
-        """Return whether the q chunk sees anything of the kv chunk."""
-        return bool(self.seen(q, (kv,)))
-
-    def seen(self, q: Positions, chunks: Sequence[Positions]) -> frozenset[int]:
-        """Return the numbers of the chunks of kv of which the q chunk sees anything."""
-        if not self.needs_equal_lengths:
-            return frozenset(range(len(chunks)))
-        low, high, (first, _, step), fewest = self.low, self.high, q, 1 - len(q)
-        found = []
-        for number, (start, stop, kv_step) in enumerate(chunks):
-            if self.cu_seqlens is not None or step != kv_step:
-                if self.region(q, chunks[number]):
-                    found.append(number)
-                continue
-            # Differences kv - q are `nearest` + step · n, for n from 1 - len(q) to len(kv) - 1.
-            nearest, least, most = start - first, fewest, (stop - 1 - start) // step
-            if low is not None:
-                least = max(least, -((nearest - low) // step))
-            if high is not None:
-                most = min(most, (high - nearest) // step)
-            if least <= most:
-                found.append(number)
-        return frozenset(found)
-
-    def allows(self, q: int, kv: int) -> bool:
-        """Return whether a q position sees a kv position: the definition of the mask, for one pair."""
-        in_window = (self.low is None or kv - q >= self.low) and (self.high is None or kv - q <= self.high)
-        if self.cu_seqlens is None or not in_window:
-            return in_window
-        return any(a <= q < b and a <= kv < b for a, b in pairwise(self.cu_seqlens))
-
-    def check_length(self, length: int) -> None:
-        """Raise ConfigurationError when the documents end beyond a sequence of this length."""
-        if self.cu_seqlens is not None and self.cu_seqlens[-1] > length:
-            raise ConfigurationError(
-                f"Documents end at {self.cu_seqlens[-1]}, but the sequence has {length} positions: "
-                f"cu_seqlens counts positions of the whole sequence, over all ranks"
-            )
-
-    def __str__(self) -> str:
-        """Return the text that parse_mask reads back, for every mask."""
-        low, high = self.low, self.high
-        parts = []
-        if (low, high) == (None, 0):
-            parts.append("causal")
-        elif (low or 0) > 0 or (high or 0) < 0:
-            parts.append(f"band({_or(low, '')},{_or(high, '')})")
-        elif (low, high) != (None, None):
-            parts.append(f"window({-1 if low is None else -low},{_or(high, -1)})")
-        if self.cu_seqlens is not None:
-            parts.append(f"documents({','.join(map(str, self.cu_seqlens))})")
-        return "&".join(parts) or "full"
-
-
-@lru_cache(maxsize=16384)
-def _of_documents(mask: Mask, q: Positions, kv: Positions) -> Region:
-    patches: list[Patch] = []
-    for start, stop in pairwise(mask.cu_seqlens or ()):
-        if stop <= q.start or stop <= kv.start or start > q.last or start > kv.last:
-            continue
-        (row0, row1), (col0, col1) = inside(q, start, stop), inside(kv, start, stop)
-        offset = (q.start + row0 * q.step) - (kv.start + col0 * kv.step)
-        low = None if mask.low is None else mask.low + offset
-        high = None if mask.high is None else mask.high + offset
-        patch = tidy(Patch(row0, row1, col0, col1, low, high, q.step, kv.step))
-        if patch is not None:
-            patches.append(patch)
-    return tuple(patches)
+DEEPEST = 16  # parentheses in each other
 
 
 def Full() -> Mask:  # masks read as types, and may become types
@@ -142,123 +30,293 @@ def Full() -> Mask:  # masks read as types, and may become types
     return Mask()
 
 
-def Causal() -> Mask:
-    """Return the mask in which a position sees itself and those before it."""
-    return Mask(high=0)
+def Causal(*, q_start: int | None = None) -> Mask:
+    """Return the mask in which a position sees itself and those before it.
+
+    q_start: the position of the first of q among those of kv, as behind a cache of so many; then kv may be longer.
+    """
+    return Mask(high=0, q_start=q_start)
 
 
-def SlidingWindow(left: int, right: int = 0) -> Mask:
+def SlidingWindow(left: int, right: int = 0, *, q_start: int | None = None) -> Mask:
     """Return the mask in which a position sees `left` positions before it and `right` after it, inclusive.
 
-    -1 is unbounded. Raises ConfigurationError for sizes that are no integers, below -1 or too large.
+    -1 is unbounded. q_start: as of Causal. Raises ConfigurationError for sizes that are no integers, below -1 or too
+    large.
     """
-    sizes = [as_integer(left), as_integer(right)]
-    if any(size is None or not -1 <= size <= LIMIT for size in sizes):
-        raise ConfigurationError(
-            f"SlidingWindow({left!r}, {right!r}): use integers, 0 or more (at most {LIMIT}), or -1 for unbounded"
-        )
-    before, after = cast("list[int]", sizes)
-    return Mask(None if before == -1 else -before, None if after == -1 else after)
+    return Mask(*_window("SlidingWindow", left, right), q_start=q_start)
 
 
-def Documents(cu_seqlens: Sequence[int]) -> Mask:
+def Documents(
+    cu_seqlens: Sequence[int],
+    cu_seqlens_kv: Sequence[int] | None = None,
+    *,
+    windows: Sequence[tuple[int, int]] | None = None,
+    q_start: int | None = None,
+) -> Mask:
     """Return the mask of packed documents: positions cu_seqlens[i] to cu_seqlens[i+1] see each other only.
 
     `cu_seqlens` starts with 0 and does not decrease (a list, or a tensor of integers, which is
     copied to the host). Positions from its last entry on are padding: out 0, lse -inf, no gradient.
+
+    cu_seqlens_kv: where kv is cut otherwise than q, as in cross-attention: part i of q sees part i of kv. Their lengths
+    may differ. windows: (left, right) of each document, as of SlidingWindow. q_start: as of Causal.
     """
-    return Mask(cu_seqlens=_documents(cu_seqlens))
+    if cu_seqlens_kv is None and windows is None:
+        return Mask(cu_seqlens=documents_of(cu_seqlens), q_start=q_start)
+    from tokenring.sequence.slices import table_of
+
+    bounds = ends_of(cu_seqlens)
+    if cu_seqlens_kv is None:
+        kv_bounds = bounds
+    elif windows is not None or q_start is not None:
+        raise ConfigurationError("Documents of q and of kv apart take no windows and no q_start: say these by Slices")
+    else:
+        kv_bounds, q_start = ends_of(cu_seqlens_kv), 0
+    if len(bounds) != len(kv_bounds):
+        raise ConfigurationError(
+            f"Documents: {len(bounds) - 1} parts of q, but {len(kv_bounds) - 1} of kv; cut both into as many"
+        )
+    of_each = list(repeat((-1, -1), len(bounds) - 1) if windows is None else windows)
+    if len(of_each) != len(bounds) - 1:
+        raise ConfigurationError(f"Documents: {len(of_each)} windows for {len(bounds) - 1} documents; give each one")
+    cuts = zip(pairwise(bounds), pairwise(kv_bounds), of_each, strict=True)
+    slices = [
+        (*q, *kv, *_window("a document's window", *size)) for q, kv, size in cuts if q[0] < q[1] and kv[0] < kv[1]
+    ]
+    return Mask(slices=table_of(slices), q_start=q_start)
 
 
+def Chunks(size: int) -> Mask:
+    """Return the mask in which positions see those of their chunk, of `size` positions each: Llama 4's, & Causal()."""
+    return Mask(chunks=(size,))
+
+
+def Bidirectional(spans: Sequence[tuple[int, int]]) -> Mask:
+    """Return the mask in which positions of each span (start, stop) see each other, and others nothing.
+
+    `Causal() | Bidirectional(spans)` are images in a text (Gemma 3). Raises ConfigurationError for spans that overlap.
+    """
+    from tokenring.sequence.slices import table_of
+
+    return Mask(slices=table_of((start, stop, start, stop) for start, stop in _spans(spans)))
+
+
+def BlockCausal(block_length: int) -> Mask:
+    """Return the mask in which positions see all of their own block and of those before, as the frames of a video."""
+    return Causal() | Chunks(block_length)
+
+
+def PrefixLM(prefix_length: int | Sequence[int], cu_seqlens: Sequence[int] | None = None) -> Mask:
+    """Return the causal mask whose first `prefix_length` positions also see each other in both directions.
+
+    cu_seqlens: of packed documents, each with a prefix of its own: prefix_length is that of each, or a list.
+    """
+    bounds = None if cu_seqlens is None else ends_of(cu_seqlens)
+    documents = 1 if bounds is None else len(bounds) - 1
+    given = [prefix_length] * documents if as_integer(prefix_length) is not None else _list(prefix_length)
+    lengths = [length for length in map(as_integer, given) if length is not None and 0 <= length <= LIMIT]
+    if len(lengths) < max(1, len(given)):
+        raise ConfigurationError(f"PrefixLM({shown(prefix_length)}): a prefix has 0 positions or more, an integer")
+    if len(lengths) != documents:
+        raise ConfigurationError(f"PrefixLM: {len(lengths)} prefixes, but {documents} documents; give one for each")
+    whole = [(0, LIMIT)] if bounds is None else list(pairwise(bounds))
+    ends = [(start, min(stop, start + n)) for (start, stop), n in zip(whole, lengths, strict=True)]
+    prefixes = [(start, stop) for start, stop in ends if start < stop]
+    mask = Causal() | Bidirectional(prefixes) if prefixes else Causal()
+    return mask if bounds is None else mask & Documents(bounds)
+
+
+def PrefixTree(lengths: Sequence[int], parents: Sequence[int | None]) -> Mask:
+    """Return the mask of a tree of segments, packed one after another: each sees its ancestors, and itself causally.
+
+    lengths: of each segment. parents: number of the segment that each goes on from, an earlier one; None: of none.
+    Positions beyond the last segment are padding.
+    """
+    from tokenring.sequence.slices import Slice, disjoint
+
+    sizes, above = [as_integer(each) for each in _list(lengths)], [as_integer(each) for each in _list(parents)]
+    if not sizes or len(sizes) != len(above) or any(size is None or not 0 < size <= LIMIT for size in sizes):
+        raise ConfigurationError(
+            f"PrefixTree({shown(lengths)}, {shown(parents)}): give each segment its length, from 1 on, and its parent"
+        )
+    starts = [0]
+    chains: list[list[tuple[int, int]]] = []  # positions of each segment and its ancestors, first to last
+    slices: list[Slice] = []
+    for number, (size, parent, given) in enumerate(zip(cast("list[int]", sizes), above, _list(parents), strict=True)):
+        if (given is not None and parent is None) or (parent is not None and not 0 <= parent < number):
+            raise ConfigurationError(f"PrefixTree: parent {given!r} of segment {number}: give an earlier one, or None")
+        start, stop = starts[-1], starts[-1] + size
+        chain = [] if parent is None else list(chains[parent])
+        first = chain.pop()[0] if chain and chain[-1][1] == start else start
+        slices += (Slice(start, stop, *each) for each in chain)
+        slices.append(Slice(start, stop, first, stop, None, 0))
+        chains.append([*chain, (first, stop)])
+        starts.append(stop)
+    return Mask(slices=disjoint(slices))
+
+
+def Slices(slices: Iterable[Sequence[int | None]], *, q_start: int | None = 0) -> Mask:
+    """Return the mask of slices that do not overlap: rows (q0, q1, kv0, kv1) or (q0, q1, kv0, kv1, low, high).
+
+    A pair is seen if q0 <= q < q1, kv0 <= kv < kv1 and low <= kv - q <= high, for one of them. None as an end or a
+    bound is none. Lengths of q and kv may differ, unless q_start is None. Raises ConfigurationError for slices that
+    overlap, are empty, reversed, or more than 65,536.
+    """
+    from tokenring.sequence.slices import table_of
+
+    made = table_of(slices)
+    if not made:
+        raise ConfigurationError("Slices([]): give one slice at least")
+    return Mask(slices=made, q_start=q_start)
+
+
+def _window(what: str, left: object, right: object) -> tuple[int | None, int | None]:
+    """Return the bounds of kv - q. Raises ConfigurationError."""
+    sizes = [as_integer(left), as_integer(right)]
+    if any(size is None or not -1 <= size <= LIMIT for size in sizes):
+        raise ConfigurationError(
+            f"{what}({left!r}, {right!r}): use integers, 0 or more (at most {LIMIT}), or -1 for unbounded"
+        )
+    before, after = cast("list[int]", sizes)
+    return None if before == -1 else -before, None if after == -1 else after
+
+
+def _spans(given: object) -> list[tuple[object, object]]:
+    """Return pairs. Raises ConfigurationError."""
+    spans = [tuple(_list(each)) for each in _list(given)]
+    if not spans or any(len(each) != 2 for each in spans):
+        raise ConfigurationError(f"Bidirectional({shown(given)}): give (start, stop) of each span, one at least")
+    return cast("list[tuple[object, object]]", spans)
+
+
+def _list(given: object) -> list[object]:
+    values = given.tolist() if hasattr(given, "tolist") else given
+    return list(values) if isinstance(values, Iterable) else []
+
+
+# ---------- as numbers
+
+
+def of_numbers(numbers: Iterable[int]) -> Mask:
+    """Return the mask that has these `numbers`."""
+    from tokenring.sequence.slices import Slice
+
+    given = iter(numbers)
+
+    def one() -> int | None:
+        return None if (number := next(given)) == NOTHING else number
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(islice(given, count))
+
+    low, high = one(), one()
+    documents, chunks = some(next(given)) or None, some(next(given))
+    count = one()
+    slices = None if count is None else tuple(Slice._make((*some(4), one(), one())) for _ in range(count))
+    either = tuple(tuple(of_numbers(given) for _ in range(next(given))) for _ in range(next(given)))
+    return Mask(low, high, documents, chunks, slices, either, one())
+
+
+# ---------- as text
+
+
+Numbers = list[int | None]
 MASKS: dict[str, Callable[..., Mask]] = {
     "full": Full,
     "causal": Causal,
     "window": SlidingWindow,
     "band": lambda low, high: Mask(low, high),
     "documents": lambda *bounds: Documents(bounds),
+    "chunks": Chunks,
+    "blockcausal": BlockCausal,
+    "prefix": PrefixLM,
 }  # by the word that a mask's text begins with
+TABLES: dict[str, Callable[[list[Numbers]], Mask]] = {
+    "bidirectional": lambda rows: Bidirectional(cast("list[tuple[int, int]]", rows)),
+    "slices": lambda rows: Slices(rows, q_start=None),
+    "tree": lambda rows: PrefixTree(*cast("tuple[list[int], Numbers]", rows)),
+}  # of rows of numbers with ; between them
+WORDS = (
+    "full, causal, window(left,right), band(low,high), documents(0,end,...), chunks(size), blockcausal(length), "
+    "prefix(length), bidirectional(start,stop;...), slices(q0,q1,kv0,kv1,low,high;...), tree(length,...;parent,...), "
+    "joined by & or |, with &start(q_start) at the end"
+)
 
 
 def parse_mask(text: str) -> Mask:
-    """Return the mask that str(mask) printed: parts joined by "&". Raises ConfigurationError.
+    """Return the mask that str(mask) printed: parts joined by "&" and "|". Raises ConfigurationError.
 
     "full", "causal", "window(128,0)" for SlidingWindow(128, 0), "documents(0,7,9)", and "band(1,5)" for
-    Mask(low=1, high=5), where "band(1,)" has no upper bound.
+    Mask(low=1, high=5), where "band(1,)" has no upper bound. "&" binds more than "|"; (parentheses) bind most.
+    docs/masks.md has the others.
     """
+    return _either(text, 0)
+
+
+def _either(text: str, depth: int) -> Mask:
+    if depth > DEEPEST:
+        raise ConfigurationError(f"unknown mask {shown(text)}: more than {DEEPEST} parentheses stand in each other")
+    first, *others = [_all_of(part, depth) for part in _split(text, "|")]
+    for other in others:
+        first |= other
+    return first
+
+
+def _all_of(text: str, depth: int) -> Mask:
     mask = Full()
-    for part in text.split("&"):
+    starts: list[int | None] = []
+    for part in _split(text, "&"):
+        inner, word = part.strip(), ""
+        if inner.startswith("(") and inner.endswith(")"):
+            mask &= _either(inner[1:-1], depth + 1)
+            continue
         try:
-            mask &= _part(part)
-        except (KeyError, ValueError, TypeError):
+            word, rows = _part(part)
+            if word == "start" and not starts:
+                ((start,),) = rows
+                starts.append(start)
+            else:
+                mask &= TABLES[word](rows) if word in TABLES else MASKS[word](*[n for row in rows for n in row])
+        except (KeyError, ValueError, TypeError) as error:
+            if isinstance(error, ConfigurationError) and word in TABLES:
+                raise  # which says more
             from tokenring.nearest import hint
 
+            known = [*MASKS, *TABLES]
             raise ConfigurationError(
-                f"unknown mask {_short(part)}; write full, causal, window(left,right), band(low,high), "
-                f"documents(0,end,...), joined by &{hint(part.partition('(')[0].strip(), MASKS)}"
+                f"unknown mask {shown(part)}; write {WORDS}{hint(part.partition('(')[0].strip(), known)}"
             ) from None
-    return mask
+    return mask.with_q_start(starts[0]) if starts else mask
 
 
-def _part(text: str) -> Mask:
-    """Return the mask of one part of a mask's text. Raises KeyError, ValueError or TypeError."""
+def _split(text: str, sign: str) -> list[str]:
+    """Return the parts between signs that stand in no parentheses."""
+    parts, depth = [""], 0
+    for piece in re.split(r"([()&|])", text):
+        depth += (piece == "(") - (piece == ")")
+        if piece == sign and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return parts
+
+
+def _part(text: str) -> tuple[str, list[Numbers]]:
+    """Return the word and the numbers of one part of a mask's text. Raises ValueError."""
     match = PART.fullmatch(text)
     if match is None:
         raise ValueError(text)
-    return MASKS[match[1]](*map(_number, match[2].split(",") if (match[2] or "").strip() else ()))
+    inner = match[2] or ""
+    rows = [[_number(each) for each in row.split(",")] for row in inner.split(";")] if inner.strip() else []
+    if len(rows) > 1 and match[1] not in TABLES:
+        raise ValueError(text)
+    return match[1], rows
 
 
 def _number(text: str) -> int | None:
-    """Return a number, None for nothing, which only a band takes. Raises ValueError for any other text."""
+    """Return a number, None for nothing, which only some take. Raises ValueError for any other text."""
     match = NUMBER.fullmatch(text)
     if match is None:
         raise ValueError(text)
     return None if match[1] is None else int(match[1])
-
-
-def _bound(name: str, given: object) -> int | None:
-    bound = as_integer(given)
-    if given is not None and (bound is None or abs(bound) > LIMIT):
-        raise ConfigurationError(
-            f"Mask({name}={given!r}): bounds of kv - q are integers from -{LIMIT} to {LIMIT}, or None for unbounded"
-        )
-    return bound
-
-
-def _documents(given: object) -> tuple[int, ...]:
-    values = given.tolist() if hasattr(given, "tolist") else given
-    found = [as_integer(value) for value in values] if isinstance(values, Iterable) else []
-    bounds = tuple(bound for bound in found if bound is not None)
-    rises = all(a <= b for a, b in pairwise(bounds))
-    if len(bounds) < max(2, len(found)) or bounds[0] != 0 or not rises or bounds[-1] > LIMIT:
-        raise ConfigurationError(
-            f"Documents wants [0, end of the first, ..., end of the last], integers that do not decrease; "
-            f"got {_short(values)}"
-        )
-    return _distinct(bounds)
-
-
-def _both(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    if a is None or b is None:
-        return a if b is None else b
-    end = min(a[-1], b[-1])
-    return _distinct(tuple(sorted({bound for bound in (*a, *b) if bound <= end})))
-
-
-def _distinct(bounds: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the bounds without empty documents; at least one interval, empty if there is nothing but padding."""
-    kept = tuple(sorted(set(bounds)))
-    return kept if len(kept) > 1 else (0, 0)
-
-
-def _or(bound: int | None, otherwise: object) -> object:
-    return otherwise if bound is None else bound
-
-
-def _short(value: object) -> str:
-    """Return what was found, at most a line of it."""
-    if isinstance(value, (list, tuple, range)):
-        more = ", ..." if len(value) > 8 else ""
-        text = f"[{', '.join(map(repr, value[:8]))}{more}]"
-    else:
-        text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -7,13 +7,33 @@ from collections.abc import Callable
 import torch
 
 from tokenring.errors import ConfigurationError
-from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow, parse_mask
+from tokenring.sequence.mask import (
+    Bidirectional,
+    BlockCausal,
+    Causal,
+    Chunks,
+    Documents,
+    Full,
+    Mask,
+    PrefixLM,
+    PrefixTree,
+    Slices,
+    SlidingWindow,
+    of_numbers,
+    parse_mask,
+)
 
+Integers = tuple[int, ...] | None
 MaskLike = Mask | str | Callable[[], Mask] | None
 USE = "use Full(), Causal(), SlidingWindow or Documents"
 OF_TENSORS = "say which positions see which, as Causal() & Documents(cu_seqlens); padding is what Documents leave over"
 CLASSES = {Full: "Full()", Causal: "Causal()"}  # nothing is left open where the brackets are left out
-SIZED = {SlidingWindow: "SlidingWindow(left, right)", Documents: "Documents([0, end of the first, ...])"}
+SIZED = {
+    SlidingWindow: "SlidingWindow(left, right)", Documents: "Documents([0, end of the first, ...])",
+    PrefixLM: "PrefixLM(prefix_length)", BlockCausal: "BlockCausal(block_length)", Chunks: "Chunks(size)",
+    Bidirectional: "Bidirectional([(start, stop), ...])", PrefixTree: "PrefixTree(lengths, parents)",
+    Slices: "Slices([(q0, q1, kv0, kv1, low, high), ...])",
+}  # fmt: skip
 
 
 def mask_of(given: object, is_causal: object = None) -> Mask | None:
@@ -34,10 +54,10 @@ def read_mask(given: object, is_causal: object = None) -> tuple[Mask | None, str
     elif given is Full:
         mask = Full()
     elif isinstance(given, str):
-        low, high, cu_seqlens, wrong = _numbers(given)
+        low, high, cu_seqlens, numbers, wrong = _numbers(given)
         if wrong is not None:
             return None, wrong
-        mask = Mask(low, high, cu_seqlens)
+        mask = Mask(low, high, cu_seqlens) if numbers is None else of_numbers(numbers)
     elif given is not None:
         return None, _no_mask(given)
     return (mask, None) if is_causal is None else _with_is_causal(mask, is_causal)
@@ -50,7 +70,7 @@ def _with_is_causal(mask: Mask | None, is_causal: object) -> tuple[Mask | None, 
     if mask is None:
         return (Causal() if is_causal else Full()), None
     # A branch, since what a compiler makes of a comparison is no bool to compare with.
-    agrees = is_causal if mask.high is not None and mask.high <= 0 else not is_causal
+    agrees = is_causal if mask.looks_back else not is_causal
     if agrees:
         return mask, None
     shown = "this mask" if torch.compiler.is_compiling() else f"mask {mask}"  # which no compiler follows
@@ -60,13 +80,13 @@ def _with_is_causal(mask: Mask | None, is_causal: object) -> tuple[Mask | None, 
     )
 
 
-def _numbers(text: str) -> tuple[int | None, int | None, tuple[int, ...] | None, str | None]:
+def _numbers(text: str) -> tuple[int | None, int | None, Integers, Integers, str | None]:
     """Return what a mask's text says, or what is wrong with it: to a compiler, a constant of the text."""
     try:
         mask = parse_mask(text)
     except ConfigurationError as error:
-        return None, None, None, str(error)
-    return mask.low, mask.high, mask.cu_seqlens, None
+        return None, None, None, None, str(error)
+    return mask.low, mask.high, mask.cu_seqlens, mask.numbers, None
 
 
 # All that torch.compiler.assume_constant_result does; that would import the compiler, which takes a second.
@@ -76,8 +96,9 @@ _numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _no_mask(given: object) -> str:
     text = f"mask is of type {type(given).__name__}; {USE}"
     if isinstance(given, torch.Tensor):
-        return f"{text}: {OF_TENSORS}"
-    if isinstance(given, bool):
-        return f"{text}; is_causal={given} says what that seems to mean"
-    sized = next((text for kind, text in SIZED.items() if kind is given), None)
-    return text if sized is None else f"{text}; this one wants its sizes: {sized}"
+        text = f"{text}: {OF_TENSORS}"
+    elif isinstance(given, bool):
+        text = f"{text}; is_causal={given} says what that seems to mean"
+    elif (sized := next((text for kind, text in SIZED.items() if kind is given), None)) is not None:
+        text = f"{text}; this one wants its sizes: {sized}"
+    return f"{text}; docs/masks.md has all masks"

@@ -6,10 +6,14 @@ triangle or band one patch with bounds, packed documents one patch for each docu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tokenring.sequence.layout import Positions
+from tokenring.errors import ConfigurationError
+from tokenring.sequence.layout import Positions, as_integer
+
+LIMIT = 2**53 - 1  # of positions and bounds: beyond it JSON readers of other languages lose digits
+Window = tuple[int | None, int | None]  # the least and the most that kv - q may be; None: anything
 
 
 class Patch(NamedTuple):
@@ -164,6 +168,54 @@ def window_region(q: Positions, kv: Positions, low: int | None, high: int | None
     return () if patch is None else (patch,)
 
 
+def window_bound(name: str, given: object) -> int | None:
+    """Return a bound of kv - q. Raises ConfigurationError if it is none."""
+    bound = as_integer(given)
+    if given is not None and (bound is None or abs(bound) > LIMIT):
+        raise ConfigurationError(
+            f"Mask({name}={given!r}): bounds of kv - q are integers from -{LIMIT} to {LIMIT}, or None for unbounded"
+        )
+    return bound
+
+
+def windows_in_both(a: Window, b: Window) -> Window:
+    """Return the bounds that both windows keep."""
+    lows = [low for low in (a[0], b[0]) if low is not None]
+    highs = [high for high in (a[1], b[1]) if high is not None]
+    return max(lows, default=None), min(highs, default=None)
+
+
+def windows_in_any(windows: Iterable[Window]) -> list[Window]:
+    """Return as few windows as show what any of these shows."""
+    found: list[tuple[int, int]] = []
+    ends = ((-LIMIT if low is None else low, LIMIT if high is None else high) for low, high in windows)
+    for low, high in sorted(ends):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        elif low <= high:
+            found.append((low, high))
+    return [(None if low == -LIMIT else low, None if high == LIMIT else high) for low, high in found]
+
+
+def seen_in_window(q: Positions, chunks: Sequence[Positions], window: Window) -> frozenset[int]:
+    """Return the numbers of the chunks of kv of which the q chunk sees anything in a window."""
+    (low, high), (first, _, step), fewest, found = window, q, 1 - len(q), []
+    for number, (start, stop, kv_step) in enumerate(chunks):
+        if step != kv_step:
+            if window_region(q, chunks[number], low, high):
+                found.append(number)
+            continue
+        # Differences kv - q are `nearest` + step · n, for n from 1 - len(q) to len(kv) - 1.
+        nearest, least, most = start - first, fewest, (stop - 1 - start) // step
+        if low is not None:
+            least = max(least, -((nearest - low) // step))
+        if high is not None:
+            most = min(most, (high - nearest) // step)
+        if least <= most:
+            found.append(number)
+    return frozenset(found)
+
+
 def inside(chunk: Positions, start: int, stop: int) -> tuple[int, int]:
     """Return the indices [i, j) of the chunk's positions that lie in [start, stop)."""
     first = max(0, -((chunk.start - start) // chunk.step))
@@ -219,3 +271,13 @@ def _window(band: Patch, row: int, rows: int, col: int, cols: int) -> Region:
     high = None if band.high is None else band.high + by
     cell = tidy(Patch(0, rows, 0, cols, low, high))
     return () if cell is None else (cell,)
+
+
+def shown(value: object) -> str:
+    """Return what was found, at most a line of it."""
+    if isinstance(value, (list, tuple, range)):
+        more = ", ..." if len(value) > 8 else ""
+        text = f"[{', '.join(map(repr, value[:8]))}{more}]"
+    else:
+        text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

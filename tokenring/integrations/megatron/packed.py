@@ -51,7 +51,7 @@ class Packing:
 
         A mask that looks back only needs no padding in it: no token sees what comes after it.
         """
-        looks_back = mask.high is not None and mask.high <= 0
+        looks_back = mask.looks_back
         found: dict[tuple[int, Mask], list[int]] = defaultdict(list)
         for index, (length, real) in enumerate(zip(self.padded, self.real, strict=True)):
             if real:

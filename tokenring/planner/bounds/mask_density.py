@@ -29,7 +29,7 @@ def own_pairs(mask: Mask, q_layout: Layout, kv_layout: Layout, groups: Sequence[
 
     These are pairs of one head. Where there are many chunks, or all is visible: all pairs that the groups have.
     """
-    if not mask.needs_equal_lengths or len(q_layout.chunks) * len(kv_layout.chunks) > MOST_CHUNK_PAIRS:
+    if mask.is_full or len(q_layout.chunks) * len(kv_layout.chunks) > MOST_CHUNK_PAIRS:
         return sum(len(group) ** 2 for group in groups) * q_layout.local_length * kv_layout.local_length
     return sum(_seen(mask, q_layout, kv_layout, group, group) for group in groups)
 
@@ -40,7 +40,7 @@ def is_even(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
     So do full masks, and causal ones in layouts that balance them. Where it does not, as a window in a contiguous
     layout, ranks compute unequally much, and blocks that nobody sees need not move.
     """
-    if not mask.needs_equal_lengths:
+    if mask.is_full:
         return True
     whole = visible_share(mask, q_layout.length, kv_layout.length)
     return all(
