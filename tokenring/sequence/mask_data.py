@@ -19,12 +19,14 @@ from tokenring.sequence.layout import Positions, as_integer
 from tokenring.sequence.region import (
     LIMIT,
     Region,
+    joined_neighbours,
     seen_in_window,
     shown,
     window_bound,
     window_region,
     windows_in_any,
     windows_in_both,
+    with_columns,
 )
 
 if TYPE_CHECKING:
@@ -181,6 +183,8 @@ class Mask:
             return frozenset(range(len(chunks)))
         if self.is_window:
             return seen_in_window(self._placed(q), chunks, (self.low, self.high))
+        if q.step == 1 and (whole := joined_neighbours(chunks)) is not None:
+            return with_columns(self.region(q, whole), chunks)
         return frozenset(number for number, kv in enumerate(chunks) if self.region(q, kv))
 
     def one_piece(self, q: Iterable[int]) -> bool:

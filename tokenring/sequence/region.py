@@ -6,7 +6,9 @@ triangle or band one patch with bounds, packed documents one patch for each docu
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from tokenring.errors import ConfigurationError
@@ -213,6 +215,24 @@ def seen_in_window(q: Positions, chunks: Sequence[Positions], window: Window) ->
             most = min(most, (high - nearest) // step)
         if least <= most:
             found.append(number)
+    return frozenset(found)
+
+
+def joined_neighbours(chunks: Sequence[Positions]) -> Positions | None:
+    """Return the positions of several chunks of which each begins where the one before ends; else None."""
+    if len(chunks) < 2 or any(a.stop != b.start or a.step != 1 for a, b in pairwise(chunks)) or chunks[-1].step != 1:
+        return None
+    return Positions(chunks[0].start, chunks[-1].stop)
+
+
+def with_columns(region: Region, chunks: Sequence[Positions]) -> frozenset[int]:
+    """Return the numbers of the chunks, neighbours all, in which a region of them together has columns.
+
+    For steps of 1, where no column of a patch is empty.
+    """
+    ends, found = [chunk.stop - chunks[0].start for chunk in chunks], set[int]()
+    for patch in region:
+        found.update(range(bisect_right(ends, patch.col0), bisect_left(ends, patch.col1) + 1))
     return frozenset(found)
 
 
