@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
+AUTO = "auto"  # the layout that follows from a mask
 LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
 MOST_SECONDS = 1e9  # above, clocks overflow
 
@@ -48,7 +49,7 @@ def check_computing(layout: object, kernel: object) -> None:
     """Raise ConfigurationError unless this is a Layout, or the name of one, and the name of a kernel."""
     from tokenring.lowering.backend_names import KERNELS
 
-    if not isinstance(layout, Layout):
+    if not isinstance(layout, Layout) and layout != AUTO:
         read_name(layout)
     check_name("kernel", kernel, KERNELS, "")
 

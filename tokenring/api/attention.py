@@ -27,6 +27,12 @@ from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
     from tokenring.planner.choosing.plan import Plan
+    from tokenring.sequence.layout import Layout
+
+LAYOUT_COMPILED = (
+    "a layout for one call is not supported in a compiled call: make the ContextParallel with this layout, or with "
+    '"auto" and tensors that are cut by the mask of the call'
+)
 
 
 @overload
@@ -34,7 +40,7 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
     scale: float | None = None, return_lse: Literal[False] = False, *, is_causal: bool | None = None,
     dropout_p: float = 0.0, softcap: float = 0.0, sinks: torch.Tensor | None = None, bias: object = None,
-    order: Order | None = None,
+    order: Order | None = None, layout: Layout | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -43,7 +49,7 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
     scale: float | None = None, *, return_lse: Literal[True], is_causal: bool | None = None,
     dropout_p: float = 0.0, softcap: float = 0.0, sinks: torch.Tensor | None = None, bias: object = None,
-    order: Order | None = None,
+    order: Order | None = None, layout: Layout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -62,6 +68,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     bias: object = None,
     order: Order | None = None,
+    layout: Layout | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute exact attention over the sequence that the ranks of `cp` hold together; differentiable.
 
@@ -75,6 +82,7 @@ def attention(
     sinks: [Hq], learned or not: the logit of one more column that every row of a head sees, without a value; `scale`
     does not apply to it, nor does the mask. The same on every rank, as a parameter is. Its gradient is of this rank's
     tokens: what adds up gradients of replicated parameters over the ranks adds up these.
+    layout: by which q, k and v are cut, where that is not the layout of cp (cp.layout_for(length, mask) of "auto").
     order: "bthd" (the default), or "bhtd" for q, k, v and out as [B, H, T, D], as in scaled_dot_product_attention.
 
     Returns out [B, T, Hq, Dv] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural
@@ -93,7 +101,7 @@ def attention(
             raise UnsupportedError(unsupported)
     q, k, v = ordered(q, k, v, cp, order)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
-    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled(), is_causal, sinks, softcap)
+    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled(), is_causal, sinks, softcap, layout)
     out = out_in_order(out, order)
     warn_if_swapped(q, k, order)
     return (out, lse) if return_lse else out
@@ -110,6 +118,7 @@ def attend(
     is_causal: bool | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    layout: Layout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of `attention`, for a caller that knows what gradients being off does not say.
 
@@ -118,10 +127,12 @@ def attend(
     """
     if torch.compiler.is_compiling():
         check_context(cp)
+        if layout is not None:
+            raise UnsupportedError(LAYOUT_COMPILED)
         check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
         q, k, v = under_autocast(q), under_autocast(k), under_autocast(v)
         return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training, sinks, softcap)
-    q, k, v, request = prepared(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap)
+    q, k, v, request = prepared(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout)
     return attend_as(q, k, v, cp, request, sinks)
 
 
@@ -136,13 +147,14 @@ def prepared(
     is_causal: bool | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    layout: Layout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:
     """Return the `call_inputs` and the `make_request` of a call that all ranks make; their errors reach all ranks."""
     check_context(cp)
     with refusing(cp, "forward", q, k, v):
         q, k, v = call_inputs(q, k, v, cp)
         refuse_transforms()
-        return q, k, v, make_request(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap)
+        return q, k, v, make_request(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout)
 
 
 def attend_as(
@@ -160,12 +172,12 @@ def attend_as(
 
 def plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None, *,
-    order: Order | None = None, is_causal: bool | None = None,
+    order: Order | None = None, is_causal: bool | None = None, layout: Layout | None = None,
 ) -> Plan:  # fmt: skip
     """Return the schedule that `attention` takes for these tensors, with the reason and the other candidates."""
     q, k, v = in_order(q, k, v, order)
     q, k, v = call_inputs(q, k, v, cp)
-    found = cp.plan(make_request(q, k, v, cp, mask, None, is_causal=is_causal))
+    found = cp.plan(make_request(q, k, v, cp, mask, None, is_causal=is_causal, layout=layout))
     warn_if_swapped(q, k, order)
     return found
 

@@ -21,6 +21,7 @@ from tokenring.api.arguments import (
     schedule_text,
     seconds_limit,
 )
+from tokenring.api.cuts import Cuts
 from tokenring.api.standing import Standing, new_handle
 from tokenring.backends import registry
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -30,7 +31,8 @@ from tokenring.runtime.agreement import Description, agree, beginning, describe,
 from tokenring.runtime.exclusive import share_turn, turn_of
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme, build
-from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.layout import Layout
+from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import Request, Workload
 from tokenring.weak_method import weakly
 
@@ -62,7 +64,8 @@ class ContextParallel(Standing):
 
     group: a ProcessGroup, a one-dimensional DeviceMesh (as mesh["cp"]), "self" for this rank alone, or None for the
         world (one rank, if torch.distributed is not initialised).
-    layout: "contiguous", "zigzag", "striped", a finer cut of one ("zigzag/2"), or a Layout.
+    layout: "contiguous", "zigzag", "striped", a finer cut of one ("zigzag/2"), a Layout, or "auto": for each mask one
+        of even work and few bytes (docs/layouts.md).
     schedule: "auto", "auto:ring,tokenring" (choose among these), a name ("ring", "usp/2": docs/schedules.md),
         a Scheme or Schedule of your own, or a Plan. None: what TOKENRING_SCHEDULE says, else "auto".
     topology: what joins the ranks, for "auto": a Topology, or an Interconnect. None: probed at the first call on
@@ -82,8 +85,8 @@ class ContextParallel(Standing):
     """
 
     _internal = frozenset((
-        "active_trace", "agreed_plan", "check_open", "executor", "handle", "kernel", "layout_for", "made_transport",
-        "plan", "pool", "speaker", "transport_for", "turn",
+        "active_trace", "agreed_plan", "check_open", "cuts", "executor", "handle", "kernel",
+        "layout_for", "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -103,7 +106,7 @@ class ContextParallel(Standing):
         of = self._group = hold(group)
         del group  # a frame of ours that an error keeps must not keep it
         self.rank, self.world_size = (0, 1) if of is None else (of.rank, of.world_size)
-        self.layout = layout
+        self.layout, self.cuts = layout, Cuts(layout, self.world_size)
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
@@ -165,9 +168,9 @@ class ContextParallel(Standing):
         """The group; None for one rank alone. Raises ConfigurationError once it is destroyed."""
         return None if self._group is None else self._group()
 
-    def layout_for(self, length: int) -> Layout:
-        """Return the layout of a sequence of this length. Raises ConfigurationError if the length does not divide."""
-        return make_layout(self.layout, self.world_size, length)
+    def layout_for(self, length: int, mask: MaskLike = None) -> Layout:
+        """Return the layout of a sequence of this length, with "auto" for this mask. Raises ConfigurationError."""
+        return self.cuts.of(length, mask_of(mask))
 
     @property
     def _is_alone(self) -> bool:
@@ -330,7 +333,7 @@ class ContextParallel(Standing):
             return within_connections(found, self._transport, self._group, request.device)
 
         size, mask = request.workload, request.mask
-        q_layout, kv_layout = self._layouts(request)
+        q_layout, kv_layout = self.cuts.of_call(request)
         asked = self.schedule
         if isinstance(asked, Schedule):
             check_made_for(asked, q_layout, kv_layout, mask)
@@ -364,14 +367,10 @@ class ContextParallel(Standing):
         limits = self.memory_limit_bytes, self.tensor_parallel
         return Planner(self._group, self.world_size, self.topology, restricted(str(self.schedule)), *limits)
 
-    def _layouts(self, request: Request) -> tuple[Layout, Layout]:
-        size = request.workload
-        return self.layout_for(size.q_length), self.layout_for(size.kv_length)
-
     def _plan_together(self, transport: Transport, request: Request) -> None:
         """Take rank 0's plan on all ranks. Raises ConfigurationError, on every rank, where nothing fits."""
         self._kernel_of(request)  # raises where there is none, before others wait for a plan
-        agreed = self._planner.together(transport, request, self._layouts(request), lambda: self.plan(request))
+        agreed = self._planner.together(transport, request, self.cuts.of_call(request), lambda: self.plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
         self._agreed[request] = agreed
@@ -396,4 +395,4 @@ class ContextParallel(Standing):
 
     def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
-        return describe(self, request, direction, schedule, self._plans, notes)
+        return describe(self, request, direction, self.cuts.text(request), schedule, self._plans, notes)

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
 from tokenring.runtime.bound_kernel import checked_scale, checked_softcap
+from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import DTYPES, Request, Workload
@@ -47,12 +48,13 @@ def make_request(
     is_causal: bool | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    layout: Layout | None = None,
 ) -> Request:
     """Return a call's request, after checks that everything fits together. training None: if gradients are on."""
     training = torch.is_grad_enabled() if training is None else training
     check_sinks(sinks, q)
     differentiable = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable, softcap)
+    return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable, softcap, layout)
 
 
 def request_of(
@@ -65,12 +67,14 @@ def request_of(
     training: bool,
     differentiable: bool,
     softcap: float | None = None,
+    layout: Layout | None = None,
 ) -> Request:
     """Return a call's request where autograd's mode was another one when the call was made, as in a compiled graph."""
     mask = Full() if mask is None else mask
     workload = _workload(q, k, v, cp, mask)
     scale, softcap = checked_scale(scale, q.shape[-1]), checked_softcap(softcap)
-    return Request(workload, mask, scale, training, q.device, differentiable, softcap)
+    check_layout(layout, cp.world_size, workload)
+    return Request(workload, mask, scale, training, q.device, differentiable, softcap, layout)
 
 
 def call_inputs(
@@ -89,6 +93,16 @@ def check_context(cp: object) -> None:
         raise ConfigurationError(
             f"cp is of type {type(cp).__name__}; make a ContextParallel, once, and give it to every call"
         )
+
+
+def check_layout(layout: object, world_size: int, size: Workload) -> None:
+    """Raise ConfigurationError unless this is None, or a Layout of the tensors of a call."""
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise ConfigurationError(f"layout is of type {type(layout).__name__}; give a Layout, or none: that of cp")
+    for length in (size.q_length, size.kv_length):
+        make_layout(layout, world_size, length)
 
 
 def check_types(*qkv: object) -> None:

@@ -16,25 +16,32 @@ from tokenring.api.inputs import check_tensor, unsharded
 from tokenring.errors import MOST_SAID, ConfigurationError, UnsupportedError, one_line
 from tokenring.runtime.agreement import REFUSED, Disagreement, refusals, refusing
 from tokenring.sequence.layout import Layout, as_integer, split_order
+from tokenring.sequence.mask_words import MaskLike, mask_of
 
 CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position
 
 
-def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
+def shard(
+    x: torch.Tensor, cp: ContextParallel, dim: int = 1, *, mask: MaskLike = None, layout: Layout | None = None
+) -> torch.Tensor:
     """Return this rank's part of a whole tensor that every rank holds, along the sequence dimension `dim`.
 
     Differentiable: the gradient of the whole tensor is zero where other ranks hold the positions.
+    mask: that of the attention over the sequence, by which layout "auto" cuts it. layout: another than that of cp.
     Raises ConfigurationError when the length does not divide.
     """
     dim = _sequence_dim("shard", x, cp, dim)
-    layout = cp.layout_for(x.shape[dim])
+    layout = _cut(cp, x.shape[dim], mask, layout)
     return x.index_select(dim, _once(_held, layout, cp.rank, x.device))
 
 
-def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | None = None) -> torch.Tensor:
+def positions(
+    cp: ContextParallel, seq_len: int, device: torch.device | str | None = None, *, mask: MaskLike = None,
+    layout: Layout | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
     _check_context("positions", cp)
-    layout = cp.layout_for(seq_len)
+    layout = _cut(cp, seq_len, mask, layout)
     try:
         return _held(layout, cp.rank, device)  # a new one, which the caller may change
     except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError: torch without CUDA
@@ -42,7 +49,9 @@ def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | No
         raise ConfigurationError(f"positions: no tensor can be made on device {device!r}: {why}") from None
 
 
-def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
+def unshard(
+    x: torch.Tensor, cp: ContextParallel, dim: int = 1, *, mask: MaskLike = None, layout: Layout | None = None
+) -> torch.Tensor:
     """Return the whole tensor on every rank, in sequence order, from each rank's part.
 
     Differentiable: a rank's gradient is the sum over all ranks of what their copies of the whole got
@@ -53,8 +62,14 @@ def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
         dim = _sequence_dim("unshard", x, cp, dim)
         if cp.world_size > 1:
             check_tensor("unshard", x)
+        layout = _cut(cp, x.shape[dim] * cp.world_size, mask, layout)
     gathered: torch.Tensor = _Gather.apply(x, cp, dim)  # type: ignore[no-untyped-call]
-    return gathered.index_select(dim, _once(_places, cp.layout_for(gathered.shape[dim]), x.device))
+    return gathered.index_select(dim, _once(_places, layout, x.device))
+
+
+def _cut(cp: ContextParallel, length: int, mask: MaskLike, layout: Layout | None) -> Layout:
+    """Return the layout by which a sequence is cut. Raises ConfigurationError."""
+    return cp.cuts.taken(length, mask_of(mask), layout)
 
 
 # ---------- indices

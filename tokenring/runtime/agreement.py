@@ -65,11 +65,11 @@ class Description:
 
 
 def describe(
-    cp: Caller, request: Request, direction: Pass, schedule: str, planned: bool, notes: Sequence[str] = ()
+    cp: Caller, request: Request, direction: Pass, layout: str, schedule: str, planned: bool, notes: Sequence[str] = ()
 ) -> Description:
     """Describe all that ranks must agree on.
 
-    schedule: as text, with all its content. planned: if it is chosen here. notes: SINKS, LSE_GRADIENT.
+    layout, schedule: as text, with all their content. planned: if it is chosen here. notes: SINKS, LSE_GRADIENT.
     """
     transport = cp.made_transport(request.device)
     most = None if transport is None else transport.target.most_connections  # by this rank's environment
@@ -85,7 +85,7 @@ def describe(
             **({"softcap": repr(request.softcap)} if request.softcap else {}),
             "gradients enabled": request.training,
             "device": request.device.type,
-            "layout": cp.layout if isinstance(cp.layout, str) else named_digest(cp.layout),
+            "layout": layout,
             "schedule": schedule,
             "pieces": cp.pieces,
             "kernel": no_kernel(cp, request, direction) or "computes it",

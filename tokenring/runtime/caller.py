@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.runtime.exclusive import Turn
-    from tokenring.sequence.layout import Layout
     from tokenring.sequence.workload import Workload
 
 
@@ -17,7 +16,6 @@ class Caller(Protocol):
     """One rank's part in the calls of a group."""
 
     world_size: int
-    layout: str | Layout
     pieces: int | None
     kernel_name: str
     turn: Turn

@@ -93,6 +93,18 @@ class Layout:
             )
         check_partition(self)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash of all fields: worked out once, it is that of hundreds of chunks."""
+        return hash((self.name, self.world_size, self.length, self.chunks, self.owners))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what is pickled: without the hash, since another process has other hashes of texts."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     @property
     def chunk_length(self) -> int:
         """Number of positions in each chunk."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.sequence.layout import as_integer
+from tokenring.sequence.layout import Layout, as_integer
 from tokenring.sequence.mask import Mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +96,8 @@ class Request:
     """One kind of attention call, as this rank sees it.
 
     training: gradients are enabled. differentiable: an input wants some, also where they are not enabled now, as in a
-    reentrant checkpoint; ranks may differ in that. softcap: of scores; 0: none. backward: a plan is for both passes.
+    reentrant checkpoint; ranks may differ in that. softcap: of scores; 0: none. layout: by which the tensors are
+    cut; None: the context's. backward: a plan is for both passes.
     """
 
     workload: Workload
@@ -106,6 +107,7 @@ class Request:
     device: torch.device
     differentiable: bool = field(default=False, compare=False)
     softcap: float = 0.0
+    layout: Layout | None = None
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
