@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from tokenring.planner.choosing.auto import CallToPlan, order_of
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.checks import check_memory_limit, check_topology
 from tokenring.planner.choosing.kept_plans import plan_kept
+from tokenring.planner.choosing.pack_shapes import pack_shape
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.interconnects.interconnect import Interconnect
@@ -55,6 +56,8 @@ REFUSAL = "refusal"
 PROBE = b"probe"  # what rank 0 says where it has to look at what joins the ranks
 STILL_PLANNING, STILL_SECONDS = b"still planning", 0.5  # what rank 0 says meanwhile, and how often
 SAY_AGAIN = 10  # after so many of these rank 0 logs how far it is
+MOST_SHAPES = 256  # of packs whose plans are kept
+LIKE_BEFORE = "as planned for a pack like it"
 ASSUMED_DEVICE = "a100-sxm"  # what ranks compute with where nothing is known of their accelerators
 MEASURED_HERE = "kernels at the rates that `tokenring rates` measured here"
 
@@ -77,6 +80,7 @@ class Planner:
         self._given = topology
         self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}
         self._progress = Progress()  # of the plan that is made now
+        self._words: dict[Hashable, bytes] = {}  # what rank 0 said of packs, by their shape
         self._kept: dict[KernelKey, Rates | None] = {}  # tables of rates as this planner found them when it first asked
         check_topology(topology, world_size, tensor_parallel)
         check_memory_limit(memory_limit_bytes)
@@ -158,14 +162,32 @@ class Planner:
     def together(
         self, transport: Transport, request: Request, layouts: tuple[Layout, Layout], plan: Callable[[], Plan]
     ) -> Plan:
-        """Return on every rank what rank 0 plans, by `plan`. Raises ConfigurationError, on all, where nothing fits."""
+        """Return on every rank what rank 0 plans, by `plan`. Raises ConfigurationError, on all, where nothing fits.
+
+        Of packs of one shape the first is planned; its word serves the others, for which nothing is exchanged.
+        """
+        shape = pack_shape(request, layouts) if self.memory_limit_bytes is None else None
+        said = self._words.get(shape)
+        if said is not None:
+            found = self.understood(said, request, layouts)
+            return replace(found, reason=f"{LIKE_BEFORE}: {found.reason}")
+        said = self._heard(transport, request, plan)
+        found = self.understood(said, request, layouts)
+        if shape is not None:
+            if len(self._words) >= MOST_SHAPES:  # on all ranks alike
+                self._words.pop(next(iter(self._words)))
+            self._words[shape] = said
+        return found
+
+    def _heard(self, transport: Transport, request: Request, plan: Callable[[], Plan]) -> bytes:
+        """Return what rank 0 says of its plan, on every rank."""
         self._look_together(transport, request.device)
         told = None if transport.rank != 0 else Background(lambda: self._said(request, plan))
         asked = 0
         while True:
             word = b"" if told is None else self._so_far(told, transport)
             if (said := transport.exchange_text(word, "the plan")[0]) != STILL_PLANNING:
-                return self.understood(said, request, layouts)
+                return said
             asked += 1
             if told is not None and asked % SAY_AGAIN == 0 and self._progress.known:
                 LOG.warning("rank 0 plans: %s; the other ranks wait", self._progress)
