@@ -229,7 +229,7 @@ class AttentionKernel(Protocol):
 class TakesDelta(Protocol):
     """A kernel whose backward takes delta as it is, whatever it is beside dout; others make an output that carries it.
 
-    Where a gradient flows into lse, delta is more than an output could make: see `kernels/lse_gradient.py`.
+    Where a gradient flows into lse, delta is more than an output could make: see `kernels/delta.py`.
     """
 
     takes_delta: bool

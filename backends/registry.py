@@ -138,7 +138,7 @@ def capped_kernel(kernel: AttentionKernel, name: str, softcap: float) -> Attenti
     if softcap == 0:
         return kernel
     from tokenring.backends.interfaces import CappingKernel
-    from tokenring.backends.kernels.soft_cap import SoftCapped, with_cap
+    from tokenring.backends.kernels.reference import SoftCapped, with_cap
 
     if name == "auto" and not isinstance(kernel, CappingKernel):
         return SoftCapped(softcap)

@@ -29,7 +29,7 @@ import torch
 
 from tokenring.backends.kernels.flash_common import Gradients, TileKernel
 from tokenring.backends.kernels.flash_window import Window, second_version, window
-from tokenring.backends.kernels.soft_cap import SoftCapped
+from tokenring.backends.kernels.reference import SoftCapped
 from tokenring.errors import BackendUnavailable, UnsupportedError, one_line
 from tokenring.sequence.region import Patch
 

@@ -257,7 +257,7 @@ def gone(here: Here, case: Case) -> str:
     assert context_of(handle) is cp
     del cp
     with pytest.raises(tr.ConfigurationError) as raised:
-        torch.ops.tokenring.attention(q, k, v, handle, None, None, None, None, False, False)
+        torch.ops.tokenring.attention(q, k, v, None, handle, None, None, None, None, False, False)
     return str(raised.value)
 
 

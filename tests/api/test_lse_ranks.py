@@ -10,11 +10,12 @@ import torch
 from cases import Case
 from machines import APART
 from ranks import Here, RankPools
-from test_refusals import opened
+from test_refusals import opened, said, works
 from torch.utils.checkpoint import checkpoint
 from variants import Found, Variant, compute, errors
 
 from tokenring import ContextParallel, Mask, attention, shard
+from tokenring.api.autograd import BATCHED, SECOND
 from tokenring.runtime.agreement import LSE_GRADIENT
 
 Tensors = tuple[torch.Tensor, ...]
@@ -105,10 +106,11 @@ def calling(cp: ContextParallel, mask: Mask) -> Any:
 def altered(how: str, call: Any, loss: Any) -> Any:
     if how == "compiled":
         torch._dynamo.reset()
-        return torch.compile(lambda *x: loss(call(*x)), backend="aot_eager", fullgraph=True)
+        inside: Any = torch.compile(lambda *x: loss(call(*x)), backend="aot_eager", fullgraph=True)
+        return inside
     if how == "compiled, lse leaves":
         torch._dynamo.reset()
-        made = torch.compile(call, backend="aot_eager", fullgraph=True)
+        made: Any = torch.compile(call, backend="aot_eager", fullgraph=True)
         return lambda *x: loss(made(*x))
     return lambda *x: loss(checkpoint(call, *x, use_reentrant=how == "reentrant"))
 
@@ -122,3 +124,42 @@ def backward(made: torch.Tensor, leaves: Tensors) -> Tensors:
 def test_the_same_gradients(how: str, ranks: RankPools) -> None:
     what = Variant(small(ranks=2), sinks=True)
     assert all(ranks(2).within(CALL_SECONDS, differently, how, what, ["ring", "direct-q", "ulysses"]))
+
+
+def asked_through_lse(here: Here) -> tuple[list[str], bool]:
+    """A second derivative, a batch of gradients; and an lse that was changed in place."""
+    cp, what = here.cp(layout="zigzag", schedule="tokenring"), Variant(small(ranks=here.world_size), sinks=True)
+    (*leaves, sinks), (dout, dlse) = leaves_of(here, cp, what)
+    call = calling(cp, what.case.mask)
+    right = torch.autograd.grad(call(*leaves, sinks), (*leaves, sinks), (dout, dlse))
+    (dq,) = torch.autograd.grad(call(*leaves, sinks)[1].square().sum(), leaves[0], create_graph=True)
+    texts = [said(lambda: torch.autograd.backward(dq.sum()))[1]]
+    out, lse = call(*leaves, sinks)
+    batch = torch.stack([dlse, dlse])
+    texts.append(said(lambda: torch.autograd.grad(lse, leaves, batch, is_grads_batched=True))[1])
+    out, lse = call(*leaves, sinks)
+    lse.mul_(2.0)
+    out.add_(1.0)
+    found = torch.autograd.grad((out, lse), (*leaves, sinks), (dout, dlse / 2))
+    return texts, all(torch.allclose(x, y, atol=1e-6) for x, y in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_refused_and_what_is_changed_in_place(world_size: int, ranks: RankPools) -> None:
+    for texts, same in ranks(world_size)(asked_through_lse):
+        assert texts == [SECOND, BATCHED] and same
+
+
+def several_differ(here: Here) -> tuple[str, str]:
+    """Sinks on one, and no kernel on another."""
+    cp = here.cp(schedule="ring", kernel="cpu-flash" if here.rank == 1 else "auto")
+    x = torch.ones(1, 8, 4, 8)
+    found = said(lambda: attention(x, x, x, cp, softcap=2.0, sinks=torch.zeros(4) if here.rank == 0 else None))
+    works(cp)
+    return found
+
+
+def test_several_differences_are_all_said(ranks: RankPools) -> None:
+    for kind, text in ranks(3)(several_differ):
+        assert kind == "Disagreement" and "sinks: ranks 1, 2: nothing; rank 0: given" in text
+        assert "kernel 'cpu-flash' does not compute soft-capping" in text

@@ -22,12 +22,11 @@ from variants import Variant, compute, errors
 
 from tokenring import ConfigurationError, ContextParallel, UnsupportedError, attention
 from tokenring.backends.interfaces import CappingKernel
-from tokenring.backends.kernels import soft_cap
+from tokenring.backends.kernels import reference
 from tokenring.backends.kernels.auto import Choosing
 from tokenring.backends.kernels.flex import Flex
 from tokenring.backends.kernels.numeric_trial import Kind, fault
-from tokenring.backends.kernels.reference import Reference
-from tokenring.backends.kernels.soft_cap import SoftCapped, with_cap
+from tokenring.backends.kernels.reference import Reference, SoftCapped, with_cap
 from tokenring.backends.registry import capped_kernel, make_kernel
 from tokenring.tables.trial_verdicts import Verdicts
 
@@ -66,7 +65,7 @@ def check_capped(kernel: Any, tile: Tile, cap: float = CAP) -> None:
 @pytest.mark.parametrize("most", [1, 64, 1 << 22])
 def test_blocks_of_rows(tile: Tile, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row at a time, some, or all."""
-    monkeypatch.setattr(soft_cap, "MOST_SCORES", most)
+    monkeypatch.setattr(reference, "MOST_SCORES", most)
     check_capped(Reference().capped(CAP), tile)
 
 
@@ -95,7 +94,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are never there all at once."""
-    monkeypatch.setattr(soft_cap, "MOST_SCORES", 1 << 12)
+    monkeypatch.setattr(reference, "MOST_SCORES", 1 << 12)
     q, k, v = (torch.randn(1, 256, 2, 8).requires_grad_() for _ in range(3))
     with Largest() as seen:  # type: ignore[no-untyped-call]
         torch.autograd.backward(attention(q, k, v, ContextParallel(), softcap=CAP).sum())

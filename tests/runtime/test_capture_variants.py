@@ -10,7 +10,7 @@ from test_capture import GraphDevice, inputs, same
 from test_capture import device as device  # a fixture
 
 from tokenring import Causal, ConfigurationError, ContextParallel, attention, capture
-from tokenring.backends.kernels import lse_gradient
+from tokenring.backends.kernels import delta
 
 Tensors = tuple[torch.Tensor, ...]
 DLSE = torch.linspace(-1.0, 1.0, 4 * 48).view(1, 4, 48)
@@ -36,7 +36,7 @@ def plain(cp: ContextParallel) -> Any:
 
 @pytest.mark.parametrize("kernel", ["cpu-flash", "reference"])
 def test_new_inputs(kernel: str, device: GraphDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lse_gradient, "_nothing", lambda rest: False)  # as on devices with graphs, which do not look
+    monkeypatch.setattr(delta, "_nothing", lambda rest: False)  # as on devices with graphs, which do not look
     cp = ContextParallel(schedule="ring", kernel=kernel)
     (q, k, v, sinks), _ = given(0)
     made = capture(q, k, v, cp, Causal(), sinks=sinks, lse_gradient=True)

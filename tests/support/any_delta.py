@@ -11,7 +11,7 @@ import torch
 from conformance import LIMITS, PATCHES, REST, Operands, Tile, operands, patch
 from oracle import relative_error
 
-from tokenring.backends.kernels.lse_gradient import AnyDelta
+from tokenring.backends.kernels.delta import AnyDelta
 from tokenring.backends.kernels.reference import Reference
 from tokenring.sequence.region import Patch
 

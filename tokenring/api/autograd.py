@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_tensor
-from tokenring.backends.kernels.delta import rows_delta
+from tokenring.backends.kernels.delta import AnyDelta, rows_delta
 from tokenring.errors import UnsupportedError
 from tokenring.runtime.agreement import LSE_GRADIENT, SINKS, Disagreement, beginning, refusing
 from tokenring.runtime.call import ActiveCall
@@ -190,7 +190,7 @@ def run_backward(
         given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
         if dlse is not None:
             given["dlse"] = dlse
-        call = ActiveCall(given, executor.views.kept_slots_in(kept), lse_gradient=lse_gradient)
+        call = ActiveCall(given, executor.views.kept_slots_in(kept), any_delta=AnyDelta if lse_gradient else None)
     with torch.autocast(q.device.type, enabled=False):
         executor.run(call, trace)
     dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)

@@ -211,7 +211,8 @@ class _Launched(torch.autograd.Function):
         dout, dlse = grads
         refuse_recorded()
         if dout is None and dlse is None:
-            return (None,) * (1 + ctx.count)
+            nothing: tuple[None, ...] = (None,) * (1 + ctx.count)
+            return nothing
         captured: CapturedAttention = ctx.captured
         return None, *captured.launch_backward(ctx.launch, dout, dlse)
 
@@ -240,7 +241,7 @@ def _forward(device: DeviceRuntime, executor: Executor, inputs: Tensors) -> tupl
 
 
 def _backward(
-    device: DeviceRuntime, executor: Executor, forward: _Graph, kept: torch.Tensor | None, lse_gradient: bool
+    device: DeviceRuntime, executor: Executor, forward: _Graph, kept: torch.Tensor | None, lse_gradient: bool = False
 ) -> _Graph:
     out, lse = forward.outputs
     q, k, v, *sinks = forward.inputs

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from numbers import Real
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ import torch
 from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, PackingKernel, Tiles
 from tokenring.errors import ConfigurationError
 from tokenring.lowering.program import Attend, Instruction, Program, Span
+from tokenring.runtime.call import ActiveCall
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
 
@@ -175,19 +175,14 @@ def folded(kernel: Any, scale: float) -> tuple[Any, float]:
     return _Folded(kernel, sign), -scale if sign else 1.0
 
 
-def for_any_delta(kernel: Any, scale: float) -> Callable[[], Any]:
-    """Return a getter of a kernel that computes with this scale, and takes any delta; it is imported when first asked.
+def of_call(kernel: Any, scale: float) -> tuple[Callable[[ActiveCall], Any], float]:
+    """Return a getter of the kernel that computes a call with this scale, and the positive scale to give it."""
+    plain, positive = folded(kernel, scale)
 
-    Of a delta that holds a gradient of lse: see `backends.kernels.lse_gradient`.
-    """
+    def taken(call: ActiveCall) -> Any:
+        return plain if call.any_delta is None else folded(call.any_delta(kernel), scale)[0]
 
-    @cache
-    def made() -> Any:
-        from tokenring.backends.kernels.lse_gradient import AnyDelta
-
-        return folded(AnyDelta(kernel), scale)[0]
-
-    return made
+    return taken, positive
 
 
 class _Folded:

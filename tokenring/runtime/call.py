@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 class ActiveCall:
     """The tensors of one call. `own` holds q, k, v, dout [B, T, H, D] and lse, delta [B, H, T] by name.
 
-    lse_gradient: on some rank a gradient flows into lse; on this one if `own` has a dlse [B, H, T].
+    any_delta: makes of a kernel one that takes any delta, as where on some rank a gradient flows into lse; on this rank
+    one does if `own` has a dlse [B, H, T].
     """
 
     own: dict[str, torch.Tensor]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # slot → bytes that outlive the pass
     outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # slot → field → [T, B, H, ...]
     handles: dict[int, Work] = field(default_factory=dict)
-    lse_gradient: bool = False
+    any_delta: Callable[[Any], Any] | None = None
 
 
 Step = Callable[[ActiveCall], None]

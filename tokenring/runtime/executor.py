@@ -32,7 +32,7 @@ from tokenring.lowering.program import (
     Wait,
 )
 from tokenring.runtime.agreement import Disagreement, settle
-from tokenring.runtime.bound_kernel import folded, for_any_delta, holding, patches, spanned, together
+from tokenring.runtime.bound_kernel import holding, of_call, patches, spanned, together
 from tokenring.runtime.call import ActiveCall, Step, profiling, ranged, run_steps
 from tokenring.runtime.message_groups import Collectives, grouped, placed, settled
 from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
@@ -249,15 +249,13 @@ class _Binder:
 
     def _attend(self, attend: Attend) -> Step:
         patch, direction = attend.patch, self.program.direction
-        kernel, scale = folded(self.kernel, self.scale)
-        others = for_any_delta(self.kernel, self.scale)
+        kernel, scale = of_call(self.kernel, self.scale)
         operands = self._operands(attend, attend)
         sinks = [self._sink(attend, result) for result in attend.results]
 
         def attend_tile(call: ActiveCall) -> None:
             given, out = operands(call)
-            taken = others() if call.lse_gradient else kernel
-            made = getattr(taken, direction)(*given, **out, patch=patch, scale=scale)
+            made = getattr(kernel(call), direction)(*given, **out, patch=patch, scale=scale)
             for sink in sinks:
                 sink(call, made)
 
@@ -266,15 +264,14 @@ class _Binder:
     def _attend_packed(self, attends: tuple[Attend, ...]) -> Step:
         """Bind several patches of a tile to one kernel call."""
         assert isinstance(self.kernel, PackingKernel)  # else nothing goes together
-        parts, (kernel, scale) = patches(attends), folded(self.kernel, self.scale)
+        parts, (kernel, scale) = patches(attends), of_call(self.kernel, self.scale)
         operands = self._operands(attends[0], attends[-1])
         sinks = [[self._sink(attend, result) for result in attend.results] for attend in attends]
-        others = for_any_delta(self.kernel, self.scale)
-        plainly = kernel.forward_packed if self.forward else kernel.backward_packed
+        packed = f"{self.program.direction}_packed"
 
         def attend_patches(call: ActiveCall) -> None:
             given, out = operands(call)
-            compute = others().backward_packed if call.lse_gradient else plainly
+            compute = getattr(kernel(call), packed)
             for made, each in zip(compute(*given, **out, patches=parts, scale=scale), sinks, strict=True):
                 for sink in each:
                     sink(call, made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from test_ascend_kernel import npu_kernel
 from test_cuda_flex import differentiable
 from test_cuda_kernels import MADE, kernel_of
 
-from tokenring.backends.kernels import lse_gradient
 from tokenring.backends.kernels.cpu_flash import CpuFlash
+from tokenring.backends.kernels.delta import AnyDelta
 from tokenring.backends.kernels.flex import Flex
-from tokenring.backends.kernels.lse_gradient import AnyDelta
 from tokenring.backends.kernels.reference import Reference
 from tokenring.sequence.region import Patch
+
+module = import_module("tokenring.backends.kernels.delta")
 
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), Reference(), Flex(False, differentiable)], ids=lambda each: each.name)
@@ -84,7 +86,7 @@ def values_too(made: Any, more: Any, size: Any) -> Any:
     return (*add(made, more, size)[:2], made[2].float() + more[2].float())
 
 
-of_rest, add = lse_gradient._of_rest, lse_gradient._added
+of_rest, add = module._of_rest, module._added
 MUTANTS: dict[str, Any] = {
     "_of_rest": added,
     "_added": values_too,
@@ -96,7 +98,7 @@ MUTANTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_any_delta(CpuFlash(), TILES[0])
-    monkeypatch.setattr(lse_gradient, name, MUTANTS[name])
+    monkeypatch.setattr(module, name, MUTANTS[name])
     with pytest.raises(AssertionError):
         check_any_delta(CpuFlash(), TILES[0])
 
