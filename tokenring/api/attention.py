@@ -66,8 +66,8 @@ def attention(
     """Compute exact attention over the sequence that the ranks of `cp` hold together; differentiable.
 
     q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv.
-    mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &; or its text, such
-    as "causal" or "window(128,0)". is_causal: True for Causal(), as in scaled_dot_product_attention.
+    mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...) or another (docs/masks.md), several joined
+    by & and |, or its text, as "causal". is_causal: True for Causal(), as in scaled_dot_product_attention.
     scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
     order: "bthd" (the default), or "bhtd" for q, k, v and out as [B, H, T, D], as in scaled_dot_product_attention.
 
