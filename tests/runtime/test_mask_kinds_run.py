@@ -1,17 +1,18 @@
 """Attention under each kind of mask: exact in both passes, on every family, layout and number of ranks, by turns.
 
-TOKENRING_FULL_GRID=1 runs every kind with every family that the sample of test_families_run has.
+TOKENRING_FULL_GRID=1 runs every kind with every family on 2 to 8 ranks.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from random import Random
 
 import pytest
 import torch
 from cases import Case, check_exact, run_on
-from families import length_of, points
+from families import Point, length_of, points
 from mask_kinds import KINDS, kind
 from ranks import RankPools
 
@@ -26,59 +27,31 @@ UNEQUAL = {"cross-attention": 2, "later start": 2}  # kv is so many times as lon
 
 
 def grid() -> list[Case]:
-    """Each family twice, with a kind, a layout and heads by turns; or all kinds with all points."""
+    """Each family twice, with kinds, layouts and heads by turns; or on each number of ranks with every kind."""
     random = Random(25)
-    every = [point for point in points(range(2, 9 if FULL else 5)) if FULL or point.ranks <= 4]
+    every = points(range(2, 9 if FULL else 5))
     random.shuffle(every)
-    families: dict[str, int] = {}
-    chosen = []
+    met = Counter[tuple[str, int]]()
+    cases = [case_of("ring", 1, (4, 2), each, number, random) for number, each in enumerate(KINDS)]
     for point in every:
-        name = parse(point.name).family.name
-        if FULL or families.setdefault(name, 0) < 2:
-            families[name] = families.get(name, 0) + 1
-            chosen.append(point)
-    cases = []
-    for number, point in enumerate(chosen):
-        for each in KINDS if FULL else (KINDS[number % len(KINDS)],):
-            layout = random.choice(sorted(CHUNKS))
-            length = length_of(point, CHUNKS[layout], None, LEAST_TOKENS)
-            made = kind(each, length, number, length * UNEQUAL.get(each, 1))
-            cases.append(
-                Case(
-                    point.ranks,
-                    point.name,
-                    layout,
-                    each,
-                    *point.heads,
-                    1,
-                    40,
-                    torch.float32,
-                    None,
-                    given_mask=made.mask,
-                    given_length=length,
-                    given_kv_length=made.kv_length,
-                )
-            )
-    for number, each in enumerate(KINDS):  # and each kind alone on one rank
-        made = kind(each, 96, number)
-        cases.append(
-            Case(
-                1,
-                "ring",
-                "zigzag",
-                each,
-                4,
-                2,
-                2,
-                40,
-                torch.float32,
-                None,
-                given_mask=made.mask,
-                given_length=96,
-                given_kv_length=made.kv_length,
-            )
-        )
+        key = (parse(point.name).family.name, point.ranks if FULL else 0)
+        met[key] += 1
+        if met[key] <= (1 if FULL else 2):
+            for each in KINDS if FULL else (KINDS[len(cases) % len(KINDS)],):
+                cases.append(case_of(point.name, point.ranks, point.heads, each, len(cases), random, point))
     return cases
+
+
+def case_of(
+    name: str, ranks: int, heads: tuple[int, int], each: str, seed: int, random: Random, point: Point | None = None
+) -> Case:
+    layout = random.choice(sorted(CHUNKS))
+    length = 96 if point is None else length_of(point, CHUNKS[layout], None, LEAST_TOKENS)
+    made = kind(each, length, seed, length * UNEQUAL.get(each, 1))
+    return Case(
+        ranks, name, layout, each, *heads, 1, 40, torch.float32, None,
+        given_mask=made.mask, given_length=length, given_kv_length=made.kv_length,
+    )  # fmt: skip
 
 
 GRID = grid()

@@ -74,8 +74,8 @@ def attention(
 
     q: [B, T, Hq, D], this rank's part in cp's layout; k: [B, T', Hkv, D], Hq a multiple of Hkv; v: [B, T', Hkv, Dv],
     where Dv may be another than D (multi-latent attention: 192 and 128). Nothing is padded on its way.
-    mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &; or its text, such
-    as "causal" or "window(128,0)". is_causal: True for Causal(), as in scaled_dot_product_attention.
+    mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...) or another (docs/masks.md), several joined
+    by & and |, or its text, as "causal". is_causal: True for Causal(), as in scaled_dot_product_attention.
     scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
     softcap: c; scores s = scale · q·k become c · tanh(s / c), before sinks; 0: as they are. Computed by the kernels
     reference, flex, flash-attn and flash-attn-3: "auto" takes one of them, on a CPU the first.

@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tokenring.cli.spelling import DTYPES, PRINTED, SIZES_TEXT, add_heads, add_passes, add_seq, also, check_counts
+from tokenring.cli.spelling import (
+    DTYPES,
+    PRINTED,
+    SIZES_TEXT,
+    add_heads,
+    add_mask,
+    add_passes,
+    add_seq,
+    also,
+    check_counts,
+)
 from tokenring.errors import ConfigurationError
 from tokenring.nearest import hint
 
@@ -16,7 +26,7 @@ def add_call_options(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, metavar="P", help="start so many processes on this machine, with one thread each")
     add_seq(parser, ("--seq-len",), default=4096, help=f"tokens of the whole sequence (4k), {SIZES_TEXT}")
     add_heads(parser, 8, 64, "fp32")
-    add("--mask", default="causal", metavar="MASK", help='full, causal, "window(128,0)", ... (causal)')
+    add_mask(parser, "causal")
     add_passes(parser)
 
 

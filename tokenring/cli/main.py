@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tokenring._version import __version__
-from tokenring.cli.spelling import DTYPES, PRINTED, SIZES_TEXT, add_heads, add_seq, check_counts, heads_text
+from tokenring.cli.spelling import (
+    DTYPES,
+    PRINTED,
+    SIZES_TEXT,
+    add_heads,
+    add_mask,
+    add_seq,
+    check_counts,
+    heads_text,
+)
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
 from tokenring.display.safe_text import plain, plain_lines
 from tokenring.errors import ConfigurationError, TokenRingError
@@ -133,7 +142,7 @@ def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     add("name", metavar="NAME", help="a scheme (ring, tokenring, ...), a .json file, or - for JSON from stdin")
     add("--ranks", type=int, metavar="P", help="how many ranks")
     add("--layout", metavar="NAME", help="contiguous, zigzag, striped, or cut finer: zigzag/2 (default: zigzag)")
-    add("--mask", metavar="MASK", help='e.g. causal, "window(128,0)", "causal&documents(0,7,9)" (default: full)')
+    add_mask(parser, None)
     add("--direction", type=int, choices=(1, -1), help="which way a ring turns (default: what moves fewer bytes)")
     add("--pieces", type=int, metavar="N", help="parts of a chunk that move apart")
     add_seq(parser, ("--length",), help=f"tokens of the whole sequence (default: small), {SIZES_TEXT}")

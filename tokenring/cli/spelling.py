@@ -7,11 +7,12 @@ import copy
 from typing import Any
 
 from tokenring.display.console import LARGEST
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, one_line
 from tokenring.sequence.sizes import read_size
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LONG_DTYPES = {long: short for short, long in DTYPES.items()}
+MOST_OF_A_MASK = 1 << 24  # characters of a file
 PRINTED = "-"  # of an option that prints, or writes the file that it names
 SIZES_TEXT = "as 4096, 4k or 1M (k is 1024)"
 
@@ -35,6 +36,20 @@ def tokens(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens from 1 on, {SIZES_TEXT}") from None
 
 
+def mask_text(text: str) -> str:
+    """Return a mask's text, which stands in a file where "@FILE" is given. Raises ArgumentTypeError."""
+    if not text.startswith("@"):
+        return text
+    try:
+        with open(text[1:], encoding="utf-8") as file:
+            found = file.read(MOST_OF_A_MASK + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read a mask from {text[1:]!r}: {one_line(error)}") from None
+    if len(found) > MOST_OF_A_MASK:
+        raise argparse.ArgumentTypeError(f"{text[1:]!r} is no mask: it has more than {MOST_OF_A_MASK} characters")
+    return found.strip()
+
+
 def dtype(text: str) -> str:
     """Return a dtype's short name, from either of its names."""
     return LONG_DTYPES.get(text, text)
@@ -43,6 +58,12 @@ def dtype(text: str) -> str:
 def add_seq(parser: argparse._ActionsContainer, was: tuple[str, ...] = (), **how: Any) -> None:
     """Add the option of the length of the whole sequence."""
     also(parser, parser.add_argument("--seq", type=tokens, metavar="N", **how), *was)
+
+
+def add_mask(parser: argparse._ActionsContainer, default: str | None, **how: Any) -> None:
+    """Add the option of the mask, by its text or by a file that has it."""
+    said = f'full, causal, "window(128,0)", ... (docs/masks.md), or @FILE ({default or "full"})'
+    parser.add_argument("--mask", type=mask_text, default=default, metavar="MASK", help=said, **how)
 
 
 def add_heads(parser: argparse._ActionsContainer, heads: int, dim: int, kind: str) -> None:

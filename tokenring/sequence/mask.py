@@ -6,14 +6,17 @@ What a mask is, and how it is computed with, is in mask_data.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, pairwise, repeat
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import as_integer
 from tokenring.sequence.mask_data import NOTHING, Mask, documents_of, ends_of
 from tokenring.sequence.region import LIMIT, shown
+
+if TYPE_CHECKING:
+    from tokenring.sequence.slices import Slice
 
 __all__ = [
     "DEEPEST", "LIMIT", "WORDS", "Bidirectional", "BlockCausal", "Causal", "Chunks", "Documents", "Full", "Mask", 
@@ -77,7 +80,7 @@ def Documents(
         raise ConfigurationError(
             f"Documents: {len(bounds) - 1} parts of q, but {len(kv_bounds) - 1} of kv; cut both into as many"
         )
-    of_each = list(repeat((-1, -1), len(bounds) - 1) if windows is None else windows)
+    of_each = [(-1, -1)] * (len(bounds) - 1) if windows is None else _pairs("windows are", windows)
     if len(of_each) != len(bounds) - 1:
         raise ConfigurationError(f"Documents: {len(of_each)} windows for {len(bounds) - 1} documents; give each one")
     cuts = zip(pairwise(bounds), pairwise(kv_bounds), of_each, strict=True)
@@ -99,7 +102,7 @@ def Bidirectional(spans: Sequence[tuple[int, int]]) -> Mask:
     """
     from tokenring.sequence.slices import table_of
 
-    return Mask(slices=table_of((start, stop, start, stop) for start, stop in _spans(spans)))
+    return Mask(slices=table_of((start, stop, start, stop) for start, stop in _pairs("spans are", spans)))
 
 
 def BlockCausal(block_length: int) -> Mask:
@@ -133,27 +136,47 @@ def PrefixTree(lengths: Sequence[int], parents: Sequence[int | None]) -> Mask:
     lengths: of each segment. parents: number of the segment that each goes on from, an earlier one; None: of none.
     Positions beyond the last segment are padding.
     """
-    from tokenring.sequence.slices import Slice, disjoint
+    from tokenring.sequence.slices import disjoint
 
-    sizes, above = [as_integer(each) for each in _list(lengths)], [as_integer(each) for each in _list(parents)]
+    sizes, above = [as_integer(each) for each in _list(lengths)], _list(parents)
     if not sizes or len(sizes) != len(above) or any(size is None or not 0 < size <= LIMIT for size in sizes):
         raise ConfigurationError(
             f"PrefixTree({shown(lengths)}, {shown(parents)}): give each segment its length, from 1 on, and its parent"
         )
-    starts = [0]
-    chains: list[list[tuple[int, int]]] = []  # positions of each segment and its ancestors, first to last
-    slices: list[Slice] = []
-    for number, (size, parent, given) in enumerate(zip(cast("list[int]", sizes), above, _list(parents), strict=True)):
-        if (given is not None and parent is None) or (parent is not None and not 0 <= parent < number):
+    known: list[int | None] = []
+    for number, given in enumerate(above):
+        parent = as_integer(given)
+        if given is not None and (parent is None or not 0 <= parent < number):
             raise ConfigurationError(f"PrefixTree: parent {given!r} of segment {number}: give an earlier one, or None")
-        start, stop = starts[-1], starts[-1] + size
-        chain = [] if parent is None else list(chains[parent])
-        first = chain.pop()[0] if chain and chain[-1][1] == start else start
-        slices += (Slice(start, stop, *each) for each in chain)
-        slices.append(Slice(start, stop, first, stop, None, 0))
-        chains.append([*chain, (first, stop)])
-        starts.append(stop)
-    return Mask(slices=disjoint(slices))
+        known.append(parent)
+    return Mask(slices=disjoint(_of_tree(cast("list[int]", sizes), known)))
+
+
+def _of_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> Iterator[Slice]:
+    """Yield the slices of a tree; a segment right behind its parent goes on from that, in one slice."""
+    from tokenring.sequence.slices import Slice
+
+    chains: list[_Chain] = []
+    start = 0
+    for size, parent in zip(lengths, parents, strict=True):
+        stop, above = start + size, None if parent is None else chains[parent]
+        first = start
+        if above is not None and above.stop == start:
+            first, above = above.first, above.above
+        chains.append(_Chain(first, stop, above))
+        yield Slice(start, stop, first, stop, None, 0)
+        while above is not None:
+            yield Slice(start, stop, above.first, above.stop)
+            above = above.above
+        start = stop
+
+
+class _Chain(NamedTuple):
+    """Positions of segments that follow each other, down to one of a tree, and those above."""
+
+    first: int
+    stop: int
+    above: _Chain | None
 
 
 def Slices(slices: Iterable[Sequence[int | None]], *, q_start: int | None = 0) -> Mask:
@@ -182,12 +205,12 @@ def _window(what: str, left: object, right: object) -> tuple[int | None, int | N
     return None if before == -1 else -before, None if after == -1 else after
 
 
-def _spans(given: object) -> list[tuple[object, object]]:
-    """Return pairs. Raises ConfigurationError."""
-    spans = [tuple(_list(each)) for each in _list(given)]
-    if not spans or any(len(each) != 2 for each in spans):
-        raise ConfigurationError(f"Bidirectional({shown(given)}): give (start, stop) of each span, one at least")
-    return cast("list[tuple[object, object]]", spans)
+def _pairs(what: str, given: object) -> list[tuple[object, object]]:
+    """Return pairs of anything. Raises ConfigurationError."""
+    pairs = [tuple(_list(each)) for each in _list(given)]
+    if not pairs or any(len(each) != 2 for each in pairs):
+        raise ConfigurationError(f"{what} a list of pairs, one at least; got {shown(given)}")
+    return cast("list[tuple[object, object]]", pairs)
 
 
 def _list(given: object) -> list[object]:

@@ -273,13 +273,13 @@ def _any_of(masks: Sequence[Mask], within: Slice) -> list[Slice]:
 
 def _settled(mask: Mask) -> dict[str, object]:
     """Return the fields of a mask in the form in which masks that say the same are equal. Raises ConfigurationError."""
-    from tokenring.sequence.slices import Disjoint, Slice, disjoint, size_of, start_of, tiled
+    from tokenring.sequence.slices import Disjoint, size_of, start_of, table_of, tiled
 
     low, high, documents = mask.low, mask.high, mask.cu_seqlens
     chunks = tuple(map(size_of, mask.chunks))
     slices = mask.slices
     if slices is not None and not isinstance(slices, Disjoint):
-        slices = disjoint(map(Slice._make, slices))
+        slices = table_of(slices)
     if 1 in chunks:
         chunks, (low, high) = (), windows_in_both((low, high), (0, 0))
     if slices and documents is None and (found := tiled(slices)) is not None:
@@ -302,6 +302,7 @@ def _members(given: Iterable[Mask]) -> tuple[Mask, ...]:
     """Return masks of which one at least must show a pair: windows as few as can be, and last, each once."""
     found: set[Mask] = set()
     for mask in given:
+        _check_joins("|", mask)
         plain = mask if mask.q_start is None else mask.with_q_start(None)
         only_either = len(plain.either) == 1 and replace(plain, either=()).is_full
         found |= set(plain.either[0]) if only_either else {plain}

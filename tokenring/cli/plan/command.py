@@ -12,7 +12,7 @@ import sys
 from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.plan.report import explained, table, with_baseline
 from tokenring.cli.plan.sweep import sweep, sweep_svg, sweep_table
-from tokenring.cli.spelling import SIZES_TEXT, add_heads, add_passes
+from tokenring.cli.spelling import SIZES_TEXT, add_heads, add_mask, add_passes
 from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
@@ -111,7 +111,7 @@ def _parser() -> Parser:
         help="preset:NAME, preset:NAME*4 (four over their NICs), a saved topology, a dump, or `measured`")  # fmt: skip
     add("--seq", default="128k", metavar="N", help=f"tokens of the whole sequence (128k), {SIZES_TEXT}")
     add_heads(parser, 32, 128, "bf16")
-    add("--mask", default="causal", metavar="MASK", help='full, causal, "window(128,0)", ... (causal)')
+    add_mask(parser, "causal")
     add("--layout", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag if causal)")
     add_passes(parser)
     add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator); of a preset also a multiple")

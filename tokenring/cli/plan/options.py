@@ -64,7 +64,7 @@ def ask(options: argparse.Namespace) -> Asked:
     mask = parse_mask(options.mask)
     mask.check_length(length)
     layout = make_layout(
-        options.layout or ("zigzag" if "causal" in options.mask else "contiguous"), net.world_size, length
+        options.layout or ("zigzag" if "causal" in str(mask) else "contiguous"), net.world_size, length
     )
     heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
     supports = anything if machine.kernel is None else kernel_class(machine.kernel).supports_patch

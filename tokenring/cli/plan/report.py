@@ -20,6 +20,7 @@ from tokenring.planner.simulation.predict import Prediction, predict
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.workload import Workload
 
+MOST_OF_A_MASK = 160  # characters that a heading shows
 ONE_CALL = "one attention call (of one layer)"
 
 
@@ -82,7 +83,7 @@ def heading(asked: Asked) -> str:
     """Return the lines that say for what call and machine the plan is."""
     setting = asked.call.setting
     passes = " + ".join(setting.passes)
-    text = f"{ONE_CALL}, {passes}: {workload_text(setting.workload)}, {asked.call.mask}, "
+    text = f"{ONE_CALL}, {passes}: {workload_text(setting.workload)}, {_short(str(asked.call.mask))}, "
     text += f"layout {asked.call.q_layout.name}"
     tensor = f" (tensor parallelism {asked.tensor_parallel})" if asked.tensor_parallel > 1 else ""
     net = setting.interconnect
@@ -91,6 +92,10 @@ def heading(asked: Asked) -> str:
     if links > 1:
         lines.append(f"a ring uses 1 of the {links} links of each rank; direct schedules use all of them")
     return "\n".join(lines)
+
+
+def _short(mask: str) -> str:
+    return mask if len(mask) <= MOST_OF_A_MASK else f"{mask[: MOST_OF_A_MASK - 3]}..."
 
 
 def workload_text(workload: Workload) -> str:
