@@ -91,6 +91,15 @@ class TestBytes:
                         pairs = {(m.src, m.dst) for m in each.messages}
                         assert all(m.whole for m in each.messages) or len(pairs) == len(each.messages)
 
+    @pytest.mark.parametrize("padding", [40, 400])
+    def test_an_exchange_stays_one_for_a_few_rows(self, padding: int) -> None:
+        """Of equal parts, as collectives want them: with a little padding at the end, and not with much."""
+        mask = Causal() & Documents([0, 300, 1024 - padding])
+        schedule = made("ulysses", "contiguous", mask).verify()
+        found = [exchanges(storage_of(schedule), direction) for direction in PASSES]
+        assert schedule.cuts_rows == (padding == 400)
+        assert all(found) == (padding == 40)
+
 
 def posted_bytes(schedule: Schedule, direction: Pass, kind: type[Send | Recv]) -> dict[tuple[int, int], int]:
     """What the posts of all programs carry, by link, in order of links."""

@@ -7,13 +7,14 @@ keep their places in slots, so calls are the same as if whole units came; what d
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import pairwise
 from typing import TypeVar
 
-from tokenring.ir.schedule_data import PARTIALS, Block, Runs, ScheduleData, Tile
+from tokenring.ir.schedule_data import PARTIALS, Block, Kind, Move, Runs, ScheduleData, Tile
 from tokenring.lowering.calls import anything, calls
+from tokenring.lowering.exchanges import LEAST_RANKS
 from tokenring.lowering.storage import Storage
 
 S = TypeVar("S", bound=ScheduleData)
@@ -23,17 +24,50 @@ Place = tuple[int, Block]  # a rank and a block there
 # bf16 are 64 KiB, which pass in 3 us at 25 GB/s.
 JOINED_ROWS = 16  # between two runs, that go with them
 MOST_RUNS = 4  # of a move: beyond, the runs with the fewest rows between them are joined
+WORTH_AN_EXCHANGE = 1 / 8  # of its rows
 
 
 def exact(schedule: S) -> S:
     """Return the schedule with the rows that each move carries, where that is less than its unit."""
     used = used_rows(Storage(schedule))
-    rows = {**dict(_requested_rows(schedule, used)), **dict(_returned_rows(schedule, used))}
+    rows = _carried(schedule, used, frozenset())
+    if kept := _kept_whole(schedule, rows):
+        rows = _carried(schedule, used, kept)
     moves = []
     for at, move in enumerate(schedule.moves):
-        whole = ((0, schedule.unit_length(move.block.kind)),)
-        moves.append(move if rows[at] == whole else move._replace(rows=rows[at]))
+        moves.append(move if rows[at] == _whole(schedule, move) else move._replace(rows=rows[at]))
     return schedule.replace(moves=tuple(moves))
+
+
+def _carried(schedule: ScheduleData, used: dict[Place, Runs], kept: Set[int]) -> dict[int, Runs]:
+    """Return the rows of each move, by its number; kept: the numbers of those that go whole."""
+    return {**dict(_requested_rows(schedule, used, kept)), **dict(_returned_rows(schedule, used, kept))}
+
+
+def _whole(schedule: ScheduleData, move: Move) -> Runs:
+    return ((0, schedule.unit_length(move.block.kind)),)
+
+
+def _kept_whole(schedule: ScheduleData, rows: Mapping[int, Runs]) -> set[int]:
+    """Return the numbers of moves that stay whole: those of an exchange that loses little by it.
+
+    Of some ranks each gives every other one as much, which a transport may move as one operation of equal parts
+    (`lowering.exchanges`). That is worth more than the few rows of, say, padding.
+    """
+    alike: dict[tuple[int, str, Kind], list[int]] = defaultdict(list)
+    for at, move in enumerate(schedule.moves):
+        alike[move.step, move.channel, move.block.kind].append(at)
+    kept: set[int] = set()
+    for some in alike.values():
+        pairs = Counter((schedule.moves[at].src, schedule.moves[at].dst) for at in some)
+        ranks = {rank for pair in pairs for rank in pair}
+        if len(ranks) < LEAST_RANKS or len(pairs) < len(ranks) * (len(ranks) - 1) or len(set(pairs.values())) > 1:
+            continue
+        whole = len(some) * schedule.unit_length(schedule.moves[some[0]].block.kind)
+        needed = sum(stop - start for at in some for start, stop in rows[at])
+        if 0 < whole - needed <= whole * WORTH_AN_EXCHANGE:
+            kept.update(some)
+    return kept
 
 
 def used_rows(storage: Storage) -> dict[Place, Runs]:
@@ -63,25 +97,29 @@ def tile_rows(storage: Storage, tile: Tile) -> Iterator[tuple[Block, int, int]]:
                     yield block, low - row, high - row
 
 
-def _requested_rows(schedule: ScheduleData, used: dict[Place, Runs]) -> Iterator[tuple[int, Runs]]:
+def _requested_rows(
+    schedule: ScheduleData, used: dict[Place, Runs], kept: Set[int]
+) -> Iterator[tuple[int, Runs]]:
     """Yield, for each request, its number and the rows that its destination uses or passes on."""
     needed, moves = dict(used), schedule.moves
     for at in sorted(range(len(moves)), key=lambda at: -moves[at].step):
         _, block, src, dst, channel, *_ = moves[at]
         if channel != PARTIALS:
-            rows = bounded(needed[dst, block])
+            rows = _whole(schedule, moves[at]) if at in kept else bounded(needed[dst, block])
             needed[src, block] = union((*needed.get((src, block), ()), *rows))
             yield at, rows
 
 
-def _returned_rows(schedule: ScheduleData, used: dict[Place, Runs]) -> Iterator[tuple[int, Runs]]:
+def _returned_rows(
+    schedule: ScheduleData, used: dict[Place, Runs], kept: Set[int]
+) -> Iterator[tuple[int, Runs]]:
     """Yield, for each partial move, its number and the rows that its source made or received for it."""
     held = {(rank, block.partial(rank)): rows for (rank, block), rows in used.items()}
     moves = schedule.moves
     for at in sorted(range(len(moves)), key=lambda at: moves[at].step):
         _, block, src, dst, channel, add, _ = moves[at]
         if channel == PARTIALS:
-            rows = bounded(held[src, block])
+            rows = _whole(schedule, moves[at]) if at in kept else bounded(held[src, block])
             there = dst, block._replace(made_at=dst) if add else block
             held[there] = union((*held.get(there, ()), *rows))
             yield at, rows

@@ -16,7 +16,7 @@ from tokenring.ir.schedule_data import REQUEST_OF, Block, Kind, Move, Pass, Sche
 Group = tuple[Kind, int, int, int]  # kind (q or kv), owner, head group, piece
 
 
-class Part(NamedTuple):
+class MovePart(NamedTuple):
     """Rows [start, stop) of a move's unit."""
 
     move: Move
@@ -30,7 +30,7 @@ class Message:
     first: the first row of the first unit that goes; whole: all rows of all its units go.
     """
 
-    def __init__(self, storage: Storage, parts: list[Part]) -> None:
+    def __init__(self, storage: Storage, parts: list[MovePart]) -> None:
         first, schedule = parts[0].move, storage.schedule
         self.parts, self.first = tuple(parts), parts[0].start
         self.whole = all(part.move.rows is None for part in parts)
@@ -58,7 +58,7 @@ class Message:
         return ((unit, start, stop) for unit, (_, start, stop) in zip(self.units, self.parts, strict=True))
 
 
-def _name(part: Part) -> str:
+def _name(part: MovePart) -> str:
     return str(part.move.block) + ("" if part.move.rows is None else f"[{part.start}:{part.stop}]")
 
 
@@ -171,12 +171,12 @@ class Storage:
                 found[message.dst].append(message)
         return self._messages[direction][rank]
 
-    def _joined_parts(self, moves: Sequence[Move]) -> Iterator[list[Part]]:
+    def _joined_parts(self, moves: Sequence[Move]) -> Iterator[list[MovePart]]:
         """Yield what goes in one message. In the total order moves of one step, pair and piece stand together."""
-        joined: list[Part] = []
+        joined: list[MovePart] = []
         for move in moves:
             for start, stop in self.schedule.runs(move):
-                part = Part(move, start, stop)
+                part = MovePart(move, start, stop)
                 if joined and not self._adjacent(joined[-1], part):
                     yield joined
                     joined = []
@@ -184,7 +184,7 @@ class Storage:
         if joined:
             yield joined
 
-    def _adjacent(self, before: Part, part: Part) -> bool:
+    def _adjacent(self, before: MovePart, part: MovePart) -> bool:
         a, b = before.move, part.move
         if a is b or (a.step, a.src, a.dst, a.channel, a.add) != (b.step, b.src, b.dst, b.channel, b.add):
             return False
