@@ -49,15 +49,16 @@ class CpuFlash:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse in fp32, at any input dtype; see AttentionKernel.forward."""
-        mask, value_dim = _additive(patch), v.shape[-1]
+        mask, value_dim = _additive(patch), v.size(-1)
+        if uneven := value_dim != q.size(-1):
+            q, k, v = _equally_wide(q, k, v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_equally_wide(q, k, v), 0.0, patch.is_causal, attn_mask=mask.bias, scale=scale
+            q.float(), k.float(), v.float(), 0.0, patch.is_causal, attn_mask=mask.bias, scale=scale
         )
-        out = cut(out, value_dim)
         if mask.empty is not None:
             lse = lse.masked_fill(mask.empty, float("-inf"))
             out = out.masked_fill(mask.empty[:, None], 0.0)
-        return out, lse
+        return cut(out, value_dim) if uneven else out, lse
 
     def backward(
         self,
@@ -73,21 +74,24 @@ class CpuFlash:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk, dv of the tile; see AttentionKernel.backward."""
-        dout, head_dim, value_dim = dout.float(), q.shape[-1], v.shape[-1]
+        dout = dout.float()
         o = whole_out(dout, delta, out, dout.dtype)
+        head_dim, value_dim = q.size(-1), v.size(-1)
+        if uneven := value_dim != head_dim:
+            dout, q, k, v, o = _equally_wide(dout, q, k, v, o)
         # Rows that see nothing anywhere have lse -inf: any finite value gives their hidden pairs exp(-inf) = 0.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
-        dout, q, k, v, o = _equally_wide(dout, q, k, v, o)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, o, lse, 0.0, patch.is_causal, attn_mask=_additive(patch).bias, scale=scale,
+            dout, q.float(), k.float(), v.float(), o, lse, 0.0, patch.is_causal,
+            attn_mask=_additive(patch).bias, scale=scale,
         )  # fmt: skip
-        return cut(dq, head_dim), cut(dk, head_dim), cut(dv, value_dim)
+        return (cut(dq, head_dim), cut(dk, head_dim), cut(dv, value_dim)) if uneven else (dq, dk, dv)
 
 
 def _equally_wide(*operands: torch.Tensor) -> list[torch.Tensor]:
-    """Return the operands in fp32, the narrower ones with zeros."""
+    """Return the operands, the narrower ones with zeros."""
     width = max(x.shape[-1] for x in operands)
-    return [filled(x.float(), width) for x in operands]
+    return [filled(x, width) for x in operands]
 
 
 class _Mask(NamedTuple):
