@@ -19,7 +19,7 @@ from tokenring.sequence.layout import Positions, as_integer
 from tokenring.sequence.region import (
     LIMIT,
     Region,
-    joined_neighbours,
+    neighbours_of,
     seen_in_window,
     shown,
     window_bound,
@@ -183,8 +183,8 @@ class Mask:
             return frozenset(range(len(chunks)))
         if self.is_window:
             return seen_in_window(self._placed(q), chunks, (self.low, self.high))
-        if q.step == 1 and (whole := joined_neighbours(chunks)) is not None:
-            return with_columns(self.region(q, whole), chunks)
+        if q.step == 1 and (neighbours := neighbours_of(tuple(chunks))) is not None:
+            return with_columns(self.region(q, neighbours.whole), neighbours)
         return frozenset(number for number, kv in enumerate(chunks) if self.region(q, kv))
 
     def one_piece(self, q: Iterable[int]) -> bool:

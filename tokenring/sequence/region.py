@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -218,21 +219,31 @@ def seen_in_window(q: Positions, chunks: Sequence[Positions], window: Window) ->
     return frozenset(found)
 
 
-def joined_neighbours(chunks: Sequence[Positions]) -> Positions | None:
-    """Return the positions of several chunks of which each begins where the one before ends; else None."""
-    if len(chunks) < 2 or any(a.stop != b.start or a.step != 1 for a, b in pairwise(chunks)) or chunks[-1].step != 1:
+class Neighbours(NamedTuple):
+    """Chunks of which each begins where the one before ends."""
+
+    whole: Positions
+    ends: tuple[int, ...]  # counted from the beginning of the whole
+
+
+@lru_cache(maxsize=64)
+def neighbours_of(chunks: tuple[Positions, ...]) -> Neighbours | None:
+    """Return several chunks as neighbours; None where they are not, or have steps."""
+    apart = any(chunk.step != 1 for chunk in chunks) or any(a.stop != b.start for a, b in pairwise(chunks))
+    if len(chunks) < 2 or apart:
         return None
-    return Positions(chunks[0].start, chunks[-1].stop)
+    first = chunks[0].start
+    return Neighbours(Positions(first, chunks[-1].stop), tuple(chunk.stop - first for chunk in chunks))
 
 
-def with_columns(region: Region, chunks: Sequence[Positions]) -> frozenset[int]:
-    """Return the numbers of the chunks, neighbours all, in which a region of them together has columns.
+def with_columns(region: Region, chunks: Neighbours) -> frozenset[int]:
+    """Return the numbers of the chunks in which a region of them together has columns.
 
     For steps of 1, where no column of a patch is empty.
     """
-    ends, found = [chunk.stop - chunks[0].start for chunk in chunks], set[int]()
+    found = set[int]()
     for patch in region:
-        found.update(range(bisect_right(ends, patch.col0), bisect_left(ends, patch.col1) + 1))
+        found.update(range(bisect_right(chunks.ends, patch.col0), bisect_left(chunks.ends, patch.col1) + 1))
     return frozenset(found)
 
 

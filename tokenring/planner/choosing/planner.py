@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tokenring.backends.table_keys import key_of
 from tokenring.display.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.gc_pause import no_collection
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.background import Background
 from tokenring.launch.groups import held
@@ -233,7 +234,8 @@ class Planner:
             raise ConfigurationError(found[REFUSAL])
         candidates = tuple(Candidate(**each) for each in found["candidates"])
         # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
-        made = named_schedule(found["name"], request.workload, *layouts, request.mask, order=found["order"])
+        with no_collection():
+            made = named_schedule(found["name"], request.workload, *layouts, request.mask, order=found["order"])
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import product
 
 from tokenring.schedule import routes
@@ -30,11 +31,11 @@ def mixed(world_size: int, ratio: int = 1, head_groups: int = 1) -> Scheme:
 
 def _choices(q_layout: Layout, kv_layout: Layout, mask: Mask, ratio: int, groups: int) -> dict[tuple[int, int], int]:
     """Return, for each (q owner, kv owner), in how many head groups q moves."""
-    world = q_layout.world_size
+    world, seen = q_layout.world_size, _seen(q_layout, kv_layout, mask)
     chosen = {(rank, rank): 0 for rank in range(world)}
     for low in range(world):
         for high in range(low + 1, world):
-            one, other = (_seen(q_layout, kv_layout, mask, *pair) for pair in ((low, high), (high, low)))
+            one, other = seen[low, high], seen[high, low]
             options = product(range(groups + 1), range(groups + 1))
             best = min(options, key=lambda by_q: (*_cost((one, other), by_q, ratio, groups), by_q))
             chosen[low, high], chosen[high, low] = best
@@ -50,11 +51,17 @@ def _cost(seen: tuple[Seen, Seen], by_q: tuple[int, int], ratio: int, groups: in
     return max(there, back), there + back, abs(by_q[0] - by_q[1])
 
 
-def _seen(q_layout: Layout, kv_layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> Seen:
-    """Return the tokens of the q chunks that see something of the other's kv, and of the kv chunks that are seen."""
-    q, kv = (
-        [of.chunks[chunk] for chunk in of.owned_by(rank)] for of, rank in ((q_layout, q_owner), (kv_layout, kv_owner))
-    )
-    q_seen = [a for a in q if any(mask.visible(a, b) for b in kv)]
-    kv_seen = [b for b in kv if any(mask.visible(a, b) for a in q)]
-    return float(sum(map(len, q_seen))), float(sum(map(len, kv_seen)))
+def _seen(q_layout: Layout, kv_layout: Layout, mask: Mask) -> dict[tuple[int, int], Seen]:
+    """Return, for each (q owner, kv owner), the tokens of q chunks that see something there, and of kv chunks seen."""
+    q_tokens: dict[tuple[int, int], int] = defaultdict(int)
+    kv_seen: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for chunk, owner in zip(q_layout.chunks, q_layout.owners, strict=True):
+        seen = mask.seen(chunk, kv_layout.chunks)
+        for at in seen:
+            kv_seen[owner, kv_layout.owners[at]].add(at)
+        for kv_owner in {kv_layout.owners[at] for at in seen}:
+            q_tokens[owner, kv_owner] += len(chunk)
+    pairs = product(range(q_layout.world_size), range(kv_layout.world_size))
+    return {
+        pair: (float(q_tokens[pair]), float(sum(len(kv_layout.chunks[at]) for at in kv_seen[pair]))) for pair in pairs
+    }
