@@ -64,5 +64,5 @@ def test_torch_without_balancers(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, balancers.__name__, None)
-    with pytest.raises(tr.TokenRingError, match="they came with torch 2.9"):
+    with pytest.raises(tr.TokenRingError, match=r"they came with torch 2\.9"):
         load_balancer("causal", 64, 4)
