@@ -130,7 +130,7 @@ class AnyDelta:
         made = kernel.backward(dout, q, k, v, lse, carried, patch=patch, scale=scale)
         if _nothing(rest):
             return made
-        given, size = _of_rest(rest, q, v)
+        given, size = _of_rest(rest, v, q.dtype)
         more = kernel.backward(given[0], q, k, given[1], lse, None, out=given[2], patch=patch, scale=scale)
         return _added(made, more, size)
 
@@ -159,7 +159,7 @@ class AnyDelta:
         rest = _rows_of(patches, rest)  # others may be still to come
         if _nothing(rest):
             return all_made
-        given, size = _of_rest(rest, q, v)
+        given, size = _of_rest(rest, v, q.dtype)
         more = kernel.backward_packed(
             given[0], q, k, given[1], lse, None, out=given[2], patches=patches, scale=scale
         )
@@ -187,31 +187,32 @@ def _rows_of(patches: Sequence[Patch], rest: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rest(
-    rest: torch.Tensor, q: torch.Tensor, v: torch.Tensor
+    rest: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]:
     """Return dout, v and out of the second call, and the size by which its results are multiplied; None: 1.
 
     In half precision the rest is divided by the power of two above its largest, so that fp16 holds it, and what is
     rounded off goes into a second column.
     """
-    dout, ones, out = _zeros(q), _zeros(v), _zeros(q)
+    rows = (*rest.shape, v.shape[-1])
+    dout, ones, out = (_zeros(shape, dtype, v.device) for shape in (rows, tuple(v.shape), rows))
     ones[..., 0] = 1.0
-    if q.dtype.itemsize > 2:
+    if dtype.itemsize > 2:
         dout[..., 0] = -rest
         return (dout, ones, out), None
     size = torch.exp2(rest.abs().amax().clamp(2.0**-100, 2.0**100).log2().ceil())
     wanted = rest / -size
     dout[..., 0] = wanted
-    if q.shape[-1] > 1:
+    if v.shape[-1] > 1:
         ones[..., 1] = 1.0
         dout[..., 1] = wanted - dout[..., 0]
     return (dout, ones, out), size
 
 
-def _zeros(like: torch.Tensor) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros [B, H, S, D] that lie in memory as slots do: all heads of a token together."""
-    b, h, s, d = like.shape
-    return torch.zeros(b, s, h, d, dtype=like.dtype, device=like.device).transpose(1, 2)
+    b, h, s, d = shape
+    return torch.zeros(b, s, h, d, dtype=dtype, device=device).transpose(1, 2)
 
 
 def _added(made: Made, more: Made, size: torch.Tensor | None) -> Made:

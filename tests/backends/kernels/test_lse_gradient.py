@@ -76,9 +76,9 @@ def test_for_npus_packed(npus: NpuPools) -> None:
 # ---------- mutants
 
 
-def added(rest: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> Any:
+def added(rest: torch.Tensor, *like: Any) -> Any:
     """The wrong sign."""
-    return of_rest(-rest, q, v)
+    return of_rest(-rest, *like)
 
 
 def values_too(made: Any, more: Any, size: Any) -> Any:
