@@ -80,6 +80,8 @@ TILES = (
     Tile("heads of 128", PATCHES["band"], head_dim=128),
     Tile("heads of 640", CAUSAL, head_dim=640),
     Tile("heads of 1", CAUSAL, head_dim=1),
+    Tile("values narrower than keys", CAUSAL, (4, 2), 192, token_major=True, value_dim=128),
+    Tile("values wider than keys", STEPS, head_dim=24, value_dim=40),
     Tile("scale 2", CAUSAL, scale=2.0),
     Tile("token-major", CAUSAL, (8, 2), token_major=True),
     Tile("token-major, rows see nothing", STEPS, (4, 4), token_major=True),
