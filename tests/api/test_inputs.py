@@ -145,7 +145,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a number as mask": (
         lambda: tr.attention(X, X, X, ALONE, 3),  # type: ignore[call-overload]
-        "mask is of type int; use Full(), Causal(), SlidingWindow or Documents",
+        "mask is of type int; use Full(), Causal(), SlidingWindow or Documents; docs/masks.md has all masks",
     ),
     "shard: no tensor": (lambda: tr.shard([1], ALONE), "shard wants a tensor; got one of type list"),  # type: ignore[arg-type]
     "shard: no context": (

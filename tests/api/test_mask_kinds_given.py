@@ -95,7 +95,8 @@ def test_masks_in_turn_in_one_graph() -> None:
         call: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
             for mask in masks:
-                assert torch.equal(call(*inputs(made), mask), function(*inputs(made), mask))
+                q, k, v = inputs(made)
+                assert torch.equal(call(q, k, v, mask), function(q, k, v, mask))
         dynamo.reset()
 
 

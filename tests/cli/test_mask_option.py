@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from io import StringIO
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_from_a_file(tmp_path: Path) -> None:
         assert tr.schedule("ring", 2, length=64, mask=text).mask == tr.schedule("ring", 2, length=64, mask=TEXT).mask
 
 
-def plan_of(words: list[str]) -> object:
+def plan_of(words: list[str]) -> argparse.Namespace:
     return plan_parser().parse_args(["--topology", "x", *words])
 
 

@@ -25,8 +25,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedule-json.md"
 @cache
 def made(name: str) -> tr.Schedule:
     some = kind(name, 24, 2, {"later start": 48, "cross-attention": 36}.get(name))
-    layouts = (make_layout("striped", 3, length) for length in (some.q_length, some.kv_length))
-    return make_schedule("direct-q", *layouts, some.mask)
+    q_layout, kv_layout = (make_layout("striped", 3, length) for length in (some.q_length, some.kv_length))
+    return make_schedule("direct-q", q_layout, kv_layout, some.mask)
 
 
 @pytest.fixture(scope="module")

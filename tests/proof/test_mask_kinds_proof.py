@@ -33,9 +33,9 @@ OTHERWISE = re.compile(rf"tokenring, forward: step \d+, rank \d+: .*{BLOCK}.* wi
 @cache
 def made(name: str) -> tuple[Schedule, Workload]:
     some = kind(name, 48, 3, {"later start": 96, "cross-attention": 96}.get(name))
-    layouts = (make_layout("zigzag", 3, length) for length in (some.q_length, some.kv_length))
+    q_layout, kv_layout = (make_layout("zigzag", 3, length) for length in (some.q_length, some.kv_length))
     size = Workload(1, some.q_length, some.kv_length, 1, 1, 2, torch.bfloat16)
-    return make_schedule("tokenring", *layouts, some.mask), size
+    return make_schedule("tokenring", q_layout, kv_layout, some.mask), size
 
 
 @cache

@@ -116,7 +116,7 @@ class TestSize:
         squares = [(at, at + 1, at, at + 1) for at in range(MILLION)]
         for given in (squares, torch.tensor(squares), ((at, at + 1, at, at + 1) for at in itertools.count())):
             with pytest.raises(ConfigurationError, match=TOO_MANY):
-                tr.Slices(given)  # type: ignore[arg-type]
+                tr.Slices(given)
 
     def test_a_tree_of_many_ancestors(self) -> None:
         """Each of 40,000 segments sees half of those before it: 400 million slices."""

@@ -125,8 +125,8 @@ class TestForms:
     @pytest.mark.parametrize("name", KINDS)
     def test_json(self, name: str) -> None:
         made = kind(name, LENGTH)
-        layouts = (make_layout("contiguous", 2, n) for n in (made.q_length, made.kv_length))
-        schedule = make_schedule("ring", *layouts, made.mask)
+        q_layout, kv_layout = (make_layout("contiguous", 2, n) for n in (made.q_length, made.kv_length))
+        schedule = make_schedule("ring", q_layout, kv_layout, made.mask)
         assert from_json(to_json(schedule)).mask == made.mask
         assert json.loads(to_json(schedule))["mask"].keys() >= {"low", "high", "cu_seqlens"}
 

@@ -83,7 +83,7 @@ def _blocks(random: Random, n: int, kv: int) -> tuple[tr.Mask, int, int, Sees]:
 
 
 def _chunks(random: Random, n: int, kv: int) -> tuple[tr.Mask, int, int, Sees]:
-    size = random.randrange(1, max(2, n // 2))
+    size = random.randrange(2, max(3, n // 2))  # of 1 all gradients of q and k are 0
     return tr.Causal() & tr.Chunks(size), n, kv, lambda i, j: j <= i and i // size == j // size
 
 

@@ -77,7 +77,7 @@ def _check_mask(schedule: ScheduleData) -> None:
     if schedule.mask.needs_equal_lengths and q_length != kv_length:
         raise ScheduleError(
             f"{schedule.name}: mask {schedule.mask} compares positions of one sequence, "
-            f"but there are {q_length} of q and {kv_length} of kv; use Full(), or give q_start"
+            f"but there are {q_length} of q and {kv_length} of kv; use Full()"
         )
     try:
         schedule.mask.check_lengths(q_length, kv_length)
