@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -28,16 +29,16 @@ def errors(here: Here, schedule: str, how: str) -> list[float]:
     cp = here.cp(schedule=schedule, layout="auto")
     layout = cp.layout_for(LENGTH, PACK)
     assert layout.name == NAME
-    by = {"mask": PACK} if how == "mask" else {"layout": layout}
+    by: dict[str, Any] = {"mask": PACK} if how == "mask" else {"layout": layout}
     q, k, v, dout = tensors()
     want = attention64(q, k, v, dout, allowed(PACK, LENGTH, LENGTH))
-    parts = [tr.shard(x, cp, **by).requires_grad_() for x in (q, k, v)]  # type: ignore[arg-type]
-    where = tr.positions(cp, LENGTH, **by)  # type: ignore[arg-type]
+    parts = [tr.shard(x, cp, **by).requires_grad_() for x in (q, k, v)]
+    where = tr.positions(cp, LENGTH, **by)
     assert torch.equal(parts[0], q[:, where])
     out = tr.attention(*parts, cp, mask=PACK, layout=None if how == "mask" else layout)
-    out.backward(tr.shard(dout, cp, **by))  # type: ignore[no-untyped-call, arg-type]
+    out.backward(tr.shard(dout, cp, **by))  # type: ignore[no-untyped-call]
     found = [out.detach(), *(part.grad for part in parts if part.grad is not None)]
-    whole = [tr.unshard(x, cp, **by) for x in found]  # type: ignore[arg-type]
+    whole = [tr.unshard(x, cp, **by) for x in found]
     return [relative_error(a, b) for a, b in zip(whole, (want.out, want.dq, want.dk, want.dv), strict=True)]
 
 
@@ -58,7 +59,7 @@ def refused(here: Here, how: str) -> tuple[str, str]:
     cp = here.cp(schedule="ring", layout="auto")
     x = torch.zeros(1, LENGTH // here.world_size, HEADS, DIM)
     whole = torch.zeros(1, LENGTH, HEADS, DIM)
-    layouts = {"shorter": tr.ContextParallel("self").layout_for(64), "a text": "zigzag"}
+    layouts: dict[str, Any] = {"shorter": tr.ContextParallel("self").layout_for(64), "a text": "zigzag"}
     try:
         if how == "not cut":
             tr.attention(x, x, x, cp, mask=PACK)
@@ -70,7 +71,7 @@ def refused(here: Here, how: str) -> tuple[str, str]:
         elif how == "of two lengths":
             tr.attention(x, x[:, :256], x[:, :256], cp)
         elif here.rank == 1 or how == "shorter":
-            tr.attention(x, x, x, cp, mask=PACK, layout=layouts[how])  # type: ignore[arg-type]
+            tr.attention(x, x, x, cp, mask=PACK, layout=layouts[how])
         else:
             tr.attention(x, x, x, cp, mask=PACK, layout=cp.layout_for(LENGTH, PACK))
         said = ""
