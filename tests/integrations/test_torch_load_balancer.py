@@ -53,6 +53,7 @@ def shards(here: Here) -> bool:
     balancer, x = load_balancer(mask, length, here.world_size), torch.arange(length)[None, :, None].double()
     mesh = init_device_mesh("cpu", (here.world_size,))
     (theirs,) = _attention._context_parallel_shard(mesh, (x,), (1,), balancer)
+    assert isinstance(theirs, torch.Tensor)
     return torch.equal(theirs, tr.shard(x, here.cp(layout="auto"), mask=mask))
 
 

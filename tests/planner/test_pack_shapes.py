@@ -61,7 +61,7 @@ def reasons(here: Here) -> list[tuple[str, float, int]]:
             error = relative_error(out, tr.shard(want.out, cp))
             found.append((tr.plan(part, part, part, cp, mask).reason, error, exchanged.count("the plan")))
     finally:
-        del cp.transport.exchange_text  # type: ignore[method-assign]
+        del cp.transport.exchange_text
     return found
 
 
