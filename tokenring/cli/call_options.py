@@ -51,7 +51,7 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     import torch
 
     from tokenring.lowering.backend_names import TRANSPORTS
-    from tokenring.sequence.layout import make_layout
+    from tokenring.planner.layouts.balanced import layout_of
     from tokenring.sequence.mask import parse_mask
     from tokenring.sequence.workload import Workload
 
@@ -60,9 +60,9 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     size = (options.heads, kv_heads, options.dim, getattr(torch, dtype))
     Workload(options.batch, options.seq, options.seq, *size, options.value_dim)
-    make_layout(options.layout, ranks, options.seq)
     mask = parse_mask(options.mask)
     mask.check_length(options.seq)
+    layout_of(options.layout, ranks, options.seq, mask)
     if options.rounds < 1:
         raise ConfigurationError(f"--rounds {options.rounds}: use 1 or more")
     if options.pieces is not None and options.pieces < 1:

@@ -24,8 +24,9 @@ from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.footprint import flops_per_pair
 from tokenring.planner.interconnects.emulated import computing_machine, interconnect_of_shape, sleeping_machine
 from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.layouts.balanced import AUTO, layout_of
 from tokenring.planner.machines.machine import CPU
-from tokenring.sequence.layout import make_layout
+from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask, parse_mask
 
 if TYPE_CHECKING:
@@ -110,7 +111,11 @@ class RaceSetting:
 
     def positions(self, layout: str) -> torch.Tensor:
         """Return this rank's positions in a layout: int64 [T]. Raises ConfigurationError if the length does not fit."""
-        return torch.tensor(make_layout(layout, self.ranks, self.case.seq_len).positions(self.rank), dtype=torch.int64)
+        return torch.tensor(self.layout(layout).positions(self.rank), dtype=torch.int64)
+
+    def layout(self, name: str) -> Layout:
+        """Return the layout of this name. Raises ConfigurationError if the length does not fit."""
+        return layout_of(name, self.ranks, self.case.seq_len, self.mask)
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def emulated(shape: Shape, tflops: float | None) -> Interconnect:
 def _schedule_runner(setting: RaceSetting, name: str) -> Runner:
     case, mask = setting.case, setting.mask
     options: dict[str, Any] = {
-        "layout": case.layout,
+        "layout": setting.layout(case.layout) if case.layout == AUTO else case.layout,
         "schedule": name,
         "transport": setting.transport,
         "pieces": case.pieces,

@@ -65,7 +65,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--schedules", default="all", metavar="NAMES",
         help="of ours, separated by commas; all: the best of each family that fits, and auto (all)")  # fmt: skip
     add("--peers", default="auto", metavar="NAMES", help="other libraries, separated by commas; auto: all; none (auto)")
-    add("--layout", default="zigzag", metavar="NAME", help="of our schedules (zigzag); peers have their own")
+    add("--layout", default="zigzag", metavar="NAME", help="of our schedules, also auto (zigzag); peers have their own")
     add("--transport", default="auto", metavar="NAME", help="of our schedules (auto); peers use Gloo")
     add("--pieces", type=int, metavar="N", help="parts of a chunk that our schedules move apart (their own choice)")
     add_report_options(parser, "the report with every sample (docs/bench.md)", "the report")

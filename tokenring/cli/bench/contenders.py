@@ -16,11 +16,12 @@ from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import CallToPlan, plan_call
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.layouts.balanced import layout_of
 from tokenring.planner.machines.machine import machine_of_topology
 from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import FAMILIES, misfit, parse
 from tokenring.schedule.names import SCHEMES
-from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import parse_mask
 from tokenring.sequence.workload import Workload
 from tokenring.tables.rates import Machine
@@ -36,7 +37,7 @@ def contenders(case: RaceCase, ranks: int) -> list[str]:
     Best is what the planner predicts, in one memory that all ranks share where links are not emulated. With `pieces`
     only what can move so, and no auto. Where nothing can be planned for, schemes without parameters: they say why.
     """
-    layout = make_layout(case.layout, ranks, case.seq_len)
+    layout = layout_of(case.layout, ranks, case.seq_len, parse_mask(case.mask))
     dtype = getattr(torch, case.dtype)
     heads = case.heads, case.kv_heads, case.head_dim
     size = Workload(case.batch, case.seq_len, case.seq_len, *heads, dtype, case.of_values)

@@ -112,7 +112,7 @@ def _parser() -> Parser:
     add("--seq", default="128k", metavar="N", help=f"tokens of the whole sequence (128k), {SIZES_TEXT}")
     add_heads(parser, 32, 128, "bf16")
     add_mask(parser, "causal")
-    add("--layout", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag if causal)")
+    add("--layout", metavar="NAME", help="auto, contiguous, zigzag, striped, or finer: zigzag/2 (zigzag if causal)")
     add_passes(parser)
     add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator); of a preset also a multiple")
     add("--tp", type=int, default=1, metavar="N", help="neighbours that share the heads by tensor parallelism (1)")

@@ -20,10 +20,10 @@ from tokenring.planner.choosing.auto import CallToPlan
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import context_parallel_group, heads_of_group
 from tokenring.planner.interconnects.wiring import interconnect_of
+from tokenring.planner.layouts.balanced import layout_of
 from tokenring.planner.machines.machine import machine_of_device, machine_of_preset, machine_of_topology, messages_of
 from tokenring.planner.machines.presets import PREFIX, find, preset
 from tokenring.planner.simulation.predict import Setting
-from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask
 from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
@@ -63,8 +63,8 @@ def ask(options: argparse.Namespace) -> Asked:
     whole = Workload(*sizes, options.value_dim)
     mask = parse_mask(options.mask)
     mask.check_length(length)
-    layout = make_layout(
-        options.layout or ("zigzag" if "causal" in str(mask) else "contiguous"), net.world_size, length
+    layout = layout_of(
+        options.layout or ("zigzag" if "causal" in str(mask) else "contiguous"), net.world_size, length, mask
     )
     heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
     supports = anything if machine.kernel is None else kernel_class(machine.kernel).supports_patch

@@ -54,7 +54,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("schedule", metavar="SCHEDULE", help="ring, tokenring, ..., auto, or auto:ring,tokenring")
     add_call_options(parser)
-    add("--layout", default="zigzag", metavar="NAME", help="contiguous, zigzag, striped, or finer: zigzag/2 (zigzag)")
+    add("--layout", default="zigzag", metavar="NAME", help="auto, contiguous, zigzag, striped, or zigzag/2 (zigzag)")
     add("--transport", default="auto", metavar="NAME", help="auto, or a transport's name (auto)")
     add("--pieces", type=int, metavar="N", help="parts of a chunk that move apart (the schedule's own choice)")
     add("--rounds", type=int, default=5, metavar="N", help="calls to choose the one with the median time from (5)")

@@ -33,10 +33,12 @@ from tokenring.gc_pause import no_collection
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.command import Tell, process_group, quiet, serve
 from tokenring.lowering.program import Attend, Span
+from tokenring.planner.layouts.balanced import AUTO, layout_of
 from tokenring.runtime.bound_kernel import held
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.labels import tiles as tiles_of
 from tokenring.runtime.trace import Event
+from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask, parse_mask
 from tokenring.sequence.workload import Request
 
@@ -93,7 +95,10 @@ def run(case: RaceCase, tell: Tell) -> Traced | None:
 
 
 def _traced(case: RaceCase, tell: Tell) -> dict[str, Any] | None:
-    options = {"layout": case.layout, "schedule": case.schedules[0], "pieces": case.pieces}
+    layout: str | Layout = case.layout
+    if layout == AUTO:
+        layout = layout_of(layout, dist.get_world_size(), case.seq_len, parse_mask(case.mask))
+    options = {"layout": layout, "schedule": case.schedules[0], "pieces": case.pieces}
     cp = Clocked(**options, transport=case.transport, timeout_seconds=WAIT_SECONDS)
     with cp:
         return trace(case, cp, tell)

@@ -15,10 +15,10 @@ from random import Random
 
 from tokenring.planner.layouts.assignment import Assignment
 from tokenring.planner.layouts.demand import Demand, demand_of
-from tokenring.sequence.layout import Layout, Positions, contiguous, zigzag
+from tokenring.sequence.layout import Layout, Positions, contiguous, make_layout, zigzag
 from tokenring.sequence.mask import Mask
 
-NAME = "balanced"
+AUTO, NAME = "auto", "balanced"  # what users ask for, and what they get where no usual layout does as well
 SLACK = 1.045  # times the mean work that a rank may have
 SWAPS = (2000, 2500, 500)
 WARMTH = 0.4  # by how much a swap may cost more than before, at most and at first
@@ -53,6 +53,11 @@ def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int =
     if best <= _standing(found, pairs_a_grain):
         return usual[standings.index(best)]
     return _layout(found.owners, world_size, length)
+
+
+def layout_of(name: str | Layout, world_size: int, length: int, mask: Mask) -> Layout:
+    """Return the layout of this name, "auto" among them, for a mask. Raises ConfigurationError."""
+    return balanced_layout(mask, length, world_size) if name == AUTO else make_layout(name, world_size, length)
 
 
 def imbalance(mask: Mask, layout: Layout) -> float:
