@@ -35,7 +35,8 @@ def runs(here: Here, schedule: str, of_lse: tuple[int, ...], softcap: float) -> 
     for rank in range(here.world_size):
         positions = torch.tensor(cp.layout_for(48).positions(rank))
         (whole[3] if rank in of_lse else dlse.transpose(1, 2))[:, positions] = 0
-    right, all_sinks = variant64(*whole, dlse, allowed(mask, 48, 48), None, sinks, softcap)
+    visible = allowed(mask, 48, 48)
+    right, all_sinks = variant64(whole[0], whole[1], whole[2], whole[3], dlse, visible, None, sinks, softcap)
     results = {"out": out, "dq": dq, "dk": dk, "dv": dv}
     errors = {name: relative_error(x.cpu(), getattr(right, name)[:, rows]) for name, x in results.items()}
     assert all_sinks is not None
