@@ -170,7 +170,7 @@ def divided(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return delta as two: of the rows whose dout carries it, and of the others. dout [..., D], delta [...], fp32."""
     largest = torch.linalg.vector_norm(dout, float("inf"), dim=-1).float()
     fits = delta.abs() <= largest * MOST_CARRIED
-    return delta.where(fits, 0.0), delta.masked_fill(fits, 0.0)
+    return delta.masked_fill(~fits, 0.0), delta.masked_fill(fits, 0.0)
 
 
 def _nothing(rest: torch.Tensor) -> bool:

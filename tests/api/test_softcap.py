@@ -218,10 +218,10 @@ def test_a_kernel_by_name() -> None:
 # ---------- ranks
 
 
-def differing(here: Here, name: str, what: str) -> tuple[str, str]:
+def differing(here: Here, what: str) -> tuple[str, str]:
     odd = here.rank == ODD
     kernel = "cpu-flash" if odd and what == "kernel" else "auto"
-    cp = ContextParallel(schedule="tokenring", transport=opened(here, name), kernel=kernel)
+    cp = ContextParallel(schedule="tokenring", transport=opened(here, "shm"), kernel=kernel)
     cap = {"value": 30.0, "none": 0.0, "nonsense": -1.0}.get(what, 50.0) if odd else 50.0
     x = torch.ones(1, 8, 4, 16)
     found = said(lambda: attention(x, x, x, cp, softcap=cap))
@@ -229,7 +229,6 @@ def differing(here: Here, name: str, what: str) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gloo", "shm"])
 @pytest.mark.parametrize(
     ("what", "says"),
     [
@@ -239,8 +238,8 @@ def differing(here: Here, name: str, what: str) -> tuple[str, str]:
         ("nonsense", "rank 1 refused: softcap is -1.0; give a positive number"),
     ],
 )
-def test_ranks_that_differ(name: str, what: str, says: str, ranks: RankPools) -> None:
-    for rank, (kind, text) in enumerate(ranks(3)(differing, name, what)):
+def test_ranks_that_differ(what: str, says: str, ranks: RankPools) -> None:
+    for rank, (kind, text) in enumerate(ranks(3)(differing, what)):
         if (what, rank) == ("nonsense", ODD):
             assert kind == "ConfigurationError" and text.startswith("softcap is -1.0")
         else:

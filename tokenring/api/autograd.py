@@ -233,8 +233,11 @@ def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out [B, T, H, D], in fp32, and lse [B, H, T] of rows that see a sink too. sinks [H]."""
-    total = torch.logaddexp(lse, sinks.detach().float()[:, None])
-    weight = torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0))
+    sink = sinks.detach().float()[:, None]
+    larger = torch.maximum(lse, sink)
+    base = larger.masked_fill(larger == float("-inf"), 0.0)  # where neither is seen
+    share, other = torch.exp(lse - base), torch.exp(sink - base)
+    total, weight = base + torch.log(share + other), share / (share + other).clamp_min_(1.0)
     return out.float() * weight.transpose(1, 2)[..., None], total
 
 
