@@ -35,8 +35,8 @@ from tokenring.sequence.mask import Mask, of_numbers
 from tokenring.sequence.workload import Request
 
 CALL = (
-    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, SymInt[]? numbers, float? scale, bool training, "
-    "bool differentiable, str? wrong=None"
+    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
+    "str? wrong=None, SymInt[]? numbers=None"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -72,7 +72,7 @@ def traced_attention(
         scale = math.inf  # which is refused as well
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, cp.handle, low, high, cu_seqlens, numbers, scale, training, differentiable, wrong
+        q, k, v, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, numbers
     )
     return out, lse
 
@@ -189,11 +189,11 @@ def _request(
     low: int | None,
     high: int | None,
     cu_seqlens: Sequence[int] | None,
-    numbers: Sequence[int] | None,
     scale: float | None,
     training: bool,
     differentiable: bool,
     wrong: str | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Request:
     check_tensors(q, k, v)
     if wrong is not None:
