@@ -36,8 +36,8 @@ from tokenring.sequence.mask import Mask, of_numbers
 from tokenring.sequence.workload import Request
 
 CALL = (
-    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, SymInt[]? numbers, float? scale, bool training, "
-    "bool differentiable, str? wrong=None, float softcap=0.0"
+    "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
+    "str? wrong=None, float softcap=0.0, SymInt[]? numbers=None"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -84,7 +84,7 @@ def traced_attention(
     if sinks is not None:
         differentiable = differentiable or sinks.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, sinks, cp.handle, low, high, cu_seqlens, numbers, scale, training, differentiable, wrong, cap
+        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, cap, numbers
     )
     return out, lse
 
@@ -210,12 +210,12 @@ def _request(
     low: int | None,
     high: int | None,
     cu_seqlens: Sequence[int] | None,
-    numbers: Sequence[int] | None,
     scale: float | None,
     training: bool,
     differentiable: bool,
     wrong: str | None = None,
     softcap: float = 0.0,
+    numbers: Sequence[int] | None = None,
 ) -> Request:
     check_tensors(q, k, v)
     if wrong is not None:
