@@ -17,7 +17,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from tokenring.backends.devices import has_device
 from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Tiles
 from tokenring.backends.kernels.flash_common import named
 from tokenring.backends.kernels.numeric_trial import Kind, asserted_here, fault, ran_out, tries
-from tokenring.backends.kernels.order import LAST, KernelTable, Pick, default_order, ranked
+from tokenring.backends.kernels.order import LAST, KernelTable, Operands, Pick, TileCall, default_order, ranked
 from tokenring.backends.kernels.reference import with_cap
 from tokenring.backends.widths import refusal_of
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
@@ -34,7 +34,6 @@ from tokenring.sequence.region import Patch
 
 LOG = logging.getLogger("tokenring")
 Made = TypeVar("Made")
-Operands = tuple[int, torch.dtype] | tuple[int, torch.dtype, int]  # head dim, dtype, and that of values if another
 Tables = Callable[..., "KernelTable | None"]  # of a kernel's name, and the operands
 Trial = Callable[..., "str | None"]  # of a kernel, a pass and the operands: what is wrong; None: it cannot be told now
 Tried = tuple[str, Pass, Operands]  # of a kernel by name
@@ -71,50 +70,6 @@ def for_device(device: torch.device, make: Callable[[str], AttentionKernel]) -> 
 
     chosen = Choosing(default_order(capability), make, table, where, trial if tries(device) else None)
     return chosen
-
-
-class TileCall(NamedTuple):
-    """A kind of call, on which the order of kernels depends.
-
-    side: of the tile, rounded down to a power of two. deterministic: torch.use_deterministic_algorithms is on.
-    value_dim: the head dim of v and out; None: that of q and k.
-    """
-
-    direction: Pass
-    side: int
-    head_dim: int
-    dtype: torch.dtype
-    deterministic: bool
-    value_dim: int | None = None
-
-    @staticmethod
-    def of(
-        direction: Pass, side: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
-    ) -> TileCall:  # fmt: skip
-        """Return the kind of a call, as torch is set now; side, in tokens, is rounded down to a power of two."""
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        value_dim = None if value_dim == head_dim else value_dim
-        return TileCall(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic, value_dim)
-
-    @staticmethod
-    def of_tile(
-        direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
-    ) -> TileCall:
-        """Return the kind of call of a tile, by its shorter side, as torch is set now."""
-        return TileCall.of(direction, min(patch.rows, patch.cols), head_dim, dtype, value_dim)
-
-    @property
-    def operands(self) -> Operands:
-        """The operands, by which kernels refuse, are tried and are measured."""
-        return (self.head_dim, self.dtype) if self.value_dim is None else (self.head_dim, self.dtype, self.value_dim)
-
-    @property
-    def widths(self) -> str:
-        """The head dims as text."""
-        return f"head dim {self.head_dim}" + ("" if self.value_dim is None else f" ({self.value_dim} of values)")
-
-    def __str__(self) -> str:
-        return f"{named((self.dtype,))}, {self.widths}"
 
 
 class Choosing:

@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
+
+from tokenring.backends.kernels.flash_common import named
 from tokenring.ir.schedule_data import Pass
+from tokenring.sequence.region import Patch
 
 LAST = ("torch-efficient", "flex", "reference")  # fp32 and everything else; compiled; any device
 ORDERS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (  # from this compute capability on
@@ -19,6 +23,53 @@ ORDERS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (  # from this com
     ((8, 0), ("torch-flash", "flash-attn", "torch-cudnn")),
     ((0, 0), ()),
 )
+
+
+Operands = tuple[int, torch.dtype] | tuple[int, torch.dtype, int]  # head dim, dtype, and that of values if another
+
+
+class TileCall(NamedTuple):
+    """A kind of call, on which the order of kernels depends.
+
+    side: of the tile, rounded down to a power of two. deterministic: torch.use_deterministic_algorithms is on.
+    value_dim: the head dim of v and out; None: that of q and k.
+    """
+
+    direction: Pass
+    side: int
+    head_dim: int
+    dtype: torch.dtype
+    deterministic: bool
+    value_dim: int | None = None
+
+    @staticmethod
+    def of(
+        direction: Pass, side: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> TileCall:  # fmt: skip
+        """Return the kind of a call, as torch is set now; side, in tokens, is rounded down to a power of two."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        value_dim = None if value_dim == head_dim else value_dim
+        return TileCall(direction, 1 << (max(side, 1).bit_length() - 1), head_dim, dtype, deterministic, value_dim)
+
+    @staticmethod
+    def of_tile(
+        direction: Pass, patch: Patch, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> TileCall:
+        """Return the kind of call of a tile, by its shorter side, as torch is set now."""
+        return TileCall.of(direction, min(patch.rows, patch.cols), head_dim, dtype, value_dim)
+
+    @property
+    def operands(self) -> Operands:
+        """The operands, by which kernels refuse, are tried and are measured."""
+        return (self.head_dim, self.dtype) if self.value_dim is None else (self.head_dim, self.dtype, self.value_dim)
+
+    @property
+    def widths(self) -> str:
+        """The head dims as text."""
+        return f"head dim {self.head_dim}" + ("" if self.value_dim is None else f" ({self.value_dim} of values)")
+
+    def __str__(self) -> str:
+        return f"{named((self.dtype,))}, {self.widths}"
 
 
 class KernelTable(Protocol):

@@ -20,13 +20,13 @@ from tokenring.sequence.mask import Mask
 
 AUTO, NAME = "auto", "balanced"  # what users ask for, and what they get where no usual layout does as well
 SLACK = 1.045  # times the mean work that a rank may have
-SWAPS = (2000, 2500, 500)
+SWAPS = (2500, 3000)
 WARMTH = 0.4  # by how much a swap may cost more than before, at most and at first
 LIKED = 0.7  # share of tried swaps that bring a rank a chunk that it likes
 LOOSENED = 3  # searches with less even work, where transfers take longer
 RELIEVED = 0.6  # share of them that begin at the costliest rank
 GRAINS = 4  # in the smallest chunk
-CHUNKS, CHUNKS_A_RANK = 256, 32  # of the smallest size: at least so many where rows suffice
+CHUNKS, CHUNKS_A_RANK = 128, 16  # of the smallest size: at least so many where rows suffice
 LEAST_ROWS = 64  # in a chunk
 
 
