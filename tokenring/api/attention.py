@@ -19,6 +19,7 @@ from tokenring.api.inputs import (
     out_in_order,
     under_autocast,
     warn_if_swapped,
+    with_lengths,
 )
 from tokenring.errors import UnsupportedError
 from tokenring.runtime.agreement import refusing
@@ -65,7 +66,8 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute exact attention over the sequence that the ranks of `cp` hold together; differentiable.
 
-    q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv.
+    q: [B, T, Hq, D], this rank's part in cp's layout; k, v: [B, T', Hkv, D], Hq a multiple of Hkv. T and T' are as
+    `shard` gives them: they differ from rank to rank where the length does not divide, and may be 0.
     mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...), or several joined by &; or its text, such
     as "causal" or "window(128,0)". is_causal: True for Causal(), as in scaled_dot_product_attention.
     scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
@@ -113,8 +115,12 @@ def attend(
         check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
         q, k, v = under_autocast(q), under_autocast(k), under_autocast(v)
         return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training)
-    q, k, v, request = prepared(q, k, v, cp, mask, scale, training, is_causal)
-    return attend_as(q, k, v, cp, request)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        *qkv, request = prepared(q, k, v, cp, mask, scale, training, is_causal)
+        return attend_as(*qkv, cp, request)
+
+    return with_lengths(cp, call)
 
 
 def prepared(

@@ -16,7 +16,15 @@ from tokenring.api.autograd import (
     run_forward,
 )
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import Order, call_inputs, check_context, in_order, out_in_order, warn_if_swapped
+from tokenring.api.inputs import (
+    Order,
+    call_inputs,
+    check_context,
+    in_order,
+    out_in_order,
+    warn_if_swapped,
+    with_lengths,
+)
 from tokenring.backends.devices import NO_GRAPHS, DeviceRuntime, device_of
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -70,11 +78,17 @@ class CapturedAttention:
         scale: float | None, order: Order | None = None, is_causal: bool | None = None,
     ) -> None:  # fmt: skip
         check_context(cp)
+        self._order = order
+        with_lengths(cp, lambda: self._make(q, k, v, cp, mask, scale, is_causal))
+
+    def _make(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike,
+        scale: float | None, is_causal: bool | None,
+    ) -> None:  # fmt: skip
         q, k, v, request = prepared(q, k, v, cp, mask, scale, is_causal=is_causal)
         transport = cp.transport_for(q.device, request.workload)
         with refusing(cp, "forward", q):
             _check_capturable(device_of(q), transport)
-        self._order = order
         with cp.turn:
             if transport is not None:
                 cp.agreed_plan(request)  # what another rank refuses is heard before the trial

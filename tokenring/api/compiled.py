@@ -27,7 +27,7 @@ from tokenring.api.autograd import (
     run_forward,
 )
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import check_tensors, request_of
+from tokenring.api.inputs import check_tensors, request_of, with_lengths
 from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
@@ -83,12 +83,16 @@ def traced_attention(
 @torch.library.custom_op("tokenring::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str, *call: Any) -> Tensors:
     cp = context_of(context)
-    with cp.turn:
+
+    def forward() -> Tensors:
         with refusing(cp, "forward", q, k, v):
             refuse_tangents(q, k, v)
             request = _request(q, k, v, cp, *call)
         out, lse, kept = run_forward(cp.executor(request, "forward"), cp.active_trace, q, k, v)
-    return out, lse, _ticket(kept, q.device)
+        return out, lse, _ticket(kept, q.device)
+
+    with cp.turn:
+        return with_lengths(cp, forward)
 
 
 @_attention.register_fake
@@ -115,7 +119,8 @@ def _attention_backward(
     *call: Any,
 ) -> Tensors:
     cp = context_of(context)
-    with cp.turn:
+
+    def backward() -> Tensors:
         with refusing(cp, "backward", dout):
             # Where lse leaves the graph, torch.compile gives a gradient for it in any case: zeros are none.
             if dlse is not None and bool(dlse.any()):
@@ -123,6 +128,9 @@ def _attention_backward(
             request = _request(q, k, v, cp, *call)
         executor = cp.executor(request, "backward")
         return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, _kept(ticket))
+
+    with cp.turn:
+        return with_lengths(cp, backward)
 
 
 @_attention_backward.register_fake

@@ -28,6 +28,7 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
 from tokenring.runtime.agreement import Description, agree, beginning, describe, no_kernel, refusing, settle
 from tokenring.runtime.exclusive import share_turn, turn_of
+from tokenring.runtime.lengths import Lengths
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme, build
 from tokenring.sequence.layout import Layout, make_layout
@@ -82,8 +83,8 @@ class ContextParallel(Standing):
     """
 
     _internal = frozenset((
-        "active_trace", "agreed_plan", "check_open", "executor", "handle", "kernel", "layout_for", "made_transport",
-        "plan", "pool", "speaker", "transport_for", "turn",
+        "active_trace", "agreed_plan", "check_open", "executor", "handle", "kernel", "layout_for", "lengths",
+        "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -104,6 +105,7 @@ class ContextParallel(Standing):
         del group  # a frame of ours that an error keeps must not keep it
         self.rank, self.world_size = (0, 1) if of is None else (of.rank, of.world_size)
         self.layout = layout
+        self.lengths = Lengths(layout, self.rank, self.world_size)
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
@@ -166,7 +168,7 @@ class ContextParallel(Standing):
         return None if self._group is None else self._group()
 
     def layout_for(self, length: int) -> Layout:
-        """Return the layout of a sequence of this length. Raises ConfigurationError if the length does not divide."""
+        """Return the layout of a sequence of this length. Raises ConfigurationError if a given one has another."""
         return make_layout(self.layout, self.world_size, length)
 
     @property

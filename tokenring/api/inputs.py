@@ -7,20 +7,24 @@ Tensors that cannot be computed with here are refused before anything of theirs 
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
 from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
+from tokenring.runtime.agreement import OtherLengths
 from tokenring.runtime.bound_kernel import checked_scale
+from tokenring.runtime.lengths import HELD, Held
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import Request, Workload
 
 Order = Literal["bthd", "bhtd"]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 # Models have up to 128 heads, and a rank has some hundred tokens at least. So where the third axis of q and of k is as
 # long as that, and longer than the second, the second is rather heads. That misses a rank's part of fewer than 128
@@ -122,15 +126,34 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
             f"q, k and v must share dtype and device; got {q.dtype}/{k.dtype}/{v.dtype} "
             f"on {q.device}/{k.device}/{v.device}"
         )
-    if min(q.shape[1], k.shape[1]) == 0:
-        raise ConfigurationError(f"a rank with an empty shard cannot take part: {shapes}; pad the sequence")
-    q_length, kv_length = q.shape[1] * cp.world_size, k.shape[1] * cp.world_size
-    if q_length != kv_length and mask.needs_equal_lengths:
-        raise UnsupportedError(
-            f"mask {mask} numbers one sequence, but q has {q_length} positions and kv {kv_length}: only Full takes both"
-        )
-    mask.check_length(q_length)
+    q_length, kv_length = _lengths(Held(q.shape[1], k.shape[1]), cp, mask)
     return Workload(q.shape[0], q_length, kv_length, q.shape[2], k.shape[2], q.shape[3], q.dtype)
+
+
+def _lengths(held: Held, cp: ContextParallel, mask: Mask) -> tuple[int, int]:
+    """Return the lengths of q and kv over all ranks, after checks that they fit what this rank holds, and the mask."""
+    q_length, kv_length = lengths = cp.lengths.of(held)
+    try:
+        cp.lengths.check(held, lengths)
+        if q_length != kv_length and mask.needs_equal_lengths:
+            raise UnsupportedError(
+                f"mask {mask} numbers one sequence, but q has {q_length} positions and kv {kv_length}: "
+                f"only Full takes both"
+            )
+        mask.check_length(q_length)
+    except (ConfigurationError, UnsupportedError) as error:
+        setattr(error, HELD, held)  # it may be wrong because of the lengths, which the ranks then find together
+        raise
+    return lengths
+
+
+def with_lengths(cp: ContextParallel, call: Callable[[], T]) -> T:
+    """Make a call, and once more where ranks found only while they agreed on it how long its sequences are."""
+    try:
+        return call()
+    except OtherLengths as other:
+        cp.lengths.learn(other.held, other.lengths)
+    return call()
 
 
 # ---------- tensors

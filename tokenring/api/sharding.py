@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -23,18 +23,19 @@ CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each po
 def shard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
     """Return this rank's part of a whole tensor that every rank holds, along the sequence dimension `dim`.
 
-    Differentiable: the gradient of the whole tensor is zero where other ranks hold the positions.
-    Raises ConfigurationError when the length does not divide.
+    Where the length does not divide, parts differ by rank, and some may have no token; `attention` knows from here on
+    of which length they are. Differentiable: the gradient of the whole tensor is zero where other ranks hold the
+    positions. Raises ConfigurationError for an empty sequence, or where cp's layout is for another length.
     """
     dim = _sequence_dim("shard", x, cp, dim)
-    layout = cp.layout_for(x.shape[dim])
+    layout = _layout_of(x.shape[dim], cp)
     return x.index_select(dim, _once(_held, layout, cp.rank, x.device))
 
 
 def positions(cp: ContextParallel, seq_len: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return the global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
+    """Return the global position of each local token: int64 [T], with this rank's T; what rotary embeddings need."""
     _check_context("positions", cp)
-    layout = cp.layout_for(seq_len)
+    layout = _layout_of(seq_len, cp)
     try:
         return _held(layout, cp.rank, device)  # a new one, which the caller may change
     except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError: torch without CUDA
@@ -55,6 +56,14 @@ def unshard(x: torch.Tensor, cp: ContextParallel, dim: int = 1) -> torch.Tensor:
             check_tensor("unshard", x)
     gathered: torch.Tensor = _Gather.apply(x, cp, dim)  # type: ignore[no-untyped-call]
     return gathered.index_select(dim, _once(_places, cp.layout_for(gathered.shape[dim]), x.device))
+
+
+def _layout_of(length: int, cp: ContextParallel) -> Layout:
+    """Return the layout of a sequence that is sharded, and note its length; not while a graph is traced."""
+    layout = cp.layout_for(length)
+    if not torch.compiler.is_compiling():
+        cp.lengths.note(layout.length)
+    return layout
 
 
 # ---------- indices
@@ -111,7 +120,10 @@ def _check_context(what: str, cp: ContextParallel) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along `dim` by rank; its gradient is summed over ranks and cut."""
+    """All-gather along `dim` by rank; its gradient is summed over ranks and cut.
+
+    Parts that differ in length are filled up to the longest: collective calls take equal ones.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel, dim: int) -> torch.Tensor:
@@ -121,10 +133,14 @@ class _Gather(torch.autograd.Function):
         with cp.turn:
             with _refusing_parts(cp):
                 own = x.contiguous().resolve_conj().resolve_neg()
-                parts = [torch.empty_like(own) for _ in range(cp.world_size)]
-            _check_same_parts(x, cp, dim)
+            lengths = _checked_lengths(x, cp, dim)
+            most = max(lengths)
+            if own.shape[dim] < most:
+                filling = own.new_zeros([most - n if at == dim else n for at, n in enumerate(own.shape)])
+                own = torch.cat([own, filling], dim)
+            parts = [torch.empty_like(own) for _ in range(cp.world_size)]
             _finish(dist.all_gather(parts, own, group=cp.group, async_op=True), cp, "unshard", x.device)
-        return torch.cat(parts, dim)
+        return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -142,7 +158,7 @@ class _Sum(torch.autograd.Function):
             with cp.turn:
                 what = "the gradient of unshard"
                 _finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
-        return whole.chunk(cp.world_size, dim)[cp.rank]
+        return whole.split(cp.layout_for(whole.shape[dim]).local_lengths, dim)[cp.rank]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -179,14 +195,46 @@ class _refusing_parts(refusing):
         _told(self._context, f"{REFUSED}: {reason}")
 
 
-def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
-    mine = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} along {dim}"
+def _checked_lengths(x: torch.Tensor, cp: ContextParallel, dim: int) -> list[int]:
+    """Return the length of each rank's part. Raises ConfigurationError, on all ranks, if parts do not go together."""
+    sizes = [str(size) for size in x.shape]
+    mine = f"{str(x.dtype).removeprefix('torch.')} [{', '.join(sizes)}] along {dim}"
     parts = _told(cp, mine)
     if any(part.startswith(REFUSED) for part in parts):
         raise Disagreement(refusals([part.partition(": ")[2] if part.startswith(REFUSED) else None for part in parts]))
-    if any(part != mine for part in parts):
+    if all(part == mine for part in parts) and x.shape[dim]:
+        lengths = [x.shape[dim]] * cp.world_size
+    else:
+        of_others = [_length_where_alike(part, mine, dim) for part in parts]
+        lengths = [length for length in of_others if length is not None]
+    if len(lengths) < len(parts) or not sum(lengths):
         found = ", ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts))
         raise ConfigurationError(f"unshard wants parts of one shape, dtype and dim from every rank; found {found}")
+    if tuple(lengths) != (wanted := cp.lengths.parts(sum(lengths))):
+        raise ConfigurationError(
+            f"unshard wants parts as shard makes them: of {sum(lengths)} positions the ranks hold "
+            f"{_listed(wanted)}; found {_listed(lengths)}"
+        )
+    return lengths
+
+
+def _length_where_alike(part: str, mine: str, dim: int) -> int | None:
+    """Return the length along `dim` of a rank's part; None unless all else is as in this rank's."""
+    (start, sizes, end), (own_start, own_sizes, own_end) = (_parsed(text) for text in (part, mine))
+    if (start, end, len(sizes)) != (own_start, own_end, len(own_sizes)):
+        return None
+    others = (a == b for at, (a, b) in enumerate(zip(sizes, own_sizes, strict=True)) if at != dim)
+    return int(sizes[dim]) if all(others) else None
+
+
+def _parsed(part: str) -> tuple[str, list[str], str]:
+    start, _, rest = part.partition("[")
+    sizes, _, end = rest.partition("]")
+    return start, sizes.split(", "), end
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths))
 
 
 def _told(cp: ContextParallel, mine: str) -> list[str]:

@@ -14,13 +14,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, PeerLost, TokenRingError, one_line
+from tokenring.runtime.lengths import HELD, OF_LENGTHS, Held, Lengths
+from tokenring.runtime.lengths import found as lengths_found
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.workload import Workload
@@ -42,24 +44,40 @@ class Disagreement(ConfigurationError):
     """The ranks make different calls. No rank has used anything of another, and all can go on."""
 
 
+class OtherLengths(Disagreement):
+    """The ranks make one call, of sequences of other lengths than some took them to have: it is to be made again."""
+
+    def __init__(self, text: str, held: Held, lengths: Held) -> None:
+        super().__init__(text)
+        self.held, self.lengths = held, lengths
+
+
 @dataclass(frozen=True)
 class Description:
-    """One rank's description of the call that it is about to make, field by field, with its digest."""
+    """One rank's description of the call that it is about to make, field by field, with its digest.
+
+    held: the tokens that this rank holds, and lengths what it knows of those of whole sequences; not in the digest, as
+    ranks differ in it. None: it refuses for another reason.
+    """
 
     fields: tuple[tuple[str, str], ...]
     digest: bytes
+    held: Held | None = None
+    lengths: Lengths | None = None
 
     @staticmethod
-    def of(fields: dict[str, object]) -> Description:
+    def of(fields: dict[str, object], held: Held | None = None, lengths: Lengths | None = None) -> Description:
         """Make a description with its SHA-256 digest; the fields must print alike on all ranks."""
         texts = tuple((name, str(value)) for name, value in fields.items())
-        return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest())
+        return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest(), held, lengths)
 
 
 def describe(cp: Caller, request: Request, direction: Pass, schedule: str, planned: bool) -> Description:
     """Describe all that ranks must agree on. schedule: as text, with all its content. planned: if it is chosen here."""
     transport = cp.made_transport(request.device)
     most = None if transport is None else transport.target.most_connections  # by this rank's environment
+    of = cp.lengths
+    held = Held(*(of.parts(getattr(request.workload, name))[cp.rank] for name in OF_LENGTHS))
     return Description.of(
         {
             "pass": direction,
@@ -68,14 +86,20 @@ def describe(cp: Caller, request: Request, direction: Pass, schedule: str, plann
             "scale": repr(request.scale),
             "gradients enabled": request.training,
             "device": request.device.type,
-            "layout": cp.layout if isinstance(cp.layout, str) else named_digest(cp.layout),
+            "layout": _layout_text(cp),
             "schedule": schedule,
             "pieces": cp.pieces,
             "kernel": no_kernel(cp, request, direction) or "computes it",
             **({} if most is None else {"communicators at most": most}),
             **({"planned for": "both passes" if request.backward else "forward"} if planned else {}),
-        }
+        },
+        held,
+        of,
     )
+
+
+def _layout_text(cp: Caller) -> str:
+    return cp.layout if isinstance(cp.layout, str) else named_digest(cp.layout)
 
 
 def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
@@ -108,13 +132,24 @@ def agree(transport: Transport, mine: Description) -> None:
 
     def judge(digests: list[bytes]) -> None:
         if any(digest != mine.digest for digest in digests):
-            texts = transport.exchange_text(json.dumps(mine.fields).encode(), "what differs")
-            raise Disagreement(_difference([dict(json.loads(text)) for text in texts]))
+            texts = transport.exchange_text(json.dumps([mine.fields, mine.held]).encode(), "what differs")
+            raise _judged(mine, [json.loads(text) for text in texts])
 
     if transport.target.deferring:
         transport.begin_call(mine.digest, "the call", judge)
     else:
         judge(transport.exchange(mine.digest, "the call"))
+
+
+def _judged(mine: Description, told: list[Any]) -> Disagreement:
+    """Return the error that says in what descriptions differ: the same kind on all ranks."""
+    descriptions = [dict(fields) for fields, _ in told]
+    held = [None if each is None else Held(*each) for _, each in told]
+    text = _difference(descriptions)
+    if mine.held is None or mine.lengths is None:
+        return Disagreement(text)
+    lengths = lengths_found(descriptions, held, mine.lengths, REFUSED)
+    return Disagreement(text) if lengths is None else OtherLengths(text, mine.held, lengths)
 
 
 def settle(transport: Transport | None) -> None:
@@ -183,19 +218,29 @@ class refusing:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            reason = one_line(error)
-            tell(self._cp, error, lambda: self.speak(reason))
+            reason, held = one_line(error), getattr(error, HELD, None)
+            tell(self._cp, error, lambda: self.speak(reason, held))
 
-    def speak(self, reason: str) -> None:
-        """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost."""
+    def speak(self, reason: str, held: Held | None = None) -> None:
+        """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost.
+
+        held: what this rank holds, where it refuses because of the lengths that it takes sequences to have.
+        """
         transport = self._cp.speaker(_device(self._given))
         if transport is not None:
-            agree(transport, Description.of({"pass": self._direction, REFUSED: reason}))
+            fields: dict[str, object] = {"pass": self._direction, REFUSED: reason}
+            known = None if held is None else self._cp.lengths
+            if held is not None:
+                fields["layout"] = _layout_text(self._cp)
+            agree(transport, Description.of(fields, held, known))
             settle(transport)
 
 
 def tell(cp: Caller, error: BaseException, speak: Callable[[], object]) -> None:
-    """Take part, by `speak`, in the exchange in which the others wait. Raises nothing: the caller raises `error`."""
+    """Take part, by `speak`, in the exchange in which the others wait; the caller raises `error`.
+
+    Raises OtherLengths only: then there was nothing to refuse, and all ranks make the call again.
+    """
     heard = isinstance(error, (PeerLost, Disagreement)) or hasattr(error, TOLD)
     if cp.world_size == 1 or heard or not isinstance(error, Exception):
         return
@@ -203,6 +248,8 @@ def tell(cp: Caller, error: BaseException, speak: Callable[[], object]) -> None:
     try:
         with cp.turn, _disable_current_modes(), torch._C.DisableTorchFunction():  # such as of FakeTensor, torch.device
             speak()
+    except OtherLengths:
+        raise
     except Disagreement:
         pass
     except Exception as unheard:  # whatever it is, it is not what the caller wants to know

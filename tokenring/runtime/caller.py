@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.runtime.exclusive import Turn
+    from tokenring.runtime.lengths import Lengths
     from tokenring.sequence.layout import Layout
     from tokenring.sequence.workload import Workload
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 class Caller(Protocol):
     """One rank's part in the calls of a group."""
 
+    rank: int
     world_size: int
+    lengths: Lengths
     layout: str | Layout
     pieces: int | None
     turn: Turn
