@@ -117,8 +117,8 @@ def attend(
         return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        *qkv, request = prepared(q, k, v, cp, mask, scale, training, is_causal)
-        return attend_as(*qkv, cp, request)
+        given_q, given_k, given_v, request = prepared(q, k, v, cp, mask, scale, training, is_causal)
+        return attend_as(given_q, given_k, given_v, cp, request)
 
     return with_lengths(cp, call)
 

@@ -158,7 +158,8 @@ class _Sum(torch.autograd.Function):
             with cp.turn:
                 what = "the gradient of unshard"
                 _finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
-        return whole.split(cp.layout_for(whole.shape[dim]).local_lengths, dim)[cp.rank]
+        lengths = cp.lengths.parts(whole.shape[dim])
+        return whole.narrow(dim, sum(lengths[: cp.rank]), lengths[cp.rank])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -191,7 +192,7 @@ class _refusing_parts(refusing):
         super().__init__(cp, "forward")
         self._context = cp
 
-    def speak(self, reason: str) -> None:
+    def speak(self, reason: str, held: object = None) -> None:
         _told(self._context, f"{REFUSED}: {reason}")
 
 

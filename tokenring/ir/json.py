@@ -140,7 +140,8 @@ def _schedule(root: JsonNode) -> ScheduleData:
     kind = root.fields("format", "version", others=True)
     kind["format"].choice(FORMAT)
     if (version := kind["version"].integer()) not in (VERSION, PARTS_VERSION):
-        raise kind["version"].error(f"{version} is not known; this program reads versions {VERSION} and {PARTS_VERSION}")
+        known = f"{VERSION} and {PARTS_VERSION}"
+        raise kind["version"].error(f"{version} is not known; this program reads versions {known}")
     part = root.fields(
         "format", "version", "name", "world_size", "mask", "q_layout", "kv_layout", "head_groups", "q_pieces",
         "kv_pieces", "keep", "slack", "codecs", "tiles", "moves", "returns",

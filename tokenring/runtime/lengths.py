@@ -17,6 +17,7 @@ from tokenring.sequence.layout import Layout, make_layout
 MOST_KNOWN = 1024  # parts, of which the oldest is forgotten
 HELD = "_tokenring_held"  # of an error: the parts of the call that was refused, because of the lengths that were taken
 OF_LENGTHS = ("q_length", "kv_length")  # the fields of a description that follow from them
+ADVICE = "take each rank's part from tr.shard, or by tr.positions"
 Fields = Mapping[str, str]
 
 
@@ -68,14 +69,18 @@ class Lengths:
 
     def check(self, held: Held, lengths: tuple[int, int]) -> None:
         """Raise ConfigurationError unless these are this rank's parts of sequences of these lengths."""
+        called = self._layout if isinstance(self._layout, str) else self._layout.name
         for name, part, length in zip(("q", "k and v"), held, lengths, strict=True):
-            if not length:
-                raise ConfigurationError(f"{name} have no token: a rank may hold none, but all together hold some")
-            if part != (own := self.parts(length)[self._rank]):
-                called = self._layout if isinstance(self._layout, str) else self._layout.name
+            own = self.parts(length)[self._rank] if length else None
+            if own is None:
                 raise ConfigurationError(
-                    f"of {length} positions layout {called!r} gives rank {self._rank} {own}, but its {name} have "
-                    f"{part}: take each rank's part from tr.shard, or by tr.positions"
+                    f"rank {self._rank} holds no token of {name}, and layout {called!r} makes no parts such as the "
+                    f"ranks hold: {ADVICE}"
+                )
+            if part != own:
+                raise ConfigurationError(
+                    f"of {length} positions layout {called!r} gives rank {self._rank} {own} tokens of {name}, but it "
+                    f"holds {part}: {ADVICE}"
                 )
 
 
@@ -92,7 +97,8 @@ def found(descriptions: Sequence[Fields], held: Sequence[Held | None], of: Lengt
         return None
     lengths = Held(sum(part.q for part in parts), sum(part.kv for part in parts))
     try:
-        fits = all(of.parts(length) == tuple(own) for length, own in zip(lengths, zip(*parts, strict=True), strict=True))
+        by_side = zip(lengths, zip(*parts, strict=True), strict=True)
+        fits = all(of.parts(length) == tuple(own) for length, own in by_side)
     except ConfigurationError:
         return None
     return lengths if fits else None
