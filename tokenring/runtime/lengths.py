@@ -29,7 +29,7 @@ class Held(NamedTuple):
 
 
 class Lengths:
-    """What one rank of a context knows of lengths."""
+    """Lengths that one rank of a context knows, by the parts of them that it held."""
 
     def __init__(self, layout: str | Layout, rank: int, world_size: int) -> None:
         self._layout, self._rank, self._world_size = layout, rank, world_size
