@@ -188,8 +188,8 @@ def _check(options: argparse.Namespace) -> None:
     check_processes(options.ranks)
     if not make_layout(options.layout, options.ranks, options.seq).is_even:
         raise ConfigurationError(
-            f"--seq {options.seq}: the demo's loss is a mean over equal parts, and layout {options.layout} makes none of "
-            f"{options.seq} tokens on {options.ranks} ranks; take a multiple of {4 * options.ranks}"
+            f"--seq {options.seq}: the demo's loss is a mean over equal parts, into which layout {options.layout} does "
+            f"not cut so many tokens for {options.ranks} ranks; take a multiple of {4 * options.ranks}"
         )
     check_suffix("--svg", options.output, ".svg")
     check_output("--svg", Path(options.output))
