@@ -16,8 +16,10 @@ from lengths import AnyLength, Made, check_sent, run_any_length
 from ranks import Here, RankPools
 
 import tokenring as tr
+from tokenring.cli.main import main as cli
 from tokenring.errors import ConfigurationError
 from tokenring.lowering.target import Target
+from tokenring.planner.bounds.mask_density import is_even
 from tokenring.proof.replay import replay_schedule
 from tokenring.schedule.families import variants
 from tokenring.schedule.names import make_schedule
@@ -234,6 +236,20 @@ def test_shards_are_put_together_again(length: int, ranks: RankPools) -> None:
     assert all(same and back for same, back, _ in found)
     grads = torch.tensor([grad for _, _, grad in found]).sum(0)  # each counts the loss of all three
     assert grads.tolist() == [3.0 * (at + 1) for at in range(length)]
+
+
+def test_one_host_stands_for_others_where_parts_are_about_equal() -> None:
+    for length, even in ((8, True), (1001, True), (9, False), (1, False)):
+        layout = make_layout("contiguous", 4, length)
+        assert is_even(tr.Full(), layout, layout) == even
+
+
+@pytest.mark.parametrize("topology", ["a10-pix-4", pytest.param("a10-pix-4*16", marks=pytest.mark.slow)])
+def test_plans_for_any_length(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where one host of many is simulated."""
+    call = ["--seq", "100001", "--heads", "8", "--pass", "forward"]
+    assert cli(["plan", "--topology", f"preset:{topology}", *call]) == 0
+    assert "100,001 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", (*LAYOUTS, "striped/3", "contiguous/2"))
