@@ -188,11 +188,13 @@ def test_backward_is_of_the_length_of_its_forward(compiled: bool, ranks: RankPoo
 def refused(here: Here, what: str) -> tuple[str, bool]:
     """What is said of parts that go together in no way; and whether the ranks then go on."""
     cp = here.cp(layout="contiguous", schedule="ring")
-    tokens = {"no parts": (3, 3, 4), "nothing": (0, 0, 0), "other masks": (3, 3, 2), "kv": (3, 3, 2)}[what][here.rank]
+    of = {"no parts": (3, 3, 4), "nothing": (0, 0, 0), "one mask": (3, 3, 3)}
+    tokens = of.get(what, (3, 3, 2))[here.rank]
     x = torch.ones(1, tokens, 2, 16)
     kv = torch.ones(1, 3, 2, 16) if what == "kv" else x
     mask = tr.Causal() if what == "other masks" and here.rank == 1 else tr.Full()
     mask = tr.Documents([0, 5, 8]) if what == "kv" else mask
+    mask = tr.Documents([0, 10]) if what == "one mask" and here.rank == 1 else mask
     said = ""
     try:
         tr.attention(x, kv, kv, cp, mask)
@@ -209,6 +211,7 @@ def refused(here: Here, what: str) -> tuple[str, bool]:
         ("no parts", "tokens of q, but it holds|of 10|q_length: rank"),
         ("nothing", "holds no token of q"),
         ("other masks", "the ranks disagree.*mask"),
+        ("one mask", "ConfigurationError: Documents end at 10|Disagreement: rank 1 refused: Documents end at 10"),
         ("kv", "numbers one sequence, but q has 8 positions and kv 9: only Full takes both"),
     ],
 )

@@ -17,7 +17,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
 from tokenring.runtime.agreement import OtherLengths
 from tokenring.runtime.bound_kernel import checked_scale
-from tokenring.runtime.lengths import HELD, Held
+from tokenring.runtime.lengths import TAKEN, Held
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import Request, Workload
@@ -142,7 +142,7 @@ def _lengths(held: Held, cp: ContextParallel, mask: Mask) -> tuple[int, int]:
             )
         mask.check_length(q_length)
     except (ConfigurationError, UnsupportedError) as error:
-        setattr(error, HELD, held)  # it may be wrong because of the lengths, which the ranks then find together
+        setattr(error, TAKEN, (held, lengths))  # these may be wrong: the ranks then find the right ones together
         raise
     return lengths
 

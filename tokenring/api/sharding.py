@@ -192,7 +192,7 @@ class _refusing_parts(refusing):
         super().__init__(cp, "forward")
         self._context = cp
 
-    def speak(self, reason: str, held: object = None) -> None:
+    def speak(self, reason: str, taken: object = None) -> None:
         _told(self._context, f"{REFUSED}: {reason}")
 
 

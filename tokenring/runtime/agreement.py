@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, PeerLost, TokenRingError, one_line
-from tokenring.runtime.lengths import HELD, OF_LENGTHS, Held, Lengths
+from tokenring.runtime.lengths import OF_LENGTHS, TAKEN, Held, Lengths
 from tokenring.runtime.lengths import found as lengths_found
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
@@ -218,20 +218,21 @@ class refusing:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            reason, held = one_line(error), getattr(error, HELD, None)
-            tell(self._cp, error, lambda: self.speak(reason, held))
+            reason, taken = one_line(error), getattr(error, TAKEN, None)
+            tell(self._cp, error, lambda: self.speak(reason, taken))
 
-    def speak(self, reason: str, held: Held | None = None) -> None:
+    def speak(self, reason: str, taken: tuple[Held, tuple[int, int]] | None = None) -> None:
         """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost.
 
-        held: what this rank holds, where it refuses because of the lengths that it takes sequences to have.
+        taken: what this rank holds, and of which lengths it takes that to be, where it may refuse because of these.
         """
         transport = self._cp.speaker(_device(self._given))
         if transport is not None:
             fields: dict[str, object] = {"pass": self._direction, REFUSED: reason}
-            known = None if held is None else self._cp.lengths
-            if held is not None:
-                fields["layout"] = _layout_text(self._cp)
+            held, known = None, None
+            if taken is not None:
+                held, known = taken[0], self._cp.lengths
+                fields |= {"layout": _layout_text(self._cp), **dict(zip(OF_LENGTHS, taken[1], strict=True))}
             agree(transport, Description.of(fields, held, known))
             settle(transport)
 

@@ -15,7 +15,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import Layout, make_layout
 
 MOST_KNOWN = 1024  # parts, of which the oldest is forgotten
-HELD = "_tokenring_held"  # of an error: the parts of the call that was refused, because of the lengths that were taken
+TAKEN = "_tokenring_taken"  # of an error: what the rank holds of the call that it refuses, and the lengths it took
 OF_LENGTHS = ("q_length", "kv_length")  # the fields of a description that follow from them
 ADVICE = "take each rank's part from tr.shard, or by tr.positions"
 Fields = Mapping[str, str]
@@ -85,10 +85,10 @@ class Lengths:
 
 
 def found(descriptions: Sequence[Fields], held: Sequence[Held | None], of: Lengths, refused: str) -> Held | None:
-    """Return the lengths of q and kv of a call of which ranks differ in nothing else; None: there are none.
+    """Return the lengths of q and kv of a call of which ranks differ in nothing else; None: there are no others.
 
-    descriptions, held: of all ranks. refused: the field of those that refuse, for no other reason if they say what they
-    hold.
+    descriptions, held: of all ranks. refused: the field of those that refuse; for another reason, unless they say what
+    they hold.
     """
     parts = [each for each in held if each is not None]
     others = [_without_lengths(each) for each in descriptions if refused not in each]
@@ -96,6 +96,8 @@ def found(descriptions: Sequence[Fields], held: Sequence[Held | None], of: Lengt
     if len(parts) < len(held) or len(same) > 1 or any(each != others[0] for each in others):
         return None
     lengths = Held(sum(part.q for part in parts), sum(part.kv for part in parts))
+    if all(tuple(each[name] for name in OF_LENGTHS) == tuple(map(str, lengths)) for each in descriptions):
+        return None  # which is what all took them for
     try:
         by_side = zip(lengths, zip(*parts, strict=True), strict=True)
         fits = all(of.parts(length) == tuple(own) for length, own in by_side)
