@@ -284,6 +284,15 @@ def test_chunks_are_cut_at_the_end_alone(chunks: tuple[Positions, ...], says: st
     assert says in str(caught.value)
 
 
+def test_a_rank_has_one_chunk_that_is_cut() -> None:
+    """Else the rows of the next would not lie where they would if all were whole."""
+    chunks = (Positions(0, 3), Positions(3, 6), Positions(6, 9), Positions(9, 12), Positions(12, 16, 2),
+              Positions(13, 16, 2))  # fmt: skip
+    with pytest.raises(ConfigurationError, match="rank 1 has two chunks that the end of the sequence cuts"):
+        Layout("mine", 2, 16, chunks, (0, 0, 1, 0, 1, 1))
+    assert Layout("mine", 2, 16, chunks, (0, 1, 1, 0, 1, 0)).local_lengths == (8, 8)
+
+
 def test_a_layout_of_ones_own_is_cut_at_the_end() -> None:
     mine = Layout("mine", 2, 8, (Positions(0, 5), Positions(5, 8)), (1, 0))
     assert mine.local_lengths == (3, 5) and not mine.is_even and mine.positions(0) == [5, 6, 7]

@@ -101,6 +101,13 @@ class Layout:
                 f"layout {self.name!r}: give each of the {self.world_size} ranks equally many chunks"
             )
         check_partition(self)
+        for rank, owned in enumerate(self._owned if not self.is_even else ()):
+            there = [chunk for chunk in owned if len(self.chunks[chunk])]
+            if any(len(self.chunks[chunk]) < self.chunk_length for chunk in there[:-1]):
+                raise ConfigurationError(
+                    f"layout {self.name!r}: rank {rank} has two chunks that the end of the sequence cuts; "
+                    f"of each rank's chunks only the last may be shorter"
+                )
 
     @cached_property
     def chunk_length(self) -> int:
