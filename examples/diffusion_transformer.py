@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/diffusion_transformer.py
 
 77 text tokens and the patches of an image are one sequence, as in Flux and Stable Diffusion 3. It divides by no number
-of ranks: it is padded at its end, and Documents([0, length]) keeps the padding out of what others see.
+of ranks: the last rank holds some tokens fewer than the others.
 
 The model is a small one in plain torch, in the style of diffusers. In diffusers itself exchange dispatch_attention_fn
 in the model's module: its q, k and v are [B, T, H, D], as here (tests/project/test_more_examples.py does so for Flux).
@@ -29,24 +29,21 @@ Processor = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, T, H, D] -
 
 
 class TokenRingProcessor:
-    """Attention over the parts that all ranks hold of a sequence of so many tokens; the rest is padding."""
+    """Attention over the parts that all ranks hold of a sequence."""
 
-    def __init__(self, cp: tr.ContextParallel, length: int) -> None:
-        self.cp, self.mask = cp, tr.Documents([0, length])
+    def __init__(self, cp: tr.ContextParallel) -> None:
+        self.cp = cp
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tr.attention(q, k, v, self.cp, self.mask)
+        return tr.attention(q, k, v, self.cp)
 
 
 def denoise_split(model: Dit, cp: tr.ContextParallel, text: Tensor, image: Tensor, time: Tensor) -> Tensor:
     """What `model.denoise` gives, computed by all ranks together; the whole image comes back on every rank."""
     tokens, places = model.embedded(text, image), model.places(text, image)
-    length = tokens.shape[1]
-    missing = -length % cp.world_size  # the layout is contiguous: one chunk a rank
-    tokens, places = F.pad(tokens, (0, 0, 0, missing)), F.pad(places, (0, 0, 0, missing))
     part, part_places = tr.shard(tokens, cp, dim=1), tr.shard(places, cp, dim=0)
-    out = model.blocks_of(part, part_places, time, TokenRingProcessor(cp, length))
-    return model.to_pixels(tr.unshard(out, cp, dim=1)[:, text.shape[1] : length])
+    out = model.blocks_of(part, part_places, time, TokenRingProcessor(cp))
+    return model.to_pixels(tr.unshard(out, cp, dim=1)[:, text.shape[1] :])
 
 
 # ---------- a model in the style of diffusers

@@ -140,8 +140,8 @@ CALLS: dict[str, Refusal] = {
     "an empty shard": (
         lambda: call(tensor(2, 0, 4, 16), tensor(2, 0, 2, 16)),
         ConfigurationError,
-        "a rank with an empty shard cannot take part: q [2, 0, 4, 16], k [2, 0, 2, 16], v [2, 0, 2, 16]; "
-        "pad the sequence",
+        "rank 0 holds no token of q, and layout 'zigzag' makes no parts such as the ranks hold: "
+        "take each rank's part from tr.shard, or by tr.positions",
     ),
     "no heads": (
         lambda: call(tensor(2, 8, 0, 16), tensor(2, 8, 0, 16)),
@@ -174,12 +174,6 @@ CALLS: dict[str, Refusal] = {
         lambda: call(Q, tensor(2, 16, 2, 16), mask=tr.Documents([0, 8])),
         UnsupportedError,
         "mask documents(0,8) numbers one sequence, but q has 8 positions and kv 16: only Full takes both",
-    ),
-    "a length that does not divide": (
-        lambda: call(tensor(2, 7, 4, 16), tensor(2, 7, 2, 16)),
-        ConfigurationError,
-        "layout 'zigzag' over 1 ranks cuts a sequence into 2 chunks; a length of 7 does not divide: "
-        "pad to 8, or choose another layout",
     ),
 }
 CONTEXTS: dict[str, Refusal] = {

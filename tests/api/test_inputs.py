@@ -179,12 +179,11 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "positions: half a length": (
         lambda: tr.positions(ALONE, 8.5),  # type: ignore[arg-type]
-        "layout 'zigzag': length is 8.5; give an integer",
+        "layout 'zigzag': length is 8.5; give an integer from 1 on",
     ),
     "positions: no length": (
         lambda: tr.positions(ALONE, 0),
-        "layout 'zigzag' over 1 ranks cuts a sequence into 2 chunks; a length of 0 is empty for some ranks: "
-        "pad to 2, or choose another layout",
+        "layout 'zigzag': length is 0; give an integer from 1 on",
     ),
 }
 

@@ -65,7 +65,7 @@ def compiled(cp: ContextParallel, *qkv: torch.Tensor, sinks: Any = None) -> None
 Refusal = tuple[Callable[[ContextParallel], object], Callable[[ContextParallel], object], type[Exception], str]
 # What the odd one does, what the others do, what it raises.
 REFUSALS: dict[str, Refusal] = {
-    "an empty shard": (lambda cp: attend(cp, Q[:, :0], KV, KV), attend, ConfigurationError, "an empty shard cannot"),
+    "an empty shard": (lambda cp: attend(cp, Q[:, :0], KV, KV), attend, ConfigurationError, "holds no token of q"),
     "float64": (lambda cp: attend(cp, *(x.double() for x in tensors())), attend, UnsupportedError, "torch.float64"),
     "a number": (lambda cp: attend(cp, Q, KV, 3), attend, ConfigurationError, "one is of type int"),
     "a mask": (lambda cp: attend(cp, mask=3), attend, ConfigurationError, "mask is of type int; use Full()"),
@@ -112,7 +112,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda cp: in_megatron(cp, Q[:, :0]),
         lambda cp: in_megatron(cp, Q),
         ConfigurationError,
-        "an empty shard cannot",
+        "holds no token of q",
     ),
     "compiled": (
         lambda cp: compiled(cp, *(x.double() for x in (Q, KV, KV))),
@@ -222,7 +222,7 @@ def capturing(here: Here) -> tuple[str, str]:
 
 
 def test_one_rank_refuses_to_capture(ranks: RankPools) -> None:
-    check_heard(ranks(WORLD_SIZE)(capturing), ConfigurationError, "an empty shard cannot")
+    check_heard(ranks(WORLD_SIZE)(capturing), ConfigurationError, "holds no token of q")
 
 
 # ---------- before anybody has met

@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 from tokenring import ConfigurationError, ContextParallel, PeerLost, positions, shard, unshard
 from tokenring.api import sharding
+from tokenring.runtime.lengths import Lengths
 from tokenring.sequence.layout import Layout, zigzag
 
 LENGTH = 96
@@ -189,11 +190,13 @@ def refused(here: Here, what: str) -> str:
     cp = here.cp(layout="zigzag")
     try:
         if what == "length":
-            shard(torch.zeros(1, 13, 2), cp)
+            shard(torch.zeros(1, 0, 2), cp)
         if what == "positions":
-            positions(cp, 3)
-        if what == "shapes":
+            positions(cp, 0)
+        if what == "lengths":
             unshard(torch.zeros(1, 8 if here.rank else 16, 2), cp)
+        if what == "shapes":
+            unshard(torch.zeros(1, 8, 2 if here.rank else 3), cp)
         if what == "dtypes":
             unshard(torch.zeros(1, 8, 2, dtype=torch.bfloat16 if here.rank else torch.float32), cp)
         if what == "dims":
@@ -205,24 +208,19 @@ def refused(here: Here, what: str) -> str:
     return "nothing"
 
 
-CUTS = "layout 'zigzag' over 2 ranks cuts a sequence into 4 chunks; a length of "
-
-
-def advice(tokens: int) -> str:
-    kept = f"Documents([0, {tokens}]), as text documents(0,{tokens})"
-    return f", or choose another layout; padding at the end keeps results with mask & {kept}"
-
-
+EMPTY = "layout 'zigzag': length is 0; give an integer from 1 on"
+AS_SHARD = "unshard wants parts as shard makes them: of"
 PARTS = "unshard wants parts of one shape, dtype and dim from every rank; found"
 
 
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("length", f"{CUTS}13 does not divide: pad to 16{advice(13)}"),
-        ("positions", f"{CUTS}3 is empty for some ranks: pad to 4{advice(3)}"),
-        ("uneven", f"{CUTS}18 does not divide: pad to 20{advice(18)}"),
-        ("shapes", f"{PARTS} rank 0: float32 [1, 16, 2] along 1, rank 1: float32 [1, 8, 2] along 1"),
+        ("length", EMPTY),
+        ("positions", EMPTY),
+        ("uneven", f"{AS_SHARD} 18 positions the ranks hold 8, 10; found 9, 9"),
+        ("lengths", f"{AS_SHARD} 24 positions the ranks hold 12, 12; found 16, 8"),
+        ("shapes", f"{PARTS} rank 0: float32 [1, 8, 3] along 1, rank 1: float32 [1, 8, 2] along 1"),
         ("dtypes", f"{PARTS} rank 0: float32 [1, 8, 2] along 1, rank 1: bfloat16 [1, 8, 2] along 1"),
         ("dims", f"{PARTS} rank 0: float32 [8, 8] along 0, rank 1: float32 [8, 8] along 1"),
     ],
@@ -251,7 +249,8 @@ def test_an_error_that_is_kept_holds_no_work(name: str, monkeypatch: pytest.Monk
 
     transport = SimpleNamespace(lost=lambda *said: PeerLost(str(said), 1), exchange_text=lambda text, what: [text] * 2)
     cp: Any = SimpleNamespace(
-        world_size=2, rank=0, group=None, turn=nullcontext(), timeout_seconds=1.0, transport=transport
+        world_size=2, rank=0, group=None, turn=nullcontext(), timeout_seconds=1.0, transport=transport,
+        lengths=Lengths("contiguous", 0, 2),
     )
     monkeypatch.setattr(dist, name, start)
     function: Any = sharding._Gather if name == "all_gather" else sharding._Sum

@@ -134,7 +134,7 @@ class TestRefusals:
             (["schedule", "ring", "--ranks", "0"], "ranks=0: give an integer from 1 on"),
             (["schedule", "ring", *GIVEN, "--mask", "casual"], "unknown mask 'casual'; write full, causal"),
             (["schedule", "ring", *GIVEN, "--layout", "zag"], "unknown layout 'zag'; choose one of contiguous"),
-            (["schedule", "ring", *GIVEN, "--length", "9"], "layout 'zigzag' over 4 ranks cuts a sequence into 8"),
+            (["schedule", "ring", *GIVEN, "--length", "0"], "argument --length: '0' is no number of tokens"),
             (["schedule", "ring", *GIVEN, "--pieces", "3"], "schedule 'ring': 3 pieces do not divide chunks of 64"),
             (["schedule", "ring", *GIVEN, "--direction", "2"], "argument --direction: invalid choice: 2"),
             (["schedule", "ring", *GIVEN, "--kv-heads", "5"], "32 query heads are not a multiple of 5 kv heads"),

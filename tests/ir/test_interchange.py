@@ -18,10 +18,10 @@ from tokenring.ir.json import to_json
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Move, Tile
 from tokenring.schedule import routes
 from tokenring.schedule.by_name import schedule
-from tokenring.schedule.names import SCHEMES, at_key
+from tokenring.schedule.names import SCHEMES, at_key, make_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import Pair, Scheme, build
-from tokenring.sequence.layout import Layout, Positions, zigzag
+from tokenring.sequence.layout import Layout, Positions, make_layout, zigzag
 from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedule-json.md"
@@ -361,6 +361,14 @@ class TestCheckerOfThePage:
         check(to_json(schedule("bidirectional", ranks=4, mask=Causal(), pieces=4)))
         check(to_json(ulysses(4, zigzag(4, 64), Causal()).verify()))
         check(to_json(uneven().verify()))
+
+    @pytest.mark.parametrize("length", [1, 9, 13, 30])
+    def test_accepts_any_length(self, check: Callable[[str], None], length: int) -> None:
+        for name in SCHEMES:
+            for layout in LAYOUTS:
+                whole = make_layout(layout, 3, length)
+                if whole.takes_pieces(2 if name == "bidirectional" else 1):
+                    check(to_json(make_schedule(name, whole, whole, SlidingWindow(5))))
 
     MUTANTS: tuple[tuple[str, Edit, str], ...] = (
         ("tokenring", lambda doc: doc["returns"].pop(), "forward: partials never come home"),

@@ -132,18 +132,7 @@ class TestNamed:
 @pytest.mark.parametrize(
     ("name", "world_size", "length", "says"),
     [
-        (
-            "zigzag", 4, 12,
-            "layout 'zigzag' over 4 ranks cuts a sequence into 8 chunks; a length of 12 does not divide: pad to 16, "
-            "or choose another layout",
-        ),
-        (
-            "zigzag", 4, 7,
-            "layout 'zigzag' over 4 ranks cuts a sequence into 8 chunks; a length of 7 is empty for some ranks: "
-            "pad to 8, or choose another layout",
-        ),
-        ("contiguous", 3, 0, "a length of 0 is empty for some ranks: pad to 3"),
-        ("striped/2", 3, 15, "layout 'striped/2' over 3 ranks cuts a sequence into 6 chunks; a length of 15 does not"),
+        ("contiguous", 3, 0, "layout 'contiguous': length is 0; give an integer from 1 on"),
         ("spiral", 2, 8, "unknown layout 'spiral'; choose one of contiguous, zigzag, striped, or cut one finer"),
         ("zigzag/0", 2, 8, "unknown layout 'zigzag/0'"),
         ("zigzag/x", 2, 8, "unknown layout 'zigzag/x'"),
@@ -158,7 +147,7 @@ class TestNamed:
         ("zigzag", 2.0, 8, "layout 'zigzag': world_size is 2.0; give an integer from 1 on"),
         ("zigzag", 2, 8.0, "layout 'zigzag': length is 8.0; give an integer"),
         ("zigzag", 2, "8", "layout 'zigzag': length is '8'; give an integer"),
-        ("zigzag", 2, -8, "a length of -8 is empty for some ranks: pad to 4"),
+        ("zigzag", 2, -8, "layout 'zigzag': length is -8; give an integer from 1 on"),
         (
             zigzag(2, 8), 4, 8,
             "layout 'zigzag' is for 2 ranks and 8 positions; the group has 4 ranks and the tensors 8 positions",
@@ -181,7 +170,7 @@ def test_make_layout_refuses(name: Any, world_size: Any, length: Any, says: str)
         ((2, 8, -1), "cuts is -1; give an integer from 1 on"),
         ((2, 8, 1.5), "cuts is 1.5; give an integer from 1 on"),
         ((True, 8), "world_size is True; give an integer from 1 on"),
-        ((2, None), "length is None; give an integer"),
+        ((2, None), "length is None; give an integer from 1 on"),
     ],
 )
 def test_sizes_are_checked(base: str, sizes: Any, says: str) -> None:

@@ -19,6 +19,7 @@ from tokenring.api.inputs import (
     out_in_order,
     under_autocast,
     warn_if_swapped,
+    with_lengths,
 )
 from tokenring.errors import UnsupportedError
 from tokenring.runtime.agreement import refusing
@@ -74,6 +75,7 @@ def attention(
 
     q: [B, T, Hq, D], this rank's part in cp's layout; k: [B, T', Hkv, D], Hq a multiple of Hkv; v: [B, T', Hkv, Dv],
     where Dv may be another than D (multi-latent attention: 192 and 128). Nothing is padded on its way.
+    T and T' are as `shard` gives them: they differ by rank where the length does not divide, and may be 0.
     mask: Full() (the default), Causal(), SlidingWindow(...), Documents(...) or another (docs/masks.md), several joined
     by & and |, or its text, as "causal". is_causal: True for Causal(), as in scaled_dot_product_attention.
     scale: of q·k, up to 2^24/D in size; default 1/√D. Every rank must call with the same sizes, mask and scale.
@@ -132,8 +134,14 @@ def attend(
         check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
         q, k, v = under_autocast(q), under_autocast(k), under_autocast(v)
         return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training, sinks, softcap)
-    q, k, v, request = prepared(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout)
-    return attend_as(q, k, v, cp, request, sinks)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        given_q, given_k, given_v, request = prepared(
+            q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout
+        )
+        return attend_as(given_q, given_k, given_v, cp, request, sinks)
+
+    return with_lengths(cp, call)
 
 
 def prepared(

@@ -24,6 +24,7 @@ from tokenring.api.inputs import (
     in_order,
     out_in_order,
     warn_if_swapped,
+    with_lengths,
 )
 from tokenring.backends.devices import NO_GRAPHS, DeviceRuntime, device_of
 from tokenring.backends.interfaces import Transport
@@ -88,11 +89,17 @@ class CapturedAttention:
         sinks: torch.Tensor | None = None, lse_gradient: bool = False, softcap: float = 0.0,
     ) -> None:  # fmt: skip
         check_context(cp)
+        self._order, self._lse_gradient = order, lse_gradient
+        with_lengths(cp, lambda: self._make(q, k, v, cp, mask, scale, is_causal, sinks, softcap))
+
+    def _make(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike,
+        scale: float | None, is_causal: bool | None, sinks: torch.Tensor | None, softcap: float,
+    ) -> None:  # fmt: skip
         q, k, v, request = prepared(q, k, v, cp, mask, scale, is_causal=is_causal, sinks=sinks, softcap=softcap)
         transport = cp.transport_for(q.device, request.workload)
         with refusing(cp, "forward", q):
             _check_capturable(device_of(q), transport)
-        self._order, self._lse_gradient = order, lse_gradient
         with cp.turn:
             if transport is not None:
                 cp.agreed_plan(request)  # what another rank refuses is heard before the trial

@@ -27,7 +27,7 @@ from tokenring.api.autograd import (
     sinks_gradient,
 )
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import check_sinks, check_tensors, request_of, wrong_type
+from tokenring.api.inputs import check_sinks, check_tensors, request_of, with_lengths, wrong_type
 from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
@@ -97,12 +97,16 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: str, *call: Any
 ) -> Tensors:
     cp = context_of(context)
-    with cp.turn:
+
+    def forward() -> Tensors:
         with refusing(cp, "forward", q, k, v):
             refuse_tangents(q, k, v, *(() if sinks is None else (sinks,)))
             request = _request(q, k, v, sinks, cp, *call)
         out, lse, kept = forward_pass(cp, request, q, k, v, sinks)
-    return out, lse, _ticket(kept, q.device)
+        return out, lse, _ticket(kept, q.device)
+
+    with cp.turn:
+        return with_lengths(cp, forward)
 
 
 @_attention.register_fake
@@ -131,14 +135,17 @@ def _attention_backward(
     *call: Any,
 ) -> Gradients:
     cp = context_of(context)
-    with cp.turn:
+
+    def backward() -> Gradients:
         with refusing(cp, "backward", dout):
             # Where lse leaves the graph, torch.compile gives a gradient for it in any case: zeros are none.
-            if dlse is not None and not bool(dlse.any()):
-                dlse = None
+            given = None if dlse is None or not bool(dlse.any()) else dlse
             request = _request(q, k, v, sinks, cp, *call)
-        found = backward_pass(cp, request, dout, dlse, q, k, v, out, lse, _kept(ticket))
-    return *found, out.new_empty(0) if sinks is None else sinks_gradient(sinks, dout, dlse, out, lse)
+        found = backward_pass(cp, request, dout, given, q, k, v, out, lse, _kept(ticket))
+        return *found, out.new_empty(0) if sinks is None else sinks_gradient(sinks, dout, given, out, lse)
+
+    with cp.turn:
+        return with_lengths(cp, backward)
 
 
 @_attention_backward.register_fake

@@ -21,7 +21,7 @@ from tokenring.api.arguments import (
     schedule_text,
     seconds_limit,
 )
-from tokenring.api.cuts import Cuts
+from tokenring.api.cuts import Cuts, of_parts
 from tokenring.api.standing import Standing, new_handle
 from tokenring.backends import registry
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -29,6 +29,7 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
 from tokenring.runtime.agreement import Description, agree, beginning, describe, no_kernel, refusing, settle
 from tokenring.runtime.exclusive import share_turn, turn_of
+from tokenring.runtime.lengths import Lengths
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme, build
 from tokenring.sequence.layout import Layout
@@ -85,8 +86,8 @@ class ContextParallel(Standing):
     """
 
     _internal = frozenset((
-        "active_trace", "agreed_plan", "check_open", "cuts", "executor", "handle", "kernel",
-        "layout_for", "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
+        "active_trace", "agreed_plan", "check_open", "cuts", "executor", "handle", "kernel", "layout_for", "lengths",
+        "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -107,6 +108,7 @@ class ContextParallel(Standing):
         del group  # a frame of ours that an error keeps must not keep it
         self.rank, self.world_size = (0, 1) if of is None else (of.rank, of.world_size)
         self.layout, self.cuts = layout, Cuts(layout, self.world_size)
+        self.lengths = Lengths(of_parts(layout), self.rank, self.world_size)
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)

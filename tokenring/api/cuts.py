@@ -22,6 +22,11 @@ NEEDS_MASK = (
 )
 
 
+def of_parts(layout: str | Layout) -> str | Layout:
+    """Return a layout with the same number of tokens on each rank: "auto" deals as many as "contiguous"."""
+    return "contiguous" if layout == AUTO else layout
+
+
 class Cuts:
     """The layouts of one context."""
 
@@ -47,6 +52,14 @@ class Cuts:
         if len(self._given_out) > REMEMBERED:
             self._given_out.popitem(last=False)
         return found
+
+    def check_cut(self, mask: Mask | None, layout: Layout | None) -> tuple[int, ...] | None:
+        """Return the parts of a layout that is given; None: those of the context's. Raises ConfigurationError."""
+        if layout is not None:
+            return make_layout(layout, self._world_size, layout.length).local_lengths
+        if self._layout == AUTO and mask is None:
+            raise ConfigurationError(NEEDS_MASK)
+        return None
 
     def of_call(self, request: Request) -> tuple[Layout, Layout]:
         """Return the layouts of q and of kv. Raises ConfigurationError where it is not known how they were cut."""

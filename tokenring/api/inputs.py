@@ -7,14 +7,17 @@ Tensors that cannot be computed with here are refused before anything of theirs 
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
 from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
+from tokenring.runtime.agreement import OtherLengths
 from tokenring.runtime.bound_kernel import checked_scale, checked_softcap
+from tokenring.runtime.lengths import TAKEN, Held
 from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
@@ -22,6 +25,7 @@ from tokenring.sequence.workload import DTYPES, Request, Workload
 
 Order = Literal["bthd", "bhtd"]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 # Models have up to 128 heads, and a rank has some hundred tokens at least. So where the third axis of q and of k is as
 # long as that, and longer than the second, the second is rather heads. That misses a rank's part of fewer than 128
@@ -71,9 +75,8 @@ def request_of(
 ) -> Request:
     """Return a call's request where autograd's mode was another one when the call was made, as in a compiled graph."""
     mask = Full() if mask is None else mask
-    workload = _workload(q, k, v, cp, mask)
+    workload = _workload(q, k, v, cp, mask, layout)
     scale, softcap = checked_scale(scale, q.shape[-1]), checked_softcap(softcap)
-    check_layout(layout, cp.world_size, workload)
     return Request(workload, mask, scale, training, q.device, differentiable, softcap, layout)
 
 
@@ -93,16 +96,6 @@ def check_context(cp: object) -> None:
         raise ConfigurationError(
             f"cp is of type {type(cp).__name__}; make a ContextParallel, once, and give it to every call"
         )
-
-
-def check_layout(layout: object, world_size: int, size: Workload) -> None:
-    """Raise ConfigurationError unless this is None, or a Layout of the tensors of a call."""
-    if layout is None:
-        return
-    if not isinstance(layout, Layout):
-        raise ConfigurationError(f"layout is of type {type(layout).__name__}; give a Layout, or none: that of cp")
-    for length in (size.q_length, size.kv_length):
-        make_layout(layout, world_size, length)
 
 
 def check_types(*qkv: object) -> None:
@@ -152,7 +145,9 @@ def under_autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask) -> Workload:
+def _workload(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: Mask, layout: Layout | None
+) -> Workload:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ConfigurationError(f"attention wants q, k and v as [B, T, H, D]; got {shapes}")
@@ -167,16 +162,53 @@ def _workload(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextPara
             f"q, k and v must share dtype and device; got {q.dtype}/{k.dtype}/{v.dtype} "
             f"on {q.device}/{k.device}/{v.device}"
         )
-    if min(q.shape[1], k.shape[1]) == 0:
-        raise ConfigurationError(f"a rank with an empty shard cannot take part: {shapes}; pad the sequence")
-    q_length, kv_length = q.shape[1] * cp.world_size, k.shape[1] * cp.world_size
+    held = Held(q.shape[1], k.shape[1])
+    q_length, kv_length = _lengths(held, cp, mask) if layout is None else _lengths_in(layout, held, cp, mask)
+    return Workload(q.shape[0], q_length, kv_length, q.shape[2], k.shape[2], q.shape[3], q.dtype, v.shape[3])
+
+
+def _lengths(held: Held, cp: ContextParallel, mask: Mask) -> tuple[int, int]:
+    """Return the lengths of q and kv over all ranks, after checks that they fit what this rank holds, and the mask."""
+    q_length, kv_length = lengths = cp.lengths.of(held)
+    try:
+        cp.lengths.check(held, lengths)
+        _check_mask(mask, q_length, kv_length)
+    except (ConfigurationError, UnsupportedError) as error:
+        setattr(error, TAKEN, (held, lengths))  # these may be wrong: the ranks then find the right ones together
+        raise
+    return lengths
+
+
+def _lengths_in(layout: Layout, held: Held, cp: ContextParallel, mask: Mask) -> tuple[int, int]:
+    """Return the lengths of q and kv in a layout that the call gives, after checks that this rank holds its parts."""
+    if not isinstance(layout, Layout):
+        raise ConfigurationError(f"layout is of type {type(layout).__name__}; give a Layout, or none: that of cp")
+    own = make_layout(layout, cp.world_size, layout.length).local_lengths[cp.rank]
+    if held != (own, own):
+        raise ConfigurationError(
+            f"layout {layout.name!r} gives rank {cp.rank} {own} of {layout.length} positions, but it holds "
+            f"{held.q} tokens of q and {held.kv} of k and v"
+        )
+    _check_mask(mask, layout.length, layout.length)
+    return layout.length, layout.length
+
+
+def _check_mask(mask: Mask, q_length: int, kv_length: int) -> None:
     if q_length != kv_length and mask.needs_equal_lengths:
         raise UnsupportedError(
             f"mask {mask} numbers one sequence, but q has {q_length} positions and kv {kv_length}: only Full takes both"
             f", or say where q begins among kv, as Causal(q_start=...) does behind a cache"
         )
     mask.check_lengths(q_length, kv_length)
-    return Workload(q.shape[0], q_length, kv_length, q.shape[2], k.shape[2], q.shape[3], q.dtype, v.shape[3])
+
+
+def with_lengths(cp: ContextParallel, call: Callable[[], T]) -> T:
+    """Make a call, and once more where ranks found only while they agreed on it how long its sequences are."""
+    try:
+        return call()
+    except OtherLengths as other:
+        cp.lengths.learn(other.held, other.lengths)
+    return call()
 
 
 # ---------- tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -26,9 +26,10 @@ def shard(
 ) -> torch.Tensor:
     """Return this rank's part of a whole tensor that every rank holds, along the sequence dimension `dim`.
 
-    Differentiable: the gradient of the whole tensor is zero where other ranks hold the positions.
-    mask: that of the attention over the sequence, by which layout "auto" cuts it. layout: another than that of cp.
-    Raises ConfigurationError when the length does not divide.
+    Where the length does not divide, parts differ by rank, and some may have no token; `attention` knows from here on
+    of which length they are. Differentiable: the gradient of the whole tensor is zero where other ranks hold the
+    positions. mask: that of the attention over the sequence, by which layout "auto" cuts it. layout: another than that
+    of cp. Raises ConfigurationError for an empty sequence, or where cp's layout is for another length.
     """
     dim = _sequence_dim("shard", x, cp, dim)
     layout = _cut(cp, x.shape[dim], mask, layout)
@@ -39,7 +40,7 @@ def positions(
     cp: ContextParallel, seq_len: int, device: torch.device | str | None = None, *, mask: MaskLike = None,
     layout: Layout | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the global position of each local token: int64 [seq_len / ranks]; what rotary embeddings need."""
+    """Return the global position of each local token: int64 [T], with this rank's T; what rotary embeddings need."""
     _check_context("positions", cp)
     layout = _cut(cp, seq_len, mask, layout)
     try:
@@ -62,14 +63,19 @@ def unshard(
         dim = _sequence_dim("unshard", x, cp, dim)
         if cp.world_size > 1:
             check_tensor("unshard", x)
-        layout = _cut(cp, x.shape[dim] * cp.world_size, mask, layout)
-    gathered: torch.Tensor = _Gather.apply(x, cp, dim)  # type: ignore[no-untyped-call]
-    return gathered.index_select(dim, _once(_places, layout, x.device))
+        parts = cp.cuts.check_cut(mask_of(mask), layout)
+    gathered: torch.Tensor = _Gather.apply(x, cp, dim, parts)  # type: ignore[no-untyped-call]
+    return gathered.index_select(dim, _once(_places, _cut(cp, gathered.shape[dim], mask, layout), x.device))
 
 
 def _cut(cp: ContextParallel, length: int, mask: MaskLike, layout: Layout | None) -> Layout:
-    """Return the layout by which a sequence is cut. Raises ConfigurationError."""
-    return cp.cuts.taken(length, mask_of(mask), layout)
+    """Return the layout by which a sequence is cut, and note it; not while a graph is traced."""
+    if torch.compiler.is_compiling():
+        return cp.cuts.of(length, mask_of(mask)) if layout is None else layout
+    found = cp.cuts.taken(length, mask_of(mask), layout)
+    if layout is None:
+        cp.lengths.note(length)
+    return found
 
 
 # ---------- indices
@@ -126,42 +132,54 @@ def _check_context(what: str, cp: ContextParallel) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along `dim` by rank; its gradient is summed over ranks and cut."""
+    """All-gather along `dim` by rank; its gradient is summed over ranks and cut.
+
+    Parts that differ in length are filled up to the longest: collective calls take equal ones.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel, dim: int) -> torch.Tensor:
-        ctx.cp, ctx.dim = cp, dim
+    def forward(
+        ctx: Any, x: torch.Tensor, cp: ContextParallel, dim: int, parts: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        ctx.cp, ctx.dim, ctx.parts = cp, dim, parts
         if cp.world_size == 1:
             return x.clone()
         with cp.turn:
             with _refusing_parts(cp):
                 own = x.contiguous().resolve_conj().resolve_neg()
-                parts = [torch.empty_like(own) for _ in range(cp.world_size)]
-            _check_same_parts(x, cp, dim)
-            _finish(dist.all_gather(parts, own, group=cp.group, async_op=True), cp, "unshard", x.device)
-        return torch.cat(parts, dim)
+            lengths = _checked_lengths(x, cp, dim, parts)
+            most = max(lengths)
+            if own.shape[dim] < most:
+                filling = own.new_zeros([most - n if at == dim else n for at, n in enumerate(own.shape)])
+                own = torch.cat([own, filling], dim)
+            gathered = [torch.empty_like(own) for _ in range(cp.world_size)]
+            _finish(dist.all_gather(gathered, own, group=cp.group, async_op=True), cp, "unshard", x.device)
+        return torch.cat([part.narrow(dim, 0, length) for part, length in zip(gathered, lengths, strict=True)], dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Sum.apply(grads[0], ctx.cp, ctx.dim), None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Sum.apply(grads[0], ctx.cp, ctx.dim, ctx.parts), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Sum(torch.autograd.Function):
     """The gradient of _Gather, whose gradient _Gather is: so derivatives of any order are right."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, cp: ContextParallel, dim: int) -> torch.Tensor:
-        ctx.cp, ctx.dim = cp, dim
+    def forward(
+        ctx: Any, whole: torch.Tensor, cp: ContextParallel, dim: int, parts: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        ctx.cp, ctx.dim, ctx.parts = cp, dim, parts
         whole = whole.contiguous().clone()
         if cp.world_size > 1:
             with cp.turn:
                 what = "the gradient of unshard"
                 _finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
-        return whole.chunk(cp.world_size, dim)[cp.rank]
+        lengths = cp.lengths.parts(whole.shape[dim]) if parts is None else parts
+        return whole.narrow(dim, sum(lengths[: cp.rank]), lengths[cp.rank])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Gather.apply(grads[0], ctx.cp, ctx.dim), None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Gather.apply(grads[0], ctx.cp, ctx.dim, ctx.parts), None, None, None  # type: ignore[no-untyped-call]
 
 
 def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> None:
@@ -190,18 +208,57 @@ class _refusing_parts(refusing):
         super().__init__(cp, "forward")
         self._context = cp
 
-    def speak(self, reason: str) -> None:
+    def speak(self, reason: str, taken: object = None) -> None:
         _told(self._context, f"{REFUSED}: {reason}")
 
 
-def _check_same_parts(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
-    mine = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} along {dim}"
+def _checked_lengths(
+    x: torch.Tensor, cp: ContextParallel, dim: int, wanted: tuple[int, ...] | None
+) -> list[int]:
+    """Return the length of each rank's part. wanted: those that they must be; None: those of cp's layout.
+
+    Raises ConfigurationError, on all ranks, if parts do not go together.
+    """
+    sizes = [str(size) for size in x.shape]
+    mine = f"{str(x.dtype).removeprefix('torch.')} [{', '.join(sizes)}] along {dim}"
     parts = _told(cp, mine)
     if any(part.startswith(REFUSED) for part in parts):
         raise Disagreement(refusals([part.partition(": ")[2] if part.startswith(REFUSED) else None for part in parts]))
-    if any(part != mine for part in parts):
+    if all(part == mine for part in parts) and x.shape[dim]:
+        lengths = [x.shape[dim]] * cp.world_size
+    else:
+        of_others = [_length_where_alike(part, mine, dim) for part in parts]
+        lengths = [length for length in of_others if length is not None]
+    if len(lengths) < len(parts) or not sum(lengths):
         found = ", ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts))
         raise ConfigurationError(f"unshard wants parts of one shape, dtype and dim from every rank; found {found}")
+    if wanted is None:
+        wanted = cp.lengths.parts(sum(lengths))
+    if tuple(lengths) != wanted:
+        raise ConfigurationError(
+            f"unshard wants parts as shard makes them: of {sum(lengths)} positions the ranks hold "
+            f"{_listed(wanted)}; found {_listed(lengths)}"
+        )
+    return lengths
+
+
+def _length_where_alike(part: str, mine: str, dim: int) -> int | None:
+    """Return the length along `dim` of a rank's part; None unless all else is as in this rank's."""
+    (start, sizes, end), (own_start, own_sizes, own_end) = (_parsed(text) for text in (part, mine))
+    if (start, end, len(sizes)) != (own_start, own_end, len(own_sizes)):
+        return None
+    others = (a == b for at, (a, b) in enumerate(zip(sizes, own_sizes, strict=True)) if at != dim)
+    return int(sizes[dim]) if all(others) else None
+
+
+def _parsed(part: str) -> tuple[str, list[str], str]:
+    start, _, rest = part.partition("[")
+    sizes, _, end = rest.partition("]")
+    return start, sizes.split(", "), end
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths))
 
 
 def _told(cp: ContextParallel, mine: str) -> list[str]:

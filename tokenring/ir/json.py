@@ -15,7 +15,7 @@ from tokenring.sequence.mask import DEEPEST, Mask
 
 FORMAT = "tokenring-schedule"
 VERSION = 1
-ROWS_VERSION = 2  # of documents with a move that carries only some rows: readers of version 1 know of none
+PARTS_VERSION = 2  # of documents with moves of some rows, or chunks that the end cuts: version 1 knows of neither
 MORE_OF_MASKS = {"chunks", "slices", "either", "q_start"}  # keys of masks that three numbers do not say
 
 
@@ -29,7 +29,7 @@ def _document(schedule: ScheduleData) -> dict[str, object]:
     partials = [move for move in schedule.moves if move.block.kind not in PARTIAL_OF]
     return {
         "format": FORMAT,
-        "version": ROWS_VERSION if schedule.cuts_rows else VERSION,
+        "version": PARTS_VERSION if _has_parts(schedule) else VERSION,
         "name": schedule.name,
         "world_size": schedule.world_size,
         "mask": mask_document(schedule.mask),
@@ -45,6 +45,10 @@ def _document(schedule: ScheduleData) -> dict[str, object]:
         "moves": [_move_document(schedule, move) for move in requests],
         "returns": [_return_document(schedule, move) for move in partials],
     }
+
+
+def _has_parts(schedule: ScheduleData) -> bool:
+    return schedule.cuts_rows or not (schedule.q_layout.is_even and schedule.kv_layout.is_even)
 
 
 def mask_document(mask: Mask) -> dict[str, object]:
@@ -143,8 +147,9 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _schedule(root: JsonNode) -> ScheduleData:
     kind = root.fields("format", "version", others=True)
     kind["format"].choice(FORMAT)
-    if (version := kind["version"].integer()) not in (VERSION, ROWS_VERSION):
-        raise kind["version"].error(f"{version} is not known; this program reads versions {VERSION} and {ROWS_VERSION}")
+    if (version := kind["version"].integer()) not in (VERSION, PARTS_VERSION):
+        known = f"{VERSION} and {PARTS_VERSION}"
+        raise kind["version"].error(f"{version} is not known; this program reads versions {known}")
     part = root.fields(
         "format", "version", "name", "world_size", "mask", "q_layout", "kv_layout", "head_groups", "q_pieces",
         "kv_pieces", "keep", "slack", "codecs", "tiles", "moves", "returns",
@@ -167,7 +172,7 @@ def _schedule(root: JsonNode) -> ScheduleData:
         _codecs(part["codecs"]),
     )
     tiles = part["tiles"].each(lambda node: _tile(node, empty))
-    optional = ("rows",) if version == ROWS_VERSION else ()
+    optional = ("rows",) if version == PARTS_VERSION else ()
     moves = part["moves"].each(lambda node: _request(node, empty, optional))
     returns = part["returns"].each(lambda node: _return(node, empty, optional))
     # Each list keeps its own order, which verify() checks; a sorted pair gives the total order back.
@@ -221,8 +226,8 @@ def _layout(node: JsonNode, world_size: int) -> Layout:
 
 def _chunk(node: JsonNode, length: int, world_size: int) -> tuple[Positions, int]:
     part = node.fields("start", "stop", "step", "owner")
-    start = part["start"].integer(0, length - 1)
-    positions = Positions(start, part["stop"].integer(start + 1), part["step"].integer(1))
+    start = part["start"].integer(0)
+    positions = Positions(start, part["stop"].integer(start + (start < length)), part["step"].integer(1))
     return positions, part["owner"].index(world_size, "a rank")
 
 
@@ -242,7 +247,7 @@ def known_layout(name: str, world_size: int, length: int, chunks: int) -> Layout
 def _pieces(node: JsonNode, layout: Layout) -> int:
     """Return the number of parts into which each of the layout's chunks is cut. Raises ScheduleError."""
     pieces = node.integer(1)
-    if layout.chunk_length % pieces:
+    if not layout.takes_pieces(pieces):
         raise node.error(f"{pieces} pieces do not divide chunks of {layout.chunk_length} positions")
     return pieces
 

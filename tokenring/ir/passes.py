@@ -56,7 +56,7 @@ class _Sight:
         self._mask, self._q, self._kv = mask, q, kv
         self._q_pieces, self._kv_pieces = q_pieces, kv_pieces
         self._seen: list[frozenset[int] | None] = [None] * len(q)
-        self._everything = frozenset(range(len(kv)))
+        self._everything = frozenset(unit for unit, positions in enumerate(kv) if len(positions))
 
     def part(self, tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...]) -> Tile:
         """Return the tile with these blocks alone, without those that see or show nothing."""
@@ -70,9 +70,11 @@ class _Sight:
         """Return the kv units of which a q unit sees anything."""
         known = self._seen[unit]
         if known is None:
-            known = self._mask.seen(self._q[unit], self._kv)
-            if len(known) == len(self._kv):  # one set for all that see everything
+            known = self._mask.seen(self._q[unit], self._kv) if len(self._q[unit]) else frozenset()
+            if known >= self._everything:  # one set for all that see everything, which has no unit beyond the end
                 known = self._everything
+            elif len(self._everything) < len(self._kv):
+                known &= self._everything
             self._seen[unit] = known
         return known
 

@@ -33,7 +33,8 @@ REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
 @lru_cache(maxsize=64)
 def units_of(layout: Layout, pieces: int) -> tuple[Positions, ...]:
     """Return the positions of every unit of a layout, chunk by chunk, each chunk in so many pieces."""
-    return tuple(chunk.part(piece, pieces) for chunk in layout.chunks for piece in range(pieces))
+    size = -(-layout.chunk_length // pieces)
+    return tuple(chunk.cut(piece * size, size) for chunk in layout.chunks for piece in range(pieces))
 
 
 class Block(NamedTuple):
@@ -158,16 +159,21 @@ class ScheduleData:
         return block.chunk * self.pieces_of(block.kind) + block.piece
 
     def unit_length(self, kind: Kind) -> int:
-        """Return the tokens in one unit."""
+        """Return the tokens in one unit that the end of the sequence does not cut."""
         return self._unit_lengths[kind]
+
+    def rows(self, block: Block) -> int:
+        """Return the tokens in the block's unit."""
+        kind = block.kind
+        return self._unit_lengths[kind] if self.layout_of(kind).is_even else len(self.positions(block))
 
     @cached_property
     def _unit_lengths(self) -> dict[Kind, int]:
-        return {kind: self.layout_of(kind).chunk_length // self.pieces_of(kind) for kind in KINDS}
+        return {kind: -(-self.layout_of(kind).chunk_length // self.pieces_of(kind)) for kind in KINDS}
 
     def runs(self, move: Move) -> Runs:
         """Return the rows of its unit that a move carries."""
-        return ((0, self.unit_length(move.block.kind)),) if move.rows is None else move.rows
+        return ((0, self.rows(move.block)),) if move.rows is None else move.rows
 
     def moved_rows(self, move: Move) -> int:
         """Return how many rows a move carries."""

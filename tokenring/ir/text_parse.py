@@ -204,7 +204,7 @@ class _Header:
 
     def _pieces(self, key: str, layout: Layout) -> int:
         pieces = self.number(key)
-        if layout.chunk_length % pieces:
+        if not layout.takes_pieces(pieces):
             raise self.values[key].error(f"pieces do not divide chunks of {layout.chunk_length} positions")
         return pieces
 
@@ -248,9 +248,9 @@ def _chunks(spot: Spot, length: int) -> tuple[Positions, ...]:
         start, *ends = word.split(":")
         if len(ends) not in (1, 2):
             raise word.error("is not start:stop or start:stop:step")
-        first = start.ordinal(length, "a position")
+        first = start.integer()
         step = ends[1].integer(1) if len(ends) > 1 else 1
-        chunks.append(Positions(first, ends[0].integer(first + 1), step))
+        chunks.append(Positions(first, ends[0].integer(first + (first < length)), step))
     return tuple(chunks)
 
 
@@ -319,12 +319,12 @@ def _blocks(
         if match[2] is not None:
             piece = item.group(match, 2).ordinal(len(pieces), f"a {name} piece")
             pieces = range(piece, piece + 1)
-        rows = None if match[4] is None else _rows(item.group(match, 4), frame.unit_length(kind))
+        rows = None if match[4] is None else _runs(item.group(match, 4), frame.unit_length(kind))
         for chunk in item.group(match, 1).span(len(frame.layout_of(kind).chunks), f"a {name} chunk"):
             yield from ((Block(kind, chunk, heads, piece, at), rows) for piece in pieces)
 
 
-def _rows(spot: Spot, length: int) -> Runs:
+def _runs(spot: Spot, length: int) -> Runs:
     """Return the rows that `0:4+60:64` stands for. Raises ScheduleError unless they are runs of so many rows."""
     runs: list[tuple[int, int]] = []
     for part in spot.split("+"):

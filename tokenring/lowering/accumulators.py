@@ -90,7 +90,7 @@ class Accumulators:
             self.emit(Wait(number))
 
     def _local_rows(self, kind: Kind) -> int:
-        return self.schedule.layout_of(kind).local_length
+        return self.schedule.layout_of(kind).local_lengths[self.rank]
 
     def _results(self, kind: Kind, slab: Slab, blocks: tuple[Block, ...], span: Span) -> Iterator[Result]:
         """Yield where the rows of a kernel's result go: home, or to the partial for their owner."""

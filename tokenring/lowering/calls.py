@@ -80,7 +80,8 @@ def _runs(storage: Storage, rank: int, blocks: tuple[Block, ...]) -> list[CallRu
     placed = sorted((storage.row(rank, block), schedule.positions(block)) for block in blocks)
     runs: list[tuple[int, list[Positions]]] = []
     for row, positions in placed:
-        if runs and row == runs[-1][0] + length * len(runs[-1][1]):
+        # Beyond a unit that the end of the sequence cuts lie rows without tokens.
+        if runs and row == runs[-1][0] + length * len(runs[-1][1]) and len(runs[-1][1][-1]) == length:
             runs[-1][1].append(positions)
         else:
             runs.append((row, [positions]))

@@ -45,7 +45,7 @@ def _carried(schedule: ScheduleData, used: dict[Place, Runs], kept: Set[int]) ->
 
 
 def _whole(schedule: ScheduleData, move: Move) -> Runs:
-    return ((0, schedule.unit_length(move.block.kind)),)
+    return ((0, schedule.rows(move.block)),)
 
 
 def _kept_whole(schedule: ScheduleData, rows: Mapping[int, Runs]) -> set[int]:
@@ -63,7 +63,9 @@ def _kept_whole(schedule: ScheduleData, rows: Mapping[int, Runs]) -> set[int]:
         ranks = {rank for pair in pairs for rank in pair}
         if len(ranks) < LEAST_RANKS or len(pairs) < len(ranks) * (len(ranks) - 1) or len(set(pairs.values())) > 1:
             continue
-        whole = len(some) * schedule.unit_length(schedule.moves[some[0]].block.kind)
+        if not schedule.layout_of(schedule.moves[some[0]].block.kind).is_even:
+            continue  # its units are not equal anyway
+        whole = sum(schedule.rows(schedule.moves[at].block) for at in some)
         needed = sum(stop - start for at in some for start, stop in rows[at])
         if 0 < whole - needed <= whole * WORTH_AN_EXCHANGE:
             kept.update(some)

@@ -186,7 +186,7 @@ class _Lowering(Accumulators):
             self.packed.add(block)
             slab, group = self.storage.slab(self.rank, block), self.storage.group(block)
             length, source = self.schedule.unit_length(block.kind), self.storage.own_row(block)
-            runs = [(0, length)]
+            runs = [(0, self.schedule.rows(block))]
             if slab.own_only:
                 if group not in self.staged:
                     rows = len(self.storage.group_blocks(group)) * length

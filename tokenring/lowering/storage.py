@@ -27,13 +27,14 @@ class MovePart(NamedTuple):
 class Message:
     """Parts of moves of one step, source, destination and channel whose rows are neighbours at both ends.
 
-    first: the first row of the first unit that goes; whole: all rows of all its units go.
+    first: the first row of the first unit that goes; whole: all its units go whole, and are equally long.
     """
 
     def __init__(self, storage: Storage, parts: list[MovePart]) -> None:
         first, schedule = parts[0].move, storage.schedule
         self.parts, self.first = tuple(parts), parts[0].start
-        self.whole = all(part.move.rows is None for part in parts)
+        length = schedule.unit_length(first.block.kind)
+        self.whole = all(part.stop - part.start == length for part in parts)
         self.step, self.src, self.dst, self.channel, self.add = (
             first.step,
             first.src,

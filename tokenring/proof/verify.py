@@ -64,7 +64,8 @@ class ProofFacts:
         self.schedule = schedule
         q, kv = schedule.unit_positions["q"], schedule.unit_positions["k"]
         sees = schedule.mask.visible
-        self.of_q = [sum(1 << j for j, b in enumerate(kv) if sees(a, b)) for a in q]
+        there = [(j, b) for j, b in enumerate(kv) if len(b)]  # units beyond the end of the sequence are not seen
+        self.of_q = [sum(1 << j for j, b in there if sees(a, b)) if len(a) else 0 for a in q]
         self.of_kv = [0] * len(kv)
         for i, bits in enumerate(self.of_q):
             for j in range(len(kv)):

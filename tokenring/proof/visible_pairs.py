@@ -21,7 +21,10 @@ class Pairs:
         q, kv = schedule.unit_positions["q"], schedule.unit_positions["k"]
         region = schedule.mask.region
         self.goal: dict[tuple[int, int], Region] = {
-            (i, j): seen for i, a in enumerate(q) for j, b in enumerate(kv) if (seen := region(a, b))
+            (i, j): seen
+            for i, a in enumerate(q)
+            for j, b in enumerate(kv)
+            if len(a) and len(b) and (seen := region(a, b))
         }
         self._cells: dict[tuple[Tokens, Tokens, Patch], list[Cell]] = {}
 
@@ -56,23 +59,23 @@ class Pairs:
 
     def _units(self, kind: Kind, tokens: Tokens) -> Iterator[tuple[int, int, int, int]]:
         """Yield the tokens unit by unit: (place among them, how many, unit, place in the unit)."""
-        length, pieces = self.schedule.unit_length(kind), self.schedule.pieces_of(kind)
-        at = 0
+        chunk_length, length = self.schedule.layout_of(kind).chunk_length, self.schedule.unit_length(kind)
+        pieces, at = self.schedule.pieces_of(kind), 0
         for count, owner, row in tokens:
             owned = self.schedule.layout_of(kind).owned_by(owner)
             end = row + count
             while row < end:
-                index, inside = divmod(row, length)
-                part = min(length - inside, end - row)
-                yield at, part, owned[index // pieces] * pieces + index % pieces, inside
+                index, of_chunk = divmod(row, chunk_length)
+                piece, inside = divmod(of_chunk, length)
+                part = min(length - inside, chunk_length - of_chunk, end - row)
+                yield at, part, owned[index] * pieces + piece, inside
                 row, at = row + part, at + part
 
     def block(self, kind: Kind, owner: int, row: int, heads: int = 0, made_at: int | None = None) -> Block:
         """Return the unit in which a rank's own row lies."""
-        index, pieces = row // self.schedule.unit_length(kind), self.schedule.pieces_of(kind)
-        return Block(
-            kind, self.schedule.layout_of(kind).owned_by(owner)[index // pieces], heads, index % pieces, made_at
-        )
+        layout = self.schedule.layout_of(kind)
+        index, of_chunk = divmod(row, layout.chunk_length)
+        return Block(kind, layout.owned_by(owner)[index], heads, of_chunk // self.schedule.unit_length(kind), made_at)
 
 
 class CoveredCall(NamedTuple):
@@ -88,13 +91,13 @@ class Tally:
     """A tally of what the kernel calls of one pass compute, and of what has to come home for it."""
 
     def __init__(self, pairs: Pairs, kinds: tuple[Kind, ...]) -> None:
-        self.pairs, self.schedule = pairs, pairs.schedule
+        self.pairs, self.schedule = pairs, (schedule := pairs.schedule)
         self.calls: list[CoveredCall] = []
         # (kind, owner, head group) → for each own row the calls that make a result for it
         self.due: dict[tuple[Kind, int, int], Rows] = {
-            (kind, rank, heads): {0: ContentRun(0, self.schedule.layout_of(kind).local_length, rank, 0)}
+            (kind, rank, heads): {0: ContentRun(0, length, rank, 0)} if length else {}
             for kind in kinds
-            for rank in range(self.schedule.world_size)
+            for rank, length in enumerate(schedule.layout_of(kind).local_lengths)
             for heads in range(self.schedule.head_groups)
         }
         self._sides: tuple[tuple[Kind, int], ...] = tuple((kind, 0 if kind[0] == "q" else 1) for kind in kinds)

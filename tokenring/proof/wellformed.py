@@ -32,7 +32,7 @@ def check_form(schedule: ScheduleData) -> None:
             or channel != channels[block.kind]
             or partial != (channel == PARTIALS)
             or (add and (not partial or owners[block.kind][block.chunk] == dst))
-            or (rows is not None and not _are_runs(rows, schedule.unit_length(block.kind)))
+            or (rows is not None and not _are_runs(rows, schedule.rows(block)))
         ):
             raise _wrong_move(schedule, move)
     if list(schedule.tiles) != sorted(schedule.tiles, key=tile_order):
@@ -51,7 +51,7 @@ def _check_units(schedule: ScheduleData) -> None:
             raise ScheduleError(
                 f"{schedule.name}: its {kind} layout is for {layout.world_size} ranks, not {schedule.world_size}"
             )
-        if pieces < 1 or layout.chunk_length % pieces:
+        if not layout.takes_pieces(pieces):
             raise ScheduleError(
                 f"{schedule.name}: {pieces} pieces do not divide {kind} chunks of {layout.chunk_length} positions"
             )
@@ -114,7 +114,7 @@ def _wrong_move(schedule: ScheduleData, move: Move) -> ScheduleError:
         return ScheduleError(f"{where} cannot travel on channel {move.channel!r}")
     if move.add and (not partial or schedule.owner(move.block) == move.dst):
         return ScheduleError(f"{where}: add is for partials on their way, not for requests or the owner")
-    length = schedule.unit_length(move.block.kind)
+    length = schedule.rows(move.block)
     return ScheduleError(
         f"{where}: its rows are {move.rows}; give runs (start, stop) of the {length} rows of a unit, in order and "
         f"apart from each other, or None for all"

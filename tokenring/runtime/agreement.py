@@ -14,13 +14,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, PeerLost, TokenRingError, one_line
+from tokenring.runtime.lengths import OF_LENGTHS, TAKEN, Held, Lengths
+from tokenring.runtime.lengths import found as lengths_found
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.workload import Workload
@@ -50,18 +52,32 @@ class Disagreement(ConfigurationError):
         self.fields = frozenset(fields)
 
 
+class OtherLengths(Disagreement):
+    """The ranks make one call, of sequences of other lengths than some took them to have: it is to be made again."""
+
+    def __init__(self, text: str, held: Held, lengths: Held) -> None:
+        super().__init__(text)
+        self.held, self.lengths = held, lengths
+
+
 @dataclass(frozen=True)
 class Description:
-    """One rank's description of the call that it is about to make, field by field, with its digest."""
+    """One rank's description of the call that it is about to make, field by field, with its digest.
+
+    held: the tokens that this rank holds, and lengths what it knows of those of whole sequences; not in the digest, as
+    ranks differ in it. None: it refuses for another reason.
+    """
 
     fields: tuple[tuple[str, str], ...]
     digest: bytes
+    held: Held | None = None
+    lengths: Lengths | None = None
 
     @staticmethod
-    def of(fields: dict[str, object]) -> Description:
+    def of(fields: dict[str, object], held: Held | None = None, lengths: Lengths | None = None) -> Description:
         """Make a description with its SHA-256 digest; the fields must print alike on all ranks."""
         texts = tuple((name, str(value)) for name, value in fields.items())
-        return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest())
+        return Description(texts, hashlib.sha256(json.dumps(texts).encode()).digest(), held, lengths)
 
 
 def describe(
@@ -76,6 +92,8 @@ def describe(
     sizes: dict[str, object] = {field.name: getattr(request.workload, field.name) for field in fields(Workload)}
     if sizes["value_dim"] == sizes["head_dim"]:
         sizes["value_dim"] = "head_dim"  # whatever that is: where it differs, it alone is named
+    of = cp.lengths if request.layout is None else None  # else its length is known, whatever the ranks hold
+    held = None if of is None else Held(*(of.parts(getattr(request.workload, name))[cp.rank] for name in OF_LENGTHS))
     return Description.of(
         {
             "pass": direction,
@@ -92,8 +110,14 @@ def describe(
             **({} if most is None else {"communicators at most": most}),
             **({"planned for": "both passes" if request.backward else "forward"} if planned else {}),
             **dict.fromkeys(notes, "given"),
-        }
+        },
+        held,
+        of,
     )
+
+
+def _layout_text(cp: Caller) -> str:
+    return cp.layout if isinstance(cp.layout, str) else named_digest(cp.layout)
 
 
 def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
@@ -126,14 +150,24 @@ def agree(transport: Transport, mine: Description) -> None:
 
     def judge(digests: list[bytes]) -> None:
         if any(digest != mine.digest for digest in digests):
-            texts = transport.exchange_text(json.dumps(mine.fields).encode(), "what differs")
-            descriptions = [dict(json.loads(text)) for text in texts]
-            raise Disagreement(_difference(descriptions), _differing(descriptions))
+            texts = transport.exchange_text(json.dumps([mine.fields, mine.held]).encode(), "what differs")
+            raise _judged(mine, [json.loads(text) for text in texts])
 
     if transport.target.deferring:
         transport.begin_call(mine.digest, "the call", judge)
     else:
         judge(transport.exchange(mine.digest, "the call"))
+
+
+def _judged(mine: Description, told: list[Any]) -> Disagreement:
+    """Return the error that says in what descriptions differ: the same kind on all ranks."""
+    descriptions = [dict(fields) for fields, _ in told]
+    held = [None if each is None else Held(*each) for _, each in told]
+    text, differing = _difference(descriptions), _differing(descriptions)
+    if mine.held is None or mine.lengths is None:
+        return Disagreement(text, differing)
+    lengths = lengths_found(descriptions, held, mine.lengths, REFUSED)
+    return Disagreement(text, differing) if lengths is None else OtherLengths(text, mine.held, lengths)
 
 
 def settle(transport: Transport | None) -> None:
@@ -206,19 +240,30 @@ class refusing:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            reason = one_line(error)
-            tell(self._cp, error, lambda: self.speak(reason))
+            reason, taken = one_line(error), getattr(error, TAKEN, None)
+            tell(self._cp, error, lambda: self.speak(reason, taken))
 
-    def speak(self, reason: str) -> None:
-        """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost."""
+    def speak(self, reason: str, taken: tuple[Held, tuple[int, int]] | None = None) -> None:
+        """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost.
+
+        taken: what this rank holds, and of which lengths it takes that to be, where it may refuse because of these.
+        """
         transport = self._cp.speaker(_device(self._given))
         if transport is not None:
-            agree(transport, Description.of({"pass": self._direction, REFUSED: reason}))
+            fields: dict[str, object] = {"pass": self._direction, REFUSED: reason}
+            held, known = None, None
+            if taken is not None:
+                held, known = taken[0], self._cp.lengths
+                fields |= {"layout": _layout_text(self._cp), **dict(zip(OF_LENGTHS, taken[1], strict=True))}
+            agree(transport, Description.of(fields, held, known))
             settle(transport)
 
 
 def tell(cp: Caller, error: BaseException, speak: Callable[[], object]) -> None:
-    """Take part, by `speak`, in the exchange in which the others wait. Raises nothing: the caller raises `error`."""
+    """Take part, by `speak`, in the exchange in which the others wait; the caller raises `error`.
+
+    Raises OtherLengths only: then there was nothing to refuse, and all ranks make the call again.
+    """
     heard = isinstance(error, (PeerLost, Disagreement)) or hasattr(error, TOLD)
     if cp.world_size == 1 or heard or not isinstance(error, Exception):
         return
@@ -226,6 +271,8 @@ def tell(cp: Caller, error: BaseException, speak: Callable[[], object]) -> None:
     try:
         with cp.turn, _disable_current_modes(), torch._C.DisableTorchFunction():  # such as of FakeTensor, torch.device
             speak()
+    except OtherLengths:
+        raise
     except Disagreement:
         pass
     except Exception as unheard:  # whatever it is, it is not what the caller wants to know

@@ -9,13 +9,18 @@ if TYPE_CHECKING:
 
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.runtime.exclusive import Turn
+    from tokenring.runtime.lengths import Lengths
+    from tokenring.sequence.layout import Layout
     from tokenring.sequence.workload import Workload
 
 
 class Caller(Protocol):
     """One rank's part in the calls of a group."""
 
+    rank: int
     world_size: int
+    layout: str | Layout
+    lengths: Lengths
     pieces: int | None
     kernel_name: str
     turn: Turn

@@ -118,7 +118,7 @@ def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: L
     row = workload.kv_heads * workload.kv_dim if name == "direct-kv" else workload.q_heads * workload.head_dim
     chunk_bytes = layout.chunk_length * workload.batch * row * workload.itemsize
     for pieces in PIECES_THAT_PAY:
-        if layout.chunk_length % pieces == 0 and chunk_bytes // pieces >= LEAST_PIECE_BYTES:
+        if layout.takes_pieces(pieces) and chunk_bytes // pieces >= LEAST_PIECE_BYTES:
             return pieces
     return 1
 

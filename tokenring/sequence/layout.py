@@ -1,7 +1,9 @@
 """Layouts: the ranks that own the positions of the sequence.
 
 A layout cuts a sequence into equal chunks and gives each rank some of them. A rank's local
-tensor holds its chunks one after another, in ascending order of their first position.
+tensor holds its chunks one after another, in ascending order of their first position. Where the
+length does not divide, the chunks are those of the next length that does, cut at the end of the
+sequence: the last ones are shorter, or empty, and so are the local tensors of their owners.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ NAME = re.compile("([a-z]+)(?:/([1-9][0-9]{0,8}))?", re.ASCII)
 
 
 class Positions(NamedTuple):
-    """The positions range(start, stop, step) of one chunk; never empty in a valid layout."""
+    """The positions range(start, stop, step) of one chunk; none where the sequence ends before it."""
 
     start: int
     stop: int
@@ -41,6 +43,12 @@ class Positions(NamedTuple):
         start = self.start + index * size * self.step
         return Positions(start, start + (size - 1) * self.step + 1, self.step)
 
+    def cut(self, first: int, count: int) -> Positions:
+        """Return `count` positions from the `first` on, or as many of them as there are."""
+        start = self.start + first * self.step
+        size = max(0, min(count, len(self) - first))
+        return Positions(start, start + (size - 1) * self.step + 1 if size else start, self.step)
+
     def join(self, after: Positions) -> Positions | None:
         """Return both as one range, if `after` goes on where this one ends; else None."""
         steps = {self.step} if len(self) > 1 else set()
@@ -56,8 +64,9 @@ class Layout:
     """Equal chunks of `length` positions, each owned by one rank.
 
     chunks[c] are the positions of chunk c, owners[c] the rank that holds them. Chunks are
-    numbered by their first position. Raises ConfigurationError when they do not partition
-    range(length) into equal parts, the same number for each rank.
+    numbered by their first position. A chunk is shorter only where the sequence ends in it or before it:
+    Positions(start, start) beyond the end are none. Raises ConfigurationError when they do not partition
+    range(length) into such parts, the same number for each rank.
     """
 
     name: str
@@ -76,12 +85,12 @@ class Layout:
         if len(self.chunks) != len(self.owners) or not self.chunks:
             raise ConfigurationError(f"layout {self.name!r}: {len(self.chunks)} chunks for {len(self.owners)} owners")
         for chunk in self.chunks:
-            if not _is_range(chunk):
+            if not _is_range(chunk, self.length):
                 raise ConfigurationError(
                     f"layout {self.name!r}: a chunk is {chunk!r}; write Positions(start, stop, step) of integers "
                     f"with start from 0 on, stop above it and step from 1 on"
                 )
-        if len({len(chunk) for chunk in self.chunks}) != 1 or self.chunk_length * len(self.chunks) != self.length:
+        if sum(map(len, self.chunks)) != self.length or not all(map(self._is_whole_or_cut, self.chunks)):
             raise ConfigurationError(f"layout {self.name!r}: its chunks are not equal parts of {self.length} positions")
         if list(self.chunks) != sorted(self.chunks):
             raise ConfigurationError(f"layout {self.name!r}: number the chunks by their first position")
@@ -92,6 +101,13 @@ class Layout:
                 f"layout {self.name!r}: give each of the {self.world_size} ranks equally many chunks"
             )
         check_partition(self)
+        for rank, owned in enumerate(self._owned if not self.is_even else ()):
+            there = [chunk for chunk in owned if len(self.chunks[chunk])]
+            if any(len(self.chunks[chunk]) < self.chunk_length for chunk in there[:-1]):
+                raise ConfigurationError(
+                    f"layout {self.name!r}: rank {rank} has two chunks that the end of the sequence cuts; "
+                    f"of each rank's chunks only the last may be shorter"
+                )
 
     def __hash__(self) -> int:
         return self._hash
@@ -105,15 +121,34 @@ class Layout:
         """Return what is pickled: without the hash, since another process has other hashes of texts."""
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
-    @property
+    @cached_property
     def chunk_length(self) -> int:
-        """Number of positions in each chunk."""
-        return len(self.chunks[0])
+        """Number of positions in each chunk that the end of the sequence does not cut."""
+        return max(map(len, self.chunks))
+
+    def _is_whole_or_cut(self, chunk: Positions) -> bool:
+        return len(chunk) == self.chunk_length or chunk.start + (self.chunk_length - 1) * chunk.step >= self.length
+
+    @cached_property
+    def is_even(self) -> bool:
+        """True if all chunks are equally long."""
+        return self.chunk_length * len(self.chunks) == self.length
+
+    def takes_pieces(self, pieces: int) -> bool:
+        """Return whether chunks are cut into so many pieces; not every one is as long where the length is not even."""
+        return pieces >= 1 and not (self.is_even and self.chunk_length % pieces)
 
     @property
     def local_length(self) -> int:
-        """Positions that each rank holds."""
-        return self.length // self.world_size
+        """Positions that each rank holds; where they differ, those of the rank that holds most."""
+        return max(self.local_lengths)
+
+    @cached_property
+    def local_lengths(self) -> tuple[int, ...]:
+        """Positions that each rank holds, by rank."""
+        if self.is_even:
+            return (self.length // self.world_size,) * self.world_size
+        return tuple(sum(len(self.chunks[chunk]) for chunk in owned) for owned in self._owned)
 
     @cached_property
     def _owned(self) -> tuple[tuple[int, ...], ...]:
@@ -136,7 +171,7 @@ class Layout:
         return tuple(start)
 
     def positions(self, rank: int) -> list[int]:
-        """Return the global position of each token of the rank's local tensor."""
+        """Return the global position of each token of the rank's local tensor; none where it holds none."""
         return [p for chunk in self.owned_by(rank) for p in range(*self.chunks[chunk])]
 
 
@@ -151,7 +186,7 @@ def contiguous(world_size: int, length: int, cuts: int = 1) -> Layout:
 
 def zigzag(world_size: int, length: int, cuts: int = 1) -> Layout:
     """Return the layout in which rank r holds parts r and 2P-1-r of 2P, which balances causal attention."""
-    world_size, length, cuts = _sizes("zigzag", world_size, length, cuts, parts_per_rank=2)
+    world_size, length, cuts = _sizes("zigzag", world_size, length, cuts)
     count = 2 * world_size * cuts
     owners = tuple(min(c // cuts, 2 * world_size - 1 - c // cuts) for c in range(count))
     return Layout(_name("zigzag", cuts), world_size, length, _cut(length, count), owners)
@@ -160,12 +195,9 @@ def zigzag(world_size: int, length: int, cuts: int = 1) -> Layout:
 def striped(world_size: int, length: int, cuts: int = 1) -> Layout:
     """Return the layout with positions r, r+P, r+2P, ... at rank r: Striped Attention (arXiv:2311.09431)."""
     world_size, length, cuts = _sizes("striped", world_size, length, cuts)
-    span = length // cuts
-    chunks = [
-        Positions(cut * span + rank, (cut + 1) * span - world_size + rank + 1, world_size)
-        for cut in range(cuts)
-        for rank in range(world_size)
-    ]
+    size = -(-length // (world_size * cuts))
+    starts = [cut * size * world_size + rank for cut in range(cuts) for rank in range(world_size)]
+    chunks = [_chunk(start, size, world_size, length) for start in starts]
     return Layout(_name("striped", cuts), world_size, length, tuple(chunks), tuple(range(world_size)) * cuts)
 
 
@@ -175,7 +207,7 @@ LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 def make_layout(name: str | Layout, world_size: int, length: int) -> Layout:
     """Return the layout called `name` ("zigzag", or finer cut: "zigzag/4") of `length` positions.
 
-    Raises ConfigurationError for an unknown name, a length that does not divide, or an empty shard.
+    Raises ConfigurationError for an unknown name, or a length that is no integer from 1 on.
     """
     if isinstance(name, Layout):
         if (name.world_size, name.length) != (world_size, length):
@@ -203,7 +235,7 @@ def read_name(name: object) -> tuple[str, int]:
 
 def check_partition(layout: Layout) -> None:
     """Raise ConfigurationError unless the chunks hold every position once."""
-    if join_chunks(_interleaved(layout.chunks)) == [Positions(0, layout.length)]:
+    if join_chunks(_interleaved([chunk for chunk in layout.chunks if len(chunk)])) == [Positions(0, layout.length)]:
         return
     if layout.length > COUNTED_LENGTH:
         raise ConfigurationError(
@@ -225,10 +257,12 @@ def _interleaved(chunks: Sequence[Positions]) -> list[Positions]:
     while at < len(chunks):
         first = chunks[at]
         group = chunks[at : at + first.step]
-        beside = [(first.start + index, first.stop + index, first.step) for index in range(len(group))]
-        if first.step > 1 and len(group) == first.step and list(group) == beside:
-            made.append(Positions(first.start, first.start + len(first) * first.step))
-            at += first.step
+        stop = max(chunk.last for chunk in group) + 1
+        counts = [len(range(first.start + index, stop, first.step)) for index in range(first.step)]
+        beside = [_chunk(first.start + index, count, first.step, stop) for index, count in enumerate(counts) if count]
+        if first.step > 1 and list(group[: len(beside)]) == beside and len(group[len(beside) :]) == 0:
+            made.append(Positions(first.start, stop))
+            at += len(group)
         else:
             made.append(first)
             at += 1
@@ -253,32 +287,24 @@ def join_chunks(chunks: Sequence[Positions]) -> list[Positions]:
 
 
 def _cut(length: int, count: int) -> tuple[Positions, ...]:
-    size = length // count
-    return tuple(Positions(c * size, (c + 1) * size) for c in range(count))
+    size = -(-length // count)
+    return tuple(_chunk(c * size, size, 1, length) for c in range(count))
+
+
+def _chunk(start: int, size: int, step: int, length: int) -> Positions:
+    """Return so many positions from `start` on, those of a sequence of this length."""
+    return Positions(start, start + size * step, step).cut(0, len(range(start, length, step)))
 
 
 def _name(base: str, cuts: int) -> str:
     return base if cuts == 1 else f"{base}/{cuts}"
 
 
-def _sizes(base: str, world_size: int, length: int, cuts: int, parts_per_rank: int = 1) -> tuple[int, int, int]:
-    """Return world size, length and cuts as integers. Raises ConfigurationError unless the length divides."""
+def _sizes(base: str, world_size: int, length: int, cuts: int) -> tuple[int, int, int]:
+    """Return world size, length and cuts as integers. Raises ConfigurationError unless they are, from 1 on."""
     what = f"layout {base!r}"
     world_size, cuts = _at_least_one(what, "world_size", world_size), _at_least_one(what, "cuts", cuts)
-    tokens = as_integer(length)
-    if tokens is None:
-        raise ConfigurationError(f"{what}: length is {length!r}; give an integer")
-    count = parts_per_rank * world_size * cuts
-    if tokens < count or tokens % count:
-        padded = max(count, -(-tokens // count) * count)
-        found = "is empty for some ranks" if tokens < count else "does not divide"
-        kept = f"; padding at the end keeps results with mask & Documents([0, {tokens}])"
-        kept = f"{kept}, as text documents(0,{tokens})" if tokens > 0 else ""
-        raise ConfigurationError(
-            f"layout {_name(base, cuts)!r} over {world_size} ranks cuts a sequence into {count} chunks; "
-            f"a length of {tokens} {found}: pad to {padded}, or choose another layout{kept}"
-        )
-    return world_size, tokens, cuts
+    return world_size, _at_least_one(what, "length", length), cuts
 
 
 def _at_least_one(what: str, name: str, given: object) -> int:
@@ -288,10 +314,10 @@ def _at_least_one(what: str, name: str, given: object) -> int:
     return value
 
 
-def _is_range(chunk: object) -> bool:
+def _is_range(chunk: object, length: int) -> bool:
     if not isinstance(chunk, Positions) or not type(chunk.start) is type(chunk.stop) is type(chunk.step) is int:
         return False
-    return 0 <= chunk.start < chunk.stop and chunk.step >= 1
+    return (0 <= chunk.start < chunk.stop or length <= chunk.start == chunk.stop) and chunk.step >= 1
 
 
 def as_integer(value: object) -> int | None:

@@ -157,7 +157,7 @@ def _schedule_runner(setting: RaceSetting, name: str) -> Runner:
     }
     rate = case.compute_tflops
     cp = tr.ContextParallel(**options) if rate is None else SleepingContext(rate, **options)
-    positions = setting.positions(case.layout)
+    positions = tr.positions(cp, case.seq_len)
     try:
         with torch.set_grad_enabled(case.backward):
             plan = tr.plan(*_shapes_only(case, positions.numel()), cp, mask)

@@ -186,7 +186,11 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < least:
             raise ConfigurationError(f"--{name} {getattr(options, name)}: use {least} or more")
     check_processes(options.ranks)
-    make_layout(options.layout, options.ranks, options.seq)
+    if not make_layout(options.layout, options.ranks, options.seq).is_even:
+        raise ConfigurationError(
+            f"--seq {options.seq}: the demo's loss is a mean over equal parts, into which layout {options.layout} does "
+            f"not cut so many tokens for {options.ranks} ranks; take a multiple of {4 * options.ranks}"
+        )
     check_suffix("--svg", options.output, ".svg")
     check_output("--svg", Path(options.output))
 

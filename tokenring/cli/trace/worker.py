@@ -168,7 +168,7 @@ def trace(case: RaceCase, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
 
 def _inputs(case: RaceCase, cp: Clocked) -> list[torch.Tensor]:
     """Return q, k, v and dout of this rank."""
-    positions = torch.tensor(cp.layout_for(case.seq_len).positions(cp.rank), dtype=torch.int64)
+    positions = tr.positions(cp, case.seq_len)
     inputs = [x.index_select(1, positions) for x in make_inputs(case)]
     for x in inputs[:3]:
         x.requires_grad_(case.backward)

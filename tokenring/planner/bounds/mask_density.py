@@ -38,8 +38,11 @@ def is_even(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
     """Return whether a mask leaves about the same share of every two ranks' pairs, judged by some of them.
 
     So do full masks, and causal ones in layouts that balance them. Where it does not, as a window in a contiguous
-    layout, ranks compute unequally much, and blocks that nobody sees need not move.
+    layout, ranks compute unequally much, and blocks that nobody sees need not move. Nor where ranks hold parts of
+    unequal length.
     """
+    if not (_has_equal_parts(q_layout) and _has_equal_parts(kv_layout)):
+        return False
     if mask.is_full:
         return True
     whole = visible_share(mask, q_layout.length, kv_layout.length)
@@ -48,6 +51,11 @@ def is_even(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
         for q_owner in _some(q_layout.world_size, SOME)
         for kv_owner in _some(kv_layout.world_size, SOME + 1)
     )
+
+
+def _has_equal_parts(layout: Layout) -> bool:
+    """Return whether all ranks hold about as many positions."""
+    return layout.is_even or layout.local_length - min(layout.local_lengths) <= UNEVEN * layout.local_length
 
 
 def most_of_own_rows(mask: Mask, q_layout: Layout, kv_length: int) -> float:
@@ -71,7 +79,7 @@ def _some(count: int, wanted: int) -> list[int]:
 
 def _share_of(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owner: int, kv_owner: int) -> float:
     seen = _seen(mask, q_layout, kv_layout, (q_owner,), (kv_owner,))
-    return seen / (q_layout.local_length * kv_layout.local_length)
+    return seen / (q_layout.local_lengths[q_owner] * kv_layout.local_lengths[kv_owner])
 
 
 def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owners: Iterable[int], kv_owners: Iterable[int]) -> int:

@@ -67,7 +67,7 @@ class FoldedWorld:
         net, whole = setting.interconnect, setting.workload
         self.setting = setting
         self.ranks, self.unit, self.messages = hosts * unit, unit, setting.machine.messages
-        q_length, kv_length = (n * self.ranks // net.world_size for n in (whole.q_length, whole.kv_length))
+        q_length, kv_length = (-(-n // net.world_size) * self.ranks for n in (whole.q_length, whole.kv_length))
         self.size = replace(whole, q_length=q_length, kv_length=kv_length)
         self.net = FoldedNet(Interconnect(net.name, net.fabrics[:hosts], net.places[: self.ranks], net.notes))
         self.rates = _masked(setting.machine.rates, share)

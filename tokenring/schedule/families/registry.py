@@ -241,7 +241,7 @@ def check_fit(
 ) -> None:
     """Raise ConfigurationError unless heads and chunks divide."""
     for cut, layout in ((scheme.q_pieces, q_layout), (scheme.kv_pieces, kv_layout)):
-        if layout is not None and layout.chunk_length % cut:
+        if layout is not None and not layout.takes_pieces(cut):
             raise ConfigurationError(
                 f"schedule {name!r}: {cut} pieces do not divide chunks of {layout.chunk_length} tokens "
                 f"(layout {layout.name!r} of {layout.length}); use fewer pieces or another length"
