@@ -261,6 +261,15 @@ class UnequalWidths(Protocol):
         """Return None, or why it cannot compute such calls: asked as `supports` is, instead of it."""
 
 
+def refusal_of(kernel: AttentionKernel, head_dim: int, value_dim: int | None, dtype: torch.dtype) -> str | None:
+    """Return None, or why a kernel cannot compute calls with these widths of q and k, and of v. None: v's is theirs."""
+    if value_dim in (None, head_dim):
+        return kernel.supports(head_dim, dtype)
+    if isinstance(kernel, UnequalWidths):
+        return kernel.supports_widths(head_dim, value_dim, dtype)
+    return f"it takes values that are as wide as keys, and these have head dims {value_dim} and {head_dim}"
+
+
 @dataclass(frozen=True)
 class Tiles:
     """The tiles that a program will ask of a kernel: their patches, and the operands that it will give.

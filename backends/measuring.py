@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 
 from tokenring.backends.devices import DeviceRuntime, device_of
-from tokenring.backends.interfaces import AttentionKernel
+from tokenring.backends.interfaces import AttentionKernel, refusal_of
 from tokenring.backends.merging.mergers import merger_for
 from tokenring.backends.table_keys import key_of
-from tokenring.backends.widths import refusal_of
 from tokenring.errors import UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.lowering.footprint import flops_per_pair

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from tokenring.backends.interfaces import AttentionKernel, HeadLimited, Transport
-from tokenring.backends.widths import refusal_of
+from tokenring.backends.interfaces import AttentionKernel, HeadLimited, Transport, refusal_of
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.launch.groups import held
 from tokenring.lowering.backend_names import (

@@ -1,4 +1,4 @@
-"""Values of another width than keys: which kernels take them, and how others get them.
+"""Values of another width than keys: how operators that want one width get them.
 
 K and V are as wide as the caller gave them wherever they lie and on every wire. An operator that wants one width gets
 zeros beside the narrower operands, in the call alone, and what it makes of them is cut off: zeros add nothing to q·k,
@@ -8,17 +8,6 @@ and columns of zeros of v make columns of zeros of out.
 from __future__ import annotations
 
 import torch
-
-from tokenring.backends.interfaces import AttentionKernel, UnequalWidths
-
-
-def refusal_of(kernel: AttentionKernel, head_dim: int, value_dim: int | None, dtype: torch.dtype) -> str | None:
-    """Return None, or why a kernel cannot compute calls with these widths of q and k, and of v. None: v's is theirs."""
-    if value_dim in (None, head_dim):
-        return kernel.supports(head_dim, dtype)
-    if isinstance(kernel, UnequalWidths):
-        return kernel.supports_widths(head_dim, value_dim, dtype)
-    return f"it takes values that are as wide as keys, and these have head dims {value_dim} and {head_dim}"
 
 
 def filled(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -22,12 +22,11 @@ from typing import Any, TypeVar
 import torch
 
 from tokenring.backends.devices import has_device
-from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Tiles
+from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Tiles, refusal_of
 from tokenring.backends.kernels.flash_common import named
 from tokenring.backends.kernels.numeric_trial import Kind, asserted_here, fault, ran_out, tries
 from tokenring.backends.kernels.order import LAST, KernelTable, Operands, Pick, TileCall, default_order, ranked
 from tokenring.backends.kernels.reference import with_cap
-from tokenring.backends.widths import refusal_of
 from tokenring.errors import MOST_SAID, BackendUnavailable, UnsupportedError, one_line
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.sequence.region import Patch

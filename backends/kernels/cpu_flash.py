@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from tokenring.backends.kernels.delta import whole_out
-from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch
 
 BAND_ROWS = 128  # bands are cut down to so many rows before half a tile is wasted
@@ -58,7 +57,7 @@ class CpuFlash:
         if mask.empty is not None:
             lse = lse.masked_fill(mask.empty, float("-inf"))
             out = out.masked_fill(mask.empty[:, None], 0.0)
-        return cut(out, value_dim) if uneven else out, lse
+        return out[..., :value_dim] if uneven else out, lse
 
     def backward(
         self,
@@ -85,11 +84,13 @@ class CpuFlash:
             dout, q.float(), k.float(), v.float(), o, lse, 0.0, patch.is_causal,
             attn_mask=_additive(patch).bias, scale=scale,
         )  # fmt: skip
-        return (cut(dq, head_dim), cut(dk, head_dim), cut(dv, value_dim)) if uneven else (dq, dk, dv)
+        return (dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]) if uneven else (dq, dk, dv)
 
 
 def _equally_wide(*operands: torch.Tensor) -> list[torch.Tensor]:
     """Return the operands, the narrower ones with zeros."""
+    from tokenring.backends.widths import filled
+
     width = max(x.shape[-1] for x in operands)
     return [filled(x, width) for x in operands]
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
 AUTO = "auto"  # the layout that follows from a mask
+NEEDS_MASK = (
+    'layout "auto" cuts a sequence by its mask: give mask=..., the mask of the attention over it, or layout=..., '
+    "as cp.layout_for(length, mask) returns it"
+)
 LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
 MOST_SECONDS = 1e9  # above, clocks overflow
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -13,33 +12,41 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.api.arguments import (
+    AUTO,
     check_computing,
-    check_made_for,
     check_planning,
     check_schedule,
     check_transport,
     schedule_text,
     seconds_limit,
 )
-from tokenring.api.cuts import Cuts, of_parts
 from tokenring.api.standing import Standing, new_handle
 from tokenring.backends import registry
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
-from tokenring.runtime.agreement import Description, agree, beginning, describe, no_kernel, refusing, settle
+from tokenring.runtime.agreement import (
+    Description,
+    agree,
+    beginning,
+    describe,
+    named_digest,
+    no_kernel,
+    refusing,
+    settle,
+)
 from tokenring.runtime.exclusive import share_turn, turn_of
-from tokenring.runtime.lengths import Lengths
 from tokenring.schedule.schedule import GivenSchedule, Schedule
-from tokenring.schedule.scheme import Scheme, build
-from tokenring.sequence.layout import Layout
+from tokenring.schedule.scheme import Scheme
+from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask_words import MaskLike, mask_of
-from tokenring.sequence.workload import Request, Workload
+from tokenring.sequence.workload import Lengths, Request, Workload
 from tokenring.weak_method import weakly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from tokenring.api.cuts import Cuts
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.launch.groups import Group, HeldGroup
     from tokenring.planner.choosing.plan import Plan
@@ -107,8 +114,8 @@ class ContextParallel(Standing):
         of = self._group = hold(group)
         del group  # a frame of ours that an error keeps must not keep it
         self.rank, self.world_size = (0, 1) if of is None else (of.rank, of.world_size)
-        self.layout, self.cuts = layout, Cuts(layout, self.world_size)
-        self.lengths = Lengths(of_parts(layout), self.rank, self.world_size)
+        self.layout = layout  # "auto" deals as many tokens as "contiguous"
+        self.lengths = Lengths("contiguous" if layout == AUTO else layout, self.rank, self.world_size)
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
@@ -121,8 +128,11 @@ class ContextParallel(Standing):
         self._agreed: dict[Request, Plan] = {}
         self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_executor))
         self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
-        self._trace: Trace | None = None
-        self._check()
+        self.active_trace: Trace | None = None  # to which calls made now add their events
+        check_computing(self.layout, self.kernel_name)
+        check_planning(self.topology, self.memory_limit_bytes, self.world_size, self.tensor_parallel)
+        check_transport(self._transport, self.rank, self.world_size)
+        check_schedule(self.schedule, self.pieces, self.world_size)
         self.turn = turn_of(transport, self.world_size)
         self.handle = new_handle(self)
 
@@ -130,12 +140,6 @@ class ContextParallel(Standing):
         names = [each if isinstance(each, str) else each.name for each in (self.schedule, self.layout)]
         state = ", closed" if self._closed else ""
         return f"ContextParallel(schedule {names[0]}, layout {names[1]}, rank {self.rank} of {self.world_size}{state})"
-
-    def _check(self) -> None:
-        check_computing(self.layout, self.kernel_name)
-        check_planning(self.topology, self.memory_limit_bytes, self.world_size, self.tensor_parallel)
-        check_transport(self._transport, self.rank, self.world_size)
-        check_schedule(self.schedule, self.pieces, self.world_size)
 
     def close(self) -> None:
         """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
@@ -149,12 +153,6 @@ class ContextParallel(Standing):
             made.close()
         self._made_here.clear()
         self._spoken = None
-
-    def __enter__(self) -> ContextParallel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def check_open(self) -> None:
         """Raise ConfigurationError once this is closed, or its group destroyed."""
@@ -172,7 +170,16 @@ class ContextParallel(Standing):
 
     def layout_for(self, length: int, mask: MaskLike = None) -> Layout:
         """Return the layout of a sequence of this length, with "auto" for this mask. Raises ConfigurationError."""
-        return self.cuts.of(length, mask_of(mask))
+        if self.layout == AUTO:
+            return self.cuts.of(length, mask_of(mask))
+        return make_layout(self.layout, self.world_size, length)
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Layouts that are not its own."""
+        from tokenring.api.cuts import Cuts
+
+        return Cuts(self.world_size)
 
     @property
     def _is_alone(self) -> bool:
@@ -289,8 +296,8 @@ class ContextParallel(Standing):
     def _agree(self, transport: Transport, mine: Description, direction: Pass) -> None:
         began = perf_counter()
         agree(transport, mine)
-        if self._trace is not None:
-            self._trace.agreed(self.rank, direction, began)
+        if self.active_trace is not None:
+            self.active_trace.agreed(self.rank, direction, began)
 
     def pool(self, device: torch.device) -> Pool:
         """Return the buffer pool of a device: all programs share it, since one runs at a time."""
@@ -305,16 +312,11 @@ class ContextParallel(Standing):
         """Time every instruction of the calls made inside; costs some microseconds for each."""
         from tokenring.runtime.trace import Trace
 
-        before, self._trace = self._trace, Trace()
+        before, self.active_trace = self.active_trace, Trace()
         try:
-            yield self._trace
+            yield self.active_trace
         finally:
-            self._trace = before
-
-    @property
-    def active_trace(self) -> Trace | None:
-        """The trace to which calls made now add their events; None: none is active."""
-        return self._trace
+            self.active_trace = before
 
     def kernel(self, device: torch.device) -> AttentionKernel:
         """Return the kernel that computes the tiles of calls with tensors on this device."""
@@ -324,37 +326,26 @@ class ContextParallel(Standing):
         return registry.capped_kernel(self.kernel(request.device), self.kernel_name, request.softcap)
 
     def _make_plan(self, request: Request) -> Plan | GivenSchedule:
-        from tokenring.schedule.names import named_schedule
+        layouts, modes = self._layouts(request), registry.modes_of(self._transport, self._group, request.device)
+        if self._plans:
+            from tokenring.api.given_schedules import planned
 
-        def given(made: Schedule, why: str) -> GivenSchedule:
-            found = GivenSchedule(made, why)
-            if not registry.modes_of(self._transport, self._group, request.device):
-                return found
-            from tokenring.planner.choosing.connections import within_connections
+            transport = self.transport_for(request.device, request.workload)
+            return planned(self._planner, request, layouts, self._kernel_of(request), transport, modes)
+        if isinstance(self.schedule, str):
+            from tokenring.schedule.names import named_schedule
 
-            return within_connections(found, self._transport, self._group, request.device)
+            made = named_schedule(self.schedule, request.workload, *layouts, request.mask, self.pieces)
+            found: Plan | GivenSchedule = GivenSchedule(made, f"asked for by name: {self.schedule}")
+        else:
+            from tokenring.api.given_schedules import given_schedule
 
-        size, mask = request.workload, request.mask
-        q_layout, kv_layout = self.cuts.of_call(request)
-        asked = self.schedule
-        if isinstance(asked, Schedule):
-            check_made_for(asked, q_layout, kv_layout, mask)
-            return given(asked.verify(), "the schedule that was given")
-        if isinstance(asked, Scheme):
-            return given(build(asked, q_layout, kv_layout, mask).verify(), "the scheme that was given")
-        if not isinstance(asked, str):  # a Plan
-            check_made_for(asked.schedule, q_layout, kv_layout, mask)
-            reason = f"the plan that was given: {asked.reason}"
-            return replace(asked, schedule=asked.schedule.verify(), workload=size, reason=reason)
-        if not self._plans:
-            made = named_schedule(asked, size, q_layout, kv_layout, mask, self.pieces)
-            return given(made, f"asked for by name: {asked}")
-        transport = self.transport_for(request.device, request.workload)
-        target = None if transport is None else transport.target
-        kernel, modes = self._kernel_of(request), registry.modes_of(self._transport, self._group, request.device)
-        found = self._planner.plan(request, (q_layout, kv_layout), kernel, target, modes)
-        why = getattr(transport, "why", "")  # of those that are chosen among several
-        return replace(found, reason=f"{found.reason}; {why}") if why else found
+            found = given_schedule(self.schedule, request, layouts)
+        if not modes or not isinstance(found, GivenSchedule):
+            return found
+        from tokenring.planner.choosing.connections import within_connections
+
+        return within_connections(found, self._transport, self._group, request.device)
 
     @property
     def _plans(self) -> bool:
@@ -369,10 +360,16 @@ class ContextParallel(Standing):
         limits = self.memory_limit_bytes, self.tensor_parallel
         return Planner(self._group, self.world_size, self.topology, restricted(str(self.schedule)), *limits)
 
+    def _layouts(self, request: Request) -> tuple[Layout, Layout]:
+        """Return the layouts of q and of kv. Raises ConfigurationError where it is not known how they were cut."""
+        if self.layout == AUTO or request.layout is not None:
+            return self.cuts.of_call(request)
+        return self.layout_for(request.workload.q_length), self.layout_for(request.workload.kv_length)
+
     def _plan_together(self, transport: Transport, request: Request) -> None:
         """Take rank 0's plan on all ranks. Raises ConfigurationError, on every rank, where nothing fits."""
         self._kernel_of(request)  # raises where there is none, before others wait for a plan
-        agreed = self._planner.together(transport, request, self.cuts.of_call(request), lambda: self.plan(request))
+        agreed = self._planner.together(transport, request, self._layouts(request), lambda: self.plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
         self._agreed[request] = agreed
@@ -397,4 +394,6 @@ class ContextParallel(Standing):
 
     def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
-        return describe(self, request, direction, self.cuts.text(request), schedule, self._plans, notes)
+        own = request.layout is None and isinstance(self.layout, str) and self.layout != AUTO
+        layout = str(self.layout) if own else named_digest(self._layouts(request)[0])
+        return describe(self, request, direction, layout, schedule, self._plans, notes)

@@ -17,11 +17,10 @@ from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
 from tokenring.runtime.agreement import OtherLengths
 from tokenring.runtime.bound_kernel import checked_scale, checked_softcap
-from tokenring.runtime.lengths import TAKEN, Held
 from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
-from tokenring.sequence.workload import DTYPES, Request, Workload
+from tokenring.sequence.workload import DTYPES, TAKEN, Held, Request, Workload
 
 Order = Literal["bthd", "bhtd"]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

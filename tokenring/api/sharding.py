@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from tokenring.api.arguments import AUTO, NEEDS_MASK
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_tensor, unsharded
 from tokenring.errors import MOST_SAID, ConfigurationError, UnsupportedError, one_line
@@ -63,7 +64,9 @@ def unshard(
         dim = _sequence_dim("unshard", x, cp, dim)
         if cp.world_size > 1:
             check_tensor("unshard", x)
-        parts = cp.cuts.check_cut(mask_of(mask), layout)
+        parts = None if layout is None else cp.cuts.given(layout.length, layout).local_lengths
+        if layout is None and mask is None and cp.layout == AUTO:
+            raise ConfigurationError(NEEDS_MASK)
     gathered: torch.Tensor = _Gather.apply(x, cp, dim, parts)  # type: ignore[no-untyped-call]
     return gathered.index_select(dim, _once(_places, _cut(cp, gathered.shape[dim], mask, layout), x.device))
 
@@ -71,11 +74,11 @@ def unshard(
 def _cut(cp: ContextParallel, length: int, mask: MaskLike, layout: Layout | None) -> Layout:
     """Return the layout by which a sequence is cut, and note it; not while a graph is traced."""
     if torch.compiler.is_compiling():
-        return cp.cuts.of(length, mask_of(mask)) if layout is None else layout
-    found = cp.cuts.taken(length, mask_of(mask), layout)
-    if layout is None:
-        cp.lengths.note(length)
-    return found
+        return cp.layout_for(length, mask) if layout is None else layout
+    if layout is not None:
+        return cp.cuts.given(length, layout)
+    cp.lengths.note(length)
+    return cp.cuts.taken(length, mask_of(mask)) if cp.layout == AUTO else cp.layout_for(length)
 
 
 # ---------- indices

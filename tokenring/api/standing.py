@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 from tokenring.errors import ConfigurationError, NotPicklable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # State of the process: a graph of torch.compile outlives every frame that could hand it one. It holds nobody alive.
 _numbers = itertools.count(1)
@@ -32,6 +35,15 @@ class Standing(metaclass=Shown):
 
     def __dir__(self) -> Iterable[str]:
         return [name for name in super().__dir__() if name not in self._internal]
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __copy__(self) -> Standing:
         return self

@@ -29,7 +29,7 @@ def load_balancer(mask: MaskLike, length: int, world_size: int, device: torch.de
         raise BackendUnavailable(
             f"torch {torch.__version__} has no load balancers for context parallelism: they came with torch 2.9"
         ) from error
-    order = torch.tensor(split_order(Cuts("auto", world_size).of(length, mask_of(mask))), device=device)[None]
+    order = torch.tensor(split_order(Cuts(world_size).of(length, mask_of(mask))), device=device)[None]
 
     class Balanced(_LoadBalancer):
         """The order of tokens in which equal neighbouring parts are the ranks' own."""

@@ -21,11 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, PeerLost, TokenRingError, one_line
-from tokenring.runtime.lengths import OF_LENGTHS, TAKEN, Held, Lengths
-from tokenring.runtime.lengths import found as lengths_found
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout
-from tokenring.sequence.workload import Workload
+from tokenring.sequence.workload import OF_LENGTHS, TAKEN, Held, Lengths, Workload, agreed_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,7 +164,7 @@ def _judged(mine: Description, told: list[Any]) -> Disagreement:
     text, differing = _difference(descriptions), _differing(descriptions)
     if mine.held is None or mine.lengths is None:
         return Disagreement(text, differing)
-    lengths = lengths_found(descriptions, held, mine.lengths, REFUSED)
+    lengths = agreed_lengths(descriptions, held, mine.lengths, REFUSED)
     return Disagreement(text, differing) if lengths is None else OtherLengths(text, mine.held, lengths)
 
 

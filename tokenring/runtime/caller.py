@@ -9,9 +9,8 @@ if TYPE_CHECKING:
 
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.runtime.exclusive import Turn
-    from tokenring.runtime.lengths import Lengths
     from tokenring.sequence.layout import Layout
-    from tokenring.sequence.workload import Workload
+    from tokenring.sequence.workload import Lengths, Workload
 
 
 class Caller(Protocol):

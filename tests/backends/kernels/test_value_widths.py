@@ -23,7 +23,7 @@ from test_ascend_runs import LIMITS, MASKS, context
 from test_cuda_flex import differentiable
 
 from tokenring import Mask, attention, shard
-from tokenring.backends.interfaces import AttentionKernel, Tiles
+from tokenring.backends.interfaces import AttentionKernel, Tiles, refusal_of
 from tokenring.backends.kernels import numeric_trial
 from tokenring.backends.kernels.auto import Choosing
 from tokenring.backends.kernels.cpu_flash import CpuFlash
@@ -33,7 +33,6 @@ from tokenring.backends.kernels.flex import Flex
 from tokenring.backends.kernels.numeric_trial import TILES, Kind, fault
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
-from tokenring.backends.widths import refusal_of
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.sequence.region import Patch
 from tokenring.tables.trial_verdicts import Verdicts

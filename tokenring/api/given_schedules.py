@@ -1,0 +1,48 @@
+"""Schedules that are not chosen by name: those that users give to a context, and those that the planner chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tokenring.api.arguments import check_made_for
+from tokenring.planner.choosing.plan import Plan
+from tokenring.schedule.schedule import GivenSchedule, Schedule
+from tokenring.schedule.scheme import Scheme, build
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tokenring.backends.interfaces import AttentionKernel, Transport
+    from tokenring.lowering.target import Target
+    from tokenring.planner.choosing.planner import Planner
+    from tokenring.sequence.layout import Layout
+    from tokenring.sequence.workload import Request
+
+
+def given_schedule(
+    asked: Scheme | Schedule | Plan, request: Request, layouts: tuple[Layout, Layout]
+) -> GivenSchedule | Plan:
+    """Return what was given, proved, for calls of these layouts. Raises ConfigurationError, ScheduleError."""
+    if isinstance(asked, Schedule):
+        check_made_for(asked, *layouts, request.mask)
+        return GivenSchedule(asked.verify(), "the schedule that was given")
+    if isinstance(asked, Scheme):
+        return GivenSchedule(build(asked, *layouts, request.mask).verify(), "the scheme that was given")
+    check_made_for(asked.schedule, *layouts, request.mask)
+    reason = f"the plan that was given: {asked.reason}"
+    return replace(asked, schedule=asked.schedule.verify(), workload=request.workload, reason=reason)
+
+
+def planned(
+    planner: Planner,
+    request: Request,
+    layouts: tuple[Layout, Layout],
+    kernel: AttentionKernel,
+    transport: Transport | None,
+    modes: Mapping[str, Target],
+) -> Plan:
+    """Return what the planner chooses; the reason says why this transport, where that was chosen too."""
+    found = planner.plan(request, layouts, kernel, None if transport is None else transport.target, modes)
+    why = getattr(transport, "why", "")
+    return replace(found, reason=f"{found.reason}; {why}") if why else found
