@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 
+from tokenring.cli.plan.layouts import planned_in_layouts
 from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.plan.report import explained, table, with_baseline
 from tokenring.cli.plan.sweep import sweep, sweep_svg, sweep_table
@@ -21,6 +22,7 @@ from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, 
 from tokenring.planner.choosing.candidates import SHOWN
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.layouts.balanced import AUTO
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.sizes import read_size
@@ -50,7 +52,12 @@ def main(argv: list[str]) -> int:
         return _explain(options, asked, console)
     console.status(f"planning for {asked.call.setting.interconnect.world_size} ranks")  # for many it takes a while
     environment = {PLAN_CACHE: OFF} if options.no_cache else os.environ
-    plan = found = plan_or_forecast_kept(asked.call, environment)
+    others = ""
+    if options.layout == AUTO:
+        asked, found, others = planned_in_layouts(asked, environment)
+    else:
+        found = plan_or_forecast_kept(asked.call, environment)
+    plan = found
     if options.json:
         console.clear()
         print(plan.to_json(), end="")
@@ -60,6 +67,8 @@ def main(argv: list[str]) -> int:
         candidates = with_baseline(plan, call)
         console.clear()
         console.say(table(plan, asked, candidates, options.all))
+        if others:
+            console.say(others)
     if options.save is not None:
         write_file(options.save, found.to_json())
     if options.timeline is not None:
