@@ -30,7 +30,7 @@ def test_compiled_calls(ranks: RankPools, schedule: str) -> None:
 def test_fake_tensors_are_as_wide_as_real_ones() -> None:
     cp = ContextParallel(schedule="ring")
     q, k, v = (torch.randn(1, 16, heads, dim) for heads, dim in ((4, 24), (2, 24), (2, 40)))
-    call = (q, k, v, cp.handle, None, 0, None, None, False, False)
+    call = (q, k, v, None, cp.handle, None, 0, None, None, False, False)
     torch.library.opcheck(torch.ops.tokenring.attention.default, call, test_utils=("test_schema", "test_faketensor"))
 
 

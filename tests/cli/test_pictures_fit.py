@@ -34,8 +34,9 @@ def swept(name: str, winners: list[str]) -> str:
         for at, winner in enumerate(winners)
     ]
     options = Namespace(
-        topology=name, ranks=8, heads=32, kv_heads=8, dim=128, dtype="bf16", mask="causal", passes="training"
-    )
+        topology=name, ranks=8, heads=32, kv_heads=8, dim=128, value_dim=None, dtype="bf16", mask="causal",
+        passes="training",
+    )  # fmt: skip
     return sweep_svg(points, options)
 
 
