@@ -1,6 +1,6 @@
 """Layouts of packed documents: how even the work is, and how many rows the busiest port moves, beside MagiAttention's.
 
-    python benchmarks/packs.py [--packs 50] [--ranks 4,8,16] [--length 65536] [--lengths NAMES]
+    python benchmarks/packs.py [--packs 50] [--ranks 4,8,16] [--length 65536] [--lengths NAMES] [--rows]
 
 Packs of documents are drawn from several distributions of lengths (no document longer than a quarter of the pack), and
 masked causally. Of each pack it looks at `layout="auto"`, the usual layouts, and, where MAGI_SRC names an unpacked
@@ -8,6 +8,8 @@ masked causally. Of each pack it looks at `layout="auto"`, the usual layouts, an
 The rows that a rank receives are those of kv that its queries see and it does not own, each once: both sides could move
 exactly these. Prints for each distribution and number of ranks the imbalance (pairs of the busiest rank over the mean),
 the busiest port of auto over that of the best of Magi's settings that is as balanced, and the seconds of the search.
+With --rows it counts, on the layouts of Magi's MinHeap, the rows that our schedule direct-kv moves, over those of which
+queries elsewhere see anything, each once: what Magi's own exchange moves.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+import torch  # noqa: E402
+
 from tokenring.planner.layouts.balanced import balanced_layout, imbalance  # noqa: E402
+from tokenring.schedule.names import named_schedule  # noqa: E402
 from tokenring.sequence.layout import Layout, Positions, zigzag  # noqa: E402
 from tokenring.sequence.mask import Causal, Documents, Mask  # noqa: E402
+from tokenring.sequence.workload import Workload  # noqa: E402
 
 BALANCED = 1.05  # an imbalance up to here counts as balanced
 LONGEST = 4  # a document has at most this part of the pack
@@ -85,6 +91,12 @@ def pack(draw: Callable[[Random], int], length: int, seed: int) -> Mask:
 
 def busiest_port(mask: Mask, layout: Layout) -> int:
     """Return the rows that the busiest rank sends or receives."""
+    sent, received = ports(mask, layout)
+    return max(*sent, *received)
+
+
+def ports(mask: Mask, layout: Layout) -> tuple[list[int], list[int]]:
+    """Return the rows that each rank sends, and those that each receives."""
     sent, received, whole = [0] * layout.world_size, [0] * layout.world_size, Positions(0, layout.length)
     for rank in range(layout.world_size):
         needed = [
@@ -99,7 +111,15 @@ def busiest_port(mask: Mask, layout: Layout) -> int:
                     rows = min(high, at.stop) - max(low, at.start)
                     received[rank] += rows
                     sent[owner] += rows
-    return max(*sent, *received)
+    return sent, received
+
+
+def moved_rows(mask: Mask, layout: Layout) -> tuple[int, int]:
+    """Return the rows of kv that direct-kv moves in a forward pass, and those that have to."""
+    size = Workload(1, layout.length, layout.length, 8, 8, 128, torch.bfloat16)
+    schedule = named_schedule("direct-kv/pieces1", size, layout, layout, mask)
+    row_bytes = size.kv_heads * size.kv_dim * size.itemsize
+    return sum(schedule.link_bytes(size, "forward").values()) // row_bytes, sum(ports(mask, layout)[1])
 
 
 def joined(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -148,7 +168,6 @@ def magi_solver(folder: Path) -> Callable[[Mask, int, int], Iterator[tuple[str, 
     package.__spec__ = importlib.machinery.ModuleSpec("magi_attention", None, is_package=True)
     sys.modules["magi_attention"] = package
     sys.meta_path.append(_Absent())
-    import torch
 
     def none(*_: object, **__: object) -> None:
         """Do nothing, as where there is no GPU."""
@@ -212,17 +231,36 @@ def share(values: Sequence[float], part: float) -> float:
     return sorted(values)[max(0, round(part * len(values)) - 1)]
 
 
+def _print_rows(options: argparse.Namespace, draw: Callable[[Random], int], magi: Any) -> int:
+    """Print the rows that move on the layouts of Magi's MinHeap; return the exit code."""
+    if magi is None:
+        print("--rows needs MAGI_SRC", file=sys.stderr)
+        return 2
+    for ranks in map(int, options.ranks.split(",")):
+        for seed in range(options.packs):
+            mask = pack(draw, options.length, seed)
+            for name, layout in magi(mask, options.length, ranks):
+                if name.startswith("MinHeap"):
+                    ours, needed = moved_rows(mask, layout)
+                    found = f"{ours} of {needed} rows, {ours / needed:.4f}"
+                    print(f"{ranks} ranks, pack {seed}, {name}: {found}", flush=True)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packs", type=int, default=50, help="of each distribution")
     parser.add_argument("--ranks", default="4,8,16")
     parser.add_argument("--length", type=int, default=65536, help="positions in a pack")
     parser.add_argument("--lengths", default="", help="distributions of lengths, joined by commas; all")
+    parser.add_argument("--rows", action="store_true", help="count what moves on Magi's layouts instead")
     options = parser.parse_args()
     folder, draws = os.environ.get("MAGI_SRC"), dict(DRAWS)
     magi = magi_solver(Path(folder)) if folder else None
     if folder and (Path(folder) / TABLE).exists():
         draws = {"Magi's table": from_table(Path(folder) / TABLE), **draws}
+    if options.rows:
+        return _print_rows(options, next(iter(draws.values())), magi)
     wanted = options.lengths.split(",") if options.lengths else list(draws)
     print("lengths, ranks: imbalance of zigzag and auto (median, 95%, most); auto's busiest port over Magi's "
           "(median, 95%, most; share <= 0.75); search, ms of the processor (median, 95%)")
