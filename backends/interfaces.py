@@ -298,7 +298,8 @@ class PackingKernel(Protocol):
     """A kernel that also computes several patches of one rectangle in one call, such as packed documents.
 
     The rows and columns of each patch lie beyond those of the one before; row0 and col0 count from the operands'
-    corner. Each result is that patch's own, as `forward` and `backward` would give it.
+    corner. Each result is that patch's own, as `forward` and `backward` would give it. What lies between patches must
+    not be read: rows that nobody needs never come, and their memory holds anything.
     """
 
     def packs(self, patches: Sequence[Patch]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
+from tokenring.planner.choosing.planner import LIKE_BEFORE
 from tokenring.planner.layouts.balanced import NAME
 from tokenring.runtime.agreement import Disagreement
 
@@ -111,7 +113,7 @@ def other_layouts(here: Here) -> str:
 
 def test_ranks_with_different_layouts_are_told(ranks: RankPools) -> None:
     for said in ranks(2)(other_layouts):
-        assert "layout: rank 0: 'balanced'" in said and "rank 1: 'zigzag'" in said, said
+        assert "layout of the call: rank 0: 'balanced'" in said and "rank 1: 'zigzag'" in said, said
 
 
 def test_names_as_before() -> None:
@@ -121,3 +123,83 @@ def test_names_as_before() -> None:
     x = torch.randn(1, 64, 2, 8)
     assert torch.equal(tr.shard(x, cp, mask="causal"), x)
     assert tr.attention(x, x, x, cp, is_causal=True).shape == x.shape
+
+
+def mixed_up(here: Here) -> list[str]:
+    """What is said of parts put together by another mask, or by ranks that name different ones; then of a call."""
+    cp = here.cp(schedule="ring", layout="auto")
+    other = tr.Causal() & tr.Documents([0, 500, 600, 1024])
+    whole = torch.randn(1, LENGTH, HEADS, DIM)
+    part, said = tr.shard(whole, cp, mask=PACK), []
+    mine = cp.layout_for(LENGTH, PACK) if here.rank else cp.layout_for(LENGTH, other)
+    calls: list[Callable[[], object]] = [
+        lambda: tr.unshard(part, cp, mask=other),
+        lambda: tr.unshard(part, cp, layout=mine),
+        lambda: tr.unshard(part, cp, layout="zigzag"),  # type: ignore[arg-type]
+        lambda: tr.attention(part, part, part, cp, mask=other),
+    ]
+    for each in calls:
+        with pytest.raises((ConfigurationError, Disagreement)) as caught:
+            each()
+        said.append(str(caught.value))
+    assert tr.unshard(part, cp, mask=PACK).shape == whole.shape
+    return said
+
+
+def test_parts_of_one_mask_are_not_put_together_by_another(ranks: RankPools) -> None:
+    """Nor does asking for it make a call of that mask right."""
+    for by_other, by_different, by_text, called in ranks(2)(mixed_up):
+        assert "no tensor was cut by mask" in by_other
+        assert "parts of one shape, dtype and dim" in by_different
+        assert "layout is of type str" in by_text
+        assert "no tensor of 1024 positions was cut by mask" in called
+
+
+def named_on_one_rank(here: Here) -> list[float]:
+    """Calls in which rank 1 gives the layout that rank 0 takes by itself, planned anew and not."""
+    cp, found = here.cp(schedule="auto", layout="auto"), []
+    mask = tr.SlidingWindow(40)
+    q, dout = torch.randn(1, LENGTH, 2, DIM, generator=torch.Generator().manual_seed(1)), torch.ones(1, LENGTH, 2, DIM)
+    want = attention64(q, q, q, dout, allowed(mask, LENGTH, LENGTH))
+    part = tr.shard(q, cp, mask=mask)
+    for given in (False, True, False):
+        layout = cp.layout_for(LENGTH, mask) if given and here.rank else None
+        out = tr.attention(part, part, part, cp, mask=mask, layout=layout)
+        found.append(relative_error(out, tr.shard(want.out, cp, mask=mask)))
+    return found
+
+
+def test_a_layout_that_is_named_is_the_same_as_one_that_is_taken(ranks: RankPools) -> None:
+    assert max(map(max, ranks(2)(named_on_one_rank))) < 2e-6
+
+
+def uneven(here: Here) -> list[float]:
+    """Calls of lengths that parts do not tell: each rank takes that which it sharded last, wrongly on one of them."""
+    cp, found = here.cp(schedule="ring", layout="auto"), []
+    for length in (10, 9):
+        q = torch.randn(1, length, 2, DIM, generator=torch.Generator().manual_seed(length))
+        want = attention64(q, q, q, torch.ones_like(q), allowed(tr.Causal(), length, length))
+        found.append((tr.shard(q, cp, mask="causal"), tr.shard(want.out, cp, mask="causal")))
+    return [relative_error(tr.attention(part, part, part, cp, is_causal=True), out) for part, out in found]
+
+
+def test_any_length(ranks: RankPools) -> None:
+    assert max(map(max, ranks(2)(uneven))) < 2e-6
+
+
+def limited(here: Here) -> list[str]:
+    """A memory limit on rank 0 alone; two packs of one shape."""
+    limit = 10**9 if here.rank == 0 else None
+    cp = tr.ContextParallel(layout="contiguous", transport="gloo", memory_limit_bytes=limit)
+    part, reasons = torch.zeros(1, LENGTH // here.world_size, HEADS, DIM), []
+    with cp:
+        for end in (500, 501):
+            mask = tr.Causal() & tr.Documents([0, end, LENGTH])
+            tr.attention(part, part, part, cp, mask=mask)
+            reasons.append(tr.plan(part, part, part, cp, mask).reason)
+    return reasons
+
+
+def test_a_memory_limit_of_one_rank_does_not_part_them(ranks: RankPools) -> None:
+    """Rank 0 says whether its plan serves other packs: with a limit each is planned."""
+    assert all(LIKE_BEFORE not in reason for reasons in ranks(2)(limited) for reason in reasons)

@@ -255,5 +255,5 @@ def test_an_error_that_is_kept_holds_no_work(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, name, start)
     function: Any = sharding._Gather if name == "all_gather" else sharding._Sum
     with pytest.raises(PeerLost) as caught:
-        function.apply(torch.ones(1, 4), cp, 1, None)
+        function.apply(torch.ones(1, 4), cp, 1, None, "")
     assert caught.value.__traceback__ is not None and made[0]() is None

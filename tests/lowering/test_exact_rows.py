@@ -100,6 +100,15 @@ class TestBytes:
         assert schedule.cuts_rows == (padding == 400)
         assert all(found) == (padding == 40)
 
+    def test_exchanges_of_groups_of_ranks_stay_too(self) -> None:
+        """Ulysses inside groups of four: each group is an exchange of its own."""
+        layout = make_layout("contiguous", 8, 512)
+        padded, whole = (
+            make_schedule("usp/4", layout, layout, Causal() & Documents([0, 256, end])).verify() for end in (508, 512)
+        )
+        for direction in PASSES:
+            assert len(exchanges(storage_of(padded), direction)) == len(exchanges(storage_of(whole), direction)) > 0
+
 
 def posted_bytes(schedule: Schedule, direction: Pass, kind: type[Send | Recv]) -> dict[tuple[int, int], int]:
     """What the posts of all programs carry, by link, in order of links."""

@@ -7,14 +7,13 @@ from numbers import Real
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.sequence.layout import Layout, as_integer, read_name
+from tokenring.sequence.layout import AUTO, Layout, as_integer, read_name
 from tokenring.sequence.mask import Mask
 
 if TYPE_CHECKING:
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
-AUTO = "auto"  # the layout that follows from a mask
 NEEDS_MASK = (
     'layout "auto" cuts a sequence by its mask: give mask=..., the mask of the attention over it, or layout=..., '
     "as cp.layout_for(length, mask) returns it"

@@ -140,7 +140,7 @@ def _attention_backward(
         with refusing(cp, "backward", dout):
             # Where lse leaves the graph, torch.compile gives a gradient for it in any case: zeros are none.
             given = None if dlse is None or not bool(dlse.any()) else dlse
-            request = _request(q, k, v, sinks, cp, *call)
+            request = _request(q, k, v, sinks, cp, *call, again=True)
         found = backward_pass(cp, request, dout, given, q, k, v, out, lse, _kept(ticket))
         return *found, out.new_empty(0) if sinks is None else sinks_gradient(sinks, dout, given, out, lse)
 
@@ -223,6 +223,8 @@ def _request(
     wrong: str | None = None,
     softcap: float = 0.0,
     numbers: Sequence[int] | None = None,
+    *,
+    again: bool = False,
 ) -> Request:
     check_tensors(q, k, v)
     if wrong is not None:
@@ -230,7 +232,7 @@ def _request(
     check_sinks(sinks, q)
     some, others = (None if each is None else tuple(each) for each in (cu_seqlens, numbers))
     mask = _mask(low, high, some, others)
-    return request_of(q, k, v, cp, mask, scale, training, differentiable, softcap)
+    return request_of(q, k, v, cp, mask, scale, training, differentiable, softcap, again=again)
 
 
 @lru_cache(maxsize=MOST_MASKS)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.api.arguments import (
-    AUTO,
     check_computing,
     check_planning,
     check_schedule,
@@ -30,7 +29,6 @@ from tokenring.runtime.agreement import (
     agree,
     beginning,
     describe,
-    named_digest,
     no_kernel,
     refusing,
     settle,
@@ -38,7 +36,7 @@ from tokenring.runtime.agreement import (
 from tokenring.runtime.exclusive import share_turn, turn_of
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme
-from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.layout import AUTO, Layout, make_layout
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import Lengths, Request, Workload
 from tokenring.weak_method import weakly
@@ -114,8 +112,8 @@ class ContextParallel(Standing):
         of = self._group = hold(group)
         del group  # a frame of ours that an error keeps must not keep it
         self.rank, self.world_size = (0, 1) if of is None else (of.rank, of.world_size)
-        self.layout = layout  # "auto" deals as many tokens as "contiguous"
-        self.lengths = Lengths("contiguous" if layout == AUTO else layout, self.rank, self.world_size)
+        self.layout, like = layout, "contiguous" if layout == AUTO else layout  # which deals as many tokens
+        self.lengths = Lengths(like, self.rank, self.world_size)
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
@@ -361,9 +359,9 @@ class ContextParallel(Standing):
         return Planner(self._group, self.world_size, self.topology, restricted(str(self.schedule)), *limits)
 
     def _layouts(self, request: Request) -> tuple[Layout, Layout]:
-        """Return the layouts of q and of kv. Raises ConfigurationError where it is not known how they were cut."""
-        if self.layout == AUTO or request.layout is not None:
-            return self.cuts.of_call(request)
+        """Return the layouts of q and of kv."""
+        if request.layout is not None:
+            return request.layout, request.layout
         return self.layout_for(request.workload.q_length), self.layout_for(request.workload.kv_length)
 
     def _plan_together(self, transport: Transport, request: Request) -> None:
@@ -394,6 +392,4 @@ class ContextParallel(Standing):
 
     def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
-        own = request.layout is None and isinstance(self.layout, str) and self.layout != AUTO
-        layout = str(self.layout) if own else named_digest(self._layouts(request)[0])
-        return describe(self, request, direction, layout, schedule, self._plans, notes)
+        return describe(self, request, direction, schedule, self._plans, notes)

@@ -17,7 +17,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, TokenRingWarning, UnsupportedError, one_line
 from tokenring.runtime.agreement import OtherLengths
 from tokenring.runtime.bound_kernel import checked_scale, checked_softcap
-from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.layout import AUTO, Layout
 from tokenring.sequence.mask import Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import DTYPES, TAKEN, Held, Request, Workload
@@ -71,10 +71,16 @@ def request_of(
     differentiable: bool,
     softcap: float | None = None,
     layout: Layout | None = None,
+    again: bool = False,
 ) -> Request:
-    """Return a call's request where autograd's mode was another one when the call was made, as in a compiled graph."""
+    """Return a call's request where autograd's mode was another one when the call was made, as in a compiled graph.
+
+    again: the request of a call that was made before, for its backward pass.
+    """
     mask = Full() if mask is None else mask
     workload = _workload(q, k, v, cp, mask, layout)
+    if layout is None and cp.layout == AUTO:
+        layout = _auto_layout(Held(q.shape[1], k.shape[1]), (workload.q_length, workload.kv_length), cp, mask, again)
     scale, softcap = checked_scale(scale, q.shape[-1]), checked_softcap(softcap)
     return Request(workload, mask, scale, training, q.device, differentiable, softcap, layout)
 
@@ -178,11 +184,20 @@ def _lengths(held: Held, cp: ContextParallel, mask: Mask) -> tuple[int, int]:
     return lengths
 
 
+def _auto_layout(held: Held, lengths: tuple[int, int], cp: ContextParallel, mask: Mask, again: bool) -> Layout:
+    """Return the layout "auto" of a call, after a check, unless it is made again, that its tensors were cut by it."""
+    if again:
+        return cp.cuts.of(lengths[0], mask)
+    try:
+        return cp.cuts.for_call(lengths, mask)
+    except ConfigurationError as error:
+        setattr(error, TAKEN, (held, lengths))
+        raise
+
+
 def _lengths_in(layout: Layout, held: Held, cp: ContextParallel, mask: Mask) -> tuple[int, int]:
     """Return the lengths of q and kv in a layout that the call gives, after checks that this rank holds its parts."""
-    if not isinstance(layout, Layout):
-        raise ConfigurationError(f"layout is of type {type(layout).__name__}; give a Layout, or none: that of cp")
-    own = make_layout(layout, cp.world_size, layout.length).local_lengths[cp.rank]
+    own = cp.cuts.checked(layout).local_lengths[cp.rank]
     if held != (own, own):
         raise ConfigurationError(
             f"layout {layout.name!r} gives rank {cp.rank} {own} of {layout.length} positions, but it holds "

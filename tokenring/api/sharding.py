@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -11,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from tokenring.api.arguments import AUTO, NEEDS_MASK
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_tensor, unsharded
 from tokenring.errors import MOST_SAID, ConfigurationError, UnsupportedError, one_line
-from tokenring.runtime.agreement import REFUSED, Disagreement, refusals, refusing
-from tokenring.sequence.layout import Layout, as_integer, split_order
+from tokenring.runtime.agreement import REFUSED, Disagreement, named_digest, refusals, refusing
+from tokenring.sequence.layout import AUTO, Layout, as_integer, split_order
+from tokenring.sequence.mask_data import Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
 
 CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position
@@ -64,11 +65,14 @@ def unshard(
         dim = _sequence_dim("unshard", x, cp, dim)
         if cp.world_size > 1:
             check_tensor("unshard", x)
-        parts = None if layout is None else cp.cuts.given(layout.length, layout).local_lengths
-        if layout is None and mask is None and cp.layout == AUTO:
-            raise ConfigurationError(NEEDS_MASK)
-    gathered: torch.Tensor = _Gather.apply(x, cp, dim, parts)  # type: ignore[no-untyped-call]
-    return gathered.index_select(dim, _once(_places, _cut(cp, gathered.shape[dim], mask, layout), x.device))
+        mask = mask_of(mask)
+        if layout is not None:
+            layout = cp.cuts.checked(layout)
+        elif cp.layout == AUTO:
+            cp.cuts.check_mask(mask)
+    gathered: torch.Tensor = _Gather.apply(x, cp, dim, layout, _cut_text(cp, mask, layout))  # type: ignore[no-untyped-call]
+    found = cp.layout_for(gathered.shape[dim], mask) if layout is None else layout
+    return gathered.index_select(dim, _once(_places, found, x.device))
 
 
 def _cut(cp: ContextParallel, length: int, mask: MaskLike, layout: Layout | None) -> Layout:
@@ -76,9 +80,17 @@ def _cut(cp: ContextParallel, length: int, mask: MaskLike, layout: Layout | None
     if torch.compiler.is_compiling():
         return cp.layout_for(length, mask) if layout is None else layout
     if layout is not None:
-        return cp.cuts.given(length, layout)
+        return cp.cuts.checked(layout, length)
+    found = cp.cuts.give_out(length, mask_of(mask)) if cp.layout == AUTO else cp.layout_for(length)
     cp.lengths.note(length)
-    return cp.cuts.taken(length, mask_of(mask)) if cp.layout == AUTO else cp.layout_for(length)
+    return found
+
+
+def _cut_text(cp: ContextParallel, mask: Mask | None, layout: Layout | None) -> str:
+    """Return the layout by which parts are put together, as ranks compare it; nothing where it is that of cp."""
+    if layout is not None:
+        return f" in {named_digest(layout)}"
+    return f" by mask {hashlib.sha256(str(mask).encode()).hexdigest()[:16]}" if cp.layout == AUTO else ""
 
 
 # ---------- indices
@@ -142,15 +154,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, cp: ContextParallel, dim: int, parts: tuple[int, ...] | None
+        ctx: Any, x: torch.Tensor, cp: ContextParallel, dim: int, layout: Layout | None, cut: str
     ) -> torch.Tensor:
-        ctx.cp, ctx.dim, ctx.parts = cp, dim, parts
+        ctx.cp, ctx.dim, ctx.layout, ctx.cut = cp, dim, layout, cut
         if cp.world_size == 1:
             return x.clone()
         with cp.turn:
             with _refusing_parts(cp):
                 own = x.contiguous().resolve_conj().resolve_neg()
-            lengths = _checked_lengths(x, cp, dim, parts)
+            lengths = _checked_lengths(x, cp, dim, layout, cut)
             most = max(lengths)
             if own.shape[dim] < most:
                 filling = own.new_zeros([most - n if at == dim else n for at, n in enumerate(own.shape)])
@@ -160,8 +172,8 @@ class _Gather(torch.autograd.Function):
         return torch.cat([part.narrow(dim, 0, length) for part, length in zip(gathered, lengths, strict=True)], dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Sum.apply(grads[0], ctx.cp, ctx.dim, ctx.parts), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return _Sum.apply(grads[0], ctx.cp, ctx.dim, ctx.layout, ctx.cut), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Sum(torch.autograd.Function):
@@ -169,20 +181,20 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, cp: ContextParallel, dim: int, parts: tuple[int, ...] | None
+        ctx: Any, whole: torch.Tensor, cp: ContextParallel, dim: int, layout: Layout | None, cut: str
     ) -> torch.Tensor:
-        ctx.cp, ctx.dim, ctx.parts = cp, dim, parts
+        ctx.cp, ctx.dim, ctx.layout, ctx.cut = cp, dim, layout, cut
         whole = whole.contiguous().clone()
         if cp.world_size > 1:
             with cp.turn:
                 what = "the gradient of unshard"
                 _finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
-        lengths = cp.lengths.parts(whole.shape[dim]) if parts is None else parts
+        lengths = cp.lengths.parts(whole.shape[dim]) if layout is None else layout.local_lengths
         return whole.narrow(dim, sum(lengths[: cp.rank]), lengths[cp.rank])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Gather.apply(grads[0], ctx.cp, ctx.dim, ctx.parts), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return _Gather.apply(grads[0], ctx.cp, ctx.dim, ctx.layout, ctx.cut), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> None:
@@ -216,14 +228,14 @@ class _refusing_parts(refusing):
 
 
 def _checked_lengths(
-    x: torch.Tensor, cp: ContextParallel, dim: int, wanted: tuple[int, ...] | None
+    x: torch.Tensor, cp: ContextParallel, dim: int, layout: Layout | None, cut: str
 ) -> list[int]:
-    """Return the length of each rank's part. wanted: those that they must be; None: those of cp's layout.
+    """Return the length of each rank's part. layout: of the parts; None: that of cp. cut: as all ranks must say it.
 
     Raises ConfigurationError, on all ranks, if parts do not go together.
     """
     sizes = [str(size) for size in x.shape]
-    mine = f"{str(x.dtype).removeprefix('torch.')} [{', '.join(sizes)}] along {dim}"
+    mine = f"{str(x.dtype).removeprefix('torch.')} [{', '.join(sizes)}] along {dim}{cut}"
     parts = _told(cp, mine)
     if any(part.startswith(REFUSED) for part in parts):
         raise Disagreement(refusals([part.partition(": ")[2] if part.startswith(REFUSED) else None for part in parts]))
@@ -235,9 +247,7 @@ def _checked_lengths(
     if len(lengths) < len(parts) or not sum(lengths):
         found = ", ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts))
         raise ConfigurationError(f"unshard wants parts of one shape, dtype and dim from every rank; found {found}")
-    if wanted is None:
-        wanted = cp.lengths.parts(sum(lengths))
-    if tuple(lengths) != wanted:
+    if tuple(lengths) != (wanted := cp.lengths.parts(sum(lengths)) if layout is None else layout.local_lengths):
         raise ConfigurationError(
             f"unshard wants parts as shard makes them: of {sum(lengths)} positions the ranks hold "
             f"{_listed(wanted)}; found {_listed(lengths)}"

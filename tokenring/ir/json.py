@@ -156,6 +156,8 @@ def _schedule(root: JsonNode) -> ScheduleData:
     )  # fmt: skip
     world = part["world_size"].integer(1)
     q_layout, kv_layout = _layout(part["q_layout"], world), _layout(part["kv_layout"], world)
+    if version == VERSION and not (q_layout.is_even and kv_layout.is_even):
+        raise kind["version"].error(f"{VERSION} has no chunks that the end cuts; they are of version {PARTS_VERSION}")
     empty = ScheduleData(
         part["name"].name(),
         world,

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tokenring.ir.schedule_data import PARTIALS, Block, Kind, Move, Runs, ScheduleData, Tile
 from tokenring.lowering.calls import anything, calls
-from tokenring.lowering.exchanges import LEAST_RANKS
+from tokenring.lowering.exchanges import LEAST_RANKS, joined
 from tokenring.lowering.storage import Storage
 
 S = TypeVar("S", bound=ScheduleData)
@@ -31,25 +31,25 @@ def exact(schedule: S) -> S:
     """Return the schedule with the rows that each move carries, where that is less than its unit."""
     used = used_rows(Storage(schedule))
     rows = _carried(schedule, used, frozenset())
-    if kept := _kept_whole(schedule, rows):
-        rows = _carried(schedule, used, kept)
+    if whole := _for_exchanges(schedule, rows):
+        rows = _carried(schedule, used, whole)
     moves = []
     for at, move in enumerate(schedule.moves):
         moves.append(move if rows[at] == _whole(schedule, move) else move._replace(rows=rows[at]))
     return schedule.replace(moves=tuple(moves))
 
 
-def _carried(schedule: ScheduleData, used: dict[Place, Runs], kept: Set[int]) -> dict[int, Runs]:
-    """Return the rows of each move, by its number; kept: the numbers of those that go whole."""
-    return {**dict(_requested_rows(schedule, used, kept)), **dict(_returned_rows(schedule, used, kept))}
+def _carried(schedule: ScheduleData, used: dict[Place, Runs], whole: Set[int]) -> dict[int, Runs]:
+    """Return the rows of each move, by its number; whole: the numbers of those that go whole."""
+    return {**dict(_requested_rows(schedule, used, whole)), **dict(_returned_rows(schedule, used, whole))}
 
 
 def _whole(schedule: ScheduleData, move: Move) -> Runs:
     return ((0, schedule.rows(move.block)),)
 
 
-def _kept_whole(schedule: ScheduleData, rows: Mapping[int, Runs]) -> set[int]:
-    """Return the numbers of moves that stay whole: those of an exchange that loses little by it.
+def _for_exchanges(schedule: ScheduleData, rows: Mapping[int, Runs]) -> set[int]:
+    """Return the numbers of moves that go whole: those of an exchange that loses little by it.
 
     Of some ranks each gives every other one as much, which a transport may move as one operation of equal parts
     (`lowering.exchanges`). That is worth more than the few rows of, say, padding.
@@ -57,19 +57,25 @@ def _kept_whole(schedule: ScheduleData, rows: Mapping[int, Runs]) -> set[int]:
     alike: dict[tuple[int, str, Kind], list[int]] = defaultdict(list)
     for at, move in enumerate(schedule.moves):
         alike[move.step, move.channel, move.block.kind].append(at)
-    kept: set[int] = set()
-    for some in alike.values():
-        pairs = Counter((schedule.moves[at].src, schedule.moves[at].dst) for at in some)
-        ranks = {rank for pair in pairs for rank in pair}
-        if len(ranks) < LEAST_RANKS or len(pairs) < len(ranks) * (len(ranks) - 1) or len(set(pairs.values())) > 1:
-            continue
-        if not schedule.layout_of(schedule.moves[some[0]].block.kind).is_even:
+    found: set[int] = set()
+    for (*_, kind), some in alike.items():
+        if not schedule.layout_of(kind).is_even:
             continue  # its units are not equal anyway
-        whole = sum(schedule.rows(schedule.moves[at].block) for at in some)
-        needed = sum(stop - start for at in some for start, stop in rows[at])
-        if 0 < whole - needed <= whole * WORTH_AN_EXCHANGE:
-            kept.update(some)
-    return kept
+        for ranks in joined({schedule.moves[at][2:4] for at in some}):
+            there = [at for at in some if schedule.moves[at].src in ranks]
+            if _is_worth_an_exchange(schedule, there, len(ranks), rows):
+                found.update(there)
+    return found
+
+
+def _is_worth_an_exchange(schedule: ScheduleData, some: list[int], ranks: int, rows: Mapping[int, Runs]) -> bool:
+    """Tell whether moves between so many ranks are an exchange, and nearly all of their rows move anyway."""
+    pairs = Counter((schedule.moves[at].src, schedule.moves[at].dst) for at in some)
+    if ranks < LEAST_RANKS or len(pairs) < ranks * (ranks - 1) or len(set(pairs.values())) > 1:
+        return False
+    whole = sum(schedule.rows(schedule.moves[at].block) for at in some)
+    needed = sum(stop - start for at in some for start, stop in rows[at])
+    return 0 < whole - needed <= whole * WORTH_AN_EXCHANGE
 
 
 def used_rows(storage: Storage) -> dict[Place, Runs]:
@@ -100,20 +106,20 @@ def tile_rows(storage: Storage, tile: Tile) -> Iterator[tuple[Block, int, int]]:
 
 
 def _requested_rows(
-    schedule: ScheduleData, used: dict[Place, Runs], kept: Set[int]
+    schedule: ScheduleData, used: dict[Place, Runs], whole: Set[int]
 ) -> Iterator[tuple[int, Runs]]:
     """Yield, for each request, its number and the rows that its destination uses or passes on."""
     needed, moves = dict(used), schedule.moves
     for at in sorted(range(len(moves)), key=lambda at: -moves[at].step):
         _, block, src, dst, channel, *_ = moves[at]
         if channel != PARTIALS:
-            rows = _whole(schedule, moves[at]) if at in kept else bounded(needed[dst, block])
+            rows = _whole(schedule, moves[at]) if at in whole else bounded(needed[dst, block])
             needed[src, block] = union((*needed.get((src, block), ()), *rows))
             yield at, rows
 
 
 def _returned_rows(
-    schedule: ScheduleData, used: dict[Place, Runs], kept: Set[int]
+    schedule: ScheduleData, used: dict[Place, Runs], whole: Set[int]
 ) -> Iterator[tuple[int, Runs]]:
     """Yield, for each partial move, its number and the rows that its source made or received for it."""
     held = {(rank, block.partial(rank)): rows for (rank, block), rows in used.items()}
@@ -121,7 +127,7 @@ def _returned_rows(
     for at in sorted(range(len(moves)), key=lambda at: moves[at].step):
         _, block, src, dst, channel, add, _ = moves[at]
         if channel == PARTIALS:
-            rows = _whole(schedule, moves[at]) if at in kept else bounded(held[src, block])
+            rows = _whole(schedule, moves[at]) if at in whole else bounded(held[src, block])
             there = dst, block._replace(made_at=dst) if add else block
             held[there] = union((*held.get(there, ()), *rows))
             yield at, rows

@@ -76,7 +76,7 @@ def _complete(messages: Sequence[Message]) -> Iterable[Pairs]:
     pairs: Pairs = defaultdict(list)
     for message in messages:
         pairs[message.src, message.dst].append(message)
-    for ranks in _joined(pairs):
+    for ranks in joined(pairs):
         own = {pair: some for pair, some in pairs.items() if pair[0] in ranks}
         rows = {sum(message.rows for message in some) for some in own.values()}
         cut = any(not each.whole for some in own.values() for each in some)
@@ -85,7 +85,7 @@ def _complete(messages: Sequence[Message]) -> Iterable[Pairs]:
             yield own
 
 
-def _joined(pairs: Iterable[tuple[int, int]]) -> list[set[int]]:
+def joined(pairs: Iterable[tuple[int, int]]) -> list[set[int]]:
     """Return the sets of ranks that messages join, directly or through others."""
     parts: list[set[int]] = []
     for pair in pairs:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, PeerLost, TokenRingError, one_line
 from tokenring.schedule.schedule import Schedule
-from tokenring.sequence.layout import Layout
-from tokenring.sequence.workload import OF_LENGTHS, TAKEN, Held, Lengths, Workload, agreed_lengths
+from tokenring.sequence.layout import AUTO, Layout
+from tokenring.sequence.workload import CUT, OF_LENGTHS, TAKEN, Held, Lengths, Workload, agreed_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,18 +79,19 @@ class Description:
 
 
 def describe(
-    cp: Caller, request: Request, direction: Pass, layout: str, schedule: str, planned: bool, notes: Sequence[str] = ()
+    cp: Caller, request: Request, direction: Pass, schedule: str, planned: bool, notes: Sequence[str] = ()
 ) -> Description:
     """Describe all that ranks must agree on.
 
-    layout, schedule: as text, with all their content. planned: if it is chosen here. notes: SINKS, LSE_GRADIENT.
+    schedule: as text, with all its content. planned: if it is chosen here. notes: SINKS, LSE_GRADIENT.
     """
     transport = cp.made_transport(request.device)
     most = None if transport is None else transport.target.most_connections  # by this rank's environment
     sizes: dict[str, object] = {field.name: getattr(request.workload, field.name) for field in fields(Workload)}
     if sizes["value_dim"] == sizes["head_dim"]:
         sizes["value_dim"] = "head_dim"  # whatever that is: where it differs, it alone is named
-    of = cp.lengths if request.layout is None else None  # else its length is known, whatever the ranks hold
+    # Of a layout that the call gives the length is known, whatever the ranks hold.
+    of = cp.lengths if request.layout is None or cp.layout == AUTO else None
     held = None if of is None else Held(*(of.parts(getattr(request.workload, name))[cp.rank] for name in OF_LENGTHS))
     return Description.of(
         {
@@ -101,7 +102,8 @@ def describe(
             **({"softcap": repr(request.softcap)} if request.softcap else {}),
             "gradients enabled": request.training,
             "device": request.device.type,
-            "layout": layout,
+            "layout": _layout_text(cp),
+            **({} if request.layout is None else {CUT: named_digest(request.layout)}),
             "schedule": schedule,
             "pieces": cp.pieces,
             "kernel": no_kernel(cp, request, direction) or "computes it",
@@ -164,7 +166,8 @@ def _judged(mine: Description, told: list[Any]) -> Disagreement:
     text, differing = _difference(descriptions), _differing(descriptions)
     if mine.held is None or mine.lengths is None:
         return Disagreement(text, differing)
-    lengths = agreed_lengths(descriptions, held, mine.lengths, REFUSED)
+    settled_next = [{name: each[name] for name in each if name != LSE_GRADIENT} for each in descriptions]
+    lengths = agreed_lengths(settled_next, held, mine.lengths, REFUSED)
     return Disagreement(text, differing) if lengths is None else OtherLengths(text, mine.held, lengths)
 
 

@@ -12,7 +12,6 @@ fp32 makes q zero: (-q)·k·|scale| and 0·k·1 are what q·k·scale is, exactly
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from typing import Any, cast
@@ -28,7 +27,7 @@ from tokenring.sequence.workload import Workload
 
 Together = tuple[Instruction, ...]
 MOST_TOGETHER = 512  # whose operands, lists of lengths and results one call is to hold
-LEAST = torch.finfo(torch.float32).tiny  # below, kernels that scale in fp32 may take it for zero
+LEAST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # what kernels compute with in fp32
 WHOLE = 2**24  # from here on neighbours in fp32 are whole numbers apart
 
 
@@ -154,7 +153,7 @@ def checked_softcap(given: object) -> float:
     if given is None:
         return 0.0
     number = isinstance(given, Real) and not isinstance(given, bool)
-    if not number or not 0 <= (cap := cast(float, given)) <= sys.float_info.max:
+    if not number or ((cap := cast(float, given)) != 0 and not LEAST <= cap <= LARGEST):
         shown = f"of type {type(given).__name__}" if not number else repr(given)
         raise ConfigurationError(f"softcap is {shown}; give a positive number, such as 50.0, or 0 for none")
     return float(cap)

@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 from tokenring.errors import ConfigurationError
 
 COUNTED_LENGTH = 2**24  # positions that may be counted one by one, for chunks that interleave in no way of ours
+AUTO = "auto"  # the layout that follows from a mask; made by the planner
 NAME = re.compile("([a-z]+)(?:/([1-9][0-9]{0,8}))?", re.ASCII)
 
 

@@ -25,6 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_KNOWN = 1024  # parts, of which the oldest is forgotten
 TAKEN = "_tokenring_taken"  # of an error: what the rank holds of the call that it refuses, and the lengths it took
 OF_LENGTHS = ("q_length", "kv_length")  # the fields of a description that follow from them
+CUT = "layout of the call"  # the field of a layout that is not the context's own: with "auto" it follows from them too
 ADVICE = "take each rank's part from tr.shard, or by tr.positions"
 Fields = Mapping[str, str]
 
@@ -148,7 +149,10 @@ class Lengths:
 
     def note(self, length: int) -> None:
         """Note that the rank was given its part of a sequence of this length."""
-        self._learn(self.parts(length)[self._rank], (length, length))
+        part = self.parts(length)[self._rank]
+        for held in [each for each in self._known if isinstance(each, Held) and part in each]:
+            del self._known[held]  # what is sharded now counts more than what ranks found before
+        self._learn(part, (length, length))
 
     def learn(self, held: Held, lengths: tuple[int, int]) -> None:
         """Note the lengths of q and kv of a call, as all ranks found them."""
@@ -217,4 +221,4 @@ def agreed_lengths(
 
 
 def _without_lengths(fields: Fields) -> Fields:
-    return {name: value for name, value in fields.items() if name not in OF_LENGTHS}
+    return {name: value for name, value in fields.items() if name not in (*OF_LENGTHS, CUT)}

@@ -24,9 +24,9 @@ from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.footprint import flops_per_pair
 from tokenring.planner.interconnects.emulated import computing_machine, interconnect_of_shape, sleeping_machine
 from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.layouts.balanced import AUTO, layout_of
+from tokenring.planner.layouts.balanced import layout_of
 from tokenring.planner.machines.machine import CPU
-from tokenring.sequence.layout import Layout
+from tokenring.sequence.layout import AUTO, Layout
 from tokenring.sequence.mask import Mask, parse_mask
 
 if TYPE_CHECKING:

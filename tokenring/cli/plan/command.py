@@ -22,9 +22,9 @@ from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, 
 from tokenring.planner.choosing.candidates import SHOWN
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.layouts.balanced import AUTO
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
+from tokenring.sequence.layout import AUTO
 from tokenring.sequence.sizes import read_size
 from tokenring.tables.kept_files import OFF, PLAN_CACHE
 

@@ -33,12 +33,12 @@ from tokenring.gc_pause import no_collection
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.command import Tell, process_group, quiet, serve
 from tokenring.lowering.program import Attend, Span
-from tokenring.planner.layouts.balanced import AUTO, layout_of
+from tokenring.planner.layouts.balanced import layout_of
 from tokenring.runtime.bound_kernel import held
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.labels import tiles as tiles_of
 from tokenring.runtime.trace import Event
-from tokenring.sequence.layout import Layout
+from tokenring.sequence.layout import AUTO, Layout
 from tokenring.sequence.mask import Mask, parse_mask
 from tokenring.sequence.workload import Request
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from tokenring.sequence.workload import Request
 
 LOG = logging.getLogger("tokenring")
-REFUSAL = "refusal"
+REFUSAL, SERVES = "refusal", "serves packs"
 PROBE = b"probe"  # what rank 0 says where it has to look at what joins the ranks
 STILL_PLANNING, STILL_SECONDS = b"still planning", 0.5  # what rank 0 says meanwhile, and how often
 SAY_AGAIN = 10  # after so many of these rank 0 logs how far it is
@@ -167,14 +167,14 @@ class Planner:
 
         Of packs of one shape the first is planned; its word serves the others, for which nothing is exchanged.
         """
-        shape = pack_shape(request, layouts) if self.memory_limit_bytes is None else None
+        shape = pack_shape(request, layouts)
         said = self._words.get(shape)
         if said is not None:
             found = self.understood(said, request, layouts)
             return replace(found, reason=f"{LIKE_BEFORE}: {found.reason}")
         said = self._heard(transport, request, plan)
         found = self.understood(said, request, layouts)
-        if shape is not None:
+        if shape is not None and json.loads(said)[SERVES]:  # what rank 0 says, as ranks may differ in limits
             if len(self._words) >= MOST_SHAPES:  # on all ranks alike
                 self._words.pop(next(iter(self._words)))
             self._words[shape] = said
@@ -205,7 +205,8 @@ class Planner:
     def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
         """Return the plan, or why there is none, as the bytes that are sent to the other ranks."""
         try:
-            return self.word(plan(), order_of(self.look(request.device, request.workload.dtype)[0]))
+            found, net = plan(), self.look(request.device, request.workload.dtype)[0]
+            return self.word(found, order_of(net), serves=self.memory_limit_bytes is None)
         except TokenRingError as error:
             return json.dumps({REFUSAL: str(error)}).encode()
 
@@ -219,12 +220,15 @@ class Planner:
             raise
 
     @staticmethod
-    def word(plan: Plan, order: tuple[int, ...] | None) -> bytes:
-        """Return a plan as bytes, without its schedule: all ranks make that from its name and their order."""
+    def word(plan: Plan, order: tuple[int, ...] | None, serves: bool = True) -> bytes:
+        """Return a plan as bytes, without its schedule: all ranks make that from its name and their order.
+
+        serves: packs of the same shape may take it too.
+        """
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
         said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}
-        return json.dumps(said | {"transport": plan.transport}).encode()
+        return json.dumps(said | {"transport": plan.transport, SERVES: serves and plan.transport is None}).encode()
 
     @staticmethod
     def understood(said: bytes, request: Request, layouts: tuple[Layout, Layout]) -> Plan:

@@ -15,10 +15,10 @@ from random import Random
 
 from tokenring.planner.layouts.assignment import Assignment
 from tokenring.planner.layouts.demand import Demand, demand_of
-from tokenring.sequence.layout import Layout, Positions, contiguous, make_layout, zigzag
+from tokenring.sequence.layout import AUTO, Layout, Positions, contiguous, make_layout, zigzag
 from tokenring.sequence.mask import Mask
 
-AUTO, NAME = "auto", "balanced"  # what users ask for, and what they get where no usual layout does as well
+NAME = "balanced"  # what users get who ask for "auto", where no usual layout does as well
 SLACK = 1.045  # times the mean work that a rank may have
 SWAPS = (2500, 3000)
 WARMTH = 0.4  # by how much a swap may cost more than before, at most and at first
@@ -36,7 +36,7 @@ def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int =
 
     pairs_a_row: (query, key) pairs that a rank computes while one row of kv enters or leaves it. Where transfers would
     take longer than even work, work is less even; 0: transfers are hidden, or nothing is known of them.
-    Raises ConfigurationError when the length does not divide by the ranks.
+    Raises ConfigurationError for an empty sequence.
     """
     usual = [make(world_size, length) for make in (zigzag, contiguous) if length % (2 * world_size) == 0]
     usual = usual or [contiguous(world_size, length)]

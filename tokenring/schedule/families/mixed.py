@@ -56,7 +56,7 @@ def _seen(q_layout: Layout, kv_layout: Layout, mask: Mask) -> dict[tuple[int, in
     q_tokens: dict[tuple[int, int], int] = defaultdict(int)
     kv_seen: dict[tuple[int, int], set[int]] = defaultdict(set)
     for chunk, owner in zip(q_layout.chunks, q_layout.owners, strict=True):
-        seen = mask.seen(chunk, kv_layout.chunks)
+        seen = mask.seen(chunk, kv_layout.chunks) if len(chunk) else frozenset[int]()
         for at in seen:
             kv_seen[owner, kv_layout.owners[at]].add(at)
         for kv_owner in {kv_layout.owners[at] for at in seen}:
