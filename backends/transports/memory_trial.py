@@ -59,6 +59,7 @@ class Trial:
         stream = self.device.new_stream()
         with self.device.on(stream):
             self._put()
+            put = stream.record_event()
         if not _within(deadline, lambda: self._are_set(own.values())):
             silent = [str(peer) for peer, pair in own.items() if not self._are_set([pair])]
             raise self._late(f"no signal of rank {', '.join(silent)} has come")
@@ -69,6 +70,7 @@ class Trial:
             if not _within(deadline, done.query):
                 raise self._late("a stream waits for words that are set")
         except BaseException:
+            _within(deadline, put.query)  # a release overwrites what a put still reads: its peer would be blamed
             self.memory.release()
             raise
         for peer, data in found.items():

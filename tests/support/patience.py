@@ -13,6 +13,7 @@ from pathlib import Path
 
 LOADAVG, SCHEDSTAT = Path("/proc/loadavg"), Path("/proc/self/schedstat")
 LEAST_NS = 2_000_000  # of processor time: less says nothing
+MOST = 10.0  # a process that has hardly run may have waited a thousand times as long, and that says nothing of others
 PER_CORE = 3  # so many processes that want to run leave a test its usual pace, or nearly
 
 _stretch = 1.0
@@ -36,7 +37,7 @@ def set_stretch(factor: float) -> None:
 def measured_stretch(
     loadavg: Path = LOADAVG, schedstat: Path = SCHEDSTAT, cores: int | None = None, since: tuple[int, int] = (0, 0)
 ) -> float:
-    """How many times longer things take than on a quiet machine, 1 at the least; 1 where nobody counts.
+    """How many times longer things take than on a quiet machine, from 1 to MOST; 1 where nobody counts.
 
     By how many processes want to run right now, and by how long this one waited for a processor beside what it ran:
     the larger counts. since: what `ran_and_waited` gave before.
@@ -46,7 +47,8 @@ def measured_stretch(
     except (OSError, ValueError, IndexError):  # not Linux
         running = 0
     ran, waited = (now - before for now, before in zip(ran_and_waited(schedstat), since, strict=True))
-    return max(1.0, running / (PER_CORE * (cores or os.cpu_count() or 1)), 1 + waited / ran if ran > LEAST_NS else 1.0)
+    crowd = running / (PER_CORE * (cores or os.cpu_count() or 1))
+    return min(MOST, max(1.0, crowd, 1 + waited / ran if ran > LEAST_NS else 1.0))
 
 
 def ran_and_waited(schedstat: Path = SCHEDSTAT) -> tuple[int, int]:

@@ -84,6 +84,18 @@ def refuses(what: str) -> Spoil:
     return spoil
 
 
+def refuses_waits_early(memory: Any, patched: pytest.MonkeyPatch) -> None:
+    """While its own puts are still to be read: nobody is to find them spoiled."""
+    refuses("wait")(memory, patched)
+    put = memory._put
+
+    def late(*args: Any) -> None:
+        memory.place._device.current_stream().add(lambda: time.sleep(0.2))
+        put(*args)
+
+    patched.setattr(memory, "_put", late)
+
+
 def never_goes_on(memory: Any, patched: pytest.MonkeyPatch) -> None:
     """A wait that does not see a word which is set, until all is let go."""
 
@@ -110,6 +122,8 @@ BROKEN: dict[str, tuple[Spoil, str]] = {
     "waits that never end": (never_goes_on, "1: no answer within [0-9.]+ s: a stream waits for words that are set"),
     "words that stay set": (never_clears, "1: words that a stream has waited for and cleared are still set"),
 }
+BROKEN_BOXES = {"waits are refused early": (refuses_waits_early, BROKEN["waits are refused"][1])}
+ALL_BROKEN = {**BROKEN, **BROKEN_BOXES}
 
 
 def tried(here: Here, name: str, spoiled: str) -> tuple[str, str]:
@@ -117,7 +131,7 @@ def tried(here: Here, name: str, spoiled: str) -> tuple[str, str]:
     symm_ranks.register()
     with pytest.MonkeyPatch.context() as patched:
         if here.rank == 1:
-            spoil_all(patched, BROKEN[spoiled][0])
+            spoil_all(patched, ALL_BROKEN[spoiled][0])
         with pytest.raises(BackendUnavailable) as caught:
             make_transport(name, dist.group.WORLD, TIMEOUT_SECONDS)  # type: ignore[arg-type]
     return type(caught.value).__name__, str(caught.value)
@@ -145,10 +159,10 @@ def test_what_is_broken_is_found_on_every_rank(spoiled: str, ranks: RankPools) -
         assert text.endswith("use transport='nccl' or 'auto'")
 
 
-@pytest.mark.parametrize("spoiled", ["puts are refused", "waits are refused"])
+@pytest.mark.parametrize("spoiled", ["puts are refused", "waits are refused", *BROKEN_BOXES])
 def test_boxes_are_tried_too(spoiled: str, ranks: RankPools) -> None:
     for kind, text in ranks(3)(tried, "boxed on cpu", spoiled):
-        assert kind == "Broken" and re.search(f"{TRIED} {BROKEN[spoiled][1]}", text), text
+        assert kind == "Broken" and re.search(f"{TRIED} {ALL_BROKEN[spoiled][1]}", text), text
 
 
 def works(here: Here, name: str) -> int:
