@@ -5,10 +5,13 @@ X: bytes of a rank's Q or O; Y: of its KV; L: of its lse. P ranks.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from itertools import combinations
 from math import gcd
 
 import pytest
+import torch
 from families import make
 
 import tokenring as tr
@@ -205,3 +208,16 @@ class TestBytes:
             chosen = make_schedule(name, whole, whole, tr.Causal())
             assert total[-1] <= total[1]
             assert sum(chosen.link_bytes(size_of(chosen)).values()) == total[-1]
+
+
+@pytest.mark.parametrize(("world_size", "tokens", "layout"), [(4, 1024, "contiguous"), (8, 8192, "zigzag")])
+def test_mixed_goes_by_the_rows_that_move(world_size: int, tokens: int, layout: str) -> None:
+    """Of no pair of ranks the busier link carries more than where KV always moves."""
+    draw = random.Random(world_size)
+    ends = sorted({0, tokens, *(draw.randrange(tokens) for _ in range(10))})
+    cut, mask = make_layout(layout, world_size, tokens), tr.Causal() & tr.Documents(ends)
+    workload = Workload(1, tokens, tokens, 4, 4, 64, torch.bfloat16)
+    found, kv = (make_schedule(name, cut, cut, mask).link_bytes(workload) for name in ("mixed/1x1", "direct-kv"))
+    for pair in combinations(range(world_size), 2):
+        busier, of_kv = (max(each.get(pair, 0), each.get(pair[::-1], 0)) for each in (found, kv))
+        assert busier <= of_kv, pair

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import product
 
+from tokenring.lowering.exact_rows import union
 from tokenring.schedule import routes
 from tokenring.schedule.families.basic import at_query
 from tokenring.schedule.scheme import Placement, Scheme
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
 
-Seen = tuple[float, float]  # tokens of q and of kv that a tile needs
+Seen = tuple[float, float]  # rows of q and of kv that tiles need
 
 
 def mixed(world_size: int, ratio: int = 1, head_groups: int = 1) -> Scheme:
@@ -52,16 +53,26 @@ def _cost(seen: tuple[Seen, Seen], by_q: tuple[int, int], ratio: int, groups: in
 
 
 def _seen(q_layout: Layout, kv_layout: Layout, mask: Mask) -> dict[tuple[int, int], Seen]:
-    """Return, for each (q owner, kv owner), the tokens of q chunks that see something there, and of kv chunks seen."""
-    q_tokens: dict[tuple[int, int], int] = defaultdict(int)
-    kv_seen: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for chunk, owner in zip(q_layout.chunks, q_layout.owners, strict=True):
-        seen = mask.seen(chunk, kv_layout.chunks) if len(chunk) else frozenset[int]()
-        for at in seen:
-            kv_seen[owner, kv_layout.owners[at]].add(at)
-        for kv_owner in {kv_layout.owners[at] for at in seen}:
-            q_tokens[owner, kv_owner] += len(chunk)
+    """Return, for each (q owner, kv owner), the rows of q that see something there, and the rows of kv that are seen.
+
+    These are the rows that moves carry.
+    """
+    q_runs: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)  # by the ranks and the chunk
+    kv_runs: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+    for number, (chunk, owner) in enumerate(zip(q_layout.chunks, q_layout.owners, strict=True)):
+        for at in mask.seen(chunk, kv_layout.chunks) if len(chunk) else ():
+            kv_owner = kv_layout.owners[at]
+            for patch in mask.region(chunk, kv_layout.chunks[at]):
+                q_runs[owner, kv_owner, number].append((patch.row0, patch.row1))
+                kv_runs[owner, kv_owner, at].append((patch.col0, patch.col1))
+    q_rows, kv_rows = _counted(q_runs), _counted(kv_runs)
     pairs = product(range(q_layout.world_size), range(kv_layout.world_size))
-    return {
-        pair: (float(q_tokens[pair]), float(sum(len(kv_layout.chunks[at]) for at in kv_seen[pair]))) for pair in pairs
-    }
+    return {pair: (q_rows[pair], kv_rows[pair]) for pair in pairs}
+
+
+def _counted(runs: dict[tuple[int, int, int], list[tuple[int, int]]]) -> dict[tuple[int, int], float]:
+    """Return how many rows two ranks' runs of all chunks have, each row once."""
+    rows: dict[tuple[int, int], float] = defaultdict(float)
+    for (q_owner, kv_owner, _), each in runs.items():
+        rows[q_owner, kv_owner] += sum(stop - start for start, stop in union(each))
+    return rows
