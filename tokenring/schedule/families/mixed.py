@@ -8,9 +8,10 @@ from itertools import product
 from tokenring.lowering.exact_rows import union
 from tokenring.schedule import routes
 from tokenring.schedule.families.basic import at_query
-from tokenring.schedule.scheme import Placement, Scheme
+from tokenring.schedule.scheme import WHOLE_UNITS, Placement, Scheme
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
+from tokenring.sequence.region import Patch
 
 Seen = tuple[float, float]  # rows of q and of kv that tiles need
 
@@ -53,16 +54,17 @@ def _cost(seen: tuple[Seen, Seen], by_q: tuple[int, int], ratio: int, groups: in
 
 
 def _seen(q_layout: Layout, kv_layout: Layout, mask: Mask) -> dict[tuple[int, int], Seen]:
-    """Return, for each (q owner, kv owner), the rows of q that see something there, and the rows of kv that are seen.
+    """Return, for each (q owner, kv owner), the rows of q and of kv that move if q or kv does.
 
-    These are the rows that moves carry.
+    These are the rows of q that see something there, and those of kv that are seen; or the whole chunks.
     """
     q_runs: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)  # by the ranks and the chunk
     kv_runs: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for number, (chunk, owner) in enumerate(zip(q_layout.chunks, q_layout.owners, strict=True)):
         for at in mask.seen(chunk, kv_layout.chunks) if len(chunk) else ():
-            kv_owner = kv_layout.owners[at]
-            for patch in mask.region(chunk, kv_layout.chunks[at]):
+            kv_owner, kv_chunk = kv_layout.owners[at], kv_layout.chunks[at]
+            whole = Patch(0, len(chunk), 0, len(kv_chunk))
+            for patch in (whole,) if mask in WHOLE_UNITS else mask.region(chunk, kv_chunk):
                 q_runs[owner, kv_owner, number].append((patch.row0, patch.row1))
                 kv_runs[owner, kv_owner, at].append((patch.col0, patch.col1))
     q_rows, kv_rows = _counted(q_runs), _counted(kv_runs)
