@@ -10,8 +10,9 @@ import os
 import sys
 
 from tokenring.cli.plan.layouts import planned_in_layouts
+from tokenring.cli.plan.mask_picture import mask_svg
 from tokenring.cli.plan.options import Asked, ask
-from tokenring.cli.plan.report import explained, table, with_baseline
+from tokenring.cli.plan.report import explained, heading, table, with_baseline
 from tokenring.cli.plan.sweep import sweep, sweep_svg, sweep_table
 from tokenring.cli.spelling import SIZES_TEXT, add_heads, add_mask, add_passes
 from tokenring.cli.trace.predicted import drawn, timeline
@@ -28,7 +29,7 @@ from tokenring.sequence.layout import AUTO
 from tokenring.sequence.sizes import read_size
 from tokenring.tables.kept_files import OFF, PLAN_CACHE
 
-SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",)}
+SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",), "picture": (".svg",)}
 
 
 def main(argv: list[str]) -> int:
@@ -71,6 +72,8 @@ def main(argv: list[str]) -> int:
             console.say(others)
     if options.save is not None:
         write_file(options.save, found.to_json())
+    if options.picture is not None:
+        _picture(options.picture, asked)
     if options.timeline is not None:
         _timeline(options.timeline, plan.candidates[0].name, asked.call.in_mode(plan.transport))
     return 0
@@ -86,6 +89,11 @@ def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int
     return 0
 
 
+def _picture(path: str, asked: Asked) -> None:
+    title, *about = heading(asked).splitlines()
+    write_file(path, mask_svg(asked.call.mask, asked.call.q_layout, asked.call.kv_layout, title, about))
+
+
 def _timeline(path: str, name: str, call: CallToPlan) -> None:
     prediction = predict(make(call, name), call.setting, record=True)
     write_file(path, drawn(path, timeline(name, call.setting, prediction)))
@@ -93,7 +101,8 @@ def _timeline(path: str, name: str, call: CallToPlan) -> None:
 
 def _sweep(options: argparse.Namespace, console: Console) -> int:
     """Print, and draw if asked, which schedule wins at which length. Raises ConfigurationError for a wrong range."""
-    stray = [name for name in ("json", "save", "timeline", "explain") if getattr(options, name) not in (None, False)]
+    single = ("json", "save", "timeline", "explain", "picture")
+    stray = [name for name in single if getattr(options, name) not in (None, False)]
     if stray:
         raise ConfigurationError(f"--{stray[0]} is for one plan, and --sweep makes one for every length: leave one out")
     what, _, ends = options.sweep.partition("=")
@@ -139,6 +148,7 @@ def _parser() -> Parser:
     add("--save", metavar="FILE", help="write the plan's JSON to a file")
     add("--explain", metavar="SCHEDULE", help="one schedule: where its time goes")
     add("--timeline", metavar="FILE", help="draw the simulation: .svg, or .json for Perfetto")
+    add("--picture", metavar="FILE", help="draw the mask: which rank owns and computes what, and how even it is (.svg)")
     add("--sweep", metavar="seq=A..B", help="which schedule wins at every power of two from A to B")
     add("--svg", metavar="FILE", help="of the sweep: draw it")
     return parser

@@ -62,12 +62,17 @@ def layout_of(name: str | Layout, world_size: int, length: int, mask: Mask) -> L
 
 def imbalance(mask: Mask, layout: Layout) -> float:
     """Return the pairs that the busiest rank's queries see, as a multiple of the mean over ranks."""
-    whole = Positions(0, layout.length)
-    loads = [
-        sum(patch.pairs() for chunk in layout.owned_by(rank) for patch in mask.region(layout.chunks[chunk], whole))
-        for rank in range(layout.world_size)
+    pairs = pairs_by_rank(mask, layout, layout.length)
+    return max(pairs) * layout.world_size / sum(pairs) if any(pairs) else 1.0
+
+
+def pairs_by_rank(mask: Mask, q_layout: Layout, kv_length: int) -> list[int]:
+    """Return how many (query, key) pairs the queries of each rank see."""
+    whole = Positions(0, kv_length)
+    return [
+        sum(patch.pairs() for chunk in q_layout.owned_by(rank) for patch in mask.region(q_layout.chunks[chunk], whole))
+        for rank in range(q_layout.world_size)
     ]
-    return max(loads) * layout.world_size / sum(loads) if any(loads) else 1.0
 
 
 def _standing(assignment: Assignment, pairs_a_grain: int) -> tuple[float, int]:
