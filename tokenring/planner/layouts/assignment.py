@@ -55,7 +55,7 @@ class Assignment:
         ]
         self.received = [sum(line) for line in self.moved]
         self.sent = [sum(line[rank] for line in self.moved) for rank in range(ranks)]
-        self._others: list[list[int] | None] = [None] * ranks
+        self._shared: list[int | None] = [None] * ranks  # grains that two or more chunks of a rank need
         self._liked: list[list[int] | None] = [None] * ranks
         self._liked_at, self.taken = [0] * ranks, 0  # swaps
         self._costs: list[float] = []
@@ -120,7 +120,6 @@ class Assignment:
     def swap(self, rank: int, place: int, chunk: int, limit: float) -> Swap | None:
         """Return the swap of what a rank has in a place for another's chunk, if it costs less than the limit."""
         other, given = self.owners[chunk], self.held[rank][place]
-        other_place = self.held[other].index(chunk)
         needs, pairs = self.demand.needs, self.demand.pairs
         loads = self.loads[:]
         loads[rank] += pairs[chunk] - pairs[given]
@@ -132,8 +131,8 @@ class Assignment:
             return None
         both = self._own[given] | self._own[chunk]
         owned = self.owned[rank] ^ both, self.owned[other] ^ both
-        needed = self._without(rank)[place] | needs[chunk], self._without(other)[other_place] | needs[given]
-        first, second = ((need & ~own).bit_count() for need, own in zip(needed, owned, strict=True))
+        needed = self._without(rank, needs[given]) | needs[chunk], self._without(other, needs[chunk]) | needs[given]
+        first, second = (needed[0] & ~owned[0]).bit_count(), (needed[1] & ~owned[1]).bit_count()
         if least + self._port_costs[first] + self._port_costs[second] >= limit_here:
             return None
         received, sent, rows, columns = self._moved_after(rank, other, both, owned, needed)
@@ -141,7 +140,7 @@ class Assignment:
         costs = self._costs_of(loads, received, sent)
         if sum(costs) >= limit:
             return None
-        places = place, other_place
+        places = place, self.held[other].index(chunk)
         return Swap(costs, (rank, other), places, owned, needed, loads, received, sent, rows, columns)
 
     def _moved_after(
@@ -181,21 +180,18 @@ class Assignment:
         self.moved[a], self.moved[b] = swap.rows
         for rank, of_a, of_b in swap.columns:
             self.moved[rank][a], self.moved[rank][b] = of_a, of_b
-        self._others[a] = self._others[b] = None
+        self._shared[a] = self._shared[b] = None
         self.taken += 1
         self._costs, self.cost = swap.costs, sum(swap.costs)
 
-    def _without(self, rank: int) -> list[int]:
-        """Return, of each place of a rank, the grains that all its other chunks need."""
-        found = self._others[rank]
-        if found is None:
-            needs = [self.demand.needs[chunk] for chunk in self.held[rank]]
-            after, found = [0], []
-            for need in reversed(needs):
-                after.append(after[-1] | need)
-            before = 0
-            for place, need in enumerate(needs):
-                found.append(before | after[len(needs) - 1 - place])
-                before |= need
-            self._others[rank] = found
-        return found
+    def _without(self, rank: int, need: int) -> int:
+        """Return the grains that a rank's other chunks need, if one of its chunks needs these."""
+        shared = self._shared[rank]
+        if shared is None:
+            once = shared = 0
+            for chunk in self.held[rank]:
+                each = self.demand.needs[chunk]
+                shared |= once & each
+                once |= each
+            self._shared[rank] = shared
+        return self.needed[rank] & ~need | shared
