@@ -2,12 +2,12 @@
 
     sudo MAGI_SRC=... python benchmarks/packs_shaped [--packs 3] [--ranks 8] [--length 65536] [--ratios 5,1,0.2]
 
-One network namespace a rank (a full mesh), kernels that sleep for the time of a given rate. Each layout runs with the
-schedule that the planner chooses for it; ours is the layout that `tokenring plan --layout auto` chooses together with its
-schedule. A ratio is the time that the busiest wire of our schedule needs over the mean time of the kernels. All layouts
-of a pack run in turns; a time is the median over rounds of the slowest rank's. Prints for each pack the times, and at the
-end ours over the best of Magi's settings and over zigzag's: largest and geometric mean for each ratio.
-Needs root, a quiet machine, and an unpacked `magi_attention` folder for Magi's layouts (MIT or Apache, read, not kept).
+Each rank has a network namespace of its own (a full mesh); kernels sleep for the time of a given rate. Each layout runs
+with the schedule that the planner chooses for it; ours is the layout that `tokenring plan --layout auto` chooses together
+with its schedule. A ratio is the time that the busiest wire of our schedule needs, over the mean time of the kernels.
+All layouts of a pack run in turns; a time is the median over rounds of the slowest rank's. Prints the times of each
+pack, and at the end ours over the best of Magi's settings and over zigzag's: largest and geometric mean for each ratio.
+Needs root and a quiet machine; Magi's layouts need an unpacked `magi_attention` folder.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ class Race:
         self.tflops = float(f"{a_pair * pairs / (wires / ratio) / 1e12:.4g}")
         self.plans = {name: self.plan(layout, self.tflops) for name, layout in layouts.items()}
 
-    def plan(self, layout: Layout, tflops: float) -> Plan:
+    def setting(self, tflops: float) -> Setting:
         machine = sleeping_machine(tflops, self.shape, cores=CORES)
         net = interconnect_of_shape(self.shape)
-        setting = Setting(self.size, net, machine, self.passes, target=transport_target("gloo"))
-        return plan_call(CallToPlan(setting, layout, layout, self.mask, families=tuple(self.options.families.split(","))))
+        return Setting(self.size, net, machine, self.passes, target=transport_target("gloo"))
+
+    def plan(self, layout: Layout, tflops: float) -> Plan:
+        families = tuple(self.options.families.split(","))
+        return plan_call(CallToPlan(self.setting(tflops), layout, layout, self.mask, families=families))
 
     def _own(self, tflops: float) -> float:
         """Return the seconds of the busiest wire of our own layout and schedule."""
-        plans = [self.plan(self.layouts[name], tflops) for name in OURS]
-        best = min(plans, key=seconds)
-        machine = sleeping_machine(tflops, self.shape, cores=CORES)
-        setting = Setting(self.size, interconnect_of_shape(self.shape), machine, self.passes, target=transport_target("gloo"))
-        return busiest(best.schedule, setting).seconds
+        best = min((self.plan(self.layouts[name], tflops) for name in OURS), key=seconds)
+        return busiest(best.schedule, self.setting(tflops)).seconds
 
     @property
     def chosen(self) -> str:
@@ -176,8 +176,8 @@ def main() -> int:
                     result = ratios_of(race, times)
                     found.setdefault(ratio, []).append(result)
                     said = "none" if result[0] is None else f"{result[0]:.3f}"
-                    print(f"{name}, pack {seed}, transfer/compute {ratio:g}: ours {race.chosen}, over Magi's best {said}, "
-                          f"over zigzag {result[1]:.3f} ({time.monotonic() - began:.0f} s)", flush=True)
+                    what = f"{name}, pack {seed}, transfer/compute {ratio:g}: ours {race.chosen}, over Magi's best {said}"
+                    print(f"{what}, over zigzag {result[1]:.3f} ({time.monotonic() - began:.0f} s)", flush=True)
                     show(race, times, predicted)
     for ratio, results in found.items():
         print(f"transfer/compute {ratio:g}, {len(results)} packs: " + summary(results))
@@ -186,10 +186,9 @@ def main() -> int:
 
 def summary(results: list[tuple[float | None, float]]) -> str:
     theirs, usual = [each for each, _ in results if each], [each for _, each in results]
-    text = f"over zigzag: geometric mean {statistics.geometric_mean(usual):.3f}, largest {max(usual):.3f}"
-    if theirs:
-        text = f"over Magi's best: geometric mean {statistics.geometric_mean(theirs):.3f}, largest {max(theirs):.3f}; {text}"
-    return text
+    named = [(name, each) for name, each in (("Magi's best", theirs), ("zigzag", usual)) if each]
+    texts = [f"over {name}: geometric mean {statistics.geometric_mean(x):.3f}, largest {max(x):.3f}" for name, x in named]
+    return "; ".join(texts)
 
 
 if __name__ == "__main__":

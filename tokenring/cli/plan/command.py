@@ -148,7 +148,7 @@ def _parser() -> Parser:
     add("--save", metavar="FILE", help="write the plan's JSON to a file")
     add("--explain", metavar="SCHEDULE", help="one schedule: where its time goes")
     add("--timeline", metavar="FILE", help="draw the simulation: .svg, or .json for Perfetto")
-    add("--mask-svg", metavar="FILE", help="draw the mask: which rank owns and computes what, and how even it is (.svg)")
+    add("--mask-svg", metavar="FILE", help="draw the mask: which rank owns and computes what, and how evenly")
     add("--sweep", metavar="seq=A..B", help="which schedule wins at every power of two from A to B")
     add("--svg", metavar="FILE", help="of the sweep: draw it")
     return parser
