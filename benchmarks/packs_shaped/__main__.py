@@ -3,8 +3,8 @@
     sudo MAGI_SRC=... python benchmarks/packs_shaped [--packs 3] [--ranks 8] [--length 65536] [--ratios 5,1,0.2]
 
 Each rank has a network namespace of its own (a full mesh); kernels sleep for the time of a given rate. Each layout runs
-with the schedule that the planner chooses for it; ours is the layout that `tokenring plan --layout auto` chooses together
-with its schedule. A ratio is the time that the busiest wire of our schedule needs, over the mean time of the kernels.
+with the schedule that the planner chooses for it; ours is the layout that `tokenring plan --layout auto` chooses, and
+its schedule. A ratio is the time that the busiest wire of our schedule needs, over the mean time of the kernels.
 All layouts of a pack run in turns; a time is the median over rounds of the slowest rank's. Prints the times of each
 pack, and at the end ours over the best of Magi's settings and over zigzag's: largest and geometric mean for each ratio.
 Needs root and a quiet machine; Magi's layouts need an unpacked `magi_attention` folder.
@@ -176,8 +176,8 @@ def main() -> int:
                     result = ratios_of(race, times)
                     found.setdefault(ratio, []).append(result)
                     said = "none" if result[0] is None else f"{result[0]:.3f}"
-                    what = f"{name}, pack {seed}, transfer/compute {ratio:g}: ours {race.chosen}, over Magi's best {said}"
-                    print(f"{what}, over zigzag {result[1]:.3f} ({time.monotonic() - began:.0f} s)", flush=True)
+                    what = f"{name}, pack {seed}, transfer/compute {ratio:g}: ours {race.chosen}"
+                    print(f"{what}, over Magi's best {said}, over zigzag {result[1]:.3f} ({time.monotonic() - began:.0f} s)", flush=True)
                     show(race, times, predicted)
     for ratio, results in found.items():
         print(f"transfer/compute {ratio:g}, {len(results)} packs: " + summary(results))
@@ -187,8 +187,8 @@ def main() -> int:
 def summary(results: list[tuple[float | None, float]]) -> str:
     theirs, usual = [each for each, _ in results if each], [each for _, each in results]
     named = [(name, each) for name, each in (("Magi's best", theirs), ("zigzag", usual)) if each]
-    texts = [f"over {name}: geometric mean {statistics.geometric_mean(x):.3f}, largest {max(x):.3f}" for name, x in named]
-    return "; ".join(texts)
+    mean = statistics.geometric_mean
+    return "; ".join(f"over {name}: geometric mean {mean(each):.3f}, largest {max(each):.3f}" for name, each in named)
 
 
 if __name__ == "__main__":
