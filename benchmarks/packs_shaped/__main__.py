@@ -176,8 +176,9 @@ def main() -> int:
                     result = ratios_of(race, times)
                     found.setdefault(ratio, []).append(result)
                     said = "none" if result[0] is None else f"{result[0]:.3f}"
+                    took = time.monotonic() - began
                     what = f"{name}, pack {seed}, transfer/compute {ratio:g}: ours {race.chosen}"
-                    print(f"{what}, over Magi's best {said}, over zigzag {result[1]:.3f} ({time.monotonic() - began:.0f} s)", flush=True)
+                    print(f"{what}, over Magi's best {said}, over zigzag {result[1]:.3f} ({took:.0f} s)", flush=True)
                     show(race, times, predicted)
     for ratio, results in found.items():
         print(f"transfer/compute {ratio:g}, {len(results)} packs: " + summary(results))
