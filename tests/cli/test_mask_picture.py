@@ -89,7 +89,7 @@ def test_says_how_even_the_work_is() -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = tmp_path / "mask.svg"
     call = ["plan", "--topology", "preset:hgx-h100", "--ranks", "4", "--seq", "8k", "--mask", "causal", "--no-cache"]
-    assert main([*call, "--schedules", "ring", "--picture", str(drawn)]) == 0
+    assert main([*call, "--schedules", "ring", "--mask-svg", str(drawn)]) == 0
     assert "zigzag" in drawn.read_text(encoding="utf-8")
-    assert main([*call, "--picture", str(tmp_path / "mask.png")]) == 2
+    assert main([*call, "--mask-svg", str(tmp_path / "mask.png")]) == 2
     assert ".svg" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from tokenring.sequence.layout import AUTO
 from tokenring.sequence.sizes import read_size
 from tokenring.tables.kept_files import OFF, PLAN_CACHE
 
-SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",), "picture": (".svg",)}
+SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",), "mask-svg": (".svg",)}
 
 
 def main(argv: list[str]) -> int:
@@ -38,12 +38,12 @@ def main(argv: list[str]) -> int:
     if isinstance(options, int):
         return options
     for name, known in SUFFIXES.items():
-        check_suffix(f"--{name}", getattr(options, name), *known)
+        check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.sweep is not None:
         return _sweep(options, console)
     if options.svg is not None:
-        raise ConfigurationError("--svg draws a --sweep; for one plan say --timeline FILE.svg")
+        raise ConfigurationError("--svg draws a --sweep; for one plan say --timeline or --mask-svg FILE.svg")
     with no_collection():
         asked = ask(options)
     for name in ("explain", "timeline"):
@@ -72,8 +72,8 @@ def main(argv: list[str]) -> int:
             console.say(others)
     if options.save is not None:
         write_file(options.save, found.to_json())
-    if options.picture is not None:
-        _picture(options.picture, asked)
+    if options.mask_svg is not None:
+        _draw_mask(options.mask_svg, asked)
     if options.timeline is not None:
         _timeline(options.timeline, plan.candidates[0].name, asked.call.in_mode(plan.transport))
     return 0
@@ -89,7 +89,7 @@ def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int
     return 0
 
 
-def _picture(path: str, asked: Asked) -> None:
+def _draw_mask(path: str, asked: Asked) -> None:
     title, *about = heading(asked).splitlines()
     write_file(path, mask_svg(asked.call.mask, asked.call.q_layout, asked.call.kv_layout, title, about))
 
@@ -101,8 +101,8 @@ def _timeline(path: str, name: str, call: CallToPlan) -> None:
 
 def _sweep(options: argparse.Namespace, console: Console) -> int:
     """Print, and draw if asked, which schedule wins at which length. Raises ConfigurationError for a wrong range."""
-    single = ("json", "save", "timeline", "explain", "picture")
-    stray = [name for name in single if getattr(options, name) not in (None, False)]
+    single = ("json", "save", "timeline", "explain", "mask-svg")
+    stray = [name for name in single if getattr(options, name.replace("-", "_")) not in (None, False)]
     if stray:
         raise ConfigurationError(f"--{stray[0]} is for one plan, and --sweep makes one for every length: leave one out")
     what, _, ends = options.sweep.partition("=")
@@ -148,7 +148,7 @@ def _parser() -> Parser:
     add("--save", metavar="FILE", help="write the plan's JSON to a file")
     add("--explain", metavar="SCHEDULE", help="one schedule: where its time goes")
     add("--timeline", metavar="FILE", help="draw the simulation: .svg, or .json for Perfetto")
-    add("--picture", metavar="FILE", help="draw the mask: which rank owns and computes what, and how even it is (.svg)")
+    add("--mask-svg", metavar="FILE", help="draw the mask: which rank owns and computes what, and how evenly")
     add("--sweep", metavar="seq=A..B", help="which schedule wins at every power of two from A to B")
     add("--svg", metavar="FILE", help="of the sweep: draw it")
     return parser
