@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test setup lint wheel megatron clean
+.PHONY: demo test setup lint wheel megatron browser clean
 
 demo: setup
 	$(BIN)/tokenring demo
 
-# pytest comes last, so that its summary closes the output. What `megatron` was to install, no test skips.
-test: lint wheel megatron
+# pytest comes last, so that its summary closes the output. What `megatron` was to install, no test skips; in CI nor
+# what `browser` was to.
+test: lint wheel megatron browser
 	TOKENRING_MEGATRON_REQUIRED=1 $(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder --durations=25
 
 setup: $(STAMP)
@@ -38,6 +39,10 @@ megatron: $(VENV)/megatron/.stamp
 $(VENV)/megatron/.stamp: $(STAMP) ci/megatron-versions.txt
 	ci/megatron $(BIN)/python $(VENV)/megatron
 	@touch $@
+
+# Only in CI; elsewhere tests of pictures skip where there is no browser.
+browser:
+	ci/browser
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -7,7 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from browser import BROWSER, overflows
 
 from tokenring import Causal, Documents, Full, Mask, SlidingWindow
 from tokenring.cli.main import main
@@ -20,7 +19,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 LENGTH = 4096
 PACK = Causal() & Documents((0, 500, 1200, 1201, 3000, LENGTH))
 MASKS = [Causal(), Full(), SlidingWindow(300), PACK, PACK & SlidingWindow(200)]
-LONG = "a rather long name of a mask that somebody gave, " * 6
 
 
 def area(points: list[tuple[float, float]]) -> float:
@@ -95,12 +93,3 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "zigzag" in drawn.read_text(encoding="utf-8")
     assert main([*call, "--mask-svg", str(tmp_path / "mask.png")]) == 2
     assert ".svg" in capsys.readouterr().err
-
-
-@BROWSER
-@pytest.mark.slow
-def test_no_text_leaves_it(tmp_path: Path) -> None:
-    for ranks in (2, 32, 64):
-        cut = contiguous(ranks, LENGTH)
-        picture = mask_svg(PACK, cut, cut, LONG, [LONG])
-        assert [each for each in overflows(picture, tmp_path, 1200) if each.startswith("text:")] == []

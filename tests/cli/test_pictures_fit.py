@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from browser import BROWSER, overflows
+from browser import BROWSER, DESK, PHONE, Look, overflows
 from test_topology_picture import graph_of, hostile, machine, page
 
-from tokenring import Causal, schedule
+from tokenring import Causal, Documents, schedule
+from tokenring.cli.plan.mask_picture import mask_svg
 from tokenring.cli.plan.sweep import Point, sweep_svg
 from tokenring.cli.trace.picture import Timeline
 from tokenring.cli.trace.picture import to_svg as timeline_svg
 from tokenring.cli.trace.record import Stretch
 from tokenring.display.svg import heading, opening, wrapped
 from tokenring.ir.picture import to_svg as schedule_svg
+from tokenring.sequence.layout import contiguous
 from tokenring.topology.model.graph import merge
 from tokenring.topology.model.verdict import classify
 from tokenring.topology.report.picture import to_svg as topology_svg
 
 TESTS = Path(__file__).resolve().parents[1]
+DRAWN = [*sorted((TESTS / "data").glob("*.svg")), *sorted((TESTS.parent / "docs").rglob("*.svg"))]
 LONG = "a rather long name of a machine that somebody chose, /with/a/path/" + "that-nothing-breaks-" * 8
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -44,41 +50,62 @@ def timeline(text: str) -> Timeline:
     return Timeline(text, [text, "two cores"], 2, [Stretch(rank, "forward", 0.0, 1e-3) for rank in range(2)], [], [])
 
 
-PICTURES = {
+def owners(ranks: int) -> str:
+    """The picture of a mask."""
+    mask, cut = Causal() & Documents((0, 500, 1200, 1201, 3000, 4096)), contiguous(ranks, 4096)
+    return mask_svg(mask, cut, cut, LONG, [LONG])
+
+
+PICTURES: dict[str, Callable[[], str]] = {
     "schedule": lambda: schedule_svg(schedule("direct-kv", 8, "zigzag", Causal(), length=128)),
+    "schedule of uneven heads": lambda: schedule_svg(schedule("packed/6", 4, "zigzag", Causal(), length=128)),
     "topology": lambda: topology_svg(made := merge([machine(8, 18)]), classify(made)),
+    "topology of two": lambda: topology_svg(
+        made := merge([machine(8, 18, 4, "node0"), machine(8, 18, 4, "node1")]), classify(made)
+    ),
     "topology of hostile names": lambda: topology_svg(made := merge([hostile()]), classify(made)),
     "sweep": lambda: swept(LONG, ["usp/2", "ulysses", "ring", "uneven/6/keep", "direct-kv", "mesh-kv/4x2", "tiles"]),
     "timeline": lambda: timeline_svg(timeline(LONG), timeline(LONG)),
-    "bench": lambda: (TESTS / "data" / "bench.svg").read_text(encoding="utf-8"),
-    "trace": lambda: (TESTS / "data" / "trace.svg").read_text(encoding="utf-8"),
+    **{f"mask, {ranks} ranks": partial(owners, ranks) for ranks in (2, 32, 64)},
+    **{f"{each.parent.name}/{each.name}": partial(each.read_text, encoding="utf-8") for each in DRAWN},
 }
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "switch": lambda: page(graph_of("nvidia-switch.txt")),
     "many links": lambda: page(merge([machine(13, 4)])),
     "hostile": lambda: page(merge([hostile()])),
 }
 
 
+def broken() -> dict[str, str]:
+    """Pictures and pages with a fault that must be found."""
+    whole, made = PICTURES["sweep"](), page(merge([machine(2, 4)]))
+    return {
+        "too long": whole.replace(">tokens<", f">{LONG}<"),
+        "as pale as the paper": re.sub(r"<text [^>]*>tokens<", '<text x="300" y="300" fill="#eeeeee">tokens<', whole),
+        "unbroken": made.replace("</main>", f'<p style="white-space: nowrap">{LONG}</p></main>'),
+    }
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> dict[Look, list[str]]:
+    """Everything in one browser, on a phone and on a desk, by day and by night."""
+    texts = {name: make() for name, make in {**PICTURES, **PAGES}.items()}
+    return overflows(texts | broken(), tmp_path_factory.mktemp("browser"))
+
+
 @BROWSER
-@pytest.mark.slow
 class TestInABrowser:
-    @pytest.mark.parametrize("name", PICTURES)
-    def test_pictures(self, name: str, tmp_path: Path) -> None:
-        """They scale with their page, so one width stands for all; colours change no width."""
-        assert [each for each in overflows(PICTURES[name](), tmp_path, 1200) if each.startswith("text:")] == []
+    @pytest.mark.parametrize("colours", ["light", "dark"])
+    @pytest.mark.parametrize("width", [PHONE, DESK], ids=["phone", "desk"])
+    @pytest.mark.parametrize("name", [*PICTURES, *PAGES])
+    def test_all_text_is_seen(self, name: str, width: int, colours: str, looked: dict[Look, list[str]]) -> None:
+        assert looked[name, width, colours] == []
 
-    @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-    @pytest.mark.parametrize("width", [500, 1200], ids=["phone", "desk"])
-    @pytest.mark.parametrize("name", PAGES)
-    def test_pages(self, name: str, width: int, dark: bool, tmp_path: Path) -> None:
-        assert overflows(PAGES[name](), tmp_path, width, dark) == []
-
-    def test_check_can_fail(self, tmp_path: Path) -> None:
-        whole = PICTURES["sweep"]()
-        assert overflows(whole.replace(">tokens<", f">{LONG}<"), tmp_path, 1200) == [f"text: {LONG}"]
-        wide = page(merge([machine(2, 4)])).replace("</main>", '<p style="white-space: nowrap">' + LONG + "</p></main>")
-        assert "page: wider than its window" in overflows(wide, tmp_path, 500)
+    @pytest.mark.parametrize("width", [PHONE, DESK], ids=["phone", "desk"])
+    def test_check_can_fail(self, width: int, looked: dict[Look, list[str]]) -> None:
+        assert f"text: {LONG}" in looked["too long", width, "light"]
+        assert "page: wider than its window" in looked["unbroken", width, "dark"]
+        assert looked["as pale as the paper", width, "light"] == ["faint: tokens"]
 
 
 class TestWrapping:

@@ -7,65 +7,61 @@ import os
 import re
 import shutil
 import subprocess
-from html import unescape
+from collections.abc import Mapping, Sequence
+from html import escape, unescape
 from pathlib import Path
 
 import pytest
 from patience import patient
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian's package chromium)")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+REQUIRED = os.environ.get("CI") == "true"  # there ci/browser installs one: no test skips
+BROWSER = pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason=f"none of {', '.join(NAMES)} here: ci/browser")
 FLAGS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--disable-background-networking", "--no-first-run", "--enable-logging=stderr", "--v=0",
 ]  # fmt: skip
-# Of an SVG: texts outside what its viewBox shows. Of a page: what is wider than the window or than its own box.
-PROBE = """<script>addEventListener("load", () => {
-  const out = [], near = 1
-  for (const svg of document.querySelectorAll("svg")) {
-    const room = svg.getBoundingClientRect()
-    for (const text of svg.querySelectorAll("text")) {
-      const box = text.getBoundingClientRect()
-      if (!box.width) continue
-      if (box.left < room.left - near || box.right > room.right + near
-          || box.top < room.top - near || box.bottom > room.bottom + near) out.push("text: " + text.textContent)
-    }
-  }
-  for (const each of document.querySelectorAll("body, body *:not(svg):not(svg *)")) {
-    const style = getComputedStyle(each), scrolls = ["auto", "scroll"].includes(style.overflowX)
-    if (each.scrollWidth > each.clientWidth + near && each.clientWidth && !scrolls && style.display !== "inline")
-      out.push(each.tagName.toLowerCase() + ": " + each.textContent.slice(0, 60))
-  }
-  if (document.documentElement.scrollWidth > innerWidth + near) out.push("page: wider than its window")
-  if (matchMedia("(prefers-color-scheme: dark)").matches !== DARK) out.push("page: the other colours are asked for")
-  const found = document.createElement("pre")
-  found.id = "overflows"
-  found.textContent = JSON.stringify(out)
-  document.body.append(found)
-})</script>"""
-PAGE = "<!doctype html><html><head><meta charset=utf-8><style>body {{ margin: 0 }}</style></head><body>{}</body></html>"
+LOOK = Path(__file__).with_name("look.js")
+PAGE = "<!doctype html><html><head><meta charset=utf-8><title>frames</title></head><body>{}</body></html>"
+# As a README shows a picture: as wide as the page allows, on the page's own colour.
+SHOWN = """<!doctype html><html><head><meta charset=utf-8><style>
+  body {{ margin: 0; background: #fff }} svg {{ display: block; max-width: 100%; height: auto }}
+  @media (prefers-color-scheme: dark) {{ body {{ background: #0d1117 }} }}
+</style></head><body>{}</body></html>"""
+PHONE, DESK = 400, 1200  # widths in CSS pixels
+Look = tuple[str, int, str]  # of what, in a frame how wide, in which colours
 
 
-def browse(text: str, folder: Path) -> tuple[list[str], bytes]:
-    """What a browser complains of on its console, and its screenshot of a page."""
+def overflows(
+    texts: Mapping[str, str], folder: Path, widths: Sequence[int] = (PHONE, DESK), dark: Sequence[bool] = (False, True)
+) -> dict[Look, list[str]]:
+    """What is wrong with each SVG or page, in frames so wide and in these colours; one browser has them all.
+
+    `text:` leaves its picture or, in a page, its box. `page:` is wider than its window. `faint:` stands hardly out
+    from what lies behind it.
+    """
+    pages = {name: SHOWN.format(text) if text.lstrip().startswith("<svg") else text for name, text in texts.items()}
+    looks = [(name, width, "dark" if night else "light") for name in pages for width in widths for night in dark]
+    given = json.dumps([[*look, pages[look[0]]] for look in looks]).replace("<", "\\u003c")
+    script = LOOK.read_text(encoding="utf-8").replace("FRAMES", given)
+    out = _run(PAGE.format(f"<script>{script}</script>"), folder, ["--dump-dom", f"--window-size={DESK},1400"]).stdout
+    found = re.search(r'<pre id="found">(.*?)</pre>', out, re.DOTALL)
+    assert found is not None, "the script has not run"
+    said: list[list[str]] = json.loads(unescape(found[1]))
+    return dict(zip(looks, said, strict=True))
+
+
+def browse(texts: Mapping[str, str], folder: Path) -> tuple[list[str], bytes]:
+    """What a browser complains of on its console, and its screenshot of pages in frames, one below another."""
     shot = folder / "shot.png"
-    done = _run(text, folder, [f"--screenshot={shot}", "--window-size=1160,1400"])
+    frames = [f'<iframe width="1160" height="1400" srcdoc="{escape(text)}"></iframe>' for text in texts.values()]
+    done = _run(PAGE.format("".join(frames)), folder, [f"--screenshot={shot}", "--window-size=1200,1400"])
     return [line for line in done.stderr.splitlines() if "CONSOLE" in line], shot.read_bytes()
 
 
-def overflows(text: str, folder: Path, width: int, dark: bool = False) -> list[str]:
-    """The texts of an SVG or of a page that do not fit, in a window so wide."""
-    page = PAGE.format(text) if text.lstrip().startswith("<svg") else text
-    page = page.replace("</body>", PROBE.replace("DARK", str(dark).lower()) + "</body>")
-    options = ["--dump-dom", f"--window-size={width},1400", *(["--force-dark-mode"] if dark else [])]
-    found = re.search(r'<pre id="overflows">(.*?)</pre>', _run(page, folder, options).stdout, re.DOTALL)
-    assert found is not None, "the page has no body, or its script has not run"
-    said: list[str] = json.loads(unescape(found[1]))
-    return said
-
-
 def _run(text: str, folder: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
-    assert CHROMIUM is not None
+    assert CHROMIUM is not None, "CI has no browser: ci/browser was to install one"
     file = folder / "page.html"
     file.write_text(text, encoding="utf-8")
     done = subprocess.run(

@@ -334,17 +334,17 @@ def test_command_writes_both(tmp_path: Path) -> None:
 
 @BROWSER
 class TestBrowser:
-    @pytest.mark.parametrize("name", ["mesh", "hosts", "hostile"])
-    def test_no_complaint(self, name: str, tmp_path: Path) -> None:
+    def test_no_complaint(self, tmp_path: Path) -> None:
         facts = {
             "mesh": [machine(8, 2, 4)],
             "hosts": [machine(8, 18, 4, "node0"), machine(8, 18, 4, "node1")],
             "hostile": [hostile()],
-        }[name]
-        complaints, shot = browse(page(merge(facts)), tmp_path)
+        }
+        complaints, shot = browse({name: page(merge(each)) for name, each in facts.items()}, tmp_path)
         assert complaints == []
         assert shot.startswith(b"\x89PNG") and len(shot) > 20_000
 
     def test_check_can_fail(self, tmp_path: Path) -> None:
-        broken = page(merge([machine(2, 4)])).replace("const all", "nothing(); const all")
-        assert any("nothing is not defined" in line for line in browse(broken, tmp_path)[0])
+        whole = page(merge([machine(2, 4)]))
+        broken = whole.replace("const all", "nothing(); const all")
+        assert any("nothing is not defined" in line for line in browse({"a": whole, "b": broken}, tmp_path)[0])

@@ -13,18 +13,18 @@ from tokenring.planner.machines.sourced import GRADES, Figure
 HEAD = """\
 # Presets: known machines, devices and models
 
-`preset("hgx-h100")` of `tokenring.planner.machines.presets`, or `--topology preset:hgx-h100`, is a topology to plan for
-without the machine; `preset:hgx-h100*4` is four of them over their NICs, as many as {max_hosts}. Their graphs say
-who shares what: a path through the graph passes edges, and each edge is a resource with GB/s one way
-(`tokenring.planner.machines.server_spec`). The network between hosts blocks nothing. Written from the code by
-`python -m tokenring.cli.plan.figures_page`; a test compares.
+A preset is the topology of a known machine: you can plan for it without having it. Use `--topology preset:hgx-h100`,
+or `preset("hgx-h100")` of `tokenring.planner.machines.presets`. `preset:hgx-h100*4` is four such servers joined by
+their NICs; {max_hosts} are the most. A preset is a graph: each edge is a resource with a bandwidth, and transfers whose
+paths pass the same edge share it (`tokenring.planner.machines.server_spec`). The network between hosts never blocks.
+`python -m tokenring.cli.plan.figures_page` writes this page from the code; a test compares them.
 
-Bandwidth is GB/s (10^9 bytes) one way, as published; *reached* is the share of it that a copy gets. All of it was
-written down before any prediction was compared with a measurement, and is not fitted. Grades:
+Bandwidth is in GB/s (10^9 bytes) one way, as published. *Reached* is the share of it that a copy gets. No figure is
+fitted to a comparison of predictions with measurements. Grades:
 """
 MODELS_TEXT = """\
-DeepSeek's MLA stands as multi-head attention with heads of 192 for Q and K and of 128 for V. K and V
-travel, not the latent that they are made of.
+DeepSeek's MLA is listed as multi-head attention with head dimension 192 for Q and K and 128 for V. Ranks exchange K and
+V, not the latent from which they are computed.
 """
 DEVICE_HEAD = (
     "device", "", "fp32", "bf16", "fp16", "memory GB/s", "memory GiB", "forward", "backward",
@@ -44,8 +44,9 @@ def page() -> str:
         parts += [f"### {each.name}\n", f"{each.note}\n", _table(["", "value", "grade", "source"], _rows(each))]
     parts += [
         "## Devices\n",
-        "Dense peaks in TFLOP/s, memory in GB/s and GiB, and the share of the peak that attention reaches;\n"
-        "what a kernel and another operator cost on the device beside what they do, and the host for each launch.\n",
+        "Peaks are dense and in TFLOP/s; memory is in GB/s and GiB. *forward* and *backward* are the shares of the\n"
+        "peak that attention reaches. *kernel us* and *operator us* are the fixed costs on the device of an attention\n"
+        "kernel and of any other operator; *launch us* is the host's cost of each launch.\n",
         _table(DEVICE_HEAD, map(_device, DEVICES.values())),
         _table(["device", "figure", "grade", "source"], _device_sources()),
         "## Models\n",

@@ -22,7 +22,7 @@ WIDTH, MARGIN, LEFT, RIGHT, CHART, BAND = 900, 28, 82, 190, 300, 28
 MOST = 2.0  # of the axis: what takes longer leaves the picture
 COLOURS = {
     "paper": ("#ffffff", "#14181d"), "ink": ("#22282f", "#e8ecf0"), "grey": ("#66707b", "#9aa5b1"),
-    "on": ("#ffffff", "#ffffff"),
+    "on": ("#ffffff", "#14181d"),
 }  # fmt: skip
 STROKES = {
     "c0": ("#2f6db5", "#3f7fcb"), "c1": ("#cf4a5e", "#e8687b"), "c2": ("#2f9e6b", "#3fb57f"),

@@ -20,8 +20,8 @@ from tokenring.nearest import hint
 from tokenring.planner.machines.sourced import Figure, unknown
 
 GIB = 1 << 30
-EAGER = Figure(8.0, "of a launch from Python, for every device alike: no measurement was read", "assumed")
-NOT_COUNTED = unknown("each instruction is taken for one operation: what it launches is not counted")
+EAGER = Figure(8.0, "our estimate of a launch from Python, for every device; no measurement was read", "assumed")
+NOT_COUNTED = unknown("launches are not counted: each instruction counts as one operation")
 
 
 @dataclass(frozen=True)
@@ -74,46 +74,46 @@ class DeviceFigures:
 # ---------- sources
 
 _BOOK = "the accelerator chapter of the book ML Engineering, tables of peaks and memory"
-_V100 = "NVIDIA's V100 data sheet, as catalogues repeat it"
-_A10 = "NVIDIA's A10 data sheet, as catalogues repeat it"
-_L40S = "NVIDIA's L40S data sheet (without sparsity), as a dealer reproduces it"
-_L20 = "NVIDIA's L20 data sheet (without sparsity), as catalogues repeat it"
-_4090 = "WareDB's page on the GeForce RTX 4090 (dense, 16 bits with fp32 sums)"
+_V100 = "NVIDIA's V100 data sheet, as quoted in catalogues"
+_A10 = "NVIDIA's A10 data sheet, as quoted in catalogues"
+_L40S = "NVIDIA's L40S data sheet (without sparsity), as quoted by a dealer"
+_L20 = "NVIDIA's L20 data sheet (without sparsity), as quoted in catalogues"
+_4090 = "WareDB's page on the GeForce RTX 4090 (dense, 16-bit with fp32 accumulation)"
 _MSMODELING = "Ascend's msmodeling, device profiles"
-_950 = "texts on the vendor's announcement of September 2025: 950DT, 144 GB at 4 TB/s, 1 PFLOP/s in FP8"
-_950_HALF = "half of the 1 PFLOP/s that the vendor announced for FP8: no figure of 16-bit formats was found"
+_950 = "texts on the vendor's announcement: 950DT, 144 GB at 4 TB/s, 1 PFLOP/s in FP8"
+_950_HALF = "half of the 1 PFLOP/s announced for FP8; no figure for 16-bit formats was found"
 _910A = "a text on the Ascend 910's announcement: 256 TFLOP/s fp16"
 
 _FA2 = "FlashAttention-2's paper, A100: from 50% of the peak, and up to"
 FA2_FORWARD = Figure(0.73, f"{_FA2} 73% forward", "measured")
-FA2_BACKWARD = Figure(0.63, f"{_FA2} 63% backward; known from memory of the paper, not read again", "repeated")
+FA2_BACKWARD = Figure(0.63, f"{_FA2} 63% backward; quoted from memory", "repeated")
 _FA3 = "FlashAttention-3's paper, its figure for head dim 128 and fp16, H100, 16k, as transcribed:"
 FA3_FORWARD = Figure(0.655, f"{_FA3} 648 of 989", "measured")
 FA3_BACKWARD = Figure(0.567, f"{_FA3} 561 of 989", "measured")
 FA2_FORWARD_H100 = Figure(0.35, "FlashAttention-3's abstract: FlashAttention-2 reaches 35% of H100's peak", "measured")
 FA2_BACKWARD_H100 = Figure(
-    0.334, "FlashAttention-2's paper, H100, forward + backward: up to 335 of 989; forward taken off at 0.35", "measured"
+    0.334, "FlashAttention-2's paper, H100, both passes: up to 335 of 989; forward subtracted at 0.35", "measured"
 )
-_LIKE_A100 = "FlashAttention-2's share on A100: no measurement on this device was read"
+_LIKE_A100 = "FlashAttention-2's share on A100; no measurement on this device was read"
 LIKE_A100 = (Figure(0.73, _LIKE_A100, "assumed"), Figure(0.63, _LIKE_A100, "assumed"))
-_OLD = "no flash kernel of FlashAttention-2's kind runs on V100, and no measurement was read: taken"
+_OLD = "FlashAttention-2 does not run on V100, and no measurement was read: our estimate"
 OLD_KERNEL = (Figure(0.5, _OLD, "assumed"), Figure(0.35, _OLD, "assumed"))
-_CDNA3 = "no measurement of AMD's kernels could be read: taken well below FlashAttention-2's share on A100"
+_CDNA3 = "no measurement of AMD's kernels was found; our estimate, well below FlashAttention-2 on A100"
 CDNA3 = (Figure(0.4, _CDNA3, "assumed"), Figure(0.3, _CDNA3, "assumed"))
 _TORCH_NPU = "README of Huawei's pto-isa: torch_npu's fused attention on 910B2, 151 of 354 at 32k, one head of 128"
 NPU_FORWARD = Figure(0.43, _TORCH_NPU, "measured")
-NPU_OTHER = Figure(0.43, "as 910B2 reaches: no measurement was found", "assumed")
+NPU_OTHER = Figure(0.43, "as on 910B2; no measurement was found", "assumed")
 _STATIC = "Ascend's msmodeling, static costs of ATLAS_800:"
-_AS_910B = "as on 910B: no figure found"
-_HOST = "of torch_npu's queue of operators, 10 to 20 by a review of its code: no measurement was read"
+_AS_910B = "as on 910B; no figure was found"
+_HOST = "torch_npu's operator queue, estimated at 10 to 20 from its code; no measurement was read"
 NPU_LAUNCH = Figure(10.0, _HOST, "assumed")
 NPU_OPERATORS = (
-    Figure(5.0, f"{_STATIC} 5 us an operation on matrices", "vendor"),
-    Figure(2.0, f"{_STATIC} 2 us another operation", "vendor"),
+    Figure(5.0, f"{_STATIC} 5 us per matrix operation", "vendor"),
+    Figure(2.0, f"{_STATIC} 2 us per other operation", "vendor"),
     NPU_LAUNCH,
 )
 NPU_OPERATORS_TAKEN = (Figure(5.0, _AS_910B, "assumed"), Figure(2.0, _AS_910B, "assumed"), NPU_LAUNCH)
-NPU_BACKWARD = Figure(0.37, "as forward, in FlashAttention-2's proportion: no measurement was found", "assumed")
+NPU_BACKWARD = Figure(0.37, "forward times FlashAttention-2's ratio of the passes; no measurement was found", "assumed")
 
 _ALL = (
     DeviceFigures(
@@ -134,7 +134,7 @@ _ALL = (
         FA3_FORWARD, FA3_BACKWARD,
     ),
     DeviceFigures(
-        "h100-sxm-fa2", "NVIDIA H100 SXM 80 GB with FlashAttention-2, whose kernels are made for A100",
+        "h100-sxm-fa2", "NVIDIA H100 SXM 80 GB with FlashAttention-2, whose kernels target A100",
         Figure(67, _BOOK, "table"), Figure(989, _BOOK, "table"),
         Figure(989, _BOOK, "table"), Figure(3350, _BOOK, "table"), Figure(80, _BOOK, "table"),
         FA2_FORWARD_H100, FA2_BACKWARD_H100,

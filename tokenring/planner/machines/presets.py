@@ -39,101 +39,101 @@ NVLINK_2 = Figure(
 )
 NVLINK_3 = Figure(25, f"{_TABLE}: A100, 12 links, 300 one way", "table")
 NVLINK_4 = Figure(25, f"{_TABLE}: H100, 18 links, 450 one way; tools print 26.562, the rate of signals", "table")
-_LESS = "with 8 links, 400 both ways: what sets it apart, as the trade press reports"
+_LESS = "with 8 links, 400 both ways, according to the trade press"
 NVLINK_3_A800 = Figure(25, f"{_TABLE}: A100's link; A800 is A100 {_LESS}", "table")
 NVLINK_4_H800 = Figure(25, f"{_TABLE}: H100's link; H800 is H100 {_LESS}", "table")
 XGMI_MI300X = Figure(64, f"{_TABLE}: 7 links, 448 one way; amd-smi prints 32 Gbit/s x 16 lanes", "table")
 HCCS_910A = Figure(
-    30, "notes from Hot Chips 2019: three ports of 240 Gbit/s; no page of the vendor's found", "repeated"
+    30, "notes from Hot Chips 2019: three ports of 240 Gbit/s; no vendor page was found", "repeated"
 )
-HCCS_910B = Figure(28, "source of Ascend's npu-smi: 4 lanes of 56 Gbit/s a link", "vendor")
-HCCS_A3 = Figure(28, "Ascend's msmodeling: 196 a die; npu-smi prints seven links of 224 Gbit/s", "vendor")
+HCCS_910B = Figure(28, "source of Ascend's npu-smi: 4 lanes of 56 Gbit/s per link", "vendor")
+HCCS_A3 = Figure(28, "Ascend's msmodeling: 196 per die; npu-smi prints seven links of 224 Gbit/s", "vendor")
 UB_950 = Figure(
-    50, "topology file of the Atlas 850 in the driver's source: one port a pair; hccn_tool's page: 400 Gbit/s a port",
+    50, "topology file of the Atlas 850 in the driver's source: one port per pair; hccn_tool: 400 Gbit/s per port",
     "vendor",
 )
 SIO_A3 = Figure(224, "Ascend's msmodeling, between the dies of a package", "vendor")
 PCIE_3 = Figure(15.75, "8 GT/s, 128b/130b, x16, computed", "table")
 PCIE_4 = Figure(31, f"{_TABLE}: x16", "table")
 PCIE_5 = Figure(63, f"{_TABLE}: x16", "table")
-X16_UP = "each PCIe switch is taken to have one x16 uplink of its own generation: no page of the server's says it"
+X16_UP = "we assume one x16 uplink per PCIe switch, of the switch's generation; no page on the server says so"
 UP_3, UP_4, UP_5 = (Figure(each.value, X16_UP, "assumed") for each in (PCIE_3, PCIE_4, PCIE_5))
-INSIDE = unknown("from a host bridge into its CPU: no limit of its own is published, and none is taken")
+INSIDE = unknown("no limit between a host bridge and its CPU is published; we assume none")
 
-_NCCL = "NCCL's table of what GPU traffic gets between sockets"
+_NCCL = "NCCL's table of GPU bandwidth between sockets"
 QPI_BROADWELL = Figure(6, f"{_NCCL}: Broadwell, as in DGX-1", "vendor")
-UPI_TAKEN = Figure(22, f"{_NCCL}: Sapphire Rapids, which these servers are taken to have", "assumed")
+UPI_TAKEN = Figure(22, f"{_NCCL}: Sapphire Rapids, which we assume in these servers", "assumed")
 AMD_SOCKETS = Figure(16, f"{_NCCL}: AMD CPUs", "vendor")
 BETWEEN_QUADS = Figure(
     31,
-    "Huawei Cloud's page on affinity says PCIe between the quads, and no width: one x16 of PCIe 4 is taken",
+    "Huawei Cloud's page on affinity says PCIe between the quads, but no width; we assume one x16 link of PCIe 4",
     "assumed",
 )
-ONE_SOCKET = unknown("one NUMA node: nothing to cross")
+ONE_SOCKET = unknown("there is only one NUMA node")
 
-_IB = "the port's rate"
+_IB = "nominal port rate"
 EDR = Figure(12.5, f"{_IB}: four EDR InfiniBand ports in a DGX-1 (nvidia-smi topo -m of one)", "table")
 HDR = Figure(
     25, f"{_IB}: eight HDR ports, two below each of four PCIe switches (NCCL topology of Azure ND A100 v4)", "table"
 )
 NDR = Figure(50, f"{_IB}: eight NDR ports, one beside each GPU (NCCL topologies of Azure and Nebius)", "table")
-HDR_800 = Figure(25, "one port of 200 Gbit/s a GPU: servers with this board differ", "assumed")
+HDR_800 = Figure(25, "one port of 200 Gbit/s per GPU; servers with this board differ", "assumed")
 NDR_MI300X = Figure(50, f"{_IB}: eight NDR ports (Azure's page on ND MI300X v5)", "table")
-ROCE_200_L40S = Figure(25, "two ports of 200 Gbit/s, one a socket: servers with this board differ", "assumed")
-ROCE_200_L20 = Figure(25, "two ports of 200 Gbit/s, one a socket: servers with this board differ", "assumed")
-ROCE_100_A10 = Figure(12.5, "one port of 100 Gbit/s: the TokenRing paper names one machine and no network", "assumed")
-ROCE_100_4090 = Figure(12.5, "one port of 100 Gbit/s a socket: servers with this board differ", "assumed")
-ROCE_100 = Figure(12.5, "summary of a paper's appendix: RoCE of 100 Gbit/s on each 910A", "repeated")
+ROCE_200_L40S = Figure(25, "two ports of 200 Gbit/s, one per socket; servers with this board differ", "assumed")
+ROCE_200_L20 = Figure(25, "two ports of 200 Gbit/s, one per socket; servers with this board differ", "assumed")
+ROCE_100_A10 = Figure(12.5, "one port of 100 Gbit/s; the TokenRing paper describes no network", "assumed")
+ROCE_100_4090 = Figure(12.5, "one port of 100 Gbit/s per socket; servers with this board differ", "assumed")
+ROCE_100 = Figure(12.5, "summary of a paper's appendix: 100 Gbit/s RoCE on each 910A", "repeated")
 ROCE_200 = Figure(25, "hccn_tool prints 200000 Mbit/s for each 910B", "measured")
-CLOS_950 = Figure(400, "the Atlas 850's topology file: eight ports of each NPU, of 400 Gbit/s, to CLOS", "vendor")
-ROCE_A3 = Figure(25, "texts on CloudMatrix384: RoCE of 400 Gbit/s a package, taken as 200 a die", "table")
+CLOS_950 = Figure(400, "the Atlas 850's topology file: eight ports of 400 Gbit/s from each NPU to CLOS", "vendor")
+ROCE_A3 = Figure(25, "texts on CloudMatrix384: 400 Gbit/s RoCE per package; we assume 200 per die", "table")
 
 # Shares of a published rate that a copy reached.
 REACHED_V100 = Figure(0.97, "p2pBandwidthLatencyTest, DGX-1: 96.9 of 100 both ways over two links", "measured")
 REACHED_A100 = Figure(0.92, "nvbandwidth's README, 8 A100: 276 of 300", "measured")
-REACHED_H100 = Figure(0.84, "an issue of NCCL's, H100: 380 of 450", "measured")
-REACHED_A800 = Figure(0.92, "as on A100, whose links these are", "assumed")
-REACHED_H800 = Figure(0.84, "as on H100, whose links these are", "assumed")
-REACHED_XGMI = Figure(0.75, "ML Engineering: all-reduce of two MI300X, 47.7 of 64", "measured")
+REACHED_H100 = Figure(0.84, "an issue of NCCL, H100: 380 of 450", "measured")
+REACHED_A800 = Figure(0.92, "same links as A100", "assumed")
+REACHED_H800 = Figure(0.84, "same links as H100", "assumed")
+REACHED_XGMI = Figure(0.75, "the book ML Engineering: all-reduce of two MI300X, 47.7 of 64", "measured")
 REACHED_910B = Figure(0.94, "ascend-dmi, 910B3: 26.2 of 28 one way, 50.8 both ways", "measured")
-REACHED_910A = Figure(0.94, "as on 910B: no measurement found", "assumed")
+REACHED_910A = Figure(0.94, "as on 910B; no measurement was found", "assumed")
 REACHED_SIO = Figure(0.89, "ascend-dmi's own test data, two dies: 198.9 of 224", "measured")
-REACHED_A3 = Figure(0.94, "as on 910B; ascend-dmi's test data have 391.2 of 392 between packages", "assumed")
-REACHED_950 = Figure(0.94, "as on 910B: no measurement found", "assumed")
-REACHED_CLOS = Figure(0.94, "as between peers: no measurement found", "assumed")
+REACHED_A3 = Figure(0.94, "as on 910B; ascend-dmi's test data show 391.2 of 392 between packages", "assumed")
+REACHED_950 = Figure(0.94, "as on 910B; no measurement was found", "assumed")
+REACHED_CLOS = Figure(0.94, "as between peers; no measurement was found", "assumed")
 REACHED_PCIE_3 = Figure(0.76, "NCCL plans with 12 of 15.75", "vendor")
 REACHED_PCIE_4 = Figure(0.85, "p2pBandwidthLatencyTest, RTX 6000 Ada below one host bridge: 26.3 of 31", "measured")
 REACHED_4090 = Figure(
-    0.48, "p2pBandwidthLatencyTest, two RTX 4090 without peer access: 29.8 of 62 both ways, 21.7 of 31 one way alone",
+    0.48, "p2pBandwidthLatencyTest, two RTX 4090 without peer access: 29.8 of 62 both ways, 21.7 of 31 one way",
     "measured",
 )
 REACHED_PCIE_5 = Figure(0.88, "ML Engineering, nvbandwidth on H200, host and device: 55.4 of 63", "measured")
 REACHED_SOCKETS = Figure(
-    1.0, "NCCL's figure is what traffic gets; DGX-1 pairs were measured with 4.3 to 5.9 of 6", "vendor"
+    1.0, "NCCL's figure is already the reached bandwidth; DGX-1 pairs measured 4.3 to 5.9 of 6", "vendor"
 )
 REACHED_NET = Figure(
     0.97, "an NVIDIA engineer in an issue of nccl-tests: 48 to 49 of 50 through one NDR port", "vendor"
 )
-REACHED_ROCE = Figure(0.97, "as over InfiniBand: no measurement of one flow found", "assumed")
+REACHED_ROCE = Figure(0.97, "as over InfiniBand; no measurement of a single flow was found", "assumed")
 
 # What a message costs beside its bytes: the smallest all-reduce of two devices.
 _SMALL = "nccl-tests, all-reduce of 512 bytes by 2 GPUs, in aiconfigurator's data"
-OP_V100 = Figure(10.0, "as on A100: no measurement found", "assumed")
+OP_V100 = Figure(10.0, "as on A100; no measurement was found", "assumed")
 OP_A100, OP_H100, OP_L40S = (
     Figure(us, f"{_SMALL}: {name}", "measured") for us, name in ((10.0, "A100 SXM"), (6.2, "H100 SXM"), (7.7, "L40S"))
 )
-OP_A800 = Figure(10.0, "as on A100: no measurement found", "assumed")
-OP_H800 = Figure(6.2, "as on H100: no measurement found", "assumed")
-OP_L20 = Figure(7.7, "as on L40S: no measurement found", "assumed")
+OP_A800 = Figure(10.0, "as on A100; no measurement was found", "assumed")
+OP_H800 = Figure(6.2, "as on H100; no measurement was found", "assumed")
+OP_L20 = Figure(7.7, "as on L40S; no measurement was found", "assumed")
 OP_4090 = Figure(
-    12.2, "p2pBandwidthLatencyTest, two RTX 4090 without peer access: 11.4 to 13.1 us a copy from one to the other",
+    12.2, "p2pBandwidthLatencyTest, two RTX 4090 without peer access: 11.4 to 13.1 us per copy between them",
     "measured",
 )
-OP_A10 = Figure(7.7, "as on L40S: no measurement found", "assumed")
-OP_ASCEND = Figure(10.0, "Ascend's msmodeling: 10 us an operation", "vendor")
-OP_910A = Figure(10.0, "as on 910B: no figure found", "assumed")
-OP_950 = Figure(10.0, "as on 910B: no figure found", "assumed")
-OP_MI300X = Figure(10.0, "as on A100: no measurement found", "assumed")
+OP_A10 = Figure(7.7, "as on L40S; no measurement was found", "assumed")
+OP_ASCEND = Figure(10.0, "Ascend's msmodeling: 10 us per operation", "vendor")
+OP_910A = Figure(10.0, "as on 910B; no figure was found", "assumed")
+OP_950 = Figure(10.0, "as on 910B; no figure was found", "assumed")
+OP_MI300X = Figure(10.0, "as on A100; no measurement was found", "assumed")
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ _ALL = (
                links=(Links("nvlink", NVLINK_2, _CUBE),),
                levels=_numa_tree(1, QPI_BROADWELL, UP_3, switches=2), slot=PCIE_3),
         {"nvlink": REACHED_V100, "pcie": REACHED_PCIE_3, "sys": REACHED_SOCKETS, "network": REACHED_NET}, OP_V100,
-        "Two GPUs and a NIC below each of four PCIe switches: two devices share a NIC.",
+        "Each of four PCIe switches has two GPUs and one NIC, so two GPUs share a NIC.",
     ),
     Preset(
         "dgx-a100", "NVIDIA DGX A100, 8 A100 80 GB behind six NVSwitches", "a100-sxm", "switch",
@@ -194,7 +194,7 @@ _ALL = (
                switch=Switch("NVSwitch", "nvlink", NVLINK_3, 12),
                levels=_numa_tree(2, AMD_SOCKETS, UP_4), slot=PCIE_4),
         {"nvlink": REACHED_A100, "pcie": REACHED_PCIE_4, "sys": REACHED_SOCKETS, "network": REACHED_NET}, OP_A100,
-        "Two GPUs and two NICs below each of four PCIe switches, of which each has in truth two levels.",
+        "Each of four PCIe switches has two GPUs and two NICs. The real switches have two levels; the preset has one.",
     ),
     Preset(
         "hgx-h100", "NVIDIA HGX H100, 8 H100 behind four NVSwitches", "h100-sxm", "switch",
@@ -202,7 +202,7 @@ _ALL = (
                switch=Switch("NVSwitch", "nvlink", NVLINK_4, 18),
                levels=_numa_tree(4, UPI_TAKEN, UP_5), slot=PCIE_5),
         {"nvlink": REACHED_H100, "pcie": REACHED_PCIE_5, "sys": REACHED_SOCKETS, "network": REACHED_NET}, OP_H100,
-        "A GPU and its NIC below a PCIe switch each.",
+        "Each GPU shares a PCIe switch with its NIC.",
     ),
     Preset(
         "a800-8", "8 A800 80 GB behind NVSwitches: A100 with 8 of its 12 links", "a100-sxm", "switch",
@@ -210,7 +210,7 @@ _ALL = (
                switch=Switch("NVSwitch", "nvlink", NVLINK_3_A800, 8),
                levels=_numa_tree(2, AMD_SOCKETS, UP_4), slot=PCIE_4),
         {"nvlink": REACHED_A800, "pcie": REACHED_PCIE_4, "sys": REACHED_SOCKETS, "network": REACHED_NET}, OP_A800,
-        "The rest is taken to be as in DGX A100.",
+        "Everything else is assumed to be as in DGX A100.",
     ),
     Preset(
         "h800-8", "8 H800 behind NVSwitches: H100 with 8 of its 18 links", "h100-sxm", "switch",
@@ -218,21 +218,21 @@ _ALL = (
                switch=Switch("NVSwitch", "nvlink", NVLINK_4_H800, 8),
                levels=_numa_tree(4, UPI_TAKEN, UP_5), slot=PCIE_5),
         {"nvlink": REACHED_H800, "pcie": REACHED_PCIE_5, "sys": REACHED_SOCKETS, "network": REACHED_NET}, OP_H800,
-        "The rest is taken to be as in HGX H100, but for NICs of 200 Gbit/s.",
+        "Everything else is assumed to be as in HGX H100, except NICs of 200 Gbit/s.",
     ),
     Preset(
         "l40s-pcie-8", "8 L40S on PCIe 4, four below each of two switches, one a socket", "l40s", "pcie-numa",
         Server(8, "GPU", "NVIDIA L40S", "nvidia", Nics(2, ROCE_200_L40S, level=2),
                levels=_numa_tree(1, UPI_TAKEN, UP_4), slot=PCIE_4),
         {"pcie": REACHED_PCIE_4, "sys": REACHED_SOCKETS, "network": REACHED_ROCE}, OP_L40S,
-        "No link of the GPUs' own. Servers differ in their PCIe trees: probe yours.",
+        "The GPUs have no direct links. PCIe trees differ between servers: probe yours.",
     ),
     Preset(
         "l20-pcie-8", "8 L20 on PCIe 4, four below each of two switches, one a socket", "l20", "pcie-numa",
         Server(8, "GPU", "NVIDIA L20", "nvidia", Nics(2, ROCE_200_L20, level=2),
                levels=_numa_tree(1, UPI_TAKEN, UP_4), slot=PCIE_4),
         {"pcie": REACHED_PCIE_4, "sys": REACHED_SOCKETS, "network": REACHED_ROCE}, OP_L20,
-        "The tree is that of the L40S preset, no page of a server's having been read. Probe yours.",
+        "The PCIe tree is copied from the L40S preset; no page on such a server was read. Probe yours.",
     ),
     Preset(
         "rtx4090-pcie", "8 RTX 4090 on PCIe 4, each on a host bridge of its own, four a socket, no peer access",
@@ -240,8 +240,8 @@ _ALL = (
         Server(8, "GPU", "NVIDIA GeForce RTX 4090", "nvidia", Nics(2, ROCE_100_4090, level=0),
                levels=(Level("numa", 2, AMD_SOCKETS), Level("host-bridge", 4, INSIDE)), slot=PCIE_4),
         {"pcie": REACHED_4090, "sys": REACHED_SOCKETS, "network": REACHED_ROCE}, OP_4090,
-        "GeForce cards have no peer access: what they send passes the host's memory. Servers differ in their trees (in "
-        "an issue of NVIDIA's go-gpuallocator SYS joins all pairs): probe yours.",
+        "GeForce cards have no peer access: their messages pass through host memory. PCIe trees differ between servers "
+        "(in an issue of NVIDIA's go-gpuallocator all pairs are SYS): probe yours.",
     ),
     Preset(
         "a10-pix-4", "4 A10 on PCIe 4 in pairs: PIX inside, PXB across (the TokenRing paper's machine)", "a10",
@@ -250,7 +250,7 @@ _ALL = (
                levels=(Level("numa", 1, ONE_SOCKET), Level("host-bridge", 1, INSIDE),
                        Level("pcie-switch", 1, UP_4), Level("pcie-switch", 2, UP_4)), slot=PCIE_4),
         {"pcie": REACHED_PCIE_4, "network": REACHED_ROCE}, OP_A10,
-        "The paper names the labels, not the widths; two x16 uplinks join the pairs.",
+        "The paper gives the labels but not the widths. We assume two x16 uplinks between the pairs.",
     ),
     Preset(
         "atlas-800-910a", "Huawei Atlas 800 (model 9000), 8 Ascend 910A: two HCCS quads, PCIe between", "910a",
@@ -258,29 +258,29 @@ _ALL = (
         Server(8, "NPU", "910A", "huawei", Nics(8, ROCE_100), links=(Links("hccs", HCCS_910A, _QUADS),),
                levels=(Level("numa", 2, BETWEEN_QUADS), Level("pcie-switch", 1, UP_4)), slot=PCIE_4),
         {"hccs": REACHED_910A, "pcie": REACHED_PCIE_4, "sys": REACHED_PCIE_4, "network": REACHED_ROCE}, OP_910A,
-        "What joins the quads has no published width. A NIC on each NPU.",
+        "The width of the links between the quads is not published. Each NPU has a NIC.",
     ),
     Preset(
         "atlas-800t-a2", "Huawei Atlas 800T A2, 8 Ascend 910B: full HCCS mesh", "910b3", "full-mesh",
         Server(8, "NPU", "910B3", "huawei", Nics(8, ROCE_200),
                links=(Links("hccs", HCCS_910B, full_mesh(range(8))),)),
         {"hccs": REACHED_910B, "network": REACHED_ROCE}, OP_ASCEND,
-        "A NIC on each NPU. PCIe to the host is left out: nothing between NPUs passes it.",
+        "Each NPU has a NIC. PCIe to the host is left out, because no traffic between NPUs uses it.",
     ),
     Preset(
         "atlas-a3", "Huawei Atlas 800T A3, 16 dies in 8 Ascend 910C: SIO pairs, HCCS switch", "910c-die", "switch",
         Server(16, "NPU", "910C", "huawei", Nics(16, ROCE_A3), links=(Links("sio", SIO_A3, _PACKAGES),),
                switch=Switch("HCCS switch", "hccs", HCCS_A3, 7), dies=2),
         {"sio": REACHED_SIO, "hccs": REACHED_A3, "network": REACHED_ROCE}, OP_ASCEND,
-        "Several are joined by RoCE here; a SuperPoD joins them by HCCS at the full rate instead.",
+        "Several servers are joined by RoCE here. A SuperPoD joins them by HCCS at the full rate.",
     ),
     Preset(
         "atlas-850", "Huawei Atlas 850, 8 Ascend 950DT: full UB mesh", "950dt", "full-mesh",
         Server(8, "NPU", "950DT", "huawei", Nics(8, CLOS_950),
                links=(Links("ub", UB_950, full_mesh(range(8))),)),
         {"ub": REACHED_950, "network": REACHED_CLOS}, OP_950,
-        "The vendor's figures; none was measured. Several are joined by the eight UB ports of each NPU that lead to "
-        "the CLOS level, which inside one server is left out.",
+        "All figures are the vendor's; none was measured. Eight UB ports of each NPU join several servers at the "
+        "CLOS level. A single server leaves that level out.",
     ),
     Preset(
         "mi300x-8", "8 AMD MI300X: full xGMI mesh", "mi300x", "full-mesh",
@@ -288,7 +288,7 @@ _ALL = (
                links=(Links("xgmi", XGMI_MI300X, full_mesh(range(8))),),
                levels=_numa_tree(4, AMD_SOCKETS, UP_5), slot=PCIE_5),
         {"xgmi": REACHED_XGMI, "pcie": REACHED_PCIE_5, "sys": REACHED_SOCKETS, "network": REACHED_NET}, OP_MI300X,
-        "A GPU and its NIC below a PCIe switch each.",
+        "Each GPU shares a PCIe switch with its NIC.",
     ),
 )  # fmt: skip
 

@@ -10,9 +10,9 @@ from tokenring.errors import ConfigurationError
 Grade = Literal["vendor", "table", "measured", "repeated", "assumed", "unknown"]
 GRADES: dict[Grade, str] = {
     "vendor": "the vendor's page or source code",
-    "table": "somebody else's table or text that names its source",
-    "measured": "somebody's measurement",
-    "repeated": "known from repetition alone: no source of it could be read",
+    "table": "a third party's table or text that names its source",
+    "measured": "a published measurement",
+    "repeated": "quoted in several places; the original source was not read",
     "assumed": "our assumption",
     "unknown": "no figure was found",
 }
