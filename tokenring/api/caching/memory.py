@@ -148,7 +148,8 @@ class CacheMemory:
             self._exchanges.pop(key, None)
             while len(self._exchanges) >= KEPT_EXCHANGES:
                 self._exchanges.pop(next(iter(self._exchanges)))
-            found = self._exchanges[key] = PartialExchange(transport, self.cp.pool(self.device), home, rows, self.head_dim)
+            pool = self.cp.pool(self.device)
+            found = self._exchanges[key] = PartialExchange(transport, pool, home, rows, self.head_dim)
         return found
 
 
