@@ -179,8 +179,9 @@ def main() -> None:
                 rate = 1 / told.each_seconds
                 print(f"{name}: {told.first_seconds:.2f} s to the first token, then {rate:.0f} tokens/s")
             print(f"sent by a rank: {found.first_bytes} bytes for the prompt, {found.each_bytes:.0f} for a token")
-            kinds = len(set(found.ids[0, options.prompt :].tolist()))
-            print(f"the same tokens: {torch.equal(found.ids, alone.ids)}; {kinds} different ones are new")
+            apart, kinds = (found.ids != alone.ids).float().mean(), len(set(found.ids[0, options.prompt :].tolist()))
+            print(f"the same tokens: {torch.equal(found.ids, alone.ids)}; {kinds} kinds among the new ones")
+            print(f"tokens that differ, relative error against one process: {apart:.1e}")
         dist.barrier()
     dist.destroy_process_group()
 

@@ -135,8 +135,8 @@ REFUSED: dict[str, tuple[str, Callable[[tr.KVCache], object]]] = {
     "only k": ("give both k and v", lambda c: tr.cached_attention(*new_tokens(1)[:2], None, c, 0)),
     "heads": ("multiple of 2", lambda c: tr.cached_attention(new_tokens(1)[0][:, :, :3], *new_tokens(1)[1:], c, 0)),
     "other lengths": ("so give k", lambda c: tr.cached_attention(new_tokens(1)[0], *new_tokens(2)[1:], c, 0)),
-    "dtype": ("is torch.float64", lambda c: tr.cached_attention(*(x.double() for x in new_tokens(1)), c, 0)),
-    "cache": ("make a KVCache", lambda c: tr.cached_attention(*new_tokens(1), None, 0)),  # type: ignore[arg-type]
+    "dtype": ("is torch.float64", lambda c: tr.cached_attention(new_tokens(1)[0].double(), *new_tokens(1)[1:], c, 0)),
+    "cache": ("make a KVCache", lambda c: tr.cached_attention(*new_tokens(1), None, 0)),  # type: ignore[call-overload]
     "crop": ("give the number of tokens to keep", lambda c: c.crop("2")),  # type: ignore[arg-type]
     "rows": ("row numbers from 0 to 0", lambda c: c.reorder(torch.tensor([1]))),
     "shape of rows": ("wants 1 row numbers", lambda c: c.reorder(torch.tensor([0, 0]))),

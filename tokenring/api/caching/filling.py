@@ -17,6 +17,22 @@ from tokenring.sequence.layout import Layout, Positions, join_chunks
 Runs = tuple[Positions, ...]
 
 
+class Sight(NamedTuple):
+    """The rules that hide keys from rows, beside their order. window: a row sees so many keys, its own included.
+
+    starts: the first token of each row of the batch, int64 [B]; before it is padding. latest: the last of them.
+    """
+
+    window: int | None = None
+    starts: torch.Tensor | None = None
+    latest: int = 0
+
+    @property
+    def hides_nothing(self) -> bool:
+        """True if rows see all that comes before them."""
+        return self.window is None and self.starts is None
+
+
 class Room(NamedTuple):
     """The sizes of a cache: ranks, tokens of a page, of all, and how many sealed ones a rank has memory for."""
 

@@ -9,7 +9,6 @@ import torch
 
 from tokenring.api.caching.filling import Filled, Room, places
 from tokenring.api.caching.memory import CacheMemory, Home, Starts
-from tokenring.api.caching.model_step import ModelStep
 from tokenring.api.inputs import check_context
 from tokenring.api.standing import Standing
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -17,6 +16,7 @@ from tokenring.sequence.layout import as_integer
 from tokenring.sequence.workload import DTYPES
 
 if TYPE_CHECKING:
+    from tokenring.api.caching.model_step import ModelStep
     from tokenring.api.context import ContextParallel
 
 
@@ -95,6 +95,8 @@ class KVCache(CacheMemory, Standing):
         is cached. Or only their number T. q_home: "all" if every rank computes all of them; "tokens" if each computes
         its part in cp's layout. Raises ConfigurationError, on all ranks, also where the cache has no room.
         """
+        from tokenring.api.caching.model_step import ModelStep
+
         return ModelStep(self, token_ids, q_home)
 
     def crop(self, length: int) -> None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tokenring.api.caching.filling import Appended, Filled, Room, places
-from tokenring.api.caching.rows import Sight
+from tokenring.api.caching.filling import Appended, Filled, Room, Sight, places
 from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import Layout, as_integer
 

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from tokenring.api.caching.filling import Runs, cut, places
+from tokenring.api.caching.filling import Runs, Sight, cut, places
 from tokenring.backends.merging.all_at_once import merge_all
 from tokenring.runtime.cached_kernel import Partial, cached_partial
 
 BLOCK_ROWS = 256  # of a mask that is made
-
-
-class Sight(NamedTuple):
-    """The rules that hide keys from rows, beside their order. window: a row sees so many keys, its own included.
-
-    starts: the first token of each row of the batch, int64 [B]; before it is padding. latest: the last of them.
-    """
-
-    window: int | None = None
-    starts: torch.Tensor | None = None
-    latest: int = 0
-
-    @property
-    def hides_nothing(self) -> bool:
-        """True if rows see all that comes before them."""
-        return self.window is None and self.starts is None
 
 
 def rows_over(
