@@ -13,11 +13,12 @@ LOWEST = torch.finfo(torch.float32).min  # stands for -inf where -inf minus -inf
 def merge_all(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out [..., D] and lse [...] in fp32, of n partial results: outs [n, ..., D], lses [n, ...] fp32.
 
-    A row that has seen nothing in any of them gets out 0 and lse -inf.
+    outs are 0 where lses are -inf: a row that has seen nothing in any of them gets out 0 and lse -inf.
     """
-    most = lses.amax(dim=0).clamp_(min=LOWEST)
-    weights = torch.sub(lses, most).exp_()
-    total = weights.sum(dim=0)
-    weights.div_(total.clamp(min=torch.finfo(torch.float32).tiny))
-    out = (outs.float() * weights[..., None]).sum(dim=0)
-    return out, most.add_(total.log_())
+    return merge_outs(outs, lses), torch.logsumexp(lses, dim=0)
+
+
+def merge_outs(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
+    """Return out alone of `merge_all`."""
+    weights = torch.clamp(lses, min=LOWEST).softmax(dim=0)
+    return torch.mul(outs, weights[..., None]).sum(dim=0)  # in fp32, as weights are

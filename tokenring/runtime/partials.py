@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tokenring.backends.merging.all_at_once import merge_all
+from tokenring.backends.merging.all_at_once import merge_all, merge_outs
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.lowering.records import aligned
 
@@ -165,7 +165,9 @@ class PartialExchange:
         placement = self._transport.place(requests + self._partials.landings)
         return lambda: self._transport.begin(placement)
 
-    def shared(self, sealed: Callable[[], Partial], local: Callable[[], Partial], label: str) -> Partial:
+    def shared(
+        self, sealed: Callable[[], Partial], local: Callable[[], Partial], label: str, wants_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return out and lse of rows that all ranks have: from what each makes of its keys, and of what all hold."""
         if self._begin is not None:
             self._begin()
@@ -173,9 +175,13 @@ class PartialExchange:
         self.made.put(self._transport.rank, sealed())
         sent = self._partials.send(label)
         self.made.put(-1, local())
-        for each in chain(received, sent):
+        for each in received:
             each.wait()
-        return merge_all(self.made.outs, self.made.lses)
+        for each in sent:
+            each.wait()
+        if wants_lse:
+            return merge_all(self.made.outs, self.made.lses)
+        return merge_outs(self.made.outs, self.made.lses), None
 
     def own(
         self, q: torch.Tensor, sealed: Callable[[int, torch.Tensor], Partial], local: Callable[[], Partial], label: str

@@ -11,7 +11,6 @@ from tokenring.api.caching.filling import Runs, runs_of
 from tokenring.api.caching.memory import CacheMemory, Home
 from tokenring.api.caching.model_step import ModelStep
 from tokenring.api.caching.rows import merged, rows_over
-from tokenring.api.inputs import check_types
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.bound_kernel import checked_scale
 from tokenring.runtime.cached_kernel import Partial, cached_partial
@@ -19,65 +18,70 @@ from tokenring.runtime.partials import Rows
 from tokenring.sequence.layout import Layout, Positions
 from tokenring.sequence.mask import Causal, Mask, SlidingWindow
 
+Made = tuple[torch.Tensor, torch.Tensor | None]  # out [B, H, T, Dv], lse [B, H, T] where it is wanted
+
 
 def attended(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, home: Home,
-    scale: float | None,
-) -> Partial:  # fmt: skip
-    """Return out [B, H, T, Dv] and lse [B, H, T] in fp32; see `cached_attention`."""
+    scale: float | None, wants_lse: bool,
+) -> Made:  # fmt: skip
+    """Return out [B, H, T, Dv] and, if it is wanted, lse [B, H, T] in fp32; see `cached_attention`."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return attended(q, k, v, cache, layer, home, scale, wants_lse)
     if isinstance(cache.current, ModelStep):
-        return _call(q, k, v, cache, layer, cache.current, scale)
+        return _call(q, k, v, cache, layer, cache.current, scale, wants_lse)
     rows = q.shape[1] if isinstance(q, torch.Tensor) and q.dim() == 4 else 1
     with ModelStep(cache, rows, home, layer=layer, reads=k is None) as step:
-        return _call(q, k, v, cache, layer, step, scale)
+        return _call(q, k, v, cache, layer, step, scale, wants_lse)
 
 
 def _call(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep,
-    scale: float | None,
-) -> Partial:  # fmt: skip
-    """Return out [B, H, T, Dv] and lse [B, H, T]."""
-    check_types(q, *(x for x in (k, v) if x is not None))
+    scale: float | None, wants_lse: bool,
+) -> Made:  # fmt: skip
     if (k is None) != (v is None):
         raise ConfigurationError("cached_attention: give both k and v, or neither to read only")
     _check_call(q, cache, layer, step)
     scale = checked_scale(scale, q.shape[-1])
     if k is None or v is None:
-        return _read(q, cache, layer, step, scale)
+        return _read(q, cache, layer, step, scale, wants_lse)
     _check_new(q, k, v, cache, layer, step)
     if step.layout is not None and cache.cp.world_size > 1:
         return _attend_own(q, k, v, cache, layer, step, step.layout, scale)
-    return _attend_shared(q, k, v, cache, layer, step, scale)
+    return _attend_shared(q, k, v, cache, layer, step, scale, wants_lse)
 
 
 def _attend_shared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float
-) -> Partial:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float,
+    wants_lse: bool,
+) -> Made:  # fmt: skip
     """Attend from new tokens that every rank has: to what each has sealed, and what all have."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    filled, tokens = cache.filled[layer], q.shape[2]
+    filled, tokens, sight = cache.filled[layer], q.shape[2], cache.sight(layer)
     after, held = filled.after(tokens, cache.room), filled.open + tokens
-    opened = cache.open_keys[layer], cache.open_values[layer]
+    open_keys, open_values = cache.open_keys[layer], cache.open_values[layer]
     written = held <= cache.room.open
     if written:
-        for memory, new in zip(opened, (k, v), strict=True):
-            memory[:, :, filled.open : held] = new
-        keys, values = (memory[:, :, :held] for memory in opened)
+        keys, values = open_keys.narrow(2, 0, held), open_values.narrow(2, 0, held)
+        keys.narrow(2, filled.open, tokens).copy_(k)
+        values.narrow(2, filled.open, tokens).copy_(v)
     else:
-        keys, values = (torch.cat([a[:, :, : filled.open], b], 2) for a, b in zip(opened, (k, v), strict=True))
+        keys = torch.cat([open_keys[:, :, : filled.open], k], 2)
+        values = torch.cat([open_values[:, :, : filled.open], v], 2)
     new_runs = (Positions(filled.length, filled.length + tokens),)
 
     def local() -> Partial:
-        if tokens == 1 and cache.sight(layer).hides_nothing:
+        if tokens == 1 and sight.hides_nothing:
             return cached_partial(q, keys, values, None, scale)
-        return rows_over(q, new_runs, keys, values, (*filled.open_runs, *new_runs), cache.sight(layer), scale)
+        return rows_over(q, new_runs, keys, values, (*filled.open_runs, *new_runs), sight, scale)
 
-    found = _over_sealed(q, new_runs, cache, layer, step, scale, local)
+    found = _over_sealed(q, new_runs, cache, layer, step, scale, local, wants_lse)
     cache.appended(layer, k, v, after, written)
     return found
 
 
-def _read(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float) -> Partial:
+def _read(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float, wants_lse: bool) -> Made:
     """Attend from rows that every rank has to all that is cached, all of which they see but for padding."""
     q, filled = q.transpose(1, 2), cache.filled[layer]
     runs = (Positions(filled.length, filled.length + 1),) * q.shape[2]
@@ -86,14 +90,15 @@ def _read(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scal
     def local() -> Partial:
         return rows_over(q, runs, keys, values, filled.open_runs, cache.sight(layer), scale)
 
-    return _over_sealed(q, runs, cache, layer, step, scale, local)
+    return _over_sealed(q, runs, cache, layer, step, scale, local, wants_lse)
 
 
 def _over_sealed(
-    q: torch.Tensor, runs: Runs, cache: CacheMemory, layer: int, step: ModelStep, scale: float, local: Callable[[], Partial]
-) -> Partial:
+    q: torch.Tensor, runs: Runs, cache: CacheMemory, layer: int, step: ModelStep, scale: float,
+    local: Callable[[], Partial], wants_lse: bool,
+) -> Made:  # fmt: skip
     """Return what `local` makes, merged with what the ranks make of their sealed tokens for rows that all have."""
-    counts, rank = cache.filled[layer].counts, cache.cp.rank
+    counts = cache.filled[layer].counts
 
     def sealed() -> Partial:
         return _of_sealed(q, runs, cache, layer, scale)
@@ -104,7 +109,7 @@ def _over_sealed(
         return merged(sealed(), local())
     rows = Rows(q.shape[0], q.shape[1], q.shape[2], cache.value_dim, cache.dtype)
     found = cache.exchange("all", rows)
-    return found.shared(sealed, local, f"partial results of layer {layer} in step {step.number}, of rank {rank}'s rows")
+    return found.shared(sealed, local, f"partial results of layer {layer} in step {step.number}", wants_lse)
 
 
 def _of_sealed(q: torch.Tensor, runs: Runs, cache: CacheMemory, layer: int, scale: float) -> Partial:
@@ -147,7 +152,9 @@ def _attend_own(
 
 
 def _check_call(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep) -> None:
-    """Raise ConfigurationError or UnsupportedError unless q and the layer fit the cache and its step."""
+    """Raise ConfigurationError unless q and the layer fit the cache and its step."""
+    if not isinstance(q, torch.Tensor):
+        raise ConfigurationError(f"q is of type {type(q).__name__}; give a tensor [B, T, H, D]")
     if not isinstance(layer, int) or not 0 <= layer < cache.layers:
         raise ConfigurationError(f"layer={layer!r}: the cache has layers 0 to {cache.layers - 1}")
     if step.layer is not None and step.layer != layer:
@@ -168,6 +175,8 @@ def _check_new(
     tokens = step.local_tokens
     if cache.filled[layer].length != step.before:
         raise ConfigurationError(f"layer {layer} has its tokens of step {step.number}: call it once in each step")
+    if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
+        raise ConfigurationError(f"k and v are of type {type(k).__name__} and {type(v).__name__}; give tensors")
     wanted = [(cache.batch, tokens, cache.kv_heads, width) for width in (cache.head_dim, cache.value_dim)]
     if q.shape[1] != tokens or k.shape != wanted[0] or v.shape != wanted[1]:
         raise ConfigurationError(

@@ -56,7 +56,8 @@ def cached_attention(
         raise UnsupportedError("cached_attention has no backward: call it under torch.no_grad() or inference_mode()")
     from tokenring.api.caching.attending import attended  # whoever does not serve need not load it
 
-    with torch.no_grad(), cache.cp.turn:
-        out, lse = attended(q, k, v, cache, layer, q_home, scale)
-    out = out.transpose(1, 2).to(cache.dtype)
-    return (out, lse) if return_lse else out
+    with cache.cp.turn:
+        out, lse = attended(q, k, v, cache, layer, q_home, scale, return_lse)
+    out = out.transpose(1, 2)
+    out = out if out.dtype == cache.dtype else out.to(cache.dtype)
+    return (out, lse) if return_lse and lse is not None else out

@@ -104,19 +104,21 @@ class CacheMemory:
     def sealed(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's sealed keys and values of a layer: [B, Hkv, n, D]."""
         count = self.filled[layer].counts[self.cp.rank]
-        return self.keys[layer][:, :, :count], self.values[layer][:, :, :count]
+        return self.keys[layer].narrow(2, 0, count), self.values[layer].narrow(2, 0, count)
 
     def appended(self, layer: int, k: torch.Tensor, v: torch.Tensor, after: Appended, written: bool) -> None:
         """Append new keys and values [B, Hkv, T, D], which every rank has, as `after` says.
 
         written: they lie in the open part already.
         """
+        if written and not after.deals:
+            self.filled[layer] = after.filled
+            return
         before = self.filled[layer].open
         for opened, sealed, new in ((self.open_keys, self.keys, k), (self.open_values, self.values, v)):
             memory = opened[layer]
             if not after.deals:
-                if not written:
-                    memory[:, :, before : before + new.shape[2]] = new
+                memory[:, :, before : before + new.shape[2]] = new
                 continue
             whole = memory[:, :, : before + new.shape[2]] if written else torch.cat([memory[:, :, :before], new], 2)
             for start, rank, into in after.deals:
