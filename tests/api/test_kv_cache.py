@@ -13,6 +13,7 @@ from test_cached_attention import HEADS
 
 import tokenring as tr
 from tokenring.api.caching.filling import Filled, Room, below, cut, places
+from tokenring.api.caching.one_token import one_token
 from tokenring.backends.merging.all_at_once import merge_all
 from tokenring.runtime.partials import PartialSlots, Rows
 from tokenring.sequence.layout import Positions, make_layout
@@ -122,6 +123,31 @@ def test_it_says_what_it_is() -> None:
     assert repr(cache) == "KVCache(5 of 64 tokens, 5 of them at rank 0 of 1, 2 layers, 17408 bytes)"
     assert cache.nbytes == 2 * 2 * 2 * 8 * 4 * (64 + 4)
     assert "filled" not in dir(cache) and "crop" in dir(cache)
+
+
+def decoded(here: Here, short: bool) -> tuple[torch.Tensor, int]:
+    """Outs of some tokens, and how many calls went the short way."""
+    cp = here.cp(transport=here.transport("shm"))
+    cache = tr.KVCache(cp, **SIZES)
+    feed(cache, 21)
+    taken = 0
+
+    def counted(*given: Any) -> object:
+        nonlocal taken
+        found = one_token(*given) if short else None
+        taken += found is not None
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tokenring.api.caching.attending.one_token", counted)
+        outs = [feed(cache, 1, seed) for seed in range(12)]
+    return torch.cat(outs), taken
+
+
+def test_the_short_way_gives_the_bits_of_the_long_one(ranks: RankPools) -> None:
+    (short, taken), (long, none) = ranks(2)(decoded, True)[0], ranks(2)(decoded, False)[0]
+    assert torch.equal(short, long)
+    assert taken == 10 and none == 0  # two of the steps seal pages
 
 
 # ---------- what it refuses

@@ -149,9 +149,14 @@ class PartialExchange:
             links += [(a, b, REQUESTS) for a, b, _ in links]
         else:
             sends = [Post(r, self.made.messages[me]) for r in others]
-        self._partials = Posts(transport, PARTIALS, [Post(r, self.made.messages[r]) for r in others], sends)
+        self.partials = Posts(transport, PARTIALS, [Post(r, self.made.messages[r]) for r in others], sends)
         transport.prepare(links, self.base.device)
         self._begin = self._placed()
+
+    @property
+    def placed(self) -> bool:
+        """True if its messages have places that the transport is told of, before each call."""
+        return self._begin is not None
 
     @property
     def usable(self) -> bool:
@@ -162,7 +167,7 @@ class PartialExchange:
         if not self._transport.target.placing:
             return None
         requests = self._requests.landings if self.home == "tokens" else []
-        placement = self._transport.place(requests + self._partials.landings)
+        placement = self._transport.place(requests + self.partials.landings)
         return lambda: self._transport.begin(placement)
 
     def shared(
@@ -171,9 +176,9 @@ class PartialExchange:
         """Return out and lse of rows that all ranks have: from what each makes of its keys, and of what all hold."""
         if self._begin is not None:
             self._begin()
-        received = self._partials.receive(label)
+        received = self.partials.receive(label)
         self.made.put(self._transport.rank, sealed())
-        sent = self._partials.send(label)
+        sent = self.partials.send(label)
         self.made.put(-1, local())
         for each in received:
             each.wait()
@@ -193,13 +198,13 @@ class PartialExchange:
         asked = self._requests.receive(label)
         self.q[me].copy_(q)
         asked += self._requests.send(label)
-        received = self._partials.receive(label)
+        received = self.partials.receive(label)
         self.made.put(me, sealed(me, q))
         self.made.put(-1, local())
         for each in asked:
             each.wait()
         for rank in (r for r in range(world) if r != me):
             self.out.put(rank, sealed(rank, self.q[rank]))
-        for each in chain(received, self._partials.send(label)):
+        for each in chain(received, self.partials.send(label)):
             each.wait()
         return merge_all(self.made.outs, self.made.lses)

@@ -10,6 +10,7 @@ from tokenring.api.attention import attend
 from tokenring.api.caching.filling import Runs, runs_of
 from tokenring.api.caching.memory import CacheMemory, Home
 from tokenring.api.caching.model_step import ModelStep
+from tokenring.api.caching.one_token import OneToken, one_token
 from tokenring.api.caching.rows import merged, rows_over
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.bound_kernel import checked_scale
@@ -29,11 +30,29 @@ def attended(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return attended(q, k, v, cache, layer, home, scale, wants_lse)
-    if isinstance(cache.current, ModelStep):
-        return _call(q, k, v, cache, layer, cache.current, scale, wants_lse)
+    step = cache.current
+    if isinstance(step, ModelStep):
+        if (found := _short(q, k, v, cache, layer, step)) is not None:
+            assert k is not None and v is not None
+            return found.attend(q, k, v, layer, checked_scale(scale, q.shape[-1]), wants_lse, step.number)
+        return _call(q, k, v, cache, layer, step, scale, wants_lse)
     rows = q.shape[1] if isinstance(q, torch.Tensor) and q.dim() == 4 else 1
     with ModelStep(cache, rows, home, layer=layer, reads=k is None) as step:
         return _call(q, k, v, cache, layer, step, scale, wants_lse)
+
+
+def _short(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep
+) -> OneToken | None:
+    """Return the short way of a decode step, if this call takes it; made once for layers that hold the same."""
+    if step.tokens != 1 or k is None or v is None or type(layer) is not int or not 0 <= layer < cache.layers:
+        return None
+    found = step.short
+    if not isinstance(found, OneToken) or found.filled is not cache.filled[layer]:
+        found = step.short = one_token(q, cache, layer, step)
+    if found is None or (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype) != found.key:
+        return None
+    return found if q.is_contiguous() and q.device.type == k.device.type == v.device.type == "cpu" else None
 
 
 def _call(

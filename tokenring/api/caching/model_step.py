@@ -34,6 +34,7 @@ class ModelStep:
         self.tokens = self.local_tokens = self.before = 0
         self.number = cache.steps + 1
         self.layout: Layout | None = None  # of the new tokens, where they are sharded
+        self.short: object | None = None  # what its layers share
 
     def __enter__(self) -> ModelStep:
         """Agree with all ranks. Raises ConfigurationError, on all of them, and PeerLost."""
